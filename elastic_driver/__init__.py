@@ -1,0 +1,1 @@
+"""Who trains, with which rank, until when."""

@@ -1,0 +1,68 @@
+"""Names that cross a process boundary: variables a worker is born with, and store keys.
+
+The torchrun names keep torchrun's meaning, so that an unmodified `init_process_group()`
+script runs (https://docs.pytorch.org/docs/stable/elastic/run.html).
+"""
+
+from __future__ import annotations
+
+# ---- variables of a worker (ours) --------------------------------------------------------
+RUN_ID = "ELASTIC_RUN_ID"
+HOSTNAME = "ELASTIC_HOSTNAME"
+WORKER_ID = "ELASTIC_WORKER_ID"
+ROUND = "ELASTIC_ROUND"
+RENDEZVOUS = "ELASTIC_RENDEZVOUS"  # http://host:port
+TOKEN_FILE = "ELASTIC_TOKEN_FILE"  # noqa: S105 - the path of a 0600 file, never the token
+HEARTBEAT_TIMEOUT = "ELASTIC_HEARTBEAT_TIMEOUT"  # seconds
+
+# ---- variables of a worker (torchrun's) --------------------------------------------------
+TORCHRUN_NAMES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+)
+
+# ---- keys of the store: "<scope>/<key>" --------------------------------------------------
+JOB_SPEC = "job/spec"  # messages.JobSpec, written once
+JOB_WORLD = "job/world"  # messages.World of the newest complete round
+JOB_NOTICE = "job/notice"  # messages.Notice: leave the current round
+
+
+def agent_lease(host: str, incarnation: int) -> str:
+    """The lease an agent renews while it lives."""
+    return f"agents/{host}.{incarnation}/lease"
+
+
+def agent_order(host: str, incarnation: int, number: int) -> str:
+    """The agent's n-th order (messages.Order), counted from 1."""
+    return f"agents/{host}.{incarnation}/orders/{number}"
+
+
+def worker_lease(worker: str) -> str:
+    """The lease a worker's heartbeat thread renews."""
+    return f"workers/{worker}/lease"
+
+
+def worker_progress(worker: str) -> str:
+    """messages.Progress, written with each heartbeat."""
+    return f"workers/{worker}/progress"
+
+
+def round_prefix(round_id: int) -> str:
+    """Every key that belongs to one round; sealed and deleted when the round is over."""
+    return f"rounds/{round_id}/"
+
+
+def worker_id(host: str, slot: int, incarnation: int) -> str:
+    """A process's stable name, fit for a file name: `<host>.<slot>.<incarnation>`."""
+    return f"{host}.{slot}.{incarnation}"

@@ -1,0 +1,1 @@
+"""The pure core: events and the time go in, decisions with their reasons come out."""

@@ -1,0 +1,224 @@
+"""The vocabulary of the core: every event that goes in, every decision that comes out.
+
+All are frozen. Each event has one line of meaning; each decision carries its reason. Times
+are not in them: `Job.handle(event, now)` is told the time, in monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from elastic_driver.core.messages import (
+    Failure,
+    Host,
+    Order,
+    Text,
+    WorkerId,
+    World,
+)
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+# ---- events from agents and workers (these may come over the wire) -----------------------
+
+
+class AgentReady(Struct, frozen=True, tag="agent_ready", forbid_unknown_fields=True):
+    """An agent is up and waits for orders; `ports` are free ports for a torch store there."""
+
+    host: Host
+    incarnation: Count
+    pid: Count
+    address: Host
+    ports: Annotated[tuple[int, ...], Meta(max_length=64)]
+
+
+class WorkerStarted(Struct, frozen=True, tag="worker_started", forbid_unknown_fields=True):
+    """An agent has started a worker's process."""
+
+    worker: WorkerId
+    pid: Count
+
+
+class WorkerReady(Struct, frozen=True, tag="worker_ready", forbid_unknown_fields=True):
+    """A worker is in no group and waits for the next round (`round`: the one it left, 0 none).
+
+    `version` is the number of committed steps its state stands for (−1: nothing trained yet),
+    `clean` whether its tensors are exactly those. `reason` says why it left.
+    """
+
+    worker: WorkerId
+    round: Count
+    version: Annotated[int, Meta(ge=-1, le=2**53)]
+    clean: bool
+    reason: Text
+
+
+class WorkerStepped(Struct, frozen=True, tag="worker_stepped", forbid_unknown_fields=True):
+    """A worker has committed its first step of this round (told once a round)."""
+
+    worker: WorkerId
+    round: Count
+    step: Count
+
+
+class WorkerExited(Struct, frozen=True, tag="worker_exited", forbid_unknown_fields=True):
+    """A worker's process is gone, its whole group with it; negative codes are signals.
+
+    `victim`: its last words say that it fell because a peer was lost (a broken collective).
+    """
+
+    worker: WorkerId
+    exit_code: Annotated[int, Meta(ge=-128, le=255)]
+    log_tail: Text
+    victim: bool = False
+
+
+# ---- events from the driver's own shell --------------------------------------------------
+
+
+class HostsDiscovered(Struct, frozen=True, tag="hosts_discovered"):
+    """The hosts there are now: (host, slots) in the order of the source, without repeats."""
+
+    hosts: tuple[tuple[str, int], ...]
+
+
+class DiscoveryFailed(Struct, frozen=True, tag="discovery_failed"):
+    """Discovery gave nothing usable; the last known hosts stay."""
+
+    reason: str
+
+
+class AgentLost(Struct, frozen=True, tag="agent_lost"):
+    """An agent could not be started, ended, or let its lease expire; its workers end with it."""
+
+    host: str
+    incarnation: int
+    reason: str
+
+
+class WorkerLost(Struct, frozen=True, tag="worker_lost"):
+    """A worker let its lease expire: hung, stopped or cut off."""
+
+    worker: str
+    reason: str
+
+
+class ScaleRequested(Struct, frozen=True, tag="scale_requested"):
+    """Somebody wishes another number of workers, within min and max."""
+
+    num_proc: int
+
+
+class StopRequested(Struct, frozen=True, tag="stop_requested"):
+    """End the job now, with this exit status (Ctrl-C, SIGTERM, `elasticctl stop`)."""
+
+    reason: str
+    exit_code: int
+
+
+class Tick(Struct, frozen=True, tag="tick"):
+    """Nothing but time has passed; sent when `Job.deadline()` is reached."""
+
+
+WireEvent = AgentReady | WorkerStarted | WorkerReady | WorkerStepped | WorkerExited
+Event = (
+    WireEvent
+    | HostsDiscovered
+    | DiscoveryFailed
+    | AgentLost
+    | WorkerLost
+    | ScaleRequested
+    | StopRequested
+    | Tick
+)
+
+# ---- decisions ---------------------------------------------------------------------------
+
+
+class StartAgent(Struct, frozen=True, tag="start_agent"):
+    """Start this host's agent, its n-th incarnation."""
+
+    host: str
+    incarnation: int
+    slots: int
+    reason: str
+
+
+class StopAgent(Struct, frozen=True, tag="stop_agent"):
+    """Let this host's agent stop its workers and exit."""
+
+    host: str
+    incarnation: int
+    grace: float
+    reason: str
+
+
+class GiveOrder(Struct, frozen=True, tag="give_order"):
+    """Hand an order to the host's agent."""
+
+    host: str
+    incarnation: int
+    order: Order
+    reason: str
+
+
+class PublishWorld(Struct, frozen=True, tag="publish_world"):
+    """A round is complete: tell every worker its rank and peers."""
+
+    world: World
+    reason: str
+
+
+class PublishNotice(Struct, frozen=True, tag="publish_notice"):
+    """Leave this round: at once, or (`at_boundary`) after a step every rank still reaches.
+
+    Which step that is follows from the progress the workers wrote to the store; the shell
+    reads it and names it in the notice (`runtime.boundary`).
+    """
+
+    round: int
+    at_boundary: bool
+    reason: str
+
+
+class SealRound(Struct, frozen=True, tag="seal_round"):
+    """The round is over: delete its keys and refuse later writes to them."""
+
+    round: int
+    reason: str
+
+
+class Announce(Struct, frozen=True, tag="announce"):
+    """A line for the event log; `event` is one of the names of the contract, past tense."""
+
+    event: str
+    reason: str
+    round: int | None = None
+    host: str | None = None
+    slot: int | None = None
+    rank: int | None = None
+    pid: int | None = None
+    worker: str | None = None
+    detail: dict[str, str | int | float | bool | None] = {}
+
+
+class EndJob(Struct, frozen=True, tag="end_job"):
+    """The job is over: stop everything, exit with `exit_code`."""
+
+    exit_code: int
+    reason: str
+    failure: Failure | None = None
+
+
+Decision = (
+    StartAgent
+    | StopAgent
+    | GiveOrder
+    | PublishWorld
+    | PublishNotice
+    | SealRound
+    | Announce
+    | EndJob
+)

@@ -1,0 +1,160 @@
+"""The documents the driver publishes on keys, and the orders it gives to agents.
+
+Pure data (JSON by msgspec). Workers, agents and the HTTP API read them; only the core makes
+them. Their keys are named in `elastic_driver.contract`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+Host = Annotated[str, Meta(min_length=1, max_length=253)]
+WorkerId = Annotated[str, Meta(min_length=1, max_length=300)]
+Text = Annotated[str, Meta(max_length=65536)]
+
+
+class SlotInfo(Struct, frozen=True):
+    """One worker's place in a round (meaning of the six numbers as in Horovod)."""
+
+    host: str
+    slot: int  # names the device; never changes in a process's life
+    rank: int
+    local_rank: int  # counted anew each round, 0 … local_size − 1
+    cross_rank: int  # index of this host among the hosts that have this local_rank
+    size: int
+    local_size: int
+    cross_size: int  # number of hosts that have this local_rank
+    node_rank: int  # index of the host in the round
+    node_count: int
+
+
+class Member(Struct, frozen=True):
+    """A worker of a complete round, with the state it brought along."""
+
+    worker: str
+    place: SlotInfo
+    version: int = -1  # committed steps; −1: a newcomer that holds no trained state
+    clean: bool = True  # its tensors are those of `version`
+
+
+class World(Struct, frozen=True):
+    """A complete round: who takes part, ordered by rank."""
+
+    round: int
+    members: tuple[Member, ...]
+    reason: str
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return len(self.members)
+
+    def member(self, worker: str) -> Member | None:
+        """The entry of one worker, or None where it does not take part."""
+        return next((m for m in self.members if m.worker == worker), None)
+
+
+class Notice(Struct, frozen=True):
+    """Leave round `round`: at once (`after_step` None) or after committed step `after_step`."""
+
+    round: int
+    after_step: int | None
+    reason: str
+
+
+class Progress(Struct, frozen=True):
+    """How far a worker is: `step` committed steps in all, seconds for one, in round `round`."""
+
+    round: int
+    step: int
+    step_time: float
+
+
+class JobSpec(Struct, frozen=True):
+    """What every worker of the job runs; no secrets."""
+
+    run_id: str
+    command: tuple[str, ...]  # argv of a worker
+    cwd: str
+    env: dict[str, str]  # added to the agent's own environment
+    heartbeat_timeout: float  # seconds
+    grace_period: float  # seconds between SIGTERM and SIGKILL
+    max_restarts: int  # shown to workers as TORCHELASTIC_MAX_RESTARTS
+    log_dir: str | None = None
+    redirects: str = "0"  # torchrun's --redirects: 0 none, 1 stdout, 2 stderr, 3 both
+    tee: str = "3"
+    local_ranks_filter: tuple[int, ...] | None = None
+    timestamp: bool = False  # prefix output lines with the time
+
+
+class StartWorkerOrder(Struct, frozen=True, tag="start_worker"):
+    """Start a process for `worker` with these ranks in its environment."""
+
+    worker: str
+    place: SlotInfo  # for an elastic newcomer: the place it would have, if let in now
+    round: int
+    restart_count: int
+    master_addr: str
+    master_port: int
+
+
+class StopWorkerOrder(Struct, frozen=True, tag="stop_worker"):
+    """SIGTERM, then SIGKILL after `grace` seconds (0: SIGKILL at once), to its whole group."""
+
+    worker: str
+    grace: float
+    reason: str
+
+
+class RanksOrder(Struct, frozen=True, tag="ranks"):
+    """A round is complete: prefix output with these ranks from now on, add by-rank links."""
+
+    round: int
+    ranks: dict[str, int]  # worker → rank, this host's workers only
+
+
+class ShutdownOrder(Struct, frozen=True, tag="shutdown"):
+    """Stop every worker as StopWorkerOrder does, report their exits, then exit 0."""
+
+    grace: float
+    reason: str
+
+
+Order = StartWorkerOrder | StopWorkerOrder | RanksOrder | ShutdownOrder
+
+
+class Failure(Struct, frozen=True):
+    """The failure a job is judged by: the first of its round."""
+
+    worker: str
+    rank: int
+    host: str
+    pid: int
+    exit_code: int  # as subprocess gives it: negative for a signal
+    log_tail: str = ""
+
+
+_encoder = msgspec.json.Encoder()
+T = TypeVar("T")
+
+
+def encode(document: Struct) -> bytes:
+    """JSON bytes of any document or order here."""
+    return _encoder.encode(document)
+
+
+def decode(kind: type[T], data: bytes) -> T:
+    """The document in `data`; raises `msgspec.ValidationError` where it is not one."""
+    return msgspec.json.decode(data, type=kind)
+
+
+_order_decoder = msgspec.json.Decoder(Order)
+
+
+def decode_order(data: bytes) -> Order:
+    """An agent's order; raises `msgspec.ValidationError` where it is not one."""
+    order: Order = _order_decoder.decode(data)
+    return order

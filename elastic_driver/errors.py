@@ -1,0 +1,65 @@
+"""The errors of elastic-driver and the exit status each one means.
+
+Every message says what was needed, what was found and what to try. The command line turns
+an `ElasticError` into one line and its `exit_code`; anything else is a bug of ours (70).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit statuses of `elasticrun` (sysexits.h names where they exist)."""
+
+    OK = 0
+    USAGE = 64  # EX_USAGE
+    BUG = 70  # EX_SOFTWARE
+    UNAVAILABLE = 75  # EX_TEMPFAIL: the same command may succeed later
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+class ElasticError(Exception):
+    """Base of everything this project raises on purpose."""
+
+    exit_code: int = ExitCode.BUG
+
+
+class UsageError(ElasticError):
+    """The command, a file or a setting is wrong; nothing was started."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ClusterError(ElasticError):
+    """Hosts, slots or the rendezvous could not be had in time."""
+
+    exit_code = ExitCode.UNAVAILABLE
+
+
+class NotEnoughSlotsError(ClusterError):
+    """Too few slots stayed available until the deadline."""
+
+    def __init__(self, *, needed: int, available: int, waited: float) -> None:
+        super().__init__(
+            f"need {needed} slots, found {available} after {waited:.0f} s; "
+            "lower --min-np, raise --start-timeout, or check the hosts in cool-down"
+        )
+        self.needed, self.available = needed, available
+
+
+class RendezvousError(ClusterError):
+    """The rendezvous cannot be reached, refused the token, or answered too late."""
+
+
+class HostsUpdatedInterrupt(ElasticError):
+    """The membership changes at this step boundary; `run` catches it and rejoins.
+
+    Raised by `State.commit()` and `State.check_host_updates()` after the same step on every
+    rank (name and role as in Horovod elastic).
+    """
+
+
+class WorldBrokenError(ElasticError):
+    """A collective failed because a peer, a link or the group is gone; `run` rejoins."""

@@ -1,0 +1,1 @@
+"""The driver process: the shell around the core."""

@@ -1,0 +1,38 @@
+"""The settings of a job, frozen: what the command line, the environment and a file agreed on.
+
+Times are seconds. The launcher fills them (flags > environment > file > defaults), the core
+reads them. What each one means for a user is said once, in `elasticrun --help`.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """How a job is to behave; the core takes nothing else from outside."""
+
+    # size
+    start_np: int = 1  # the first round waits for this many workers
+    min_np: int = 1  # a later round needs at least this many
+    max_np: int | None = None  # None: as many as there are slots
+    start_min_np: int | None = None  # after start_timeout: settle for this many (None: start_np)
+
+    # policy
+    reset_limit: int | None = None  # membership changes in all; None: no limit
+    max_restarts: int | None = None  # failures in all; None: only fruitless ones count
+    fruitless_restarts: int = 3  # failures in a row with no step finished in between
+    host_failures: int | None = None  # None: 3 failures of workers that never finished a step
+    host_failure_window: float = 60.0
+    blacklist_cooldown: tuple[float, float] = (10.0, 600.0)  # first, and longest after doubling
+    elastic_timeout: float = 600.0  # below min_np for this long: give up
+    start_timeout: float = 600.0
+    heartbeat_timeout: float = 30.0
+    grace_period: float = 30.0  # after the first success for the rest; before SIGKILL: stop_grace
+    stop_grace: float = 5.0
+    last_call: float = 0.02  # coalesces changes that arrive together
+    settle: float = 1.0  # before any step was finished: time to see whether every worker fails
+    plain_after: float = 10.0  # no word from a started script for this long: it is a plain one
+
+
+DEFAULT_HOST_FAILURES = 3

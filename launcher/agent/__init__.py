@@ -1,0 +1,1 @@
+"""One per host: starts, watches and stops workers."""

@@ -1,0 +1,1 @@
+"""How an agent gets started on a host."""
