@@ -1,0 +1,75 @@
+"""A small elastic job that writes down every finished step; knobs come from the environment.
+
+STEPS steps of about STEP_MS milliseconds; FAIL_STEP, FAIL_RANK and FAIL_HOW make a worker fail.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+
+import elastic_driver as elastic
+
+STEPS = int(os.environ.get("STEPS", "200"))
+STEP_S = float(os.environ.get("STEP_MS", "10")) / 1000
+FAIL_STEP = int(os.environ.get("FAIL_STEP", "-1"))
+FAIL_RANK = int(os.environ.get("FAIL_RANK", "-1"))
+FAIL_HOW = os.environ.get("FAIL_HOW", "raise")
+RECORDS = Path(os.environ["STEP_RECORDS"])
+
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.Tanh(), torch.nn.Linear(50, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+state = elastic.TorchState(model=model, optimizer=optimizer, step=0, trail=[])
+
+
+def note(file) -> None:
+    context = {
+        "t": time.time(),
+        "step": state.step,
+        "round": elastic.round_id(),
+        "rank": elastic.rank(),
+        "size": elastic.size(),
+        "pid": os.getpid(),
+        "worker": os.environ["ELASTIC_WORKER_ID"],
+    }
+    file.write(json.dumps(context) + "\n")
+    file.flush()
+
+
+def maybe_fail() -> None:
+    if state.step + 1 == FAIL_STEP and FAIL_RANK in (-1, elastic.rank()):
+        if FAIL_HOW == "raise":
+            raise ValueError(f"boom at step {FAIL_STEP}")
+        os._exit(int(FAIL_HOW))
+
+
+@elastic.run
+def train(state):
+    ddp = elastic.wrap(state.model)
+    path = RECORDS / f"{os.environ['ELASTIC_WORKER_ID']}.jsonl"
+    with path.open("a") as file:
+        while state.step < STEPS:
+            started = time.perf_counter()
+            maybe_fail()
+            generator = torch.Generator().manual_seed(state.step * 1000 + elastic.rank())
+            x = torch.randn(16, 20, generator=generator)
+            loss = (ddp(x) - x.sum(1, keepdim=True)).pow(2).mean()
+            state.optimizer.zero_grad()
+            loss.backward()
+            time.sleep(max(0.0, STEP_S - (time.perf_counter() - started)))
+            state.optimizer.step()
+            state.step += 1
+            note(file)
+            state.commit()
+
+
+train(state)
+digest = sum(float(p.detach().double().sum()) for p in model.parameters())
+print(
+    f"done step={state.step} digest={digest:.12f} size={elastic.size()}",
+    file=sys.stdout,
+    flush=True,
+)

@@ -1,0 +1,139 @@
+"""Workers, agents and the driver are killed; the job goes on, or ends and leaves nothing."""
+
+from __future__ import annotations
+
+import random
+import signal
+import statistics
+from pathlib import Path
+
+import pytest
+
+from tests.support.job import (
+    JOBS,
+    RunningJob,
+    assert_no_step_lost_or_repeated,
+    elasticrun,
+    eventually,
+    is_running,
+)
+
+TRAIN = str(JOBS / "train.py")
+
+
+def recovery_seconds(job: RunningJob, killed_at: float, survivors: set[int]) -> float:
+    """From the kill to the moment the last survivor has finished a step in a newer round."""
+    before = max(r.round for r in job.steps() if r.t <= killed_at)
+
+    def look() -> float | None:
+        first: dict[int, float] = {}
+        for r in job.steps():
+            if r.round > before and r.pid in survivors:
+                first.setdefault(r.pid, r.t)
+        return max(first.values()) - killed_at if set(first) == survivors else None
+
+    return job.until(look, "every survivor finished a step after the kill")
+
+
+def test_survivors_keep_their_process_and_the_world_grows_back_after_each_kill() -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    dice = random.Random(seed)
+    args = ("-np", "3", "--min-np", "1", "--", TRAIN)
+    with elasticrun(*args, env={"STEPS": "100000"}) as job:
+        took = []
+        for _ in range(5):
+            pids = set(job.until_size(3, steps=dice.randrange(2, 40)))
+            victim = dice.choice(sorted(pids))
+            killed_at = job.kill(victim)
+            took.append(recovery_seconds(job, killed_at, pids - {victim}))
+            assert all(is_running(pid) for pid in pids - {victim})
+        job.until_size(3)
+        last = min(r.step for r in job.live().values())
+        print("kill to next step:", sorted(took))
+        assert statistics.median(took) < 0.5
+        assert_no_step_lost_or_repeated(job, last)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(15) == 143
+        job.assert_nothing_left()
+
+
+def test_a_job_with_kills_ends_with_every_step_done_once_and_equal_weights() -> None:
+    args = ("-np", "3", "--", TRAIN)
+    with elasticrun(*args, env={"STEPS": "400"}) as job:
+        pids = sorted(job.until_size(3))
+        job.kill(pids[1])
+        assert job.wait(60) == 0, job.describe()
+        assert_no_step_lost_or_repeated(job, 400)
+        done = [
+            line.split(":", 1)[1] for line in job.stdout.splitlines() if "done step=400" in line
+        ]
+        digests = {line.split("digest=")[1].split()[0] for line in done}
+        assert len(done) >= 2
+        assert len(digests) == 1
+        job.assert_nothing_left()
+
+
+def test_rank_0_can_be_killed_like_any_other() -> None:
+    with elasticrun("-np", "3", "--", TRAIN, env={"STEPS": "100000"}) as job:
+        first = job.until_size(3)
+        zero = next(pid for pid, r in first.items() if r.rank == 0)
+        one = next(pid for pid, r in first.items() if r.rank == 1)
+        job.kill(zero)
+        again = job.until_size(3)
+        assert again[one].rank == 0, "the oldest survivor is rank 0 now"
+        assert_no_step_lost_or_repeated(job, min(r.step for r in again.values()))
+
+
+@pytest.mark.parametrize("count", [2])
+def test_several_workers_killed_at_once(count: int) -> None:
+    with elasticrun("-np", "3", "--", TRAIN, env={"STEPS": "100000"}) as job:
+        pids = sorted(job.until_size(3))
+        for pid in pids[:count]:
+            job.kill(pid)
+        again = job.until_size(3)
+        assert set(pids[count:]) <= set(again)
+        assert_no_step_lost_or_repeated(job, min(r.step for r in again.values()))
+
+
+def test_a_killed_agent_takes_its_workers_along_and_is_replaced() -> None:
+    args = ("-np", "4", "-H", "localhost:2,127.0.0.2:2", "--min-np", "1", "--", TRAIN)
+    with elasticrun(*args, env={"STEPS": "100000"}) as job:
+        before = job.until_size(4)
+        second = next(e for e in job.events("agent_started") if e["host"] == "127.0.0.2")
+        lost = {p for p, r in before.items() if r.worker.startswith("127.0.0.2.")}
+        for pid in [second["pid"]]:
+            job.kill(pid)
+        for pid in lost:
+            job.killed[pid] = 0.0
+        eventually(lambda: not any(map(is_running, lost)), within=5, what="its workers are gone")
+        again = job.until_size(4)
+        assert set(before) - lost <= set(again), "survivors on the other host keep their process"
+        assert job.events("agent_lost")
+        assert_no_step_lost_or_repeated(job, min(r.step for r in again.values()))
+
+
+def test_a_killed_driver_leaves_nothing_behind() -> None:
+    with elasticrun("-np", "2", "--", TRAIN, env={"STEPS": "100000"}) as job:
+        job.until_size(2)
+        job.process.kill()
+        job.process.wait(5)
+        job.assert_nothing_left(within=15)
+
+
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_job_cleans_up_and_says_so(sig: int, code: int) -> None:
+    with elasticrun("-np", "2", "--", TRAIN, env={"STEPS": "100000"}) as job:
+        job.until_size(2)
+        job.process.send_signal(sig)
+        assert job.wait(15) == code
+        job.assert_nothing_left(within=1)
+        assert "Traceback" not in job.stderr
+
+
+def test_an_interrupt_while_starting_cleans_up(tmp_path: Path) -> None:
+    with elasticrun("-np", "2", "--", TRAIN, env={"STEPS": "100000"}) as job:
+        job.until(lambda: job.events("agent_started"), "an agent runs")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(15) == 130
+        job.assert_nothing_left(within=1)
