@@ -168,9 +168,7 @@ class RunningJob:
                 environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if (
-                mark in environ or b"TEST_RUN_ID=" + self.run_id.encode() in environ
-            ) and is_running(pid):
+            if marks & set(environ) and is_running(pid):
                 found.append(psutil.Process(pid))
         return found
 

@@ -68,8 +68,4 @@ def train(state):
 
 train(state)
 digest = sum(float(p.detach().double().sum()) for p in model.parameters())
-print(
-    f"done step={state.step} digest={digest:.12f} size={elastic.size()}",
-    file=sys.stdout,
-    flush=True,
-)
+print(f"done step={state.step} digest={digest:.12f} size={elastic.size()}", flush=True)
