@@ -1,0 +1,215 @@
+"""Which value every option has, and who said so: flags > environment > file > defaults.
+
+`launcher.cli` calls `resolve` once. Nothing here opens a file or starts anything except reading
+the configuration file that was named; every mistake is a `UsageError` of one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from elastic_driver.errors import UsageError
+from launcher.configfile import FileEntry, read_config
+from launcher.kinds import Words
+from launcher.options import CONFIG_FILE, FOREIGN, OPTIONS, Option
+
+T = TypeVar("T")
+
+_PREFIX = "ELASTICRUN_"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and where it came from (`command line`, a variable, `file line n`, `default`)."""
+
+    value: Any
+    source: str
+
+
+class Values:
+    """The value of every option: `values[MIN_NP]`; `source(MIN_NP)` says who set it."""
+
+    def __init__(self, settings: Mapping[Option[Any], Setting]) -> None:
+        self._settings = dict(settings)
+
+    def __getitem__(self, option: Option[T]) -> T:
+        return cast("T", self._settings[option].value)
+
+    def source(self, option: Option[Any]) -> str:
+        """Where the option's value came from."""
+        return self._settings[option].source
+
+    def is_set(self, option: Option[Any]) -> bool:
+        """Whether anybody said anything about it."""
+        return self.source(option) != "default"
+
+    def origins(self) -> tuple[tuple[str, str, str], ...]:
+        """(option, value, source) of everything that was set, in the order of the table."""
+        return tuple(
+            (option.long, _shown(self[option]), self.source(option))
+            for option in OPTIONS
+            if self.is_set(option)
+        )
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What was asked for: the options, the command to run (may be empty), and remarks to make."""
+
+    values: Values
+    command: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
+    """Read argv (without the program's name), the environment and the configuration file.
+
+    Raises:
+        UsageError: an option is unknown, or a value cannot be read; names option and source.
+    """
+    given, command = split(argv)
+    from_environment, warnings = _from_environment(environ)
+    settings = {option: Setting(option.default, "default") for option in OPTIONS}
+    layers = [from_environment, {o: (words, "command line") for o, words in given.items()}]
+    config = next((layer[CONFIG_FILE] for layer in reversed(layers) if CONFIG_FILE in layer), None)
+    if config is not None:
+        path = _read(CONFIG_FILE, *config)
+        layers.insert(0, _from_file(Path(path), read_config(Path(path))))
+    for layer in layers:
+        for option, (words, source) in layer.items():
+            settings[option] = Setting(_read(option, words, source), source)
+    return CommandLine(Values(settings), command, warnings)
+
+
+# ---- argv --------------------------------------------------------------------------------
+
+_BY_SPELLING: dict[str, Option[Any]] = {
+    spelling: option for option in OPTIONS for spelling in (option.long, *option.aliases)
+}
+_SHORT = sorted((s for s in _BY_SPELLING if not s.startswith("--")), key=len, reverse=True)
+
+
+def split(argv: Sequence[str]) -> tuple[dict[Option[Any], Words], tuple[str, ...]]:
+    """The words of each option given, and the command: everything from its first word on."""
+    given: dict[Option[Any], Words] = {}
+    rest = list(argv)
+    while rest:
+        if rest[0] == "--":
+            return given, tuple(rest[1:])
+        if rest[0] == "-m" or not rest[0].startswith("-") or rest[0] == "-":
+            return given, tuple(rest)  # `-m module` is a command, as for python itself
+        spelling, attached = _split_argument(rest.pop(0))
+        option = _find(spelling)
+        words = _take(option, spelling, attached, rest)
+        given[option] = given.get(option, ()) + words if option.kind.repeat else words
+    return given, ()
+
+
+def _split_argument(argument: str) -> tuple[str, str | None]:
+    """`--min_np=2` as `--min-np` and `2`; `-H=a` and `-Ha` as `-H` and `a`."""
+    if argument.startswith("--"):
+        name, equals, value = argument.partition("=")
+        return name.replace("_", "-"), value if equals else None
+    if argument in _BY_SPELLING:
+        return argument, None
+    for short in _SHORT:
+        if argument.startswith(short) and _BY_SPELLING[short].kind.words == 1:
+            return short, argument[len(short) :].removeprefix("=")
+    return argument, None
+
+
+def _find(spelling: str) -> Option[Any]:
+    option = _BY_SPELLING.get(spelling)
+    if option is None:
+        if spelling in FOREIGN:
+            raise UsageError(
+                f"{spelling} is {FOREIGN[spelling]}"
+                if FOREIGN[spelling].startswith("not")
+                else f"{spelling} does not exist here: {FOREIGN[spelling]}"
+            )
+        raise UsageError(f"unknown option {spelling}{_did_you_mean(spelling, _BY_SPELLING)}")
+    return option
+
+
+def _take(option: Option[Any], spelling: str, attached: str | None, rest: list[str]) -> Words:
+    """The option's words, removed from the rest of argv."""
+    wanted = option.kind.words
+    if wanted == 0:
+        return () if attached is None else (attached,)
+    if attached is not None:
+        return tuple(attached.replace(",", " ").split()) if wanted > 1 else (attached,)
+    words = tuple(rest[:wanted])
+    if len(words) < wanted or any(_split_argument(w)[0] in _BY_SPELLING for w in words):
+        raise UsageError(f"{spelling} needs a value: {spelling} {option.kind.metavar}")
+    del rest[:wanted]
+    return words
+
+
+def _did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else "; see elasticrun --help"
+
+
+# ---- environment and file ----------------------------------------------------------------
+
+Layer = dict[Option[Any], tuple[Words, str]]
+
+
+def _from_environment(environ: Mapping[str, str]) -> tuple[Layer, tuple[str, ...]]:
+    by_variable = {option.variable: option for option in OPTIONS}
+    layer: Layer = {}
+    warnings = []
+    for name in sorted(environ):
+        if name in by_variable:
+            option = by_variable[name]
+            layer[option] = (_words(option, environ[name], name), name)
+        elif name.startswith(_PREFIX):
+            hint = _did_you_mean(name, by_variable)
+            warnings.append(f"the environment variable {name} sets no option{hint}")
+    return layer, tuple(warnings)
+
+
+def _from_file(path: Path, entries: Sequence[FileEntry]) -> Layer:
+    by_name = {option.name: option for option in OPTIONS}
+    layer: Layer = {}
+    for entry in entries:
+        source = f"{path} line {entry.line}"
+        name = entry.key.replace("_", "-")
+        if name not in by_name:
+            hint = _did_you_mean(name, by_name)
+            raise UsageError(f"{source}: {entry.key!r} is not an option{hint}")
+        option = by_name[name]
+        if option in layer:
+            raise UsageError(f"{source}: {entry.key!r} is given twice; keep one of them")
+        words = entry.words
+        layer[option] = (words if words is not None else _words(option, entry.text, source), source)
+    return layer
+
+
+def _words(option: Option[Any], text: str, source: str) -> Words:
+    """One text as the words that stand on the command line for it."""
+    if not option.kind.repeat and option.kind.words <= 1:
+        return (text,)
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"{source}: {text!r}: {error}") from None
+
+
+def _read(option: Option[Any], words: Words, source: str) -> Any:
+    try:
+        return option.kind.read(words)
+    except ValueError as error:
+        where = "" if source == "command line" else f"{source}: "
+        raise UsageError(f"{where}{option.long} {error}") from None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join("=".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
