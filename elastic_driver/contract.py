@@ -48,9 +48,24 @@ def agent_order(host: str, incarnation: int, number: int) -> str:
     return f"agents/{host}.{incarnation}/orders/{number}"
 
 
+def agent_of_lease(key: str) -> tuple[str, int] | None:
+    """The (host, incarnation) whose `agent_lease` this key is; None for any other key."""
+    parts = key.split("/")
+    if len(parts) != 3 or parts[0] != "agents" or parts[2] != "lease":
+        return None
+    host, _, incarnation = parts[1].rpartition(".")
+    return (host, int(incarnation)) if host and incarnation.isdecimal() else None
+
+
 def worker_lease(worker: str) -> str:
     """The lease a worker's heartbeat thread renews."""
     return f"workers/{worker}/lease"
+
+
+def worker_of_lease(key: str) -> str | None:
+    """The worker whose `worker_lease` this key is; None for any other key."""
+    parts = key.split("/")
+    return parts[1] if len(parts) == 3 and parts[0] == "workers" and parts[2] == "lease" else None
 
 
 def worker_progress(worker: str) -> str:
@@ -66,3 +81,18 @@ def round_prefix(round_id: int) -> str:
 def worker_id(host: str, slot: int, incarnation: int) -> str:
     """A process's stable name, fit for a file name: `<host>.<slot>.<incarnation>`."""
     return f"{host}.{slot}.{incarnation}"
+
+
+def worker_prefix(worker: str) -> str:
+    """Every key of one worker; deleted when its process is gone."""
+    return f"workers/{worker}/"
+
+
+def agent_prefix(host: str, incarnation: int) -> str:
+    """Every key of one agent; deleted when its process is gone."""
+    return f"agents/{host}.{incarnation}/"
+
+
+def host_of_worker(worker: str) -> str:
+    """The host part of a worker's name."""
+    return worker.rsplit(".", 2)[0]

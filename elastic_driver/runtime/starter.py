@@ -40,6 +40,16 @@ class AgentStarter(Protocol):
         under way at once for a moment; they are independent.
         """
 
+    def kill(self, host: str, incarnation: int) -> None:
+        """End one agent and everything it started, now and without asking it; return at once.
+
+        The driver calls this for an agent that let its lease expire: it hangs, or is stopped or
+        cut off, and must not go on beside its next incarnation. One that is already gone, or was
+        never started, is none of the caller's mistakes: nothing happens. `on_lost` is told as
+        always once the process has ended; where it cannot be reached at all (a dead host), once
+        that is certain.
+        """
+
     def close(self, grace: float) -> None:
         """End every agent that still runs, and everything it started; no `start` may follow.
 
