@@ -16,9 +16,11 @@ from typing import Any, TypeVar, cast
 from elastic_driver.errors import UsageError
 from launcher.configfile import FileEntry, read_config
 from launcher.kinds import Words
-from launcher.options import CONFIG_FILE, FOREIGN, OPTIONS, Option
+from launcher.options import CONFIG_FILE, ENV, FOREIGN, OPTIONS, Option
 
 T = TypeVar("T")
+
+Layer = dict[Option[Any], tuple[Words, str]]  # option → its words, and where they stand
 
 _PREFIX = "ELASTICRUN_"
 
@@ -29,6 +31,7 @@ class Setting:
 
     value: Any
     source: str
+    level: int = 0  # 0 default, 1 file, 2 environment, 3 command line
 
 
 class Values:
@@ -44,16 +47,16 @@ class Values:
         """Where the option's value came from."""
         return self._settings[option].source
 
-    def is_set(self, option: Option[Any]) -> bool:
-        """Whether anybody said anything about it."""
-        return self.source(option) != "default"
+    def level(self, option: Option[Any]) -> int:
+        """How much its source counts: 0 default, 1 file, 2 environment, 3 command line."""
+        return self._settings[option].level
 
     def origins(self) -> tuple[tuple[str, str, str], ...]:
         """(option, value, source) of everything that was set, in the order of the table."""
         return tuple(
-            (option.long, _shown(self[option]), self.source(option))
+            (option.long, _shown(option, self[option]), self.source(option))
             for option in OPTIONS
-            if self.is_set(option)
+            if self.level(option)
         )
 
 
@@ -74,15 +77,16 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     """
     given, command = split(argv)
     from_environment, warnings = _from_environment(environ)
-    settings = {option: Setting(option.default, "default") for option in OPTIONS}
-    layers = [from_environment, {o: (words, "command line") for o, words in given.items()}]
-    config = next((layer[CONFIG_FILE] for layer in reversed(layers) if CONFIG_FILE in layer), None)
+    from_argv: Layer = {option: (words, "command line") for option, words in given.items()}
+    from_file: Layer = {}
+    config = from_argv.get(CONFIG_FILE) or from_environment.get(CONFIG_FILE)
     if config is not None:
-        path = _read(CONFIG_FILE, *config)
-        layers.insert(0, _from_file(Path(path), read_config(Path(path))))
-    for layer in layers:
+        path = Path(_read(CONFIG_FILE, *config))
+        from_file = _from_file(path, read_config(path))
+    settings = {option: Setting(option.default, "default") for option in OPTIONS}
+    for level, layer in enumerate((from_file, from_environment, from_argv), start=1):
         for option, (words, source) in layer.items():
-            settings[option] = Setting(_read(option, words, source), source)
+            settings[option] = Setting(_read(option, words, source), source, level)
     return CommandLine(Values(settings), command, warnings)
 
 
@@ -125,15 +129,11 @@ def _split_argument(argument: str) -> tuple[str, str | None]:
 
 def _find(spelling: str) -> Option[Any]:
     option = _BY_SPELLING.get(spelling)
-    if option is None:
-        if spelling in FOREIGN:
-            raise UsageError(
-                f"{spelling} is {FOREIGN[spelling]}"
-                if FOREIGN[spelling].startswith("not")
-                else f"{spelling} does not exist here: {FOREIGN[spelling]}"
-            )
-        raise UsageError(f"unknown option {spelling}{_did_you_mean(spelling, _BY_SPELLING)}")
-    return option
+    if option is not None:
+        return option
+    if spelling in FOREIGN:
+        raise UsageError(f"{spelling} does not exist here; {FOREIGN[spelling]}")
+    raise UsageError(f"unknown option {spelling}{_did_you_mean(spelling, _BY_SPELLING)}")
 
 
 def _take(option: Option[Any], spelling: str, attached: str | None, rest: list[str]) -> Words:
@@ -156,8 +156,6 @@ def _did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 # ---- environment and file ----------------------------------------------------------------
-
-Layer = dict[Option[Any], tuple[Words, str]]
 
 
 def _from_environment(environ: Mapping[str, str]) -> tuple[Layer, tuple[str, ...]]:
@@ -186,8 +184,10 @@ def _from_file(path: Path, entries: Sequence[FileEntry]) -> Layer:
         option = by_name[name]
         if option in layer:
             raise UsageError(f"{source}: {entry.key!r} is given twice; keep one of them")
-        words = entry.words
-        layer[option] = (words if words is not None else _words(option, entry.text, source), source)
+        words = _words(option, entry.text, source) if entry.words is None else entry.words
+        if len(words) > 1 and option.kind.words == 1 and not option.kind.repeat:
+            words = (",".join(words),)  # a YAML list where the command line has commas
+        layer[option] = (words, source)
     return layer
 
 
@@ -209,7 +209,9 @@ def _read(option: Option[Any], words: Words, source: str) -> Any:
         raise UsageError(f"{where}{option.long} {error}") from None
 
 
-def _shown(value: Any) -> str:
+def _shown(option: Option[Any], value: Any) -> str:
+    if option is ENV:
+        return " ".join(name for name, _ in value)  # the values may be secrets
     if isinstance(value, tuple):
-        return " ".join("=".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in value)
+        return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
