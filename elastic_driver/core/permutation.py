@@ -1,0 +1,71 @@
+"""A seeded shuffle of any number of things that takes no memory.
+
+A data set of 10⁹ samples has a shuffled order without a list of 10⁹ indices: the place of
+each one is computed by a small cipher over 0 … n−1. Samplers and the shard ledger ask it;
+it is for spreading samples, never for secrets.
+
+The cipher is the alternating Feistel network of Black and Rogaway, "Ciphers with arbitrary
+finite domains" (CT-RSA 2002): an index is written as (left, right) in mixed radix a × b ≥ n,
+and each round adds a hash of one half to the other. Results ≥ n are enciphered again.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+
+__all__ = ["Permutation", "mix"]
+
+_ROUNDS = 8
+_ROUNDS_IF_SMALL = 24  # few distinct round functions exist on few elements: take more of them
+_SMALL = 256
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A well-mixed 64-bit number from whole numbers; the same everywhere and for ever.
+
+    (The finaliser of SplitMix64, chained.) Used to derive seeds: mix(seed, epoch, …).
+    """
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state + 0x9E3779B97F4A7C15 + (number & _MASK)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+class Permutation:
+    """A shuffled order of 0 … size − 1: `order[position]` is what stands at that position."""
+
+    def __init__(self, size: int, key: int) -> None:
+        self.size = size
+        self._a = isqrt(max(0, size - 1)) + 1
+        self._b = -(-size // self._a) if size else 1
+        rounds = _ROUNDS if size > _SMALL else _ROUNDS_IF_SMALL
+        self._keys = [mix(key, turn) for turn in range(rounds)]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, position: int) -> int:
+        if not 0 <= position < self.size:
+            raise IndexError(f"position {position} is outside an order of {self.size}")
+        found = self._encipher(position)
+        while found >= self.size:  # a·b exceeds size by less than a: this is rare
+            found = self._encipher(found)
+        return found
+
+    def _encipher(self, index: int) -> int:
+        left, right = divmod(index, self._b)
+        a, b = self._a, self._b
+        for turn in range(0, len(self._keys), 2):
+            left = (left + _hash(right, self._keys[turn])) % a
+            right = (right + _hash(left, self._keys[turn + 1])) % b
+        return left * b + right
+
+
+def _hash(value: int, key: int) -> int:
+    value = ((value + key) * 0xD6E8FEB86659FD93) & _MASK
+    value = ((value ^ (value >> 32)) * 0xD6E8FEB86659FD93) & _MASK
+    return value ^ (value >> 32)
