@@ -1,0 +1,174 @@
+"""The rendezvous' own HTTP routes, over a `StoreService`.
+
+| route | answer |
+|---|---|
+| `GET /healthz` | 200 without a token, for load balancers and people |
+| `PUT /v1/kv/{scope}/{key}[?lease=S]` | 204, raw bytes stored, `X-Revision` |
+| `GET /v1/kv/{scope}/{key}[?wait=S][&after=REV]` | 200, raw bytes, `X-Revision`; or 404 |
+| `DELETE /v1/kv/{scope}/{key}` | 204, or 404 where there was nothing |
+| `POST /v1/kv:batch` | `wire.BatchReply` for `wire.Batch` |
+
+A GET whose wait runs out is answered 408 `timed_out`, which means what it says: ask again.
+What belongs to a sealed prefix is answered 410 `sealed`. In the store, scope and key are one
+name, `scope/key`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from aiohttp import web
+
+from rendezvous.repeats import Repeats
+from rendezvous.service import StoreService
+from rendezvous.web import JSON, Problem, read_json
+from rendezvous.wire import (
+    BATCH_PATH,
+    HEALTH_PATH,
+    KV_PREFIX,
+    MAX_KEY_CHARS,
+    MAX_WAIT_S,
+    REVISION_HEADER,
+    Count,
+    Delete,
+    Entries,
+    Get,
+    Number,
+    Operation,
+    Refused,
+    Result,
+    Set,
+    Watch,
+    Written,
+    decode_batch,
+    encode,
+)
+
+_MAX_LEASE_S = 86400.0
+_ENCODED_KEPT = 8
+_STATUS = {"sealed": 410, "too_large": 413, "not_a_number": 409}
+_N = TypeVar("_N", int, float)
+
+
+class ReplyEncoder:
+    """Encodes replies; an answer that many clients wait for is encoded once.
+
+    The store hands the same `Entries` object to all who ask the same until something changes,
+    so identity tells that the bytes are the same too.
+    """
+
+    def __init__(self) -> None:
+        self._encoded: dict[int, tuple[Entries, bytes]] = {}
+
+    def __call__(self, results: tuple[Result, ...]) -> bytes:
+        """The bytes of `BatchReply(results)`."""
+        return b'{"results":[' + b",".join(map(self._part, results)) + b"]}"
+
+    def _part(self, result: Result) -> bytes:
+        if not isinstance(result, Entries):
+            return encode(result)
+        known = self._encoded.get(id(result))  # the entry keeps its object, so ids stay unique
+        if known is not None:
+            return known[1]
+        data = encode(result)
+        while len(self._encoded) >= _ENCODED_KEPT:
+            del self._encoded[next(iter(self._encoded))]
+        self._encoded[id(result)] = (result, data)
+        return data
+
+
+class KVRoutes:
+    """Handlers of the routes above."""
+
+    def __init__(self, service: StoreService) -> None:
+        self._service = service
+        self._encode_reply = ReplyEncoder()
+        self._repeats = Repeats(service, self._encode_reply)
+
+    def add_to(self, app: web.Application) -> None:
+        """Mount the routes."""
+        app.router.add_get(HEALTH_PATH, self.health)
+        app.router.add_post(BATCH_PATH, self.batch)
+        key = KV_PREFIX + "/{scope}/{key:.+}"
+        app.router.add_get(key, self.get, allow_head=False)
+        app.router.add_put(key, self.put)
+        app.router.add_delete(key, self.delete)
+
+    async def health(self, _request: web.Request) -> web.Response:
+        """Somebody is here."""
+        return web.Response(body=b'{"status":"ok"}', content_type=JSON)
+
+    async def batch(self, request: web.Request) -> web.Response:
+        """Many operations at once; writes are carried out once however often they are sent."""
+        batch = await read_json(request, decode_batch)
+        if all(isinstance(operation, Get | Watch | Count) for operation in batch.operations):
+            body = self._encode_reply(await self._service.carry_out(batch.operations))
+        else:
+            body = await self._repeats.answer(batch.request_id, batch.operations)
+        return web.Response(body=body, content_type=JSON)
+
+    async def get(self, request: web.Request) -> web.Response:
+        """One value as it was stored, at once or when it is newer than `after`."""
+        key = _key(request)
+        wait = _number(request, "wait", 0.0, MAX_WAIT_S, float)
+        after = _number(request, "after", 0, 2**63, int)
+        found = await self._one(Get((key,), wait, after))
+        assert isinstance(found, Entries)  # noqa: S101 - what the store answers to Get
+        entry = found.entries.get(key)
+        if found.timed_out:
+            held = f"revision {entry.revision}" if entry else "nothing"
+            raise Problem(
+                408, "timed_out", f"key {key!r} holds {held} after {wait:g} s", "ask again"
+            )
+        if entry is None:
+            raise Problem(404, "not_found", f"no key {key!r}", "?wait=S waits until it is written")
+        return web.Response(
+            body=entry.value,
+            content_type="application/octet-stream",
+            headers={REVISION_HEADER: str(entry.revision)},
+        )
+
+    async def put(self, request: web.Request) -> web.Response:
+        """Store the body as it is."""
+        key = _key(request)
+        lease = _number(request, "lease", 0.0, _MAX_LEASE_S, float) or None
+        written = await self._one(Set(key, await request.read(), lease))
+        assert isinstance(written, Written)  # noqa: S101 - what the store answers to Set
+        return web.Response(status=204, headers={REVISION_HEADER: str(written.revision)})
+
+    async def delete(self, request: web.Request) -> web.Response:
+        """Remove one key."""
+        key = _key(request)
+        if await self._one(Delete(key)) == Number(0):
+            raise Problem(404, "not_found", f"no key {key!r}")
+        return web.Response(status=204)
+
+    async def _one(self, operation: Operation) -> Result:
+        (result,) = await self._service.carry_out((operation,))
+        if isinstance(result, Refused):
+            raise Problem(_STATUS.get(result.code, 409), result.code, result.message)
+        return result
+
+
+def _key(request: web.Request) -> str:
+    key = f"{request.match_info['scope']}/{request.match_info['key']}"
+    if len(key) > MAX_KEY_CHARS:
+        raise Problem(422, "invalid", f"the key has {len(key)} characters, over {MAX_KEY_CHARS}")
+    return key
+
+
+def _number(
+    request: web.Request, name: str, default: _N, most: float, kind: Callable[[str], _N]
+) -> _N:
+    """A number of the query string, from 0 to `most`."""
+    text = request.query.get(name)
+    if text is None:
+        return default
+    try:
+        number = kind(text)
+    except ValueError:
+        number = kind("-1")
+    if not 0 <= number <= most:
+        raise Problem(422, "invalid", f"{name}={text[:40]!r} is no number from 0 to {most:g}")
+    return number

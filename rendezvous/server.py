@@ -1,0 +1,241 @@
+"""The rendezvous server: aiohttp on a thread of its own, around the key-value store.
+
+The driver starts one and publishes through `post` and `apply` without going over HTTP; agents
+and workers come over HTTP. Other rooms mount their routes with `routes`, behind the same token
+check. The constructor starts nothing; `start` binds in the caller's thread, so a port in use
+is the caller's error, at once.
+
+Nothing here resolves names: the address is a number, and peers are never looked up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import errno
+import ipaddress
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from aiohttp import web
+
+from rendezvous.errors import AddressError, RendezvousError, StoppedError
+from rendezvous.routes import KVRoutes
+from rendezvous.service import StoreService
+from rendezvous.web import guard
+from rendezvous.wire import MAX_BODY_BYTES, Operation, Result
+
+log = logging.getLogger(__name__)
+
+START_S = 10.0  # for the thread to come up, and to go down
+LINGER_S = 1.0  # for handlers of other rooms to end by themselves when the server stops
+BACKLOG = 4096  # connections that may arrive together while the loop is busy
+KEEPALIVE_S = 600.0  # idle connections stay open: a client's next request finds one
+
+
+class RendezvousServer:
+    """Where a job's processes meet.
+
+    `host` is a numeric address, `port` 0 for any free one. `on_lease_expired(key)` is called on
+    the server's thread and must not block. `routes(app)` may add routes to the application.
+    `first_revision`: see `KVStore`.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        token: str,
+        on_lease_expired: Callable[[str], None] | None = None,
+        routes: Callable[[web.Application], None] | None = None,
+        first_revision: int = 0,
+    ) -> None:
+        if not token:
+            raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
+        self._host, self._wanted_port, self._token = host, port, token
+        self._on_lease_expired, self._routes = on_lease_expired, routes
+        self._first_revision = first_revision
+        self._port: int | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._service: StoreService | None = None
+        self._stop: asyncio.Event | None = None
+
+    # ---- life ----------------------------------------------------------------------------
+
+    def start(self) -> RendezvousServer:
+        """Listen and serve; return self. Raises AddressError where listening is impossible."""
+        if self._thread is not None:
+            raise RuntimeError("a rendezvous server starts once")
+        listener = _listen(self._host, self._wanted_port)
+        self._port = listener.getsockname()[1]
+        up: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(listener, up), name="rendezvous", daemon=True
+        )
+        self._thread.start()
+        try:
+            up.result(START_S)
+        except concurrent.futures.TimeoutError as error:
+            raise RendezvousError(
+                f"the rendezvous server on {self.url} did not come up within {START_S:g} s; "
+                "is this machine overloaded?"
+            ) from error
+        return self
+
+    def stop(self) -> None:
+        """Turn away who waits, close every connection, end the thread. May be called again."""
+        thread, loop, stop = self._thread, self._loop, self._stop
+        if thread is None or loop is None or stop is None or not thread.is_alive():
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has just closed by itself
+            loop.call_soon_threadsafe(stop.set)
+        if thread is threading.current_thread():
+            return
+        thread.join(START_S)
+        if thread.is_alive():
+            log.warning("rendezvous server on %s still busy %gs after stop", self.url, START_S)
+
+    def __enter__(self) -> RendezvousServer:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        if self._port is None:
+            raise StoppedError("the rendezvous server was not started; call start() first")
+        return self._port
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`, for this machine: a wildcard address is shown as loopback."""
+        address = ipaddress.ip_address(self._host)
+        if address.is_unspecified:
+            address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+        return (
+            f"http://[{address}]:{self.port}"
+            if address.version == 6
+            else (f"http://{address}:{self.port}")
+        )
+
+    # ---- the driver's own access ---------------------------------------------------------
+
+    def apply(self, operations: Sequence[Operation], timeout: float = 10.0) -> tuple[Result, ...]:
+        """Carry out a batch from any other thread, and wait for its results.
+
+        Raises RendezvousError after `timeout` seconds (nothing is left waiting then) and
+        StoppedError where the server is not running.
+        """
+        service, loop = self._running()
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("apply() would wait for its own thread; await carry_out() here")
+        call = asyncio.run_coroutine_threadsafe(service.carry_out(operations), loop)
+        try:
+            return call.result(timeout)
+        except concurrent.futures.TimeoutError as error:
+            call.cancel()
+            raise RendezvousError(
+                f"the store did not answer within {timeout:g} s; give the batch a shorter wait "
+                "or apply() a longer timeout"
+            ) from error
+        except concurrent.futures.CancelledError as error:
+            raise StoppedError("the rendezvous server was stopped meanwhile") from error
+
+    def post(self, operations: Sequence[Operation]) -> None:
+        """Carry out a batch soon, in the order of the calls; its results are dropped."""
+        service, loop = self._running()
+        loop.call_soon_threadsafe(service.post, tuple(operations))
+
+    async def carry_out(self, operations: Sequence[Operation]) -> tuple[Result, ...]:
+        """The same for handlers that run on the server's own loop."""
+        service, _ = self._running()
+        return await service.carry_out(operations)
+
+    def _running(self) -> tuple[StoreService, asyncio.AbstractEventLoop]:
+        if self._service is None or self._loop is None or self._loop.is_closed():
+            raise StoppedError("the rendezvous server is not running; start() it first")
+        return self._service, self._loop
+
+    # ---- the thread ----------------------------------------------------------------------
+
+    def _run(self, listener: socket.socket, up: concurrent.futures.Future[None]) -> None:
+        loop = self._loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(self._serve(listener, up))
+        except Exception as error:
+            if up.done():
+                log.exception("rendezvous server on %s ended by an error", self.url)
+            else:
+                up.set_exception(error)
+        finally:
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            if left:
+                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+            listener.close()
+
+    async def _serve(self, listener: socket.socket, up: concurrent.futures.Future[None]) -> None:
+        self._stop = asyncio.Event()
+        self._service = StoreService(self._on_lease_expired, self._first_revision)
+        app = web.Application(middlewares=[guard(self._token)], client_max_size=MAX_BODY_BYTES)
+        KVRoutes(self._service).add_to(app)
+        if self._routes is not None:
+            self._routes(app)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            handler_cancellation=True,  # a client that goes away leaves no waiter behind
+            keepalive_timeout=KEEPALIVE_S,
+            shutdown_timeout=LINGER_S,
+        )
+        await runner.setup()
+        try:
+            await web.SockSite(runner, listener, backlog=BACKLOG).start()
+            up.set_result(None)
+            await self._stop.wait()
+        finally:
+            self._service.close()
+            await runner.cleanup()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket; raises AddressError with what to do about it."""
+    try:
+        family = socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6
+    except ValueError:
+        raise AddressError(
+            f"cannot listen on {host!r}: not a numeric address; "
+            "give the address of an interface, or 0.0.0.0 for all"
+        ) from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        hint = {
+            errno.EADDRINUSE: "another program listens there; choose another port, or 0 for any",
+            errno.EACCES: "ports below 1024 need privileges; choose a higher one",
+            errno.EADDRNOTAVAIL: "no interface of this machine has that address",
+        }.get(error.errno or 0, "choose another address or port")
+        raise AddressError(f"cannot listen on {host}:{port}: {error.strerror}; {hint}") from error
+    return listener

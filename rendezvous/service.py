@@ -1,0 +1,129 @@
+"""The store on an event loop: batches become awaitables, deadlines become timers.
+
+`RendezvousServer` owns one, on its thread; everything here runs on that loop and nowhere
+else. It decides nothing about keys (`store` does) and knows nothing of HTTP (`routes` does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from rendezvous.errors import StoppedError
+from rendezvous.store import Answered, KVStore, LeaseExpired, Outcome
+from rendezvous.wire import Operation, Result
+
+log = logging.getLogger(__name__)
+
+HELD_UP_S = 0.5  # a timer this late means that the loop itself stood still
+RENEWAL_S = 1.0  # after that: time for renewals that wait in socket buffers to be read
+
+
+class StoreService:
+    """Carries out batches on the store and wakes those who wait.
+
+    `on_lease_expired(key)` is called on the loop for each lease that ends; it must not block.
+    """
+
+    def __init__(
+        self, on_lease_expired: Callable[[str], None] | None = None, first_revision: int = 0
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._store = KVStore(first_revision)
+        self._on_lease_expired = on_lease_expired
+        self._tickets = count(1)
+        self._answers: dict[int, asyncio.Future[tuple[Result, ...]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """How many batches wait for a key."""
+        return self._store.waiting
+
+    def begin(
+        self, operations: Sequence[Operation]
+    ) -> tuple[int, asyncio.Future[tuple[Result, ...]]]:
+        """Start a batch; return its ticket and the future of its results.
+
+        The caller either waits for the future or calls `cancel(ticket)`. The future raises
+        StoppedError when the service is closed first.
+        """
+        if self._closed:
+            raise StoppedError("the rendezvous server is stopping; ask its successor")
+        ticket = next(self._tickets)
+        answer: asyncio.Future[tuple[Result, ...]] = self._loop.create_future()
+        self._answers[ticket] = answer
+        self._deliver(self._store.submit(ticket, operations, self._loop.time()))
+        return ticket, answer
+
+    def cancel(self, ticket: int) -> tuple[Result, ...]:
+        """Give up a batch that waits; return the results it had so far."""
+        self._answers.pop(ticket, None)
+        return self._store.cancel(ticket) or ()
+
+    async def carry_out(self, operations: Sequence[Operation]) -> tuple[Result, ...]:
+        """The results of a batch; a caller that is cancelled leaves no waiter behind."""
+        ticket, answer = self.begin(operations)
+        try:
+            return await answer
+        finally:
+            self.cancel(ticket)
+
+    def post(self, operations: Sequence[Operation]) -> None:
+        """Carry out a batch nobody waits for."""
+        if not self._closed:
+            self._deliver(self._store.submit(next(self._tickets), operations, self._loop.time()))
+
+    def close(self) -> None:
+        """Turn away those who wait, and everyone from now on."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        answers, self._answers = self._answers, {}
+        for ticket, answer in answers.items():
+            self._store.cancel(ticket)
+            if not answer.done():
+                answer.set_exception(StoppedError("the rendezvous server was stopped"))
+                answer.exception()  # seen; it need not be asked for by a client that has left
+
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            match outcome:
+                case Answered(ticket=int(ticket), results=results):
+                    answer = self._answers.pop(ticket, None)
+                    if answer is not None and not answer.done():
+                        answer.set_result(results)
+                case LeaseExpired(key=key):
+                    self._tell_lease_expired(key)
+        self._arm()
+
+    def _tell_lease_expired(self, key: str) -> None:
+        if self._on_lease_expired is None:
+            return
+        try:
+            self._on_lease_expired(key)
+        except Exception:
+            log.exception("lease %s expired, but telling its listener failed", key)
+
+    def _arm(self) -> None:
+        """See to it that `_expire` runs no later than the store's next deadline."""
+        deadline = self._store.next_deadline()
+        if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
+            return  # an early timer finds nothing due and arms itself anew
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(deadline, self._expire, deadline)
+
+    def _expire(self, planned: float) -> None:
+        self._timer = None
+        now = self._loop.time()
+        if now - planned > HELD_UP_S:
+            # We stood still (SIGSTOP, overload), not those who hold the leases: their
+            # renewals have had no chance to be read.
+            self._store.postpone_leases(now - planned + RENEWAL_S)
+            log.warning("rendezvous stood still for %.1fs; leases postponed", now - planned)
+        self._deliver(self._store.expire(now))

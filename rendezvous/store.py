@@ -1,0 +1,367 @@
+"""The key-value store where processes meet: commands in, answers out.
+
+Decides what every operation of `wire` returns, who waits for what, and whose lease is over.
+`server` calls it from one thread and carries the answers to clients; nothing here reads a
+clock, blocks, or knows what keys mean. Times are seconds on the caller's monotonic clock.
+
+A batch is carried out in order. Up to its first operation that has to wait nobody else comes
+in between; when that one's condition holds (or its time is up), the batch goes on.
+
+* Every write gets the next store-wide revision; a missing key counts as revision 0.
+* A lease belongs to the key: `Set` with `lease` starts or renews it, `Set` without ends it,
+  other writes leave it as it is, deletion ends it silently. Its end is decided by `expire`
+  alone, so a store whose owner was held up can `postpone_leases` first.
+* Sealed prefixes refuse writes and waits for as long as the store lives. Reads find nothing
+  there, and deletions have nothing to delete.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+
+from msgspec import Struct
+
+from rendezvous.deadlines import Deadlines
+from rendezvous.wire import (
+    MAX_VALUE_BYTES,
+    Add,
+    Append,
+    Compared,
+    CompareSet,
+    Count,
+    Delete,
+    DeletePrefix,
+    Entries,
+    Entry,
+    Get,
+    Number,
+    Operation,
+    Refused,
+    Result,
+    Set,
+    Watch,
+    Written,
+)
+
+_COUNTER_LIMIT = 2**63  # counters are what torch's stores hold: signed 64-bit
+_SHARED_ANSWERS = 256  # different answers kept between two changes; many clients ask the same
+
+
+class Answered(Struct, frozen=True):
+    """The batch under `ticket` is done: one result for each of its operations."""
+
+    ticket: Hashable
+    results: tuple[Result, ...]
+
+
+class LeaseExpired(Struct, frozen=True):
+    """Nobody renewed the lease on `key` in time; the key is deleted."""
+
+    key: str
+
+
+Outcome = Answered | LeaseExpired
+
+
+class _Batch:
+    """A batch on its way: what is done, and what it waits for.
+
+    While it waits, `thresholds` holds the revision each key must pass, and `unmet` how many
+    more keys must do so (0 or less: the wait is over). Every key in `thresholds` has this
+    batch in the store's index, and `unmet` is kept up to date by each write to one of them.
+    """
+
+    __slots__ = ("operations", "results", "thresholds", "ticket", "unmet")
+
+    def __init__(self, ticket: Hashable, operations: Sequence[Operation]) -> None:
+        self.ticket = ticket
+        self.operations = operations
+        self.results: list[Result] = []
+        self.thresholds: dict[str, int] = {}
+        self.unmet = 0
+
+    @property
+    def current(self) -> Operation:
+        return self.operations[len(self.results)]
+
+
+class KVStore:
+    """Keys, values, revisions, leases and waiters.
+
+    `first_revision` is where revisions start. A store that takes over from another one is
+    given a larger number than that one ever reached, so that clients who wait for "anything
+    newer than what I saw" are not left waiting.
+    """
+
+    def __init__(self, first_revision: int = 0) -> None:
+        self._revision = first_revision
+        self._data: dict[str, Entry] = {}
+        self._leases: Deadlines[str] = Deadlines()
+        self._parked: dict[Hashable, _Batch] = {}
+        self._waits: Deadlines[Hashable] = Deadlines()  # tickets of parked batches
+        self._index: dict[str, dict[_Batch, None]] = {}  # who waits on a key, oldest first
+        self._runnable: deque[_Batch] = deque()  # new ones, and those whose wait was ended
+        self._woken: dict[_Batch, None] = {}  # parked ones whose condition came true
+        self._sealed: set[str] = set()
+        self._sealed_lengths: dict[int, None] = {}  # so that a check costs one look per length
+        self._shared: dict[tuple[tuple[str, ...], bool], Entries] = {}  # since the last change
+        self._outcomes: list[Outcome] = []
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    @property
+    def revision(self) -> int:
+        """The revision of the newest write."""
+        return self._revision
+
+    @property
+    def waiting(self) -> int:
+        """How many batches are parked."""
+        return len(self._parked)
+
+    # ---- commands ------------------------------------------------------------------------
+
+    def submit(
+        self, ticket: Hashable, operations: Sequence[Operation], now: float
+    ) -> list[Outcome]:
+        """Carry out a batch; return every answer this leads to, others' included.
+
+        `ticket` names the batch until it is answered, exactly once, here or by a later call.
+        Raises ValueError where the ticket already names a batch that waits.
+        """
+        if ticket in self._parked:
+            raise ValueError(f"ticket {ticket!r} is already waiting")
+        self._runnable.append(_Batch(ticket, operations))
+        return self._run(now)
+
+    def cancel(self, ticket: Hashable) -> tuple[Result, ...] | None:
+        """Forget a parked batch; return the results of the operations it had carried out.
+
+        None where no such batch waits. The rest of its operations are never carried out;
+        who wants them done submits them again under another ticket.
+        """
+        batch = self._parked.get(ticket)
+        if batch is None:
+            return None
+        self._unpark(batch)
+        return tuple(batch.results)
+
+    def expire(self, now: float) -> list[Outcome]:
+        """End the leases and waits whose time has come; return what that leads to."""
+        for key in self._leases.due(now):
+            self._delete(key)
+            self._outcomes.append(LeaseExpired(key))
+        for ticket in self._waits.due(now):
+            batch = self._parked[ticket]
+            self._resume(batch, self._found(tuple(batch.thresholds), timed_out=True))
+        return self._run(now)
+
+    def postpone_leases(self, seconds: float) -> None:
+        """Give every lease this much longer: the store's owner was held up, not the holders."""
+        self._leases.postpone(seconds)
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do next; None: nothing is pending."""
+        lease, wait = self._leases.next(), self._waits.next()
+        return min((at for at in (lease, wait) if at is not None), default=None)
+
+    # ---- running batches -----------------------------------------------------------------
+
+    def _run(self, now: float) -> list[Outcome]:
+        """Carry on every batch that can go on, until none can; hand out what came of it."""
+        while self._runnable or self._woken:
+            if self._runnable:
+                batch = self._runnable.popleft()
+            else:
+                batch = next(iter(self._woken))
+                del self._woken[batch]
+                if batch.unmet > 0:
+                    continue  # the batch that woke it has undone the condition since
+                self._unpark(batch)
+            self._carry_on(batch, now)
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _carry_on(self, batch: _Batch, now: float) -> None:
+        while len(batch.results) < len(batch.operations):
+            result = self._carry_out(batch.current, batch, now)
+            if result is None:
+                return
+            batch.results.append(result)
+        self._outcomes.append(Answered(batch.ticket, tuple(batch.results)))
+
+    def _carry_out(self, operation: Operation, batch: _Batch, now: float) -> Result | None:
+        """The operation's result, or None where the batch was parked to wait for it."""
+        match operation:
+            case Get(keys=keys, wait=wait, after=after):
+                return self._get(batch, dict.fromkeys(keys, after), wait, now)
+            case Watch(keys=thresholds, wait=wait):
+                return self._watch(batch, thresholds, wait, now)
+            case Set(key=key, value=value, lease=lease):
+                return self._set(key, value, None if lease is None else now + lease)
+            case Add(key=key, amount=amount):
+                return self._add(key, amount)
+            case Append(key=key, value=value):
+                entry = self._data.get(key)
+                return self._write(key, (entry.value if entry else b"") + value)
+            case CompareSet(key=key, expected=expected, desired=desired):
+                return self._compare_set(key, expected, desired)
+            case Delete(key=key):
+                return Number(int(self._delete(key)))
+            case DeletePrefix(prefix=prefix, seal=seal):
+                return self._delete_prefix(prefix, seal)
+            case Count(prefix=prefix):
+                return Number(sum(key.startswith(prefix) for key in self._data))
+
+    # ---- waiting -------------------------------------------------------------------------
+
+    def _get(
+        self, batch: _Batch, thresholds: dict[str, int], wait: float, now: float
+    ) -> Result | None:
+        keys = tuple(thresholds)
+        unmet = sum(self._revision_of(key) <= after for key, after in thresholds.items())
+        if unmet == 0 or wait <= 0:
+            # A plain read has no condition; one that names a revision says if it was reached.
+            return self._found(keys, timed_out=unmet > 0 and any(thresholds.values()))
+        return self._park(batch, thresholds, unmet, now + wait)
+
+    def _watch(
+        self, batch: _Batch, thresholds: dict[str, int], wait: float, now: float
+    ) -> Result | None:
+        if changed := self._changed(thresholds):
+            return self._found(changed)
+        if wait <= 0:
+            return self._found(tuple(thresholds), timed_out=True)
+        return self._park(batch, thresholds, 1, now + wait)
+
+    def _changed(self, thresholds: dict[str, int]) -> tuple[str, ...]:
+        return tuple(k for k, after in thresholds.items() if self._revision_of(k) > after)
+
+    def _park(
+        self, batch: _Batch, thresholds: dict[str, int], unmet: int, until: float
+    ) -> Refused | None:
+        for key in thresholds:
+            if refused := self._refuse_sealed(key):
+                return refused
+        batch.thresholds, batch.unmet = thresholds, unmet
+        for key in thresholds:
+            self._index.setdefault(key, {})[batch] = None
+        self._parked[batch.ticket] = batch
+        self._waits.set(batch.ticket, until)
+        return None
+
+    def _unpark(self, batch: _Batch) -> None:
+        for key in batch.thresholds:
+            waiters = self._index[key]
+            del waiters[batch]
+            if not waiters:
+                del self._index[key]
+        batch.thresholds = {}
+        self._woken.pop(batch, None)
+        del self._parked[batch.ticket]
+        self._waits.discard(batch.ticket)
+
+    def _resume(self, batch: _Batch, result: Result) -> None:
+        """The operation a parked batch waits for ends with this result; it can go on."""
+        self._unpark(batch)
+        batch.results.append(result)
+        self._runnable.append(batch)
+
+    def _found(self, keys: tuple[str, ...], timed_out: bool = False) -> Entries:
+        """What these keys hold; the same object for all who ask until something changes."""
+        entries = self._shared.get((keys, timed_out))
+        if entries is None:
+            if len(self._shared) >= _SHARED_ANSWERS:
+                self._shared.clear()
+            held = {key: self._data[key] for key in keys if key in self._data}
+            entries = self._shared[keys, timed_out] = Entries(held, timed_out)
+        return entries
+
+    # ---- writing -------------------------------------------------------------------------
+
+    def _revision_of(self, key: str) -> int:
+        entry = self._data.get(key)
+        return entry.revision if entry else 0
+
+    def _set(self, key: str, value: bytes, lease_ends: float | None) -> Result:
+        result = self._write(key, value)
+        if isinstance(result, Written):
+            if lease_ends is None:
+                self._leases.discard(key)
+            else:
+                self._leases.set(key, lease_ends)
+        return result
+
+    def _add(self, key: str, amount: int) -> Result:
+        entry = self._data.get(key)
+        text = entry.value if entry else b"0"
+        try:
+            number = int(text) + amount
+        except ValueError:
+            return Refused("not_a_number", f"key {key!r} holds {text[:40]!r}, which is no number")
+        if not -_COUNTER_LIMIT <= number < _COUNTER_LIMIT:
+            return Refused("too_large", f"key {key!r}: the sum does not fit into 64 bits")
+        refused = self._write(key, str(number).encode())
+        return refused if isinstance(refused, Refused) else Number(number)
+
+    def _compare_set(self, key: str, expected: bytes | None, desired: bytes) -> Result:
+        entry = self._data.get(key)
+        held = entry.value if entry else None
+        if held != expected:
+            return self._refuse_sealed(key) or Compared(False, held)
+        refused = self._write(key, desired)
+        return refused if isinstance(refused, Refused) else Compared(True, desired)
+
+    def _write(self, key: str, value: bytes) -> Written | Refused:
+        if refused := self._refuse_sealed(key):
+            return refused
+        if len(value) > MAX_VALUE_BYTES:
+            return Refused(
+                "too_large",
+                f"key {key!r}: {len(value)} bytes are over the limit of {MAX_VALUE_BYTES}",
+            )
+        self._revision += 1
+        before = self._revision_of(key)
+        self._data[key] = Entry(value, self._revision)
+        self._tell_waiters(key, before, self._revision)
+        return Written(self._revision)
+
+    def _delete(self, key: str) -> bool:
+        entry = self._data.pop(key, None)
+        self._leases.discard(key)
+        if entry is not None:
+            self._tell_waiters(key, entry.revision, 0)
+        return entry is not None
+
+    def _delete_prefix(self, prefix: str, seal: bool) -> Result:
+        keys = [key for key in self._data if key.startswith(prefix)]
+        for key in keys:
+            self._delete(key)
+        if seal:
+            self._sealed.add(prefix)
+            self._sealed_lengths[len(prefix)] = None
+            for key in [key for key in self._index if key.startswith(prefix)]:
+                for batch in list(self._index.get(key, ())):
+                    self._resume(batch, _sealed(key, prefix))
+        return Number(len(keys))
+
+    def _tell_waiters(self, key: str, before: int, after: int) -> None:
+        """Key went from one revision to another (0: missing): recount those who wait on it."""
+        self._shared.clear()
+        for batch in self._index.get(key, ()):
+            threshold = batch.thresholds[key]
+            batch.unmet += (before > threshold) - (after > threshold)
+            if batch.unmet <= 0:
+                self._woken[batch] = None
+
+    def _refuse_sealed(self, key: str) -> Refused | None:
+        for length in self._sealed_lengths:
+            if key[:length] in self._sealed:
+                return _sealed(key, key[:length])
+        return None
+
+
+def _sealed(key: str, prefix: str) -> Refused:
+    return Refused("sealed", f"key {key!r}: everything below {prefix!r} is over and sealed")
