@@ -1,0 +1,71 @@
+"""Where the boundary lies: beyond what anyone can have reached, and no further than needed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_driver.runtime.boundary import (
+    BASE_MARGIN,
+    LONGEST_AHEAD,
+    MARGIN_PER_WORKER,
+    Reading,
+    leave_after,
+)
+
+
+def test_the_margin_covers_the_message_delay_in_steps() -> None:
+    margin = BASE_MARGIN + 2 * MARGIN_PER_WORKER
+    readings = [Reading(step=100, step_time=0.01, age=0.0)] * 2
+    assert leave_after(readings, base=90, members=2) == math.floor(100 + margin / 0.01) + 1
+
+
+def test_slow_steps_are_left_after_the_one_under_way() -> None:
+    assert leave_after([Reading(step=100, step_time=5.0, age=0.0)], base=0, members=1) == 101
+
+
+def test_old_news_is_extrapolated_to_now() -> None:
+    fresh = leave_after([Reading(step=100, step_time=0.1, age=0.0)], base=0, members=1)
+    old = leave_after([Reading(step=100, step_time=0.1, age=10.0)], base=0, members=1)
+    assert old == fresh + 100
+
+
+def test_the_furthest_worker_counts_even_when_another_spoke_later() -> None:
+    readings = [Reading(step=90, step_time=1.0, age=0.0), Reading(step=95, step_time=1.0, age=3.0)]
+    assert leave_after(readings, base=0, members=2) == 99
+
+
+def test_without_any_progress_the_round_is_left_after_its_second_step() -> None:
+    assert leave_after([], base=41, members=4) == 43
+    assert leave_after([Reading(step=41, step_time=0.0, age=3.0)], base=41, members=4) == 43
+
+
+def test_the_step_the_round_began_with_is_a_floor_for_stale_readings() -> None:
+    assert leave_after([Reading(step=3, step_time=1.0, age=0.0)], base=50, members=1) == 51
+
+
+@pytest.mark.parametrize("step_time", [0.0, -1.0, math.nan, math.inf, 1e-300])
+def test_a_nonsensical_step_time_never_names_a_step_out_of_reach(step_time: float) -> None:
+    step = leave_after([Reading(step=7, step_time=step_time, age=60.0)], base=0, members=3)
+    assert 7 < step <= 7 + 2 * LONGEST_AHEAD + 1
+
+
+@given(
+    st.lists(
+        st.builds(
+            Reading,
+            step=st.integers(0, 10**6),
+            step_time=st.floats(0.001, 10.0),
+            age=st.floats(0.0, 30.0),
+        ),
+        max_size=8,
+    ),
+    st.integers(0, 10**6),
+)
+def test_the_boundary_is_beyond_everyone_s_last_word(readings: list[Reading], base: int) -> None:
+    step = leave_after(readings, base=base, members=max(1, len(readings)))
+    assert step > base
+    assert all(step > reading.step for reading in readings)
