@@ -1,0 +1,46 @@
+# Everything a developer or CI runs. Each target sets itself up in .venv first; a second run is
+# quick. Needs make and Python 3.10 or newer (PYTHON=python3.12 chooses one).
+
+PYTHON ?= python3
+VENV   ?= .venv
+SEEDS  ?= 200
+TESTS  ?= tests
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check sim format clean
+
+help: ## show this
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
+
+demo: $(READY) ## train on three workers, kill one on the way, show what happened
+	$(BIN)/python examples/demo.py
+
+test: $(READY) ## run the tests (TESTS=tests/launcher for some of them)
+	$(BIN)/python -m pytest $(TESTS) -q
+
+check: $(READY) ## formatting, lint, types, and which package may import which
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+sim: $(READY) ## simulate SEEDS clusters full of failures against the job's core
+	$(BIN)/python -m elastic_driver.core.sim --seeds $(SEEDS)
+
+format: $(READY) ## rewrite the sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove build products; the environment stays
+	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(READY): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "Python 3.10 or newer is needed; try make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[torch,dev,examples]'
+	@touch $@
