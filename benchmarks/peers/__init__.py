@@ -1,0 +1,1 @@
+"""Systems to compare with that have no launcher of their own."""

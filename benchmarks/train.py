@@ -1,0 +1,99 @@
+"""The training script every benchmark runs: the same model, step and records for each system.
+
+    HOW=elastic   under elasticrun, with the elastic API
+    HOW=plain     under torchrun or elasticrun, env:// initialisation
+
+Each finished step becomes a JSON line {t, step, round, size, pid} in $RECORDS/<pid>.jsonl. A plain
+script saves a snapshot each step, as scripts for torchrun have to. STATE_MB adds parameters that
+take no part in the step, so that the state to transfer has the wished size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import elastic_driver as elastic
+from benchmarks.peers.floor import make_model
+
+RECORDS = Path(os.environ["RECORDS"])
+STEP_S = float(os.environ.get("STEP_MS", "15")) / 1000
+STEPS = int(os.environ.get("STEPS", "1000000"))
+STATE_MB = float(os.environ.get("STATE_MB", "0"))
+
+
+def one_step(ddp: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Forward, backward and update, stretched to STEP_S seconds."""
+    started = time.perf_counter()
+    optimizer.zero_grad()
+    ddp(torch.randn(8, 64)).pow(2).mean().backward()
+    time.sleep(max(0.0, STEP_S - (time.perf_counter() - started)))
+    optimizer.step()
+
+
+def record(file, step: int, number: int, size: int) -> None:
+    """Note that this process has finished `step`."""
+    line = {"t": time.time(), "step": step, "round": number, "size": size, "pid": os.getpid()}
+    file.write(json.dumps(line) + "\n")
+    file.flush()
+
+
+def ballast() -> torch.nn.Module:
+    """Frozen state of STATE_MB megabytes."""
+    module = torch.nn.Module()
+    for index in range(max(0, round(STATE_MB / 4))):
+        module.register_buffer(f"b{index}", torch.zeros(1024, 1024))
+    return module
+
+
+def plain() -> None:
+    """As for torchrun: resume from the snapshot, train, save a snapshot each step."""
+    dist.init_process_group("gloo")
+    model, optimizer = make_model()
+    snapshot = RECORDS / "snapshot.pt"
+    step = 0
+    if snapshot.exists():
+        saved = torch.load(snapshot, weights_only=True)
+        model.load_state_dict(saved["model"])
+        step = saved["step"]
+    ddp = DistributedDataParallel(model)
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    with (RECORDS / f"{os.getpid()}.jsonl").open("a") as file:
+        while step < STEPS:
+            one_step(ddp, optimizer)
+            step += 1
+            if dist.get_rank() == 0:
+                fresh = snapshot.with_suffix(f".{os.getpid()}")
+                torch.save({"model": model.state_dict(), "step": step}, fresh)
+                fresh.replace(snapshot)
+            record(file, step, restarts, dist.get_world_size())
+    dist.destroy_process_group()
+
+
+def elastic_main() -> None:
+    """With the elastic API: state in memory, a commit each step."""
+    model, optimizer = make_model()
+    more = {"ballast": ballast()} if STATE_MB else {}
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, **more)
+
+    @elastic.run
+    def train(state) -> None:
+        ddp = elastic.wrap(state.model)
+        with (RECORDS / f"{os.getpid()}.jsonl").open("a") as file:
+            while state.step < STEPS:
+                one_step(ddp, state.optimizer)
+                state.step += 1
+                record(file, state.step, elastic.round_id(), elastic.size())
+                state.commit()
+
+    train(state)
+
+
+if __name__ == "__main__":
+    elastic_main() if os.environ["HOW"] == "elastic" else plain()
