@@ -47,7 +47,8 @@ def read_config(path: Path) -> list[FileEntry]:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{path}{line}: not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise UsageError(f"{path}: not YAML: {error}") from None
+        problem = " ".join(str(error).split())  # some of them take several lines
+        raise UsageError(f"{path}: not YAML: {problem}") from None
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):

@@ -1,0 +1,244 @@
+"""Reading options: spellings, sources and their order, and mistakes people make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_driver.errors import UsageError
+from launcher import options as o
+from launcher.commandline import CommandLine, resolve, split
+
+
+def read(*argv: str, **environ: str) -> CommandLine:
+    return resolve(argv, environ)
+
+
+# ---- argv --------------------------------------------------------------------------------
+
+
+def test_everything_after_the_command_belongs_to_it() -> None:
+    line = read("-np", "2", "train.py", "--min-np", "9", "-v", "--", "x")
+    assert line.command == ("train.py", "--min-np", "9", "-v", "--", "x")
+    assert line.values[o.NUM_PROC] == 2
+    assert line.values[o.MIN_NP] is None
+    assert not line.values[o.VERBOSE]
+
+
+def test_two_dashes_end_the_options_and_are_not_part_of_the_command() -> None:
+    assert read("-np", "2", "--", "-strange-program", "a").command == ("-strange-program", "a")
+
+
+def test_a_module_is_a_command() -> None:
+    assert read("-np", "2", "-m", "pkg.train", "-m", "x").command == ("-m", "pkg.train", "-m", "x")
+
+
+@pytest.mark.parametrize("spelling", ["--min-np", "--min_np", "--min-num-proc", "--min_num-proc"])
+def test_hyphens_underscores_and_aliases_are_the_same_option(spelling: str) -> None:
+    assert read(spelling, "3").values[o.MIN_NP] == 3
+    assert read(f"{spelling}=3").values[o.MIN_NP] == 3
+
+
+@pytest.mark.parametrize(
+    "argv", [["-np", "4"], ["-np=4"], ["-np4"], ["-n", "4"], ["--num-proc=4"], ["--num_proc", "4"]]
+)
+def test_the_number_of_workers_in_every_spelling(argv: list[str]) -> None:
+    assert read(*argv).values[o.NUM_PROC] == 4
+
+
+def test_the_last_of_two_equal_options_wins() -> None:
+    assert read("-np", "2", "-np", "3").values[o.NUM_PROC] == 3
+
+
+def test_variables_add_up_and_a_later_one_replaces_an_earlier() -> None:
+    line = read("--env", "A=1", "-x", "B=x=y", "--env", "A=2", "--env=C=")
+    assert dict(line.values[o.ENV]) == {"A": "2", "B": "x=y", "C": ""}
+
+
+def test_an_option_of_two_words_takes_both() -> None:
+    assert read("--blacklist-cooldown-range", "5", "60", "x").values[
+        o.BLACKLIST_COOLDOWN_RANGE
+    ] == (5.0, 60.0)
+    attached = read("--blacklist-cooldown-range=5,60")
+    assert attached.values[o.BLACKLIST_COOLDOWN_RANGE] == (5.0, 60.0)
+
+
+def test_every_spelling_in_the_table_is_unique() -> None:
+    spellings = [s for option in o.OPTIONS for s in (option.long, *option.aliases)]
+    assert len(spellings) == len(set(spellings))
+    assert all(option.group in o.GROUPS for option in o.OPTIONS)
+    assert not set(o.FOREIGN) & set(spellings)
+
+
+# ---- mistakes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--min-npp", "2"], "unknown option --min-npp; did you mean --min-np?"),
+        (["--xyzzy"], "unknown option --xyzzy; see elasticrun --help"),
+        (["--rdzv-backend=c10d"], "--rdzv-backend does not exist here; not needed"),
+        (["--min-np"], "--min-np needs a whole number of at least 1, got 'train.py'"),
+        (["--min-np", "--max-np", "4"], "--min-np needs a value: --min-np N"),
+        (["--min-np", "x"], "--min-np needs a whole number of at least 1, got 'x'"),
+        (["--min-np", "0"], "--min-np needs a whole number of at least 1, got '0'"),
+        (["--min-np=-1"], "--min-np needs a whole number of at least 1, got '-1'"),
+        (["--min-np", "2.5"], "--min-np needs a whole number of at least 1, got '2.5'"),
+        (["--min-np", "²"], "--min-np needs a whole number"),
+        (["--start-timeout", "soon"], "--start-timeout needs a number of seconds, more than 0"),
+        (["--start-timeout", "nan"], "--start-timeout needs a number of seconds"),
+        (["--start-timeout", "inf"], "--start-timeout needs a number of seconds"),
+        (["--start-timeout", "0"], "--start-timeout needs a number of seconds, more than 0"),
+        (["--grace-period=-1"], "--grace-period needs a number of seconds, 0 or more"),
+        (["--nnodes", "4:2"], "--nnodes needs 1 <= MIN <= MAX, got 4:2"),
+        (["--nnodes", "0"], "--nnodes needs 1 <= MIN <= MAX, got 0"),
+        (["--nnodes", "a"], "--nnodes needs N or MIN:MAX, got 'a'"),
+        (["--nproc-per-node", "all"], "--nproc-per-node needs a whole number of at least 1, auto"),
+        (["--blacklist-cooldown-range", "9", "3"], "needs MIN <= MAX, got 9 3"),
+        (["--blacklist-cooldown-range", "9"], "needs a number of seconds, more than 0, got 'train"),
+        (["--env", "A"], "--env needs NAME=VALUE, got 'A'"),
+        (["--env", "1A=2"], "--env needs NAME=VALUE, got '1A=2'"),
+        (["--backend", "k8s"], "--backend is one of auto, local, ssh, slurm, mpi, ray, got 'k8s'"),
+        (["--tee", "4"], "--tee is 0 (none), 1 (stdout), 2 (stderr), 3 (both)"),
+        (["--rdzv-endpoint", "h:70000"], "--rdzv-endpoint needs HOST:PORT"),
+        (["--rdzv-endpoint", "host:abc"], "--rdzv-endpoint needs HOST:PORT"),
+        (["--local-ranks-filter", "0,x"], "--local-ranks-filter needs a whole number"),
+        (["--run-id", ""], "--run-id needs a value that is not empty"),
+        (["--standalone=maybe"], "--standalone is a switch: true or false, got 'maybe'"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_option(argv: list[str], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(*argv, "train.py")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 64
+
+
+def test_an_option_at_the_end_needs_its_value() -> None:
+    with pytest.raises(UsageError, match="--min-np needs a value: --min-np N"):
+        read("--min-np")
+
+
+def test_splitting_ignores_what_the_values_are() -> None:
+    given, command = split(["-H", "a:1", "x"])
+    assert given == {o.HOSTS_LIST: ("a:1",)}
+    assert command == ("x",)
+
+
+# ---- sources -----------------------------------------------------------------------------
+
+
+def config(folder: Path, text: str) -> str:
+    path = folder / "job.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_win_over_the_environment_over_the_file_over_defaults(tmp_path: Path) -> None:
+    file = config(tmp_path, "min-np: 2\nmax_np: 8\nstart-timeout: 60\n")
+    line = read(
+        *("--config-file", file, "--min-np", "4"),
+        ELASTICRUN_MIN_NP="3",
+        ELASTICRUN_MAX_NP="9",
+    )
+    values = line.values
+    assert (values[o.MIN_NP], values[o.MAX_NP], values[o.START_TIMEOUT]) == (4, 9, 60.0)
+    assert values.source(o.MIN_NP) == "command line"
+    assert values.source(o.MAX_NP) == "ELASTICRUN_MAX_NP"
+    assert values.source(o.START_TIMEOUT) == f"{file} line 3"
+    assert values.source(o.ELASTIC_TIMEOUT) == "default"
+    assert ("--max-np", "9", "ELASTICRUN_MAX_NP") in values.origins()
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
+    line = read(ELASTICRUN_CONFIG_FILE=config(tmp_path, "min-np: 2"))
+    assert line.values[o.MIN_NP] == 2
+
+
+def test_values_of_a_file_mean_what_stands_there_and_not_what_yaml_makes_of_it(
+    tmp_path: Path,
+) -> None:
+    file = config(
+        tmp_path,
+        "nnodes: 1:4\n"  # 64 to YAML 1.1
+        "run-id: 1e3\n"  # 1000.0
+        "hosts: [a:1, b:2]\n"
+        "verbose: yes\n"
+        "blacklist-cooldown-range: [5, 60]\n"
+        "env:\n  NCCL_DEBUG: INFO\n  COLOUR: no\n",
+    )
+    values = read("--config-file", file).values
+    assert values[o.NNODES] == (1, 4)
+    assert values[o.RUN_ID] == "1e3"
+    assert values[o.HOSTS_LIST] == "a:1,b:2"
+    assert values[o.VERBOSE] is True
+    assert values[o.BLACKLIST_COOLDOWN_RANGE] == (5.0, 60.0)
+    assert dict(values[o.ENV]) == {"NCCL_DEBUG": "INFO", "COLOUR": "no"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("min-npp: 2", "line 1: 'min-npp' is not an option; did you mean min-np?"),
+        ("\nmin-np: x", "line 2: --min-np needs a whole number"),
+        ("min-np: 2\nmin_np: 3", "line 2: 'min_np' is given twice"),
+        ("min-np:", "--min-np needs a whole number"),
+        ("min-np: {a: [1]}", "expected a plain value, found a nested one"),
+        ("[1, 2]", "expected lines such as 'min-np: 2'"),
+        ("just text", "expected lines such as 'min-np: 2'"),
+        ("a: [1", "not YAML"),
+        ("min-np: [1, 2]", "--min-np needs a whole number of at least 1, got '1,2'"),
+        ("min-np: !!python/object/apply:os.system ['true']", "--min-np"),
+        ("a: \x00", "not YAML"),
+    ],
+)
+def test_a_mistake_in_the_file_names_file_and_line(tmp_path: Path, text: str, said: str) -> None:
+    file = config(tmp_path, text)
+    with pytest.raises(UsageError) as caught:
+        read("--config-file", file)
+    assert said in str(caught.value)
+    assert file in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    assert read("--config-file", config(tmp_path, "# nothing\n")).values[o.MIN_NP] is None
+
+
+def test_a_file_that_is_missing_or_no_text_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        read("--config-file", str(tmp_path / "none.yaml"))
+    with pytest.raises(UsageError, match="Is a directory"):
+        read("--config-file", str(tmp_path))
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="UTF-8"):
+        read("--config-file", str(tmp_path / "bytes"))
+
+
+def test_a_variable_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(UsageError, match="ELASTICRUN_MIN_NP: --min-np needs"):
+        read(ELASTICRUN_MIN_NP="many")
+    with pytest.raises(UsageError, match="ELASTICRUN_ENV"):
+        read(ELASTICRUN_ENV="A='1")
+
+
+def test_a_switch_and_a_list_of_variables_in_the_environment() -> None:
+    line = read(ELASTICRUN_STANDALONE="1", ELASTICRUN_QUIET="no", ELASTICRUN_ENV="A=1 'B=x y'")
+    assert line.values[o.STANDALONE] is True
+    assert line.values[o.QUIET] is False
+    assert dict(line.values[o.ENV]) == {"A": "1", "B": "x y"}
+
+
+def test_a_misspelt_variable_is_remarked_on_and_does_not_end_anything() -> None:
+    line = read(ELASTICRUN_MINNP="2")
+    assert line.warnings == (
+        "the environment variable ELASTICRUN_MINNP sets no option; did you mean ELASTICRUN_MIN_NP?",
+    )
+
+
+def test_secret_variables_are_shown_by_name_only() -> None:
+    origins = read("--env", "API_KEY=hunter2").values.origins()
+    assert origins == (("--env", "API_KEY", "command line"),)

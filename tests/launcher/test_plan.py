@@ -1,0 +1,224 @@
+"""From a command line to settings and hosts: the rules of horovodrun and torchrun."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from launcher.commandline import resolve
+from launcher.plan import Facts, FileHosts, FixedHosts, LaunchPlan, ScriptHosts, make_plan
+from launcher.sizes import Machine
+
+SCRIPT = ("--host-discovery-script", "./find.sh")
+
+
+def plan(
+    *argv: str,
+    command: tuple[str, ...] = ("train.py",),
+    machine: Machine = Machine(cpus=8, gpus=0),
+    hostfile: str | None = None,
+    **environ: str,
+) -> LaunchPlan:
+    facts = Facts("run", "/state", "/work", "/usr/bin/py", machine, hostfile)
+    return make_plan(resolve([*argv, "--", *command], environ), facts)
+
+
+def sizes(*argv: str, **more: str) -> tuple[int, int, int | None, int | None]:
+    s = plan(*argv, **more).settings
+    return s.start_np, s.min_np, s.max_np, s.start_min_np
+
+
+# ---- sizes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "start", "least", "most", "start_least", "hosts"),
+    [
+        # this machine
+        ((), 1, 1, None, None, [("localhost", 1)]),
+        (("-np", "3"), 3, 1, 3, None, [("localhost", 3)]),
+        (("-np", "2", "--max-np", "4"), 2, 1, 4, None, [("localhost", 4)]),
+        (("-np", "4", "--min-np", "2"), 4, 2, 4, 2, [("localhost", 4)]),
+        (("--min-np", "2", "--max-np", "4"), 4, 2, 4, 2, [("localhost", 4)]),
+        (("--slots-per-host", "4"), 4, 1, None, None, [("localhost", 4)]),
+        (("-np", "2", "--slots-per-host", "4"), 2, 1, 2, None, [("localhost", 4)]),
+        (("--standalone", "--nproc-per-node", "2"), 2, 1, None, None, [("localhost", 2)]),
+        (("--nnodes", "1", "--nproc-per-node", "2"), 2, 2, 2, 2, [("localhost", 2)]),
+        (("--nnodes", "1:4", "--nproc-per-node", "2"), 2, 2, 8, 2, [("localhost", 2)]),
+        # fixed lists
+        (("-H", "a:2,b:2"), 4, 1, None, None, [("a", 2), ("b", 2)]),
+        (("-H", "a:2,b:2", "-np", "3"), 3, 1, 3, None, [("a", 2), ("b", 2)]),
+        (("-H", "a:2,b:2", "--max-np", "3"), 3, 1, 3, None, [("a", 2), ("b", 2)]),
+        (("-H", "a,b", "--slots-per-host", "3"), 6, 1, None, None, [("a", 3), ("b", 3)]),
+        (("-H", "a,b", "--nnodes", "1:2", "--nproc-per-node", "2"), 4, 2, 4, 2,
+         [("a", 2), ("b", 2)]),
+    ],
+)  # fmt: skip
+def test_sizes_on_known_hosts(
+    argv: tuple[str, ...],
+    start: int,
+    least: int,
+    most: int | None,
+    start_least: int | None,
+    hosts: list[tuple[str, int]],
+) -> None:
+    made = plan(*argv)
+    assert isinstance(made.hosts, FixedHosts)
+    assert list(made.hosts.hosts) == hosts
+    assert sizes(*argv) == (start, least, most, start_least)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), (1, 1, None, None)),
+        (("-np", "3"), (3, 1, None, None)),
+        (("--min-np", "2"), (2, 2, None, 2)),
+        (("-np", "4", "--min-np", "2", "--max-np", "8"), (4, 2, 8, 2)),
+        (("--nnodes", "2:4", "--nproc-per-node", "3"), (6, 6, 12, 6)),
+    ],
+)
+def test_sizes_with_discovered_hosts(
+    argv: tuple[str, ...], expected: tuple[int, int, int | None, int | None]
+) -> None:
+    assert sizes(*SCRIPT, *argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "machine", "slots"),
+    [
+        ("auto", Machine(8, 0), 8),
+        ("auto", Machine(8, 2), 2),
+        ("gpu", Machine(8, 2), 2),
+        ("cpu", Machine(8, 2), 8),
+    ],
+)
+def test_workers_of_a_node_are_counted_here(wanted: str, machine: Machine, slots: int) -> None:
+    made = plan("--nproc-per-node", wanted, machine=machine)
+    assert made.settings.start_np == slots
+
+
+def test_a_list_with_too_few_slots_is_told_at_once() -> None:
+    with pytest.raises(ClusterError, match=r"need 4 slots, but there are 3 \(a:2, b:1 \(--hosts"):
+        plan("-H", "a:2,b:1", "-np", "4")
+    with pytest.raises(ClusterError, match="need 4 slots, but there are 2"):
+        plan("--nnodes", "2", "--nproc-per-node", "2")
+
+
+def test_a_short_list_that_is_enough_for_the_minimum_starts_without_waiting() -> None:
+    made = plan("-H", "a:2,b:1", "-np", "4", "--min-np", "2")
+    assert made.settings.start_np == 3
+    assert made.notes == (
+        "starting with 3 workers instead of 4: a:2, b:1 (--hosts) has no more slots",
+    )
+
+
+# ---- hosts -------------------------------------------------------------------------------
+
+
+def test_a_hostfile_is_read_with_the_default_slots() -> None:
+    made = plan("--hostfile", "hf", "--slots-per-host", "2", hostfile="a\nb slots=3 # big\n\n")
+    assert made.hosts == FileHosts("hf", 2, 1.0, (("a", 2), ("b", 3)))
+    assert made.settings.start_np == 5
+
+
+def test_a_discovery_script_carries_its_interval_and_deadline() -> None:
+    made = plan(*SCRIPT, "--discovery-interval", "0.5", "--discovery-timeout", "3", "--slots", "2")
+    assert made.hosts == ScriptHosts("./find.sh", 2, 0.5, 3.0)
+
+
+def test_of_two_sources_of_hosts_the_nearer_one_counts() -> None:
+    made = plan("-H", "a:1", ELASTICRUN_HOST_DISCOVERY_SCRIPT="./find.sh")
+    assert made.hosts == FixedHosts((("a", 1),), "--hosts")
+    assert isinstance(plan("--standalone", ELASTICRUN_HOSTS="a:1").hosts, FixedHosts)
+
+
+def test_a_nearer_size_in_other_words_replaces_a_farther_one() -> None:
+    assert sizes("-np", "2", ELASTICRUN_NNODES="4") == (2, 1, 2, None)
+    assert sizes("--nnodes", "1", "--nproc-per-node", "3", ELASTICRUN_NUM_PROC="9") == (3, 3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("-H", "host:abc"), "'host:abc': 'abc' is not a number of slots"),
+        (("-H", "-oProxyCommand=x"), "is not a host name"),
+        (("-H", "a:1", "--standalone"), "--standalone and --hosts both say where to run"),
+        (("-H", "a:1", *SCRIPT), "--host-discovery-script and --hosts both say where to run"),
+        (("--min-np", "4", "-np", "2"), "--min-np 4 is more than --num-proc 2"),
+        (("--min-np", "4", "--max-np", "2"), "--min-np 4 is more than --max-np 2"),
+        (("-np", "4", "--max-np", "2"), "--num-proc 4 is more than --max-np 2"),
+        (("-np", "4", "--nnodes", "2"), "--nnodes and --num-proc both set the size"),
+        (("--nproc-per-node", "gpu"), "no NVIDIA GPU that is visible"),
+        (("--nproc-per-node", "2", "--slots-per-host", "3"), "say the same; keep one of them"),
+        (("--backend", "ssh"), "--backend ssh does not exist yet"),
+        (("-q", "-v"), "-q and -v contradict each other"),
+    ],
+)
+def test_contradictions_are_told_in_one_line(argv: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan(*argv)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# ---- the command -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [
+        (("train.py", "--lr", "1"), ("/usr/bin/py", "train.py", "--lr", "1")),
+        (("-m", "pkg.train", "x"), ("/usr/bin/py", "-m", "pkg.train", "x")),
+        (("python", "train.py"), ("python", "train.py")),
+        (("sh", "-c", "echo $RANK"), ("sh", "-c", "echo $RANK")),
+        (("./program", "-v"), ("./program", "-v")),
+    ],
+)
+def test_scripts_and_modules_run_by_this_interpreter(
+    command: tuple[str, ...], argv: tuple[str, ...]
+) -> None:
+    assert plan(command=command).spec.command == argv
+
+
+@pytest.mark.parametrize("command", [(), ("-m",), ("",)])
+def test_a_missing_command_is_a_usage_error(command: tuple[str, ...]) -> None:
+    with pytest.raises(ElasticError) as caught:
+        plan(command=command)
+    assert caught.value.exit_code == 64
+
+
+def test_the_specification_carries_what_workers_need() -> None:
+    spec = plan(
+        *("--env", "A=1", "--network-interfaces", "eth0,eth1", "--log-dir", "logs", "--tee", "1"),
+        *("--redirects", "2", "--local-ranks-filter", "1,0", "--heartbeat-timeout", "4"),
+        *("--stop-grace", "2", "--max-restarts", "7", "--prefix-output-with-timestamp"),
+    ).spec
+    assert spec.env == {
+        "A": "1",
+        "GLOO_SOCKET_IFNAME": "eth0,eth1",
+        "NCCL_SOCKET_IFNAME": "eth0,eth1",
+    }
+    assert (spec.run_id, spec.cwd, spec.log_dir, spec.tee) == ("run", "/work", "logs", "1")
+    assert (spec.redirects, spec.local_ranks_filter, spec.timestamp) == ("2", (0, 1), True)
+    assert (spec.heartbeat_timeout, spec.grace_period, spec.max_restarts) == (4.0, 2.0, 7)
+
+
+# ---- rendering ---------------------------------------------------------------------------
+
+
+def test_a_plan_shows_what_would_run_and_who_said_so() -> None:
+    made = plan("-np", "2", "--env", "API_KEY=hunter2", ELASTICRUN_MAX_NP="4")
+    text = made.render(origins=True)
+    assert "command     /usr/bin/py train.py" in text
+    assert "workers     start with 2, go on with 1 or more, at most 4" in text
+    assert "set         --max-np 4  (ELASTICRUN_MAX_NP)" in text
+    assert "events      /state/run/events.jsonl" in text
+    assert "API_KEY" in text
+    assert "hunter2" not in text
+
+
+def test_a_long_list_of_hosts_is_cut_short() -> None:
+    text = plan("-H", "n[001-100]:2").render()
+    assert "n001:2, n002:2" in text
+    assert "and 92 more" in text
