@@ -1,0 +1,219 @@
+"""Agents on this machine: each is a child of the driver's process.
+
+Several names of this machine (localhost, 127.0.0.2, its own name) are separate hosts, each with an
+agent of its own. An agent's stdin is a pipe whose other end only this process holds: when the
+driver dies, even by SIGKILL, the agents see it close. Conversely this process is a child
+subreaper, so what an agent that was killed leaves behind comes here and is ended here.
+
+One thread, started with the first agent, watches for their ends and calls `on_lost`.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_driver import contract
+from elastic_driver.errors import ClusterError
+from elastic_driver.runtime.starter import OnLost
+from launcher.agent.descendants import become_subreaper, carries, children, kill_trees, reap
+from launcher.backends.base import AgentPlan, agent_argv
+from launcher.backends.this_machine import is_this_machine, meeting_address
+
+LAST_RESORT_S = 2.0  # for the kernel to end what was killed
+_LOOK_AGAIN_S = 0.005
+
+
+@dataclass(eq=False)
+class _RunningAgent:
+    """An agent's process, and whom to tell of its end."""
+
+    plan: AgentPlan
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    on_lost: OnLost
+
+
+class LocalBackend:
+    """Starts agents as children of this process (an `AgentStarter` of the driver).
+
+    Args:
+        endpoint: the rendezvous' URL.
+        token_file: the job's token. Its path also marks the processes of this job.
+        python: the interpreter that runs the agents.
+        orphan_files: what an agent removes when this process dies without cleaning up; by
+            default the token and the endpoint file beside it.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        token_file: Path,
+        *,
+        python: str = sys.executable,
+        orphan_files: tuple[Path, ...] | None = None,
+    ) -> None:
+        self._endpoint, self._python = endpoint, python
+        self._token_file = token_file.absolute()
+        if orphan_files is None:
+            orphan_files = (self._token_file, self._token_file.with_name("endpoint.json"))
+        self._orphan_files = orphan_files
+        self._lock = threading.Lock()
+        self._agents: dict[tuple[str, int], _RunningAgent] = {}
+        self._none_left = threading.Condition(self._lock)
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._wake_read, self._wake_write = -1, -1
+
+    def plan(self, host: str, incarnation: int) -> AgentPlan:
+        """See `Backend.plan`; raises ClusterError for another machine's name."""
+        if not is_this_machine(host):
+            raise ClusterError(
+                f"{host} is not this machine, and the local backend starts nothing elsewhere; "
+                "name localhost, or choose another --backend"
+            )
+        argv = agent_argv(
+            python=self._python,
+            endpoint=self._endpoint,
+            host=host,
+            incarnation=incarnation,
+            token_file=self._token_file,
+            address=meeting_address(host),
+            lifeline=True,
+            orphan_files=self._orphan_files,
+        )
+        return AgentPlan(host, incarnation, argv, {contract.TOKEN_FILE: str(self._token_file)})
+
+    # ---- AgentStarter --------------------------------------------------------------------
+
+    def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
+        """See `AgentStarter.start`."""
+        try:
+            plan = self.plan(host, incarnation)
+            with self._lock:
+                if self._closed:
+                    return
+                self._ensure_thread()
+                process = _spawn(plan)
+                agent = _RunningAgent(plan, process, os.pidfd_open(process.pid), on_lost)
+                self._agents[host, incarnation] = agent
+                os.write(self._wake_write, b"+")
+        except ClusterError as error:
+            on_lost(str(error))
+        except OSError as error:
+            on_lost(f"cannot start an agent on {host}: {error}; is the machine out of processes?")
+
+    def kill(self, host: str, incarnation: int) -> None:
+        """See `AgentStarter.kill`."""
+        with self._lock:
+            agent = self._agents.get((host, incarnation))
+            if agent is not None:
+                # Not reaped before it is out of the table, so this number is still its own.
+                agent.process.send_signal(signal.SIGKILL)
+
+    def close(self, grace: float) -> None:
+        """See `AgentStarter.close`."""
+        with self._lock:
+            self._closed = True
+            self._none_left.wait_for(lambda: not self._agents, max(grace, 0.0))
+            for agent in self._agents.values():
+                kill_trees([agent.process.pid])
+            self._none_left.wait_for(lambda: not self._agents, LAST_RESORT_S)
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            os.write(self._wake_write, b"x")
+            thread.join(2 * LAST_RESORT_S)
+            os.close(self._wake_write)
+            become_subreaper(False)
+
+    # ---- the watching thread -------------------------------------------------------------
+
+    def _ensure_thread(self) -> None:
+        if self._thread is not None:
+            return
+        become_subreaper()
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._watch, name="local-agents", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        """Until `close` writes an x: wait for agents' ends."""
+        watched: set[_RunningAgent] = set()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ, None)
+            while True:
+                for key, _ in selector.select():
+                    if key.data is not None:
+                        selector.unregister(key.fd)
+                        watched.discard(key.data)
+                        self._ended(key.data)
+                    elif b"x" in os.read(self._wake_read, 4096):
+                        os.close(self._wake_read)
+                        return
+                with self._lock:
+                    fresh = [a for a in self._agents.values() if a not in watched]
+                for agent in fresh:
+                    selector.register(agent.pidfd, selectors.EVENT_READ, agent)
+                    watched.add(agent)
+
+    def _ended(self, agent: _RunningAgent) -> None:
+        """An agent's process has ended: clear up after it, then tell the driver."""
+        self._end_orphans()
+        with self._lock:
+            code = agent.process.wait()
+            os.close(agent.pidfd)
+            if agent.process.stdin is not None:
+                agent.process.stdin.close()
+            del self._agents[agent.plan.host, agent.plan.incarnation]
+            closed = self._closed
+            self._none_left.notify_all()
+        if not closed:
+            agent.on_lost(describe_end(agent.plan.host, code))
+
+    def _end_orphans(self) -> None:
+        """Kill what lost its agent and came to us: our children that carry this job's mark.
+
+        Other children of this process (a library's user may have some) do not carry it, and
+        what still has an agent is that agent's child, not ours.
+        """
+        mark = {contract.TOKEN_FILE: str(self._token_file)}
+        deadline = time.monotonic() + LAST_RESORT_S
+        orphans: set[int] = set()
+        while True:
+            with self._lock:
+                agents = {agent.process.pid for agent in self._agents.values()}
+            here = set(children()) - agents
+            orphans = {pid for pid in here if pid in orphans or carries(pid, mark)}
+            kill_trees(orphans)
+            if not {pid for pid in orphans if reap(pid) is None} or time.monotonic() > deadline:
+                return
+            time.sleep(_LOOK_AGAIN_S)
+
+
+def _spawn(plan: AgentPlan) -> subprocess.Popen[bytes]:
+    """Start it in a session of its own, so that Ctrl-C in our terminal reaches us alone."""
+    return subprocess.Popen(
+        plan.argv,
+        cwd=plan.cwd,
+        env={**os.environ, **plan.env},
+        stdin=subprocess.PIPE,  # the lifeline; our end is closed on exec by any other child
+        bufsize=0,
+        start_new_session=True,
+    )
+
+
+def describe_end(host: str, code: int) -> str:
+    """What an agent's exit status (as subprocess gives it) means for people."""
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return f"the agent on {host} was killed by {name}"
+    if code == 0:
+        return f"the agent on {host} has ended"
+    return f"the agent on {host} ended with exit status {code}; its last lines are above"
