@@ -1,0 +1,184 @@
+"""Which commands can be run from a warm parent, and which modules it is worth warming for them.
+
+Pure questions about a command line and the source files it names, asked once when the agent
+starts (`launcher.agent.warm`). Source is read and parsed here, never imported or run.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_HARMLESS = frozenset("ObBqRsuP")  # the warm parent is born with them, and forks inherit them
+_WITH_VALUE = frozenset("WX")
+_ENDING = {"c": "code", "m": "module"}
+
+_DYNAMIC = frozenset({"importlib", "runpy", "pkgutil", "code", "codeop"})
+_MOST_FILES = 200
+_MOST_BYTES = 1 << 20
+
+
+class NotWarmable(Exception):  # noqa: N818 - an answer, not a failure
+    """The command has to be executed anew; the text says why."""
+
+
+@dataclass(frozen=True)
+class PythonCommand:
+    """A Python command, taken apart as the interpreter does."""
+
+    kind: str  # script | module | code
+    target: str  # the script's path, the module's name, or the code
+
+
+def parse(argv: Sequence[str], env: Mapping[str, str]) -> PythonCommand:
+    """Take `argv` apart; raises `NotWarmable` unless it is this interpreter running a program.
+
+    Flags that merely set the interpreter up are allowed. Those that make it ignore PYTHONPATH or
+    `site` are not, because that is the way in; nor are those that print while importing.
+    """
+    if not argv:
+        raise NotWarmable("the command is empty")
+    _check_interpreter(argv[0], env)
+    rest = list(argv[1:])
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            return PythonCommand("script", word)
+        if word == "-" or word.startswith("--"):
+            raise NotWarmable(f"python's argument {word!r} needs a new interpreter")
+        ending = _read_flags(word[1:], rest)
+        if ending is not None:
+            return ending
+    raise NotWarmable("python is to read its program from the standard input")
+
+
+def _read_flags(letters: str, rest: list[str]) -> PythonCommand | None:
+    """One cluster of short flags (`-uO`, `-Xdev`, `-mpkg`); takes values out of `rest`."""
+    for position, letter in enumerate(letters):
+        if letter in _HARMLESS:
+            continue
+        if letter not in _WITH_VALUE and letter not in _ENDING:
+            raise NotWarmable(f"python's flag -{letter} needs a new interpreter")
+        value = letters[position + 1 :] or (rest.pop(0) if rest else "")
+        if letter in _ENDING and value:
+            return PythonCommand(_ENDING[letter], value)
+        if not value or value.startswith("importtime"):
+            raise NotWarmable(f"python's flag -{letter} {value} needs a new interpreter".rstrip())
+        return None
+    return None
+
+
+def _check_interpreter(name: str, env: Mapping[str, str]) -> None:
+    """Only the agent's own interpreter: another one may have other modules, or none of `site`."""
+    found = shutil.which(name, path=env.get("PATH", os.defpath))
+    ours = sys.executable
+    if found is None:
+        raise NotWarmable(f"the command {name!r} is not found")
+    same_folder = os.path.dirname(os.path.abspath(found)) == os.path.dirname(os.path.abspath(ours))
+    if not (same_folder and os.path.samefile(found, ours)):
+        raise NotWarmable(
+            f"{name} is not the Python that runs the agent ({ours}); "
+            "give `script.py` or `-m module` alone to use that one"
+        )
+
+
+def first_path(command: PythonCommand, cwd: str) -> str | None:
+    """What the interpreter puts before `sys.path`, as far as modules may be found in it."""
+    if command.kind == "script":
+        script = os.path.realpath(os.path.join(cwd, command.target))
+        return script if os.path.isdir(script) else os.path.dirname(script)
+    return cwd if command.kind == "module" else None
+
+
+# ---- what the program imports ------------------------------------------------------------
+
+
+def imports(command: PythonCommand, cwd: str) -> frozenset[str] | None:
+    """Top-level modules the program imports, itself or through files beside it.
+
+    None where that cannot be told: source that is not found or read, imports by computed name,
+    or a great many files.
+    """
+    path0 = first_path(command, cwd)
+    start = _program_file(command, cwd)
+    if start is None or path0 is None:
+        return None
+    found: set[str] = set()
+    seen: set[str] = set()
+    todo = [start]
+    while todo:
+        file = todo.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        names = _imports_of(file)
+        if names is None or len(seen) > _MOST_FILES:
+            return None
+        for name in names - found:
+            found.add(name)
+            todo += _local_files(path0, name)
+    return frozenset(found)
+
+
+def only_standard_library(names: frozenset[str] | None) -> bool:
+    """Whether a program with these imports surely uses nothing that is slow to import."""
+    return names is not None and names <= sys.stdlib_module_names - _DYNAMIC
+
+
+def _program_file(command: PythonCommand, cwd: str) -> str | None:
+    if command.kind == "script":
+        path = os.path.join(cwd, command.target)
+        return os.path.join(path, "__main__.py") if os.path.isdir(path) else path
+    if command.kind == "module":
+        base = os.path.join(cwd, *command.target.split("."))
+        for candidate in (f"{base}.py", os.path.join(base, "__main__.py")):
+            if os.path.isfile(candidate):
+                return candidate
+    return None
+
+
+def _local_files(path0: str, name: str) -> list[str]:
+    """Source files of a module or package beside the program."""
+    module = os.path.join(path0, f"{name}.py")
+    if os.path.isfile(module):
+        return [module]
+    package = os.path.join(path0, name)
+    if not os.path.isdir(package):
+        return []
+    files: list[str] = []
+    for folder, folders, names in os.walk(package):
+        folders.sort()
+        files += (os.path.join(folder, n) for n in sorted(names) if n.endswith(".py"))
+        if len(files) > _MOST_FILES:
+            break
+    return files
+
+
+def _imports_of(file: str) -> set[str] | None:
+    try:
+        if os.path.getsize(file) > _MOST_BYTES:
+            return None
+        with open(file, "rb") as source:
+            tree = ast.parse(source.read())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.update(_from_names(node))
+        elif isinstance(node, ast.Name) and node.id in {"__import__", "exec", "eval"}:
+            return None
+    return names
+
+
+def _from_names(node: ast.ImportFrom) -> set[str]:
+    """`from a.b import c` is `a`; of `from . import c` the files are found in the package."""
+    if node.level == 0 and node.module:
+        return {node.module.partition(".")[0]}
+    return set()

@@ -1,0 +1,171 @@
+"""A spare: waits for a request, then turns into exactly the process that was asked for.
+
+Runs in processes forked from the warm parent (`_elastic_warm_parent`). A request comes as one
+datagram with three descriptors: the worker's stdout, its stderr, and a channel on which the rest
+is said: the environment (agent), the pid (spare), "go" (agent). Whoever finds the channel ended
+forgets the request, so that no worker runs that the agent does not know of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import io
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any, cast
+
+_PR_SET_PDEATHSIG = 1
+_REQUEST_SECONDS = 5.0  # the agent says it all at once; longer means that it has given up
+_MARK = b"ELASTIC_WARM_FDS="  # first variable of the part of the environment that is ours
+
+
+def send_line(line: socket.socket, message: dict[str, Any]) -> None:
+    """Say one message."""
+    line.sendall(json.dumps(message).encode("ascii") + b"\n")
+
+
+def receive_line(line: socket.socket) -> dict[str, Any]:
+    """Hear one message; EOFError where the other end closes before it is complete."""
+    heard = bytearray()
+    while not heard.endswith(b"\n"):
+        piece = line.recv(65536)
+        if not piece:
+            raise EOFError("the conversation ended")
+        heard += piece
+    return cast("dict[str, Any]", json.loads(heard))
+
+
+# ---- waiting -----------------------------------------------------------------------------
+
+
+def await_request(born: dict[str, Any], queue: socket.socket, lifeline: int) -> None:
+    """Wait as the agent's child until a request comes; then become what it asks for.
+
+    Our end of the pipe `lifeline` tells the warm parent that we still wait.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != born["agent"]:  # it died in between, or does not adopt orphans
+        os._exit(0)
+    _own_randomness()
+    while True:
+        data, received, _, _ = socket.recv_fds(queue, 16, 3)
+        if not data:  # the agent has closed its end
+            os._exit(0)
+        stdout, stderr, channel_fd = received
+        with socket.socket(fileno=channel_fd) as channel:
+            channel.settimeout(_REQUEST_SECONDS)
+            env = _agree(channel)
+        if env is not None:
+            queue.close()
+            os.close(lifeline)
+            _become(born, env, stdout, stderr)
+            return
+        os.close(stdout)
+        os.close(stderr)
+
+
+def _agree(channel: socket.socket) -> dict[str, str] | None:
+    """The environment of the worker to become; None where the agent has given up already."""
+    try:
+        request = receive_line(channel)
+    except (OSError, EOFError):
+        return None
+    os.setsid()  # from here on we are no spare any more: answer and go, or end
+    try:
+        send_line(channel, {"pid": os.getpid()})
+        if channel.recv(2) != b"go":
+            os._exit(0)
+    except OSError:
+        os._exit(0)
+    return cast("dict[str, str]", request["env"])
+
+
+# ---- becoming ----------------------------------------------------------------------------
+
+
+def _become(born: dict[str, Any], env: dict[str, str], stdout: int, stderr: int) -> None:
+    """Everything in which a worker differs from the warm parent, but for the randomness."""
+    os.chdir(born["cwd"])
+    for source, target in ((stdout, 1), (stderr, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    os.environ.clear()
+    os.environ.update(env)
+    _show_environment(born["env"], env)
+    _renew_stream(sys.stdout, 1)
+    _renew_stream(sys.stderr, 2)
+    _set_threads(born["env"].get("OMP_NUM_THREADS"), env.get("OMP_NUM_THREADS"))
+    gc.enable()
+
+
+def _renew_stream(stream: Any, fd: int) -> None:
+    """Make a standard stream anew over its descriptor, as CPython's `create_stdio` does.
+
+    The object stays, since handlers of loggers may hold it; what it has learned of the
+    descriptor (terminal or not, seekable or not, block size) is learned again.
+    """
+    unbuffered = bool(stream.write_through)
+    binary: Any = open(fd, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    raw = binary if unbuffered else binary.raw
+    raw.name = stream.name
+    io.TextIOWrapper.__init__(
+        stream,
+        binary,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        newline="\n",
+        line_buffering=not unbuffered and (fd == 2 or raw.isatty()),
+        write_through=unbuffered,
+    )
+    stream.mode = "w"
+
+
+def _own_randomness() -> None:
+    """What a new process seeds from the system, so that siblings differ (`random` does itself)."""
+    loaded: dict[str, Any] = dict(sys.modules)
+    if "numpy.random" in loaded:
+        loaded["numpy.random"].seed()
+    if "torch" in loaded:
+        loaded["torch"].default_generator.seed()
+    if "multiprocessing.process" in loaded:
+        loaded["multiprocessing.process"].current_process().authkey = os.urandom(32)
+    if "tempfile" in loaded:
+        loaded["tempfile"].tempdir = None
+
+
+def _set_threads(before: str | None, wanted: str | None) -> None:
+    """torch read OMP_NUM_THREADS when it was imported; tell it the worker's own."""
+    if wanted == before or wanted is None or "torch" not in sys.modules:
+        return
+    first = wanted.partition(",")[0].strip()  # a list names one number for each nesting level
+    if first.isdigit() and int(first) > 0:
+        loaded: Any = sys.modules["torch"]
+        loaded.set_num_threads(int(first))
+
+
+def _show_environment(base: dict[str, str], env: dict[str, str]) -> None:
+    """Write the worker's own variables where `/proc/<pid>/environ` shows them.
+
+    The kernel shows the memory in which the process found its variables at its start. Those it
+    shares with its siblings stand there already; the rest goes over what follows `_MARK`, which
+    the agent has made large enough. Tools tell a job's processes by these variables.
+    """
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start, env_end: fields 50 and 51
+    if not 0 < start < end:
+        return
+    offset = ctypes.string_at(start, end - start).find(_MARK)
+    if offset < 0:
+        return
+    room = end - start - offset
+    shown = b""
+    for name, value in env.items():
+        entry = os.fsencode(f"{name}={value}") + b"\0"
+        if (name not in base or name == "PYTHONPATH") and len(shown) + len(entry) <= room:
+            shown += entry
+    ctypes.memmove(start + offset, shown.ljust(room, b"\0"), room)

@@ -1,0 +1,34 @@
+"""The door through which an interpreter becomes a warm parent, and a fork of it a worker.
+
+`site` imports this module after the interpreter is set up and before it runs its command. Here
+the warm parent stays for good; each worker forked from it *returns*, and its interpreter then
+runs the command as if nothing had happened. The real `sitecustomize`, if there is one, is
+imported in the worker, at the moment at which it would have been.
+
+An error must end the process: going on would run the training script in the warm parent.
+"""
+
+import os
+import sys
+
+_here = os.path.dirname(os.path.abspath(__file__))
+_conversation = os.environ.pop("ELASTIC_WARM_FDS", None)
+
+if _conversation is not None:
+    try:
+        import _elastic_warm_parent
+
+        _elastic_warm_parent.serve(_conversation)
+    except BaseException:  # whatever it was: see above
+        import traceback
+
+        traceback.print_exc()
+        os._exit(70)
+
+sys.path[:] = [_entry for _entry in sys.path if _entry != _here]
+sys.path_importer_cache.pop(_here, None)
+for _name in [_name for _name in sys.modules if _name.startswith("_elastic_warm_")]:
+    del sys.modules[_name]
+del sys.modules["sitecustomize"]
+
+import sitecustomize  # noqa: E402, F401, PLW0406 - the real one; `site` expects ImportError if none

@@ -1,0 +1,131 @@
+"""What a job's warm parent is to be: its command, its variables, the modules to import.
+
+Decided once, when the agent has read the job's specification; `launcher.agent.warm` carries it
+out. A plan also judges each request: a worker can come from a warm parent only if it differs from
+it in nothing that was settled when that parent was started.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import elastic_driver.worker
+from elastic_driver.contract import TORCHRUN_NAMES
+from launcher.agent.starter import ProcessSpec
+from launcher.agent.warm_command import (
+    NotWarmable,
+    first_path,
+    imports,
+    only_standard_library,
+    parse,
+)
+
+DEFAULT_PRELOAD = ("torch",)
+
+# Variables in which workers may differ from their warm parent: they are read when something is
+# used, not when it is imported (OMP_NUM_THREADS is, and is therefore told to torch again).
+_LATE = frozenset(
+    (*TORCHRUN_NAMES, "OMP_NUM_THREADS", "TF_CONFIG", "CUDA_VISIBLE_DEVICES")
+    + ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+)
+_LATE_PREFIXES = ("ELASTIC_", "TORCHELASTIC_", "GLOO_", "NCCL_")
+
+
+@dataclass(frozen=True)
+class WarmPlan:
+    """One warm parent: born with `argv`, `env` and `cwd`, it imports `preload`."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    cwd: str
+    preload: tuple[str, ...]
+    path0: str | None  # where the interpreter finds modules first
+    spares: int
+
+    def birth(self, agent: int) -> dict[str, object]:
+        """What the warm parent is told first."""
+        return {
+            "agent": agent,
+            "cwd": self.cwd,
+            "env": self.env,
+            "path0": self.path0,
+            "preload": list(self.preload),
+            "spares": self.spares,
+        }
+
+    def check(self, spec: ProcessSpec) -> None:
+        """Raise `NotWarmable` with the reason where `spec` needs an interpreter of its own."""
+        if spec.argv != self.argv:
+            raise NotWarmable(f"the command {spec.argv[0]!r} is not the one that is kept warm")
+        if spec.cwd != self.cwd or not os.path.isdir(spec.cwd):
+            raise NotWarmable(f"the working directory {spec.cwd!r} is not the warm parent's")
+        early = early_variables(spec.env)
+        changed = sorted(
+            name for name in early.keys() | self.env.keys() if early.get(name) != self.env.get(name)
+        )
+        changed = [name for name in changed if not _is_late(name)]
+        if changed:
+            raise NotWarmable(f"{', '.join(changed)} differ from when the warm parent was started")
+
+
+def early_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that all workers of a job have in common, and that imports may read."""
+    return {
+        name: value
+        for name, value in env.items()
+        if not _is_late(name) or name == "OMP_NUM_THREADS"
+    }
+
+
+def plan(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    *,
+    warm: int | None = None,
+    preload: Sequence[str] = DEFAULT_PRELOAD,
+) -> WarmPlan:
+    """The warm parent for a job's command; raises `NotWarmable` where there should be none.
+
+    Args:
+        argv: the command of every worker, interpreter first.
+        env: the variables of the workers, those included that differ between them.
+        cwd: their working directory.
+        warm: spares to keep (`--warm`); 0 for no warm workers, None to decide: one spare, unless
+            the program surely imports nothing but the standard library.
+        preload: modules to import (`--preload`).
+    """
+    if warm == 0:
+        raise NotWarmable("warm workers are switched off (--warm 0)")
+    command = parse(argv, env)
+    used = imports(command, cwd)
+    if warm is None and only_standard_library(used):
+        raise NotWarmable("the program imports nothing but the standard library")
+    modules = list(dict.fromkeys(preload))
+    if used is not None and "elastic_driver" in used:
+        modules += [name for name in _ours() if name not in modules]
+    return WarmPlan(
+        argv=tuple(argv),
+        env=early_variables(env),
+        cwd=cwd,
+        preload=tuple(modules),
+        path0=first_path(command, cwd),
+        spares=1 if warm is None else warm,
+    )
+
+
+def _ours() -> list[str]:
+    """What `elastic_driver` imports as its names are used.
+
+    Only for programs that import it themselves: any other may have modules of its own that are
+    called `rendezvous` or `launcher`.
+    """
+    package = elastic_driver.worker
+    return [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
+
+
+def _is_late(name: str) -> bool:
+    return name in _LATE or name.startswith(_LATE_PREFIXES)
