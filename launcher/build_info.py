@@ -17,6 +17,11 @@ def version() -> str:
         return "unknown (not installed)"
 
 
+def render_version() -> str:
+    """The line of `--version`."""
+    return f"elasticrun {version()}"
+
+
 def render_build() -> str:
     """One line a capability, `[X]` for those that are there (horovodrun's form)."""
     lines = [f"elastic-driver {version()}, Python {platform.python_version()}", ""]

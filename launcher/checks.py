@@ -103,8 +103,8 @@ def _check_executable(program: str, cwd: Path, environ: Mapping[str, str]) -> No
 def _check_module(module: str, cwd: Path, environ: Mapping[str, str]) -> None:
     """Only the top package is looked for: finding a submodule would import its parents."""
     top = module.partition(".")[0]
-    folders = [str(cwd), *environ.get("PYTHONPATH", "").split(os.pathsep)]
-    if PathFinder.find_spec(top, [f for f in folders if f]) is None and find_spec(top) is None:
+    folders = [str(folder) for folder in (cwd, *_python_path(cwd, environ))]
+    if PathFinder.find_spec(top, folders) is None and find_spec(top) is None:
         raise UsageError(f"-m {module}: there is no module {top} in {cwd} or on Python's path")
 
 
@@ -114,14 +114,18 @@ def _check_shadows(command: tuple[str, ...], cwd: Path, environ: Mapping[str, st
         return
     script = command[1]
     first = cwd if script.startswith("-") else (cwd / script).resolve().parent
-    listed = environ.get("PYTHONPATH", "").split(os.pathsep)
-    shadow = find_shadow([first, *(cwd / folder for folder in listed if folder)])
+    shadow = find_shadow([first, *_python_path(cwd, environ)])
     if shadow is not None:
         fresh = f"my_{shadow.name}"
         raise UsageError(
             f"{shadow} would be imported by the workers in place of elastic-driver's own "
             f"package of that name; rename it, for instance to {fresh}"
         )
+
+
+def _python_path(cwd: Path, environ: Mapping[str, str]) -> list[Path]:
+    listed = environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [cwd / folder for folder in listed if folder]
 
 
 # ---- files and interfaces ----------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Our three packages are found wherever we were started, and users are told what shadows them.
+"""Our packages are found wherever we were started, and users are told what shadows them.
 
-`rendezvous`, `launcher` and `elastic_driver` are names a user may well have files for. Python
-looks into the current folder (with `-m`), the script's folder and PYTHONPATH first, so such a
-file takes our place. `pin` protects this process; `find_shadow` lets the launcher refuse a job
-whose workers would import the wrong one.
+`rendezvous` and `elastic_driver` are names a user may well have files for. Python looks into the
+current folder (with `-m`), the script's folder and PYTHONPATH first, so such a file takes our
+place. `pin` protects this process; `find_shadow` lets the launcher refuse a job whose workers
+would import the wrong one. A user's `launcher.py` is left in peace: no worker imports ours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("elastic_driver", "rendezvous", "launcher")
+NAMES = ("elastic_driver", "rendezvous")
 
 
 def pin() -> None:
