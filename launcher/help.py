@@ -64,5 +64,5 @@ def _default(option: Option[Any]) -> str:
     if value is None or isinstance(value, bool) or value == ():
         return ""
     if isinstance(value, tuple):
-        return " ".join(f"{v:g}" for v in value)
+        return " ".join(str(v) if isinstance(v, str) else f"{v:g}" for v in value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -80,6 +80,15 @@ def whole(metavar: str = "N", least: int = 0) -> Kind[int]:
     return _one(lambda word: _whole(word, least), metavar)
 
 
+def whole_or(word_for_none: str) -> Kind[int | None]:
+    """A whole number from 0, or a word that leaves the choice to us (None)."""
+
+    def read(word: str) -> int | None:
+        return None if word == word_for_none else _whole(word, 0, f" or {word_for_none}")
+
+    return _one(read, f"N|{word_for_none}")
+
+
 def seconds(*, positive: bool = True) -> Kind[float]:
     """A duration in seconds."""
     return _one(lambda word: _seconds(word, positive=positive), "SECONDS")

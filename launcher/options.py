@@ -277,6 +277,23 @@ ENV: Option[tuple[tuple[str, str], ...]] = Option(
     aliases=("-x",),
 )
 
+PRELOAD: Option[tuple[str, ...]] = Option(
+    "preload",
+    kinds.names("MODULES"),
+    ("torch",),
+    START,
+    "Modules that a warm process has imported before a worker is forked from it, with commas "
+    "between them (docs/warm-workers.md).",
+)
+WARM: Option[int | None] = Option(
+    "warm",
+    kinds.whole_or("auto"),
+    None,
+    START,
+    "Processes kept warm on each host for workers to come; 0 starts every worker afresh.",
+    shown="auto: one, if the command is Python and imports more than the standard library",
+)
+
 # ---- output ------------------------------------------------------------------------------
 
 LOG_DIR: Option[str | None] = Option(

@@ -235,6 +235,8 @@ def _spec(values: Values, settings: Settings, facts: Facts, command: tuple[str, 
         tee=values[o.TEE],
         local_ranks_filter=values[o.LOCAL_RANKS_FILTER],
         timestamp=values[o.PREFIX_OUTPUT_WITH_TIMESTAMP],
+        warm=values[o.WARM],
+        preload=values[o.PRELOAD],
     )
 
 

@@ -88,6 +88,8 @@ class JobSpec(Struct, frozen=True):
     tee: str = "3"
     local_ranks_filter: tuple[int, ...] | None = None
     timestamp: bool = False  # prefix output lines with the time
+    warm: int | None = None  # processes kept warm on each host; 0: none, None: the agent decides
+    preload: tuple[str, ...] = ("torch",)  # modules a warm parent imports
 
 
 class StartWorkerOrder(Struct, frozen=True, tag="start_worker"):

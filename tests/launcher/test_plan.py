@@ -188,6 +188,13 @@ def test_a_missing_command_is_a_usage_error(command: tuple[str, ...]) -> None:
     assert caught.value.exit_code == 64
 
 
+def test_warm_workers_are_the_agents_choice_unless_somebody_says() -> None:
+    assert plan().spec.warm is None
+    assert plan("--warm", "auto").spec.warm is None
+    made = plan("--warm", "2", "--preload", "torch,sklearn.datasets").spec
+    assert (made.warm, made.preload) == (2, ("torch", "sklearn.datasets"))
+
+
 def test_the_specification_carries_what_workers_need() -> None:
     spec = plan(
         *("--env", "A=1", "--network-interfaces", "eth0,eth1", "--log-dir", "logs", "--tee", "1"),
