@@ -8,6 +8,19 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from rendezvous.errors import ElasticError, RendezvousError
+
+__all__ = [
+    "ClusterError",
+    "ElasticError",
+    "ExitCode",
+    "HostsUpdatedInterrupt",
+    "NotEnoughSlotsError",
+    "RendezvousError",
+    "UsageError",
+    "WorldBrokenError",
+]
+
 
 class ExitCode(IntEnum):
     """Exit statuses of `elasticrun` (sysexits.h names where they exist)."""
@@ -18,12 +31,6 @@ class ExitCode(IntEnum):
     UNAVAILABLE = 75  # EX_TEMPFAIL: the same command may succeed later
     INTERRUPTED = 130
     TERMINATED = 143
-
-
-class ElasticError(Exception):
-    """Base of everything this project raises on purpose."""
-
-    exit_code: int = ExitCode.BUG
 
 
 class UsageError(ElasticError):
@@ -47,10 +54,6 @@ class NotEnoughSlotsError(ClusterError):
             "lower --min-np, raise --start-timeout, or check the hosts in cool-down"
         )
         self.needed, self.available = needed, available
-
-
-class RendezvousError(ClusterError):
-    """The rendezvous cannot be reached, refused the token, or answered too late."""
 
 
 class HostsUpdatedInterrupt(ElasticError):

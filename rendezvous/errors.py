@@ -2,14 +2,23 @@
 
 Clients and server raise these and nothing else on purpose. Each message says what happened,
 to whom, and what to try. `exit_code` is what a command that gives up over it should return
-(sysexits.h: 75, the same command may succeed later; 64, the command is wrong).
+(sysexits.h: 75, the same command may succeed later; 64, the command is wrong; 70, a bug).
+
+The base of all the project's errors lives here too, because imports point this way;
+`elastic_driver.errors` gives it out again and builds on it.
 """
 
 from __future__ import annotations
 
 
-class RendezvousError(Exception):
-    """Base of everything this package raises on purpose."""
+class ElasticError(Exception):
+    """Base of everything this project raises on purpose; a command shows it as one line."""
+
+    exit_code: int = 70
+
+
+class RendezvousError(ElasticError):
+    """The rendezvous cannot be reached, refused us, or answered too late; base of the rest."""
 
     exit_code: int = 75
 
