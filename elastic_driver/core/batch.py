@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 Block = tuple[int, int]
-"""A node of the summation tree, (level, index): it covers leaves [index·2^level, (index+1)·2^level)."""
+"""A node of the summation tree, (level, index): its leaves start at index·2^level."""
 
 T = TypeVar("T")
 
@@ -102,14 +102,18 @@ def virtual_ranges(shares: Sequence[int]) -> list[range]:
     return ranges
 
 
-def sample_counts(samples: int, virtual_workers: int) -> list[int]:
-    """How a step's samples are spread over the virtual workers: as equal as possible.
+def sample_counts(samples: int, virtual_workers: int, micro_batch_size: int) -> list[int]:
+    """How a step's samples are spread over the virtual workers, none above `micro_batch_size`.
 
-    A full step gives each the same; the short last step of an epoch gives the first ones one
-    more, and the last ones none where there are fewer samples than virtual workers.
+    A full step gives each a full micro-batch. The short last step of an epoch is spread evenly
+    over the first virtual workers, over no more of them than needed: micro-batches of a single
+    sample, which BatchNorm refuses, come up only where they cannot be avoided.
     """
-    share, surplus = divmod(samples, virtual_workers)
-    return [share + 1] * surplus + [share] * (virtual_workers - surplus)
+    busy = -(-samples // micro_batch_size)
+    if busy > virtual_workers:
+        raise ValueError(f"{samples} samples are more than one step holds")
+    share, surplus = divmod(samples, max(1, busy))
+    return [share + 1] * surplus + [share] * (busy - surplus) + [0] * (virtual_workers - busy)
 
 
 class TreeSum(Generic[T]):

@@ -34,7 +34,7 @@ class Delivery:
         self._iterator = weakref.ref(iterator)
 
     def samples(self) -> int | None:
-        """Samples handed to the loop (the last batch counted full); None once the loop has ended."""
+        """Samples handed to the loop (a short last batch counts full); None after its end."""
         iterator = self._iterator()
         if iterator is None:
             return None

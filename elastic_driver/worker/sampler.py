@@ -1,7 +1,8 @@
 """Which samples this worker trains, so that an epoch trains each one exactly once.
 
-`ElasticSampler` goes into `DataLoader(sampler=…)` and into `TorchState(sampler=…)`; the state calls
-`advance()` after each optimizer step, `reset()` after a rejoin and keeps `state_dict()` with a commit.
+`ElasticSampler` goes into `DataLoader(sampler=…)` and into `TorchState(sampler=…)`; the state
+calls `advance()` after each optimizer step, `reset()` after a rejoin, and keeps `state_dict()` with
+each commit.
 
 **Why it is built like this.** The order of an epoch follows from (seed, epoch) alone. The world
 consumes it from the front: whatever its size, k samples trained by each of W workers are the next
@@ -20,15 +21,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sized
 from typing import TypedDict
 
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from elastic_driver.core.permutation import Permutation, mix
 from elastic_driver.errors import UsageError
-from elastic_driver.worker import current
 from elastic_driver.worker.delivery import Delivery, find_delivery
+from elastic_driver.worker.whereabouts import whereabouts
 
-__all__ = ["ElasticSampler", "SamplerState", "whereabouts"]
+__all__ = ["ElasticSampler", "SamplerState"]
 
 
 class SamplerState(TypedDict):
@@ -39,15 +39,6 @@ class SamplerState(TypedDict):
     epoch: int
     position: int  # samples of this epoch's order that are trained
     replayed: int  # samples trained twice in this epoch, to give each rank the same number
-
-
-def whereabouts() -> tuple[int, int]:
-    """(rank, size) of this process: the elastic world, else torch's default group, else alone."""
-    if current.is_initialized():
-        return current.rank(), current.size()
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
 
 
 class _Pass:
@@ -75,7 +66,7 @@ class _Pass:
         return self.trained >= self.usable
 
 
-class ElasticSampler(Sampler[int]):
+class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follow torch
     """A sampler that never trains a sample twice nor leaves one out when workers come and go.
 
     Each rank yields the same number of samples, so that no rank waits for others at the end of
@@ -105,8 +96,8 @@ class ElasticSampler(Sampler[int]):
     ) -> None:
         if not hasattr(dataset, "__len__"):
             raise UsageError(
-                f"ElasticSampler needs a data set with a length, {type(dataset).__name__} has none; "
-                "for streams use ShardedDataset"
+                f"ElasticSampler needs a data set with a length and {type(dataset).__name__} has "
+                "none; for streams use ShardedDataset"
             )
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; give the samples of one step, from 1")
@@ -144,7 +135,8 @@ class ElasticSampler(Sampler[int]):
         if self._pass is not None and not self._is_over():
             return self._pass.length
         left = self.samples if self._is_over() else self.samples - self.position
-        return -(-left // whereabouts()[1])
+        size = whereabouts()[1]
+        return (left + size - 1) // size
 
     def _is_over(self) -> bool:
         """Whether the next iteration belongs to the next epoch."""

@@ -1,0 +1,84 @@
+"""Runs a function in several real processes that form a gloo group, and collects what it returns.
+
+Processes come from a fork server that has imported torch once, so eight of them start in well
+under a second. Every wait has a deadline; whatever still runs at the end is killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_LIMIT_S = 90.0
+
+
+def run_ranks(size: int, function: Callable[..., Any], directory: Path, *args: Any) -> list[Any]:
+    """`function(rank, size, *args)` on `size` ranks of one group; their results by rank.
+
+    Raises `AssertionError` with the first traceback where a rank failed or took too long.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo"])
+    store = directory / f"store-{size}-{os.urandom(4).hex()}"
+    pipes, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_main, args=(theirs, str(store), rank, size, function, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return [_receive(pipe, rank) for rank, pipe in enumerate(pipes)]
+    finally:
+        for pipe, process in zip(pipes, processes, strict=True):
+            pipe.close()
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _receive(pipe: multiprocessing.connection.Connection, rank: int) -> Any:
+    if not pipe.poll(_LIMIT_S):
+        raise AssertionError(f"rank {rank} has not returned after {_LIMIT_S} s")
+    result, trouble = pipe.recv()
+    assert not trouble, f"rank {rank} failed:\n{trouble}"
+    return result
+
+
+def _main(
+    pipe: multiprocessing.connection.Connection,
+    store: str,
+    rank: int,
+    size: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=_LIMIT_S),
+        )
+        result = function(rank, size, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        pipe.send((result, ""))
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))
