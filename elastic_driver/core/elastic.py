@@ -1,0 +1,205 @@
+"""Rounds of a job whose workers speak to us: survivors keep their process.
+
+Called each time the job looks at itself. A loss is handled at once, growth and removal at a
+step boundary; booting workers are not waited for while enough others are ready. Times are
+monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from elastic_driver.core import placement
+from elastic_driver.core.endings import record_loss
+from elastic_driver.core.messages import Failure
+from elastic_driver.core.outcome import KILLED, Cause
+from elastic_driver.core.registry import News, Worker, WorkerState
+from elastic_driver.core.rounds import RoundState
+from elastic_driver.core.state import JobState
+
+
+def advance(job: JobState, now: float) -> None:
+    """Do what the present state asks for; called again until nothing more is decided."""
+    for worker in job.registry.having(WorkerState.STARTING):
+        if worker.leaving:
+            job.stop_worker(worker, worker.leaving)
+    if job.round.state is RoundState.COMPLETE:
+        _watch_changes(job, now)
+    if job.round.state is RoundState.CLOSING:
+        _watch_leaving(job, now)
+    if job.end is None and job.first_success is None:
+        _fill_slots(job, now)
+    if job.end is None and job.round.state is RoundState.FORMING:
+        _watch_forming(job, now)
+
+
+# ---- a round that trains -----------------------------------------------------------------
+
+
+def _watch_changes(job: JobState, now: float) -> None:
+    """Growth and removal: coalesced by the last call, then a notice to leave at a boundary."""
+    if job.first_success is not None:
+        return
+    newcomers = [w for w in job.registry.having(WorkerState.READY) if not w.leaving]
+    leavers = [w for w in job.registry.having(WorkerState.RUNNING) if w.leaving]
+    if not newcomers and not leavers:
+        job.round.change_since = None
+        return
+    if job.round.change_since is None:
+        job.round.change_since = now
+    reason = leavers[0].leaving if leavers else f"{newcomers[0].id} is ready to join"
+    delay = job.settings.last_call
+    all_leave = not newcomers and len(leavers) == job.registry.count(WorkerState.RUNNING)
+    if all_leave and _newcomers_in_sight(job):
+        # Whoever leaves now takes the state along: train on until somebody can take it over.
+        delay, reason = job.settings.elastic_timeout, f"{reason}; nobody to take over yet"
+    if job.passed(job.round.change_since + delay, now, f"change is coming: {reason}"):
+        job.leave_round(now, reason, at_boundary=True)
+
+
+def _newcomers_in_sight(job: JobState) -> bool:
+    booting = any(not w.leaving for w in job.registry.having(WorkerState.STARTING))
+    return booting or bool(job.fleet.starting()) or bool(placement.free_slots(job, 1))
+
+
+# ---- a round that its members leave ------------------------------------------------------
+
+
+def _watch_leaving(job: JobState, now: float) -> None:
+    still_in = job.registry.count(WorkerState.RUNNING)
+    if still_in:
+        timeout = job.settings.elastic_timeout
+        waiting = f"{still_in} workers have not left round {job.round.number} yet"
+        if not job.passed(job.round.since + timeout, now, waiting):
+            return
+        if job.round.at_boundary:
+            reason = f"the step boundary was not reached within {timeout:g} s"
+            job.leave_round(now, reason, at_boundary=False)
+            return
+        for worker in job.registry.having(WorkerState.RUNNING):
+            give_up_worker(job, worker, f"did not leave the round within {timeout:g} s", now)
+        return
+    if job.first_success is None or job.registry.count(WorkerState.READY):
+        job.open_next_round(now, f"everybody has left round {job.round.number}")
+
+
+def give_up_worker(job: JobState, worker: Worker, reason: str, now: float) -> bool:
+    """A worker hangs: have it killed, and go on without it; False where that is no news."""
+    if not job.registry.apply(worker, News.LOST):
+        return False
+    job.order_kill(worker, reason)
+    heard = job.fleet.is_ready(worker.host)
+    job.announce("worker_hung" if heard else "worker_lost", reason, worker)
+    failure = Failure(worker.id, worker.place.rank, worker.host, worker.pid, KILLED)
+    record_loss(job, worker, failure, Cause.HUNG, now)
+    return True
+
+
+# ---- a round that forms ------------------------------------------------------------------
+
+
+def _fill_slots(job: JobState, now: float) -> None:
+    """Start replacements and newcomers; before any step was finished, not at once."""
+    if not job.placement_due:
+        return
+    if not job.fruitful and job.last_loss_at is not None:
+        waiting = "to see whether every worker fails before anyone is started again"
+        if not job.passed(job.last_loss_at + job.settings.settle, now, waiting):
+            return
+    job.placement_due = False
+    founders = job.round.state is RoundState.FORMING and not any(
+        w.admitted is not None for w in job.registry.having(WorkerState.READY)
+    )
+    reason = "a free slot" if job.round.number > 1 or not founders else "the first round"
+    # In the first round a replacement does not hold up those who are ready and enough.
+    awaited = founders and not job.round.placed
+    placement.place(job, founders=founders, awaited=awaited, reason=reason)
+
+
+def _watch_forming(job: JobState, now: float) -> None:
+    if job.first_success is not None:
+        _watch_last_round(job, now)
+        return
+    ready = [w for w in job.registry.having(WorkerState.READY) if not w.leaving]
+    _release_leavers(job, ready)
+    if any(w.admitted is not None for w in ready):
+        if len(ready) >= job.settings.min_np:
+            _complete(job, ready, now, _why_complete(job))
+        else:
+            _give_up_below(job, job.settings.min_np, len(ready), now)
+        return
+    need = _need_of_a_fresh_round(job, ready, now)
+    if need is not None and len(ready) >= max(need, 1):
+        _complete(job, ready, now, "every worker is ready")
+
+
+def _watch_last_round(job: JobState, now: float) -> None:
+    """After a success: those who are left form a round of their own, however few."""
+    ready = list(job.registry.having(WorkerState.READY))
+    booting = job.registry.count(WorkerState.STARTING)
+    at = job.round.since + job.settings.start_timeout
+    if ready and (not booting or job.passed(at, now, f"{booting} workers are booting")):
+        _complete(job, ready, now, "the workers that are left finish together")
+
+
+def _need_of_a_fresh_round(job: JobState, ready: list[Worker], now: float) -> int | None:
+    """How many are enough where nobody trains yet; None: those started together are waited for."""
+    settings, first = job.settings, job.round.number == 1
+    need = settings.start_np if first else settings.min_np
+    booting = sum(1 for w in job.registry.having(WorkerState.STARTING) if w.awaited)
+    waiting = f"{len(ready)} of at least {need} workers are ready, {booting} are booting"
+    if not first and len(ready) < need:
+        _give_up_below(job, need, len(ready), now)
+        return None
+    if not job.passed(job.round.since + settings.start_timeout, now, waiting):
+        return None if booting else need
+    if first:
+        need = settings.start_np if settings.start_min_np is None else settings.start_min_np
+        if len(ready) < need:
+            job.give_up(need, len(ready), now - job.round.since)
+            return None
+    return need
+
+
+def _why_complete(job: JobState) -> str:
+    lost = next((loss for loss in job.losses if loss.member), None)
+    return f"without {lost.failure.worker}, which {lost.reason}" if lost else "membership changed"
+
+
+def _give_up_below(job: JobState, need: int, ready: int, now: float) -> None:
+    """Below the minimum for too long: the job ends."""
+    at = job.round.since + job.settings.elastic_timeout
+    if job.passed(at, now, f"{ready} of at least {need} workers are ready"):
+        job.give_up(need, ready, now - job.round.since)
+
+
+def _complete(job: JobState, ready: list[Worker], now: float, reason: str) -> None:
+    members = ready
+    if job.first_success is None:
+        holders = _state_holders(job, ready)
+        room = None if job.wanted is None else job.wanted - len(holders)
+        members = holders + sorted(ready, key=lambda w: w.age)[:room]
+    job.complete_round(members, now, reason)
+    if job.first_success is None:
+        job.forget_losses()
+        _release_leavers(job, members)
+
+
+# ---- workers that have to leave ----------------------------------------------------------
+
+
+def _state_holders(job: JobState, ready: list[Worker]) -> list[Worker]:
+    """The worker that has to leave but alone holds the newest state: it hands it over first."""
+    newest = max((w.version for w in ready if w.clean), default=-1)
+    leavers = [w for w in job.registry.having(WorkerState.READY) if w.leaving and w.clean]
+    best = max(leavers, key=lambda w: w.version, default=None)
+    room = job.wanted is None or job.wanted >= 2  # beside it somebody has to receive
+    return [best] if best is not None and best.version > newest and room else []
+
+
+def _release_leavers(job: JobState, ready: list[Worker]) -> None:
+    """Stop those who have left the round and have to go, unless their state is still needed."""
+    needed: list[Worker] = []
+    if ready or _newcomers_in_sight(job):
+        needed = _state_holders(job, ready)
+    for worker in job.registry.having(WorkerState.READY):
+        if worker.leaving and worker not in needed:
+            job.stop_worker(worker, worker.leaving)

@@ -1,0 +1,333 @@
+"""The one door of the core: `Job.handle(event, now)` takes an event and returns decisions.
+
+Called by `runtime.driver` for every event, by the tests and by the simulation. Each event is
+entered into the books (`state`), then the job looks at itself until nothing more follows.
+Reads no clock and does no I/O; the same events at the same times give the same decisions.
+`now` is in monotonic seconds and never goes back. An event that is late, repeated or out of
+order changes nothing and is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from elastic_driver.core import elastic, endings, placement, plain
+from elastic_driver.core.events import (
+    AgentLost,
+    AgentReady,
+    Announce,
+    Decision,
+    DiscoveryFailed,
+    Event,
+    HostsDiscovered,
+    ScaleRequested,
+    StopRequested,
+    Tick,
+    WorkerExited,
+    WorkerLost,
+    WorkerReady,
+    WorkerStarted,
+    WorkerStepped,
+)
+from elastic_driver.core.fleet import Agent, AgentState
+from elastic_driver.core.hosts import HostChanges, HostManager
+from elastic_driver.core.messages import Failure
+from elastic_driver.core.outcome import KILLED, Budget, Cause, Kind, cause_of
+from elastic_driver.core.registry import ACTIVE, OCCUPYING, News, Worker, WorkerState
+from elastic_driver.core.rounds import RoundState
+from elastic_driver.core.state import JobState
+from elastic_driver.core.status import JobStatus, snapshot
+from elastic_driver.settings import Settings
+
+_MAX_PASSES = 64  # far more than any chain of consequences; a guard, not a limit
+
+
+class Job:
+    """One elastic job, from its first host to its exit status."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.state = JobState(settings, HostManager(settings), Budget(settings))
+        self._handlers: dict[type, Callable[[Any, float], None]] = {
+            HostsDiscovered: self._hosts_discovered,
+            DiscoveryFailed: self._discovery_failed,
+            AgentReady: self._agent_ready,
+            AgentLost: self._agent_lost,
+            WorkerStarted: self._worker_started,
+            WorkerReady: self._worker_ready,
+            WorkerStepped: self._worker_stepped,
+            WorkerExited: self._worker_exited,
+            WorkerLost: self._worker_lost,
+            ScaleRequested: self._scale_requested,
+            StopRequested: self._stop_requested,
+            Tick: self._tick,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Decision]:
+        """Take in one event; the decisions to carry out, in order. Never raises for an event."""
+        job = self.state
+        if job.end is not None:
+            job.ignore(f"{type(event).__name__} after the end of the job")
+            return []
+        if job.born is None:
+            job.born = job.round.since = now
+            job.announce("round_opened", "the job begins")
+        self._handlers[type(event)](event, now)
+        self._look(now)
+        decisions, job.out = job.out, []
+        return decisions
+
+    def deadline(self) -> float | None:
+        """When to send a `Tick`, if nothing happens before; None: only an event can help."""
+        return self.state.alarm
+
+    def snapshot(self, now: float) -> JobStatus:
+        """A frozen picture of the job, for `/v1/status`."""
+        return snapshot(self.state, now)
+
+    # ---- consequences ----------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        """Look at the job until nothing more is decided; the last look sets the alarm."""
+        job = self.state
+        for _ in range(_MAX_PASSES):
+            if job.end is not None:
+                return
+            before = len(job.out)
+            job.alarm, job.waiting = None, ""
+            self._look_once(now)
+            if len(job.out) == before:
+                return
+
+    def _look_once(self, now: float) -> None:
+        job = self.state
+        self._watch_hosts(now)
+        endings.judge(job, now)
+        if job.end is not None:
+            return
+        if job.capacity_changed and job.first_success is None:
+            job.capacity_changed, job.placement_due = False, True
+            placement.mark_leavers(job)
+            placement.plan_fleet(job, now)
+        if job.kind is Kind.ELASTIC:
+            elastic.advance(job, now)
+        else:
+            plain.advance(job, now)
+
+    def _watch_hosts(self, now: float) -> None:
+        job = self.state
+        for host in job.hosts.resurrect(now):
+            job.announce("host_resurrected", "its cool-down is over", host=host)
+            job.capacity_changed = True
+        next_end = job.hosts.next_resurrection()
+        if next_end is not None:
+            job.passed(next_end, now, "")
+        for agent in job.fleet.starting()[:1]:
+            timeout = job.settings.start_timeout
+            if job.passed(agent.asked_at + timeout, now, f"the agent on {agent.host} starts"):
+                placement.stop_agent(job, agent, "it did not come up in time")
+                self._host_without_agent(agent, f"agent not up within {timeout:g} s", now)
+
+    # ---- hosts and agents ------------------------------------------------------------
+
+    def _hosts_discovered(self, event: HostsDiscovered, _now: float) -> None:
+        changes = self.state.hosts.discovered(event.hosts)
+        if not changes:
+            return
+        self.state.capacity_changed = True
+        self._announce_hosts(changes)
+
+    def _announce_hosts(self, changes: HostChanges) -> None:
+        announce = self.state.announce
+        for host, slots in changes.added:
+            announce("host_discovered", f"{slots} slots", host=host)
+        for host in changes.removed:
+            announce("host_removed", "discovery no longer reports it", host=host)
+        for host, before, slots in changes.resized:
+            announce("host_discovered", f"{slots} slots, it had {before}", host=host)
+
+    def _discovery_failed(self, event: DiscoveryFailed, _now: float) -> None:
+        kept = len(self.state.hosts)
+        self.state.announce("discovery_failed", f"{event.reason}; the {kept} known hosts stay")
+
+    def _agent_ready(self, event: AgentReady, _now: float) -> None:
+        job = self.state
+        agent = job.fleet.ready(event)
+        if agent is None:
+            job.ignore(f"agent {event.host}.{event.incarnation} is not the one that is awaited")
+            return
+        job.capacity_changed = True
+        job.decide(
+            Announce(
+                "agent_started",
+                f"at {agent.address}",
+                round=job.round.number,
+                host=agent.host,
+                pid=agent.pid,
+            )
+        )
+
+    def _agent_lost(self, event: AgentLost, now: float) -> None:
+        job = self.state
+        agent = job.fleet.current(event.host, event.incarnation)
+        if agent is None:
+            job.ignore(f"agent {event.host}.{event.incarnation} is not the present one")
+            return
+        job.announce("agent_lost", event.reason, host=event.host)
+        job.fleet.drop(event.host)
+        lost = [w for w in job.registry.on_host(event.host) if self._lose_with_agent(w, now)]
+        if lost and job.first_success is None and job.end is None:
+            member = any(endings.is_member(worker) for worker in lost)
+            endings.count_failure(job, now, member=member)
+        if job.end is None:
+            self._host_without_agent(agent, event.reason, now)
+
+    def _lose_with_agent(self, worker: Worker, now: float) -> bool:
+        """A worker died with its agent; whether that is a failure."""
+        job = self.state
+        expected = bool(worker.leaving) or worker.state not in ACTIVE
+        was_running = worker.state is WorkerState.RUNNING
+        if worker.leaving:
+            job.registry.apply(worker, News.TOLD_TO_STOP)
+        job.registry.apply(worker, News.EXITED_NONZERO)
+        job.announce("worker_lost", "its agent was lost", worker)
+        if not expected:
+            place = worker.place
+            failure = Failure(worker.id, place.rank, worker.host, worker.pid, KILLED)
+            endings.record_loss(job, worker, failure, Cause.AGENT, now)
+        elif was_running and job.kind is Kind.ELASTIC:
+            job.leave_round(now, f"{worker.id} was lost with its agent", at_boundary=False)
+        return not expected
+
+    def _host_without_agent(self, agent: Agent, reason: str, now: float) -> None:
+        """The agent is gone: start it again in place, or put its host in cool-down."""
+        job = self.state
+        job.capacity_changed = True
+        was_up = agent.state is AgentState.READY
+        cooldown = job.hosts.agent_failed(agent.host, now, reason, started=was_up)
+        if cooldown is not None:
+            job.announce("host_blacklisted", cooldown, host=agent.host)
+        elif job.hosts.usable(agent.host) and job.first_success is None:
+            placement.start_agent(job, agent.host, now, f"again in place: {reason}")
+
+    # ---- workers ---------------------------------------------------------------------
+
+    def _known(self, worker_id: str, what: str) -> Worker | None:
+        worker = self.state.registry.workers.get(worker_id)
+        if worker is None or worker.state not in OCCUPYING:
+            self.state.ignore(f"{what} of {worker_id}, which is gone or was never started")
+            return None
+        return worker
+
+    def _worker_started(self, event: WorkerStarted, _now: float) -> None:
+        worker = self._known(event.worker, "start")
+        if worker is None:
+            return
+        if worker.pid:
+            self.state.ignore(f"{worker.id} was started already")
+            return
+        worker.pid = event.pid
+        self.state.announce("worker_started", f"pid {event.pid}", worker)
+
+    def _worker_ready(self, event: WorkerReady, now: float) -> None:
+        job = self.state
+        worker = self._known(event.worker, "READY")
+        if worker is None:
+            return
+        job.kind = Kind.ELASTIC
+        running = worker.state is WorkerState.RUNNING
+        if running and event.round != job.round.number:
+            job.ignore(f"{worker.id} speaks of round {event.round}, it is in {job.round.number}")
+            return
+        if not job.registry.apply(worker, News.READY):
+            job.ignore(f"{worker.id} is {worker.state.value}, not awaited as READY")
+            return
+        worker.left, worker.version, worker.clean = event.round, event.version, event.clean
+        job.announce("worker_ready", event.reason or "waits for a round", worker)
+        if running and job.round.state is RoundState.COMPLETE:
+            job.leave_round(now, f"{worker.id} left: {event.reason}", at_boundary=False)
+
+    def _worker_stepped(self, event: WorkerStepped, _now: float) -> None:
+        job = self.state
+        worker = self._known(event.worker, "step")
+        if worker is None:
+            return
+        in_round = worker.state is WorkerState.RUNNING and event.round == job.round.number
+        just_left = worker.state is WorkerState.READY and event.round == worker.left
+        if not (in_round or just_left):
+            job.ignore(f"step of {worker.id} in round {event.round}, which is over")
+            return
+        worker.stepped = job.fruitful = True
+        job.round.stepped = job.round.stepped or in_round
+        job.budget.step_finished()
+        job.hosts.step_finished(worker.host)
+
+    def _worker_exited(self, event: WorkerExited, now: float) -> None:
+        job = self.state
+        worker = self._known(event.worker, "exit")
+        if worker is None:
+            return
+        if job.kind is Kind.UNDECLARED and worker.state in ACTIVE:
+            job.kind = Kind.PLAIN  # it never said a word; a later READY can still prove us wrong
+        job.capacity_changed = True
+        told = worker.state not in ACTIVE
+        running = worker.state is WorkerState.RUNNING
+        finished = event.exit_code == 0 and endings.is_member(worker)
+        expected = worker.leaving and not (finished and self._all_leave())
+        if expected:
+            job.registry.apply(worker, News.TOLD_TO_STOP)
+        news = News.EXITED_ZERO if event.exit_code == 0 else News.EXITED_NONZERO
+        job.registry.apply(worker, news)
+        what = "as it was told to" if told or expected else "by itself"
+        job.announce("worker_exited", f"exit code {event.exit_code}, {what}", worker)
+        if told:
+            return
+        if expected:
+            if running and event.exit_code != 0 and job.kind is Kind.ELASTIC:
+                job.leave_round(now, f"{worker.id} left early", at_boundary=False)
+        elif finished:
+            endings.record_success(job, now)
+        else:
+            self._worker_failed(worker, event, now)
+
+    def _worker_failed(self, worker: Worker, event: WorkerExited, now: float) -> None:
+        # A newcomer that exits 0 before it ever took part has not done its work either.
+        failure = Failure(
+            worker.id, worker.place.rank, worker.host, worker.pid, event.exit_code, event.log_tail
+        )
+        cause = cause_of(event.exit_code, victim=event.victim)
+        endings.record_loss(self.state, worker, failure, cause, now)
+
+    def _all_leave(self) -> bool:
+        """Whether the whole world is leaving: then those who finish have finished the job."""
+        job = self.state
+        members = [job.registry.workers.get(worker_id) for worker_id in job.round.members]
+        return all(worker is None or worker.leaving for worker in members)
+
+    def _worker_lost(self, event: WorkerLost, now: float) -> None:
+        worker = self._known(event.worker, "loss")
+        if worker is None:
+            return
+        if worker.leaving and self.state.registry.apply(worker, News.TOLD_TO_STOP):
+            self.state.order_kill(worker, event.reason)
+            if self.state.kind is Kind.ELASTIC:
+                self.state.leave_round(now, f"{worker.id} is lost", at_boundary=False)
+        elif not elastic.give_up_worker(self.state, worker, event.reason, now):
+            self.state.ignore(f"{worker.id} is {worker.state.value}, it cannot be lost any more")
+
+    # ---- wishes and time -------------------------------------------------------------
+
+    def _scale_requested(self, event: ScaleRequested, _now: float) -> None:
+        job = self.state
+        wish = max(event.num_proc, job.settings.min_np)
+        if job.settings.max_np is not None:
+            wish = min(wish, job.settings.max_np)
+        job.target = wish
+        job.capacity_changed = True
+        job.announce("scale_requested", f"{wish} workers (asked for {event.num_proc})")
+
+    def _stop_requested(self, event: StopRequested, _now: float) -> None:
+        self.state.finish(event.exit_code, event.reason)
+
+    def _tick(self, _event: Tick, now: float) -> None:
+        """Only time has passed; looking at the job does the rest."""

@@ -1,0 +1,154 @@
+"""Which slots get workers, which hosts get agents, and which workers have to leave.
+
+Called by the job machine when hosts, slots, agents or the wished size have changed. A host
+in cool-down gets nothing new; a worker told to leave is stopped by `elastic` or `plain`.
+Times are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from elastic_driver.contract import worker_id
+from elastic_driver.core.events import StartAgent, StopAgent
+from elastic_driver.core.fleet import FALLBACK_PORT, Agent, AgentState
+from elastic_driver.core.messages import SlotInfo, StartWorkerOrder
+from elastic_driver.core.registry import ACTIVE, Worker
+from elastic_driver.core.rounds import RoundState
+from elastic_driver.core.slots import Seat, assign
+from elastic_driver.core.state import JobState, seat
+
+# ---- who has to leave --------------------------------------------------------------------
+
+
+def mark_leavers(job: JobState) -> None:
+    """Note for every worker whether, and why, it has to leave; the oldest are kept."""
+    kept: list[Worker] = []
+    on_host: dict[str, int] = {}
+    for worker in sorted(job.registry.having(*ACTIVE), key=lambda worker: worker.age):
+        slots = job.hosts.slots(worker.host)
+        taken = on_host.get(worker.host, 0)
+        if slots == 0:
+            worker.leaving = f"host {worker.host} was removed"
+        elif taken >= slots:
+            worker.leaving = f"host {worker.host} has only {slots} slots now"
+        else:
+            worker.leaving = ""
+            on_host[worker.host] = taken + 1
+            kept.append(worker)
+    if job.wanted is not None:
+        for worker in kept[job.wanted :]:
+            worker.leaving = f"only {job.wanted} workers are wanted"
+
+
+# ---- agents ------------------------------------------------------------------------------
+
+
+def plan_fleet(job: JobState, now: float) -> None:
+    """Stop agents of removed hosts once empty; start agents where more slots are needed."""
+    for host in [host for host in job.fleet.agents if host not in job.hosts]:
+        if not job.registry.on_host(host):
+            stop_agent(job, job.fleet.agents[host], f"host {host} was removed")
+    need = float("inf") if job.wanted is None else job.wanted - job.registry.active()
+    without: list[str] = []
+    for known in job.hosts.order:
+        name = known.name
+        if need <= 0:
+            return
+        if not job.hosts.usable(name):
+            continue
+        agent = job.fleet.agents.get(name)
+        if agent is None:
+            without.append(name)
+        elif agent.state is AgentState.READY or not job.hosts.suspect(name, now):
+            need -= _room(job, name)
+    for name in without:
+        if need <= 0:
+            return
+        start_agent(job, name, now, "its slots are needed")
+        if not job.hosts.suspect(name, now):
+            need -= _room(job, name)
+
+
+def _room(job: JobState, host: str) -> int:
+    """Slots that are free, or will be once those who leave are gone."""
+    staying = sum(1 for w in job.registry.on_host(host) if w.state in ACTIVE and not w.leaving)
+    return max(0, job.hosts.slots(host) - staying)
+
+
+def start_agent(job: JobState, host: str, now: float, reason: str) -> None:
+    """Ask for the host's next agent."""
+    agent = job.fleet.ask(host, now)
+    job.decide(StartAgent(host, agent.incarnation, job.hosts.slots(host), reason))
+
+
+def stop_agent(job: JobState, agent: Agent, reason: str) -> None:
+    """Let an agent go; nobody waits for its end, a next one has another incarnation."""
+    job.fleet.drop(agent.host)
+    job.decide(StopAgent(agent.host, agent.incarnation, job.settings.stop_grace, reason))
+
+
+# ---- workers -----------------------------------------------------------------------------
+
+
+def free_slots(job: JobState, limit: int | None = None) -> list[tuple[str, int]]:
+    """(host, slot) that could get a worker now: hosts in stable order, at most `limit`.
+
+    Slots that failed last are chosen first, so that a failure is repaired in place.
+    """
+    order: dict[str, int] = {}
+    free: dict[tuple[str, int], None] = {}
+    for host in job.hosts.order:
+        if not job.hosts.usable(host.name) or not job.fleet.is_ready(host.name):
+            continue
+        order[host.name] = len(order)
+        taken = {worker.slot for worker in job.registry.on_host(host.name)}
+        slots = (slot for slot in range(host.slots) if slot not in taken)
+        room = max(0, host.slots - len(taken))
+        free.update(dict.fromkeys((host.name, slot) for slot in islice(slots, room)))
+    if limit is not None and limit < len(free):
+        first = dict.fromkeys(where for where in job.vacated if where in free)
+        chosen = list(islice({**first, **free}, max(0, limit)))
+        return sorted(chosen, key=lambda where: (order[where[0]], where[1]))
+    return list(free)
+
+
+def room_left(job: JobState) -> int | None:
+    """How many more workers are wanted; None: any number."""
+    return None if job.wanted is None else max(0, job.wanted - job.registry.active())
+
+
+def place(job: JobState, *, founders: bool, awaited: bool, reason: str) -> list[Worker]:
+    """Start workers in free slots until there are as many as wanted; those started."""
+    where = free_slots(job, room_left(job))
+    job.vacated.clear()
+    if not where:
+        return []
+    known = [worker for worker in job.registry.having(*ACTIVE) if not worker.leaving]
+    seats = [seat(worker) for worker in known]
+    for index, (host, slot) in enumerate(where):
+        name = worker_id(host, slot, job.registry.next_incarnation(host, slot))
+        seats.append(Seat(name, host, slot, (True, job.registry.started + 1 + index)))
+    places = dict(assign(seats))
+    rank0 = next(iter(places.values()))
+    started = []
+    for new in seats[len(known) :]:
+        place_ = places[new.worker]
+        worker = job.registry.add(new.worker, place_, founder=founders, awaited=awaited)
+        job.order(new.host, _start_order(job, worker, rank0), reason)
+        started.append(worker)
+    return started
+
+
+def _start_order(job: JobState, worker: Worker, rank0: SlotInfo) -> StartWorkerOrder:
+    forming = job.round.state is RoundState.FORMING
+    round_number = job.round.number if forming else job.round.number + 1
+    agent = job.fleet.agents.get(rank0.host)
+    return StartWorkerOrder(
+        worker=worker.id,
+        place=worker.place,
+        round=round_number,
+        restart_count=job.restart_count,
+        master_addr=agent.address if agent and agent.address else rank0.host,
+        master_port=agent.port(round_number) if agent else FALLBACK_PORT,
+    )

@@ -1,0 +1,136 @@
+"""Rounds of a job whose workers never speak to us: every change restarts them all.
+
+Also the first round of a job of which nobody knows yet what kind it is. Called each time the
+job looks at itself. Ranks are given at birth; a round is complete when all its processes
+were started. Times are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from elastic_driver.core import placement
+from elastic_driver.core.outcome import Cause, Kind
+from elastic_driver.core.registry import ACTIVE, OCCUPYING, Worker, WorkerState
+from elastic_driver.core.rounds import RoundState
+from elastic_driver.core.state import JobState
+
+
+def advance(job: JobState, now: float) -> None:
+    """Do what the present state asks for; called again until nothing more is decided."""
+    if job.round.state is RoundState.CLOSING:
+        _watch_stopping(job, now)
+    if job.end is None and job.round.state is RoundState.FORMING:
+        _watch_forming(job, now)
+    if job.end is not None or job.first_success is not None or not job.round.placed:
+        return
+    if job.losses:
+        _watch_losses(job, now)
+    else:
+        _watch_changes(job, now)
+
+
+def _watch_stopping(job: JobState, now: float) -> None:
+    left = job.registry.count(*OCCUPYING)
+    if left == 0:
+        job.open_next_round(now, f"every worker of round {job.round.number} has stopped")
+        return
+    timeout = job.settings.elastic_timeout
+    if job.passed(job.round.since + timeout, now, f"{left} workers have not stopped yet"):
+        job.give_up(job.settings.min_np, 0, timeout)
+
+
+# ---- a round that forms ------------------------------------------------------------------
+
+
+def _watch_forming(job: JobState, now: float) -> None:
+    if not job.round.placed:
+        if job.first_success is None:
+            _place(job, now)
+        return
+    if job.losses or any(not w.pid for w in job.registry.having(WorkerState.STARTING)):
+        return
+    if job.round.started_at is None:
+        job.round.started_at = now
+    if job.kind is Kind.UNDECLARED:
+        waiting = "to see whether the script calls elastic.init()"
+        if not job.passed(job.round.started_at + job.settings.plain_after, now, waiting):
+            return
+        job.kind = Kind.PLAIN
+    job.complete_round(_placed(job), now, "every process was started")
+
+
+def _placed(job: JobState) -> list[Worker]:
+    return [job.registry.workers[worker_id] for worker_id in job.round.placed]
+
+
+def _place(job: JobState, now: float) -> None:
+    """Start the round's workers once enough slots have agents."""
+    settings, round_ = job.settings, job.round
+    first = round_.number == 1
+    need = settings.start_np if first else settings.min_np
+    have = len(placement.free_slots(job, placement.room_left(job)))
+    waiting = f"{have} of at least {need} slots have an agent"
+    timeout = settings.start_timeout if first else settings.elastic_timeout
+    if job.passed(round_.since + timeout, now, waiting):
+        if first and settings.start_min_np is not None:
+            need = settings.start_min_np
+        if have < need:
+            job.give_up(need, have, now - round_.since)
+            return
+    if have < max(need, 1):
+        round_.slots_since = None
+        return
+    if round_.slots_since is None:
+        round_.slots_since = now
+    more_to_come = bool(job.fleet.starting()) and have != job.wanted
+    if more_to_come and not job.passed(round_.slots_since + settings.last_call, now, waiting):
+        return
+    reason = f"round {round_.number} starts on {have} slots"
+    started = placement.place(job, founders=True, awaited=True, reason=reason)
+    round_.placed = tuple(w.id for w in sorted(started, key=lambda w: w.place.rank))
+
+
+# ---- a round that breaks or changes ------------------------------------------------------
+
+
+def _watch_losses(job: JobState, now: float) -> None:
+    """Restart after a failure, once it is known whether the others fail by themselves too."""
+    assert job.first_loss_at is not None  # noqa: S101 - set with the first of `losses`
+    first = job.losses[0]
+    certain = job.fruitful and first.cause in (Cause.SIGNAL, Cause.HUNG, Cause.AGENT)
+    if not certain and job.registry.count(*ACTIVE):
+        waiting = "to see whether every worker fails"
+        if not job.passed(job.first_loss_at + job.settings.settle, now, waiting):
+            return
+    job.budget.count(now, fruitless=True)
+    exceeded = job.budget.exceeded()
+    if exceeded is not None:
+        job.fail(exceeded)
+        return
+    _restart(job, now, f"{first.failure.worker} {first.reason}")
+
+
+def _watch_changes(job: JobState, now: float) -> None:
+    if job.round.state is RoundState.CLOSING:
+        return
+    leavers = (w.leaving for w in job.registry.having(*ACTIVE) if w.leaving)
+    reason = next(leavers, "")
+    complete = job.round.state is RoundState.COMPLETE
+    if not reason and complete and placement.free_slots(job, placement.room_left(job)):
+        reason = "there are slots for more workers"
+    if not reason:
+        job.round.change_since = None
+        return
+    if job.round.change_since is None:
+        job.round.change_since = now
+    at = job.round.change_since + job.settings.last_call
+    if job.passed(at, now, f"change is coming: {reason}"):
+        _restart(job, now, reason)
+
+
+def _restart(job: JobState, now: float, reason: str) -> None:
+    """Stop every worker; the next round is placed when the last one is gone."""
+    if not job.close_round(now, reason, at_boundary=False):
+        return
+    job.restart_count += 1
+    job.stop_all(f"restart: {reason}")
+    job.forget_losses()

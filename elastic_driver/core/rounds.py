@@ -1,0 +1,51 @@
+"""A membership round: the barrier through which workers become one process group.
+
+    FORMING → COMPLETE → CLOSING → CLOSED, then the next round is FORMING
+
+Who may be a member and when a round is complete is decided by `elastic` and `plain`; a
+`Round` only keeps its own life in order. Times are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class RoundState(str, Enum):
+    """How far a round has come."""
+
+    FORMING = "forming"  # waits for hosts, agents and workers
+    COMPLETE = "complete"  # published; its members train
+    CLOSING = "closing"  # its members are leaving, or being stopped
+    CLOSED = "closed"  # everybody left; its keys are gone
+
+
+ROUND_TRANSITIONS: dict[RoundState, tuple[RoundState, ...]] = {
+    RoundState.FORMING: (RoundState.COMPLETE, RoundState.CLOSING),  # broken before it began
+    RoundState.COMPLETE: (RoundState.CLOSING,),
+    RoundState.CLOSING: (RoundState.CLOSED,),
+    RoundState.CLOSED: (),
+}
+
+
+@dataclass(slots=True)
+class Round:
+    """One round; `since` is when it entered its present state."""
+
+    number: int
+    since: float
+    state: RoundState = RoundState.FORMING
+    placed: tuple[str, ...] = ()  # workers started for it, by their rank at birth
+    members: tuple[str, ...] = ()  # workers it was completed with, by rank
+    at_boundary: bool = False  # CLOSING: its members finish a common step first
+    stepped: bool = False  # a member has finished a step in it
+    change_since: float | None = None  # COMPLETE: a planned change waits since then
+    slots_since: float | None = None  # FORMING: enough slots are ready since then
+    started_at: float | None = None  # FORMING: the last of `placed` was started then
+
+    def enter(self, state: RoundState, now: float) -> None:
+        """Move on; raises ValueError where the table does not allow it."""
+        if state not in ROUND_TRANSITIONS[self.state]:
+            raise ValueError(f"round {self.number} cannot go from {self.state} to {state}")
+        self.state, self.since = state, now
