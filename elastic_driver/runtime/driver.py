@@ -1,0 +1,409 @@
+"""The driver: events into the core, decisions out, until the job is over.
+
+One mailbox, one thread that reads it: whatever happens (an agent's word, a lease, discovery, a
+signal, time) becomes an event there, `Job.handle` decides, `execution.Executor` acts, in that
+order, one event after the other. The other threads (server, discovery, whoever calls
+`request_stop`) only put messages into the mailbox.
+
+`elasticrun` makes one per job: `ElasticDriver(…).run()`. The constructor starts nothing. Times
+are seconds.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgspec
+from msgspec import Struct
+
+from elastic_driver import contract
+from elastic_driver.core.events import (
+    AgentLost,
+    Announce,
+    EndJob,
+    Event,
+    StopRequested,
+    Tick,
+    WorkerExited,
+    WorkerLost,
+    WorkerReady,
+    WorkerStarted,
+    WorkerStepped,
+)
+from elastic_driver.core.job import Job
+from elastic_driver.core.messages import Failure, JobSpec, encode
+from elastic_driver.errors import ClusterError, ExitCode
+from elastic_driver.runtime.api import DriverRoutes
+from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
+from elastic_driver.runtime.eventlog import EventLog
+from elastic_driver.runtime.execution import Executor
+from elastic_driver.runtime.reporter import Reporter
+from elastic_driver.runtime.rundir import RunDir
+from elastic_driver.runtime.starter import AgentStarter, StarterFactory
+from elastic_driver.settings import Settings
+from rendezvous.auth import make_token, write_token_file
+from rendezvous.errors import RendezvousError
+from rendezvous.server import RendezvousServer
+from rendezvous.wire import Set
+
+MAX_MAIL = 100_000  # waiting messages; more than that, and senders are told to come back later
+AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
+_SPIN_GUARD_S = 0.01  # the least time between two ticks
+
+
+class DriverOptions(Struct, frozen=True, kw_only=True):
+    """How the driver itself is to run; the job's behaviour is in `Settings`."""
+
+    bind_host: str = "127.0.0.1"  # a numeric address; 0.0.0.0: all
+    bind_port: int = 0  # 0: any free one
+    advertise: str | None = None  # `http://host:port` for agents, where it is not the bound one
+    discovery_interval: float = 1.0
+    debug: bool = False  # check the core's invariants after every event
+
+
+class Outcome(Struct, frozen=True):
+    """How the job ended; `exit_code` is what `elasticrun` returns."""
+
+    exit_code: int
+    reason: str
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _LeaseExpired:
+    """The store has dropped a lease."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class _AgentEnded:
+    """The starter says that an agent's process is gone, or never was."""
+
+    event: AgentLost
+
+
+@dataclass(frozen=True, slots=True)
+class _StatusAsked:
+    """Somebody wants to see the job."""
+
+    reply: Callable[[bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Hurry:
+    """Asked to stop once more: no more grace for anyone."""
+
+
+_Message = Event | _LeaseExpired | _AgentEnded | _StatusAsked | _Hurry
+
+
+class ElasticDriver:
+    """Runs one job. `run()` is `start()`, wait, and `stop()`."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        spec: JobSpec,
+        discovery: HostDiscovery,
+        starter: StarterFactory,
+        run_dir: RunDir,
+        reporter: Reporter,
+        options: DriverOptions | None = None,
+    ) -> None:
+        """Starts nothing, opens nothing.
+
+        Args:
+            settings: how the job is to behave.
+            spec: what its workers run.
+            discovery: where hosts come from.
+            starter: makes the object that starts agents, once the rendezvous has an address.
+            run_dir: the run's folder, not yet created; removed files are this object's to remove.
+            reporter: what the user sees.
+            options: how the driver itself is to run.
+        """
+        self._settings, self._spec, self._run_dir = settings, spec, run_dir
+        self._make_starter, self._reporter = starter, reporter
+        self._options = options or DriverOptions()
+        self._mailbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._job = Job(settings)
+        self._log = EventLog(run_dir.events_file, clock=time.time, on_broken=reporter.note)
+        self._discovery = DiscoveryThread(
+            discovery, interval=self._options.discovery_interval, post=self._mailbox.put
+        )
+        self._server: RendezvousServer | None = None
+        self._starter: AgentStarter | None = None
+        self._thread: threading.Thread | None = None
+        self._outcome: Outcome | None = None
+        self._stop_asked = False
+        self._hurried = False  # the mailbox thread's own
+        self._began = 0.0  # unix seconds
+
+    # ---- life ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Create the run's files, open the rendezvous, begin to look for hosts.
+
+        Raises ElasticError where that is impossible; nothing is left behind then.
+        """
+        self._began = time.time()
+        self._run_dir.create()
+        try:
+            executor = self._open()
+        except BaseException:
+            self._close_all()
+            raise
+        self._thread = threading.Thread(
+            target=self._run_mailbox, args=(executor,), name="driver", daemon=True
+        )
+        self._thread.start()
+        self._discovery.start()
+
+    def run(self) -> Outcome:
+        """Run the job to its end."""
+        self.start()
+        try:
+            return self.wait()
+        finally:
+            self.stop()
+
+    def wait(self) -> Outcome:
+        """Block until the job is over and everything it started is gone."""
+        if self._thread is None:
+            raise RuntimeError("a driver is started before it is waited for")
+        self._thread.join()
+        if self._outcome is None:
+            raise AssertionError("the mailbox thread always leaves an outcome")
+        return self._outcome
+
+    def stop(self) -> None:
+        """End a job that still runs, with grace for its workers, and wait. Idempotent."""
+        if self._thread is None:
+            return
+        if self._outcome is None and not self._stop_asked:
+            self.request_stop("the driver was stopped", int(ExitCode.TERMINATED))
+        self._thread.join()
+
+    def request_stop(self, reason: str, exit_code: int) -> None:
+        """Ask for the job's end; asked a second time, kill at once. Returns at once.
+
+        May be called by any thread and by a signal handler: SimpleQueue.put is reentrant.
+        """
+        if self._stop_asked:
+            self._mailbox.put(_Hurry())
+        else:
+            self._stop_asked = True
+            self._mailbox.put(StopRequested(reason, exit_code))
+
+    # ---- for the HTTP routes -------------------------------------------------------------
+
+    @property
+    def endpoint(self) -> str:
+        """The rendezvous' URL, once started."""
+        if self._server is None:
+            raise RuntimeError("the driver has no endpoint before it is started")
+        return self._options.advertise or self._server.url
+
+    @property
+    def size_bounds(self) -> tuple[int, int | None]:
+        """The fewest and (None: no limit) the most workers the job may have."""
+        return self._settings.min_np, self._settings.max_np
+
+    def post(self, event: Event) -> bool:
+        """Put an event into the mailbox; False when it is full or the job is over."""
+        if self._outcome is not None or self._mailbox.qsize() >= MAX_MAIL:
+            return False
+        self._mailbox.put(event)
+        return True
+
+    def ask_status(self, reply: Callable[[bytes], None]) -> None:
+        """Have `reply` called by the mailbox thread with the status document."""
+        self._mailbox.put(_StatusAsked(reply))
+
+    # ---- opening and closing -------------------------------------------------------------
+
+    def _open(self) -> Executor:
+        """Everything but the two threads; what fails half-way is closed by `_close_all`."""
+        try:
+            self._log.open()
+            token = make_token()
+            write_token_file(self._run_dir.token_file, token)
+            routes = DriverRoutes(self, self._log)
+            self._server = RendezvousServer(
+                self._options.bind_host,
+                self._options.bind_port,
+                token=token,
+                on_lease_expired=lambda key: self._mailbox.put(_LeaseExpired(key)),
+                routes=routes.add_to,
+            )
+            self._server.start()
+            self._server.apply([Set(contract.JOB_SPEC, encode(self._spec))])
+        except OSError as error:
+            _cannot_start(f"{error.filename or self._run_dir.path}: {error.strerror}", error)
+        except RendezvousError as error:
+            _cannot_start(str(error), error)
+        self._run_dir.write_endpoint(self.endpoint, self._began)
+        self._starter = self._make_starter(self.endpoint, self._run_dir.token_file)
+        return Executor(
+            server=self._server,
+            starter=self._starter,
+            log=self._log,
+            reporter=self._reporter,
+            on_agent_ended=lambda event: self._mailbox.put(_AgentEnded(event)),
+            heartbeat_timeout=self._settings.heartbeat_timeout,
+        )
+
+    def _close_all(self) -> None:
+        """Free every resource, whatever state it is in; the last thing the driver does."""
+        self._discovery.stop()
+        if self._starter is not None:
+            self._starter.close(0.0)
+        self._log.close()
+        if self._server is not None:
+            self._server.stop()
+        self._run_dir.close()
+
+    # ---- the mailbox thread --------------------------------------------------------------
+
+    def _run_mailbox(self, executor: Executor) -> None:
+        """Handle messages until the core ends the job, or a bug of ours does."""
+        end: EndJob | None = None
+        try:
+            executor.execute(Announce("job_started", f"run {self._spec.run_id}"))
+            while end is None:
+                end = self._handle(self._next_message(), executor)
+            self._wind_down(end, executor)
+        except BaseException:  # nothing may leave agents behind, and nothing is swallowed
+            self._reporter.bug(traceback.format_exc())
+            end = EndJob(int(ExitCode.BUG), "a bug of the driver's ended it")
+        try:
+            self._discovery.stop()
+            if self._starter is not None:
+                self._starter.close(0.0)
+            # Only now has every worker's output been forwarded: these are the last lines.
+            executor.job_ended(end)
+            self._close_all()
+        except BaseException:
+            self._reporter.bug(traceback.format_exc())
+            end = EndJob(int(ExitCode.BUG), "a bug of the driver's showed while it ended")
+        finally:
+            self._outcome = Outcome(end.exit_code, end.reason, end.failure)
+
+    def _next_message(self) -> _Message:
+        """The next message, or a Tick when the core wants to be woken."""
+        deadline = self._job.deadline()
+        try:
+            if deadline is None:
+                return self._mailbox.get()
+            return self._mailbox.get(timeout=max(_SPIN_GUARD_S, deadline - time.monotonic()))
+        except queue.Empty:
+            return Tick()
+
+    def _handle(self, message: _Message, executor: Executor) -> EndJob | None:
+        """Let the core decide about one message, and act; the end of the job, if that was it."""
+        event: Event | None
+        match message:
+            case _StatusAsked(reply):
+                reply(self._status())
+                return None
+            case _Hurry():
+                self._hurried = True
+                return EndJob(int(ExitCode.INTERRUPTED), "asked to stop twice")
+            case _LeaseExpired(key):
+                event = self._lease_expired(key, executor)
+            case _AgentEnded(lost):
+                executor.agent_ended(lost.host, lost.incarnation)
+                event = lost
+            case _:
+                event = message
+        if event is None:
+            return None
+        self._note(event, executor)
+        decisions = self._job.handle(event, time.monotonic())
+        if self._options.debug:
+            self._check_invariants(event)
+        for decision in decisions:
+            if isinstance(decision, EndJob):
+                return decision
+            executor.execute(decision)
+        return None
+
+    def _check_invariants(self, event: Event) -> None:
+        from elastic_driver.core import invariants  # noqa: PLC0415 - only debugging pays for it
+
+        violated = invariants.check(self._job)
+        if violated:
+            raise AssertionError(f"after {event}: {'; '.join(violated)}")
+
+    def _note(self, event: Event, executor: Executor) -> None:
+        """What the shell itself wants to know of an event, before the core hears of it."""
+        match event:
+            case WorkerStarted():
+                executor.worker_started(event)
+            case WorkerExited():
+                executor.worker_exited(event)
+            case WorkerReady():
+                executor.tails.spoken = True
+            case WorkerStepped(round=round_id):
+                executor.step_finished(round_id)
+            case _:
+                pass
+
+    def _lease_expired(self, key: str, executor: Executor) -> AgentLost | WorkerLost | None:
+        """The event that an expired lease stands for."""
+        silent = f"not heard of for {self._settings.heartbeat_timeout:g} s (--heartbeat-timeout)"
+        agent = contract.agent_of_lease(key)
+        if agent is not None:
+            executor.agent_silent(*agent)
+            return AgentLost(*agent, reason=silent)
+        worker = contract.worker_of_lease(key)
+        if worker is not None:
+            executor.worker_silent(worker)
+            return WorkerLost(worker, silent)
+        return None
+
+    def _wind_down(self, end: EndJob, executor: Executor) -> None:
+        """Have the agents stop their workers and exit, and hear them out until they have."""
+        if self._hurried:
+            return
+        grace = self._settings.stop_grace
+        executor.shut_down_agents(grace, end.reason)
+        deadline = time.monotonic() + grace + AGENT_EXIT_S
+        while executor.agents:
+            try:
+                message = self._mailbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return
+            match message:
+                case _Hurry():
+                    return
+                case _StatusAsked(reply):
+                    reply(self._status())
+                case _AgentEnded(lost):
+                    executor.agent_ended(lost.host, lost.incarnation)
+                case WorkerExited():
+                    executor.worker_exited_late(message)
+                case _:
+                    pass
+
+    def _status(self) -> bytes:
+        """The run, and the core's picture of the job, as one JSON object."""
+        document = {
+            "run_id": self._spec.run_id,
+            "endpoint": self.endpoint,
+            "started": self._began,
+            "command": self._spec.command,
+            **msgspec.to_builtins(self._job.snapshot(time.monotonic())),
+        }
+        return msgspec.json.encode(document)
+
+
+def _cannot_start(problem: str, cause: Exception) -> NoReturn:
+    raise ClusterError(f"the driver cannot start: {problem}") from cause
