@@ -1,0 +1,328 @@
+"""A real agent process under a real rendezvous server: orders in, reports out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
+from elastic_driver.core.messages import StartWorkerOrder
+from tests.launcher.agent.harness import TOKEN, Driver, agent_of, eventually, lives, place
+
+HELLO = "import os; print('hello from', os.environ['RANK'])"
+WAIT = "import time\nprint('up', flush=True)\ntime.sleep(600)"
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda *_: print("not yet", flush=True))
+print("up", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+DAEMON = """
+import os, pathlib, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        pathlib.Path("daemon").write_text(str(os.getpid()))
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+while not (pathlib.Path("daemon").exists() and pathlib.Path("daemon").read_text()):
+    time.sleep(0.01)
+print("up", flush=True)
+if not os.environ.get("STAY"):
+    raise SystemExit(0)
+time.sleep(600)
+"""
+
+
+def test_an_agent_introduces_itself_and_keeps_its_lease(driver: Driver) -> None:
+    driver.python(HELLO, heartbeat_timeout=1.5)
+    with agent_of(driver) as agent:
+        ready = driver.wait(AgentReady)
+        assert (ready.host, ready.incarnation, ready.pid) == ("localhost", 1, agent.pid)
+        assert ready.address == "127.0.0.1"
+        assert len(set(ready.ports)) == 16
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", ready.ports[0]))
+        eventually(driver.has_lease)
+        until = time.monotonic() + 2.5  # longer than a lease lasts without renewal
+        while time.monotonic() < until:
+            assert driver.has_lease()
+            assert driver.expired.empty()
+        driver.shutdown()
+        assert agent.wait() == 0
+
+
+def test_a_worker_runs_and_its_lines_carry_its_rank(driver: Driver) -> None:
+    driver.python(HELLO + "; import sys; print('oops', file=sys.stderr)")
+    with agent_of(driver) as agent:
+        workers = [driver.start_worker(rank, 2) for rank in range(2)]
+        exits = [driver.wait(WorkerExited, worker) for worker in workers]
+        assert [e.exit_code for e in exits] == [0, 0]
+        assert all("oops" in e.log_tail and not e.victim for e in exits)
+        for worker in workers:
+            started = driver.wait(WorkerStarted, worker)
+            assert not lives(started.pid)
+            assert driver.events.index(started) < driver.events.index(
+                driver.wait(WorkerExited, worker)
+            )
+        driver.shutdown()
+        assert agent.wait() == 0
+        assert sorted(agent.out.splitlines()) == [
+            "[0]<stdout>:hello from 0",
+            "[1]<stdout>:hello from 1",
+        ]
+        assert sorted(agent.err.splitlines()) == ["[0]<stderr>:oops", "[1]<stderr>:oops"]
+
+
+def test_the_prefix_follows_the_newest_ranks_and_files_are_linked_by_rank(driver: Driver) -> None:
+    script = """
+import pathlib, time
+print("one", flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+print("two", flush=True)
+"""
+    driver.python(script, log_dir="logs")
+    with agent_of(driver) as agent:
+        worker = driver.start_worker()
+        eventually(lambda: "[0]<stdout>:one" in agent.out)
+        driver.ranks(7, {worker: 5, "localhost.9.9": 6})
+        link = driver.folder / "logs" / "by-rank" / "7" / "5"
+        eventually(link.exists)
+        (driver.folder / "go").touch()
+        driver.wait(WorkerExited, worker)
+        eventually(lambda: "[5]<stdout>:two" in agent.out)
+        assert (link / "stdout.log").read_text() == "one\ntwo\n"
+        assert (driver.folder / "logs" / worker / "stderr.log").read_text() == ""
+
+
+def test_a_worker_is_born_with_the_contracts_variables_and_without_the_token(
+    driver: Driver,
+) -> None:
+    driver.python("import json, os; print(json.dumps(dict(os.environ)))", log_dir="logs")
+    with agent_of(driver, env={**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}) as agent:
+        worker = driver.start_worker()
+        driver.wait(WorkerExited, worker)
+        env = json.loads((driver.folder / "logs" / worker / "stdout.log").read_text())
+        assert env["ELASTIC_WORKER_ID"] == worker
+        assert env["ELASTIC_RENDEZVOUS"] == driver.server.url
+        assert env["ELASTIC_TOKEN_FILE"] == str(driver.token_file)
+        assert "TORCHELASTIC_USE_AGENT_STORE" not in env
+        assert not any(TOKEN in value for value in env.values())
+        assert TOKEN not in Path(f"/proc/{agent.pid}/cmdline").read_text()
+
+
+def test_a_stubborn_worker_is_killed_after_its_grace(driver: Driver) -> None:
+    driver.python(STUBBORN)
+    with agent_of(driver) as agent:
+        worker = driver.start_worker()
+        eventually(lambda: "up" in agent.out)
+        began = time.monotonic()
+        driver.stop_worker(worker, 0.5)
+        assert driver.wait(WorkerExited, worker).exit_code == -signal.SIGKILL
+        assert 0.5 <= time.monotonic() - began < 3.0
+        assert "[0]<stdout>:not yet" in agent.out
+
+
+def test_a_grace_of_zero_kills_at_once_even_a_stopped_worker(driver: Driver) -> None:
+    driver.python(WAIT)
+    with agent_of(driver) as agent:
+        worker = driver.start_worker()
+        eventually(lambda: "up" in agent.out)
+        os.kill(driver.wait(WorkerStarted, worker).pid, signal.SIGSTOP)
+        driver.stop_worker(worker, 0.0)
+        assert driver.wait(WorkerExited, worker, within=3).exit_code == -signal.SIGKILL
+
+
+def test_a_later_order_may_shorten_a_stop_but_not_lengthen_it(driver: Driver) -> None:
+    driver.python(STUBBORN)
+    with agent_of(driver) as agent:
+        worker = driver.start_worker()
+        eventually(lambda: "up" in agent.out)
+        driver.stop_worker(worker, 600.0)
+        eventually(lambda: "not yet" in agent.out)
+        driver.stop_worker(worker, 0.3)
+        driver.stop_worker(worker, 600.0)
+        driver.wait(WorkerExited, worker, within=5)
+
+
+def test_a_daemonised_grandchild_ends_with_its_worker(driver: Driver) -> None:
+    driver.python(DAEMON)
+    with agent_of(driver):
+        worker = driver.start_worker()
+        assert driver.wait(WorkerExited, worker).exit_code == 0
+        assert not lives(int((driver.folder / "daemon").read_text()))
+
+
+def test_orders_for_unknown_workers_and_repeated_starts_are_harmless(driver: Driver) -> None:
+    driver.python(HELLO)
+    order = StartWorkerOrder("localhost.0.1", place(), 1, 0, "127.0.0.1", 29500)
+    with agent_of(driver) as agent:
+        driver.stop_worker("localhost.3.3", 0.0)
+        driver.ranks(1, {"localhost.3.3": 0})
+        driver.order(order)
+        driver.wait(WorkerExited, "localhost.0.1")
+        driver.order(order)
+        driver.shutdown()
+        assert agent.wait() == 0
+        assert len(driver.told(WorkerStarted)) == 1
+        assert agent.out.count("hello") == 1
+
+
+def test_a_command_that_does_not_exist_is_a_clear_end_with_127(driver: Driver) -> None:
+    driver.publish("no-such-command-anywhere")
+    with agent_of(driver):
+        end = driver.wait(WorkerExited, driver.start_worker())
+        assert end.exit_code == 127
+        assert "command not found: 'no-such-command-anywhere'" in end.log_tail
+        assert "\n" not in end.log_tail
+
+
+def test_a_file_that_is_not_executable_is_a_clear_end_with_126(driver: Driver) -> None:
+    path = driver.folder / "data.txt"
+    path.write_text("not a program")
+    driver.publish(str(path))
+    with agent_of(driver):
+        end = driver.wait(WorkerExited, driver.start_worker())
+        assert end.exit_code == 126
+        assert "permission denied" in end.log_tail
+
+
+def test_a_missing_working_directory_is_named(driver: Driver) -> None:
+    driver.publish("true", cwd="/no/such/folder")
+    with agent_of(driver):
+        end = driver.wait(WorkerExited, driver.start_worker())
+        assert end.exit_code == 126
+        assert "/no/such/folder" in end.log_tail
+
+
+def test_a_failing_scripts_traceback_travels_in_the_report_and_is_not_printed(
+    driver: Driver,
+) -> None:
+    driver.python("print('before', flush=True)\nraise ValueError('a typo')")
+    with agent_of(driver) as agent:
+        workers = [driver.start_worker(rank, 2) for rank in range(2)]
+        for worker in workers:
+            end = driver.wait(WorkerExited, worker)
+            assert end.exit_code == 1
+            assert end.log_tail.startswith("Traceback (most recent call last):")
+            assert end.log_tail.endswith("ValueError: a typo")
+        driver.shutdown()
+        assert agent.wait() == 0
+        assert agent.err == ""
+        assert agent.out.count("before") == 2
+
+
+def test_a_traceback_of_a_worker_that_lives_on_is_printed(driver: Driver) -> None:
+    script = "import logging, time\ntry: 1/0\nexcept Exception: logging.exception('survived')\n"
+    driver.python(script + WAIT)
+    with agent_of(driver) as agent:
+        driver.start_worker()
+        eventually(lambda: "[0]<stderr>:ZeroDivisionError" in agent.err)
+
+
+def test_a_worker_that_fell_because_a_peer_was_lost_is_a_victim(driver: Driver) -> None:
+    driver.python(
+        "raise RuntimeError('[x/gloo/transport/tcp/pair.cc:547] Connection closed by peer')"
+    )
+    with agent_of(driver):
+        assert driver.wait(WorkerExited, driver.start_worker()).victim
+
+
+def test_shutdown_reports_every_end_and_leaves_nothing(driver: Driver) -> None:
+    driver.python(STUBBORN)
+    with agent_of(driver) as agent:
+        workers = [driver.start_worker(rank, 2) for rank in range(2)]
+        eventually(lambda: agent.out.count("up") == 2)
+        driver.shutdown(grace=0.3)
+        assert agent.wait() == 0
+        assert all(driver.told(WorkerExited, worker) for worker in workers)
+        assert not any(lives(e.pid) for e in driver.told(WorkerStarted))
+
+
+def test_sigterm_stops_the_workers_and_their_daemons_and_reports_them(driver: Driver) -> None:
+    driver.python(DAEMON, env={"STAY": "1"})
+    with agent_of(driver) as agent:
+        worker = driver.start_worker()
+        eventually(lambda: "up" in agent.out)
+        agent.process.terminate()
+        assert agent.wait() == 143
+        assert driver.told(WorkerExited, worker)[0].exit_code == -signal.SIGTERM
+        assert not lives(int((driver.folder / "daemon").read_text()))
+        assert "got SIGTERM" in agent.err
+
+
+def test_a_second_signal_does_not_wait_for_stubborn_workers(driver: Driver) -> None:
+    driver.python(STUBBORN)
+    with agent_of(driver) as agent:
+        driver.start_worker()
+        eventually(lambda: "up" in agent.out)
+        agent.process.terminate()
+        eventually(lambda: "not yet" in agent.out)
+        agent.process.terminate()
+        assert agent.wait(3) == 143
+
+
+def test_workers_die_with_an_agent_that_is_killed(driver: Driver) -> None:
+    driver.python(WAIT)
+    with agent_of(driver) as agent:
+        pid = driver.wait(WorkerStarted, driver.start_worker()).pid
+        eventually(lambda: "up" in agent.out)
+        agent.process.kill()
+        agent.wait()
+        eventually(lambda: not lives(pid), within=3)
+
+
+def test_an_agent_whose_driver_does_not_answer_stops_its_workers(driver: Driver) -> None:
+    driver.python(WAIT, heartbeat_timeout=1.0)
+    with agent_of(driver) as agent:
+        pid = driver.wait(WorkerStarted, driver.start_worker()).pid
+        eventually(lambda: "up" in agent.out)
+        driver.server.stop()
+        assert agent.wait(10) == 75
+        assert not lives(pid)
+        assert "the driver is gone" in agent.err
+        assert driver.token_file.exists()  # not told to own it
+
+
+def test_an_agent_notices_its_lifeline_closing_and_removes_the_drivers_files(
+    driver: Driver,
+) -> None:
+    driver.python(WAIT)
+    read, write = os.pipe2(os.O_CLOEXEC)
+    newer = driver.folder / "newer"
+    newer.write_text("the token of a driver that came after")
+    files = [str(p) for p in (driver.token_file, driver.endpoint_file, newer)]
+    extra = [word for path in files for word in ("--orphan-file", path)]
+    with agent_of(driver, "--lifeline", *extra, stdin=read) as agent:
+        os.close(read)
+        pid = driver.wait(WorkerStarted, driver.start_worker()).pid
+        eventually(lambda: "up" in agent.out)
+        os.close(write)
+        assert agent.wait(8) == 75
+        assert not lives(pid)
+        assert [Path(p).exists() for p in files] == [False, False, True]
+
+
+def test_a_refused_token_is_one_clear_line(driver: Driver) -> None:
+    driver.python(WAIT)
+    driver.token_file.write_text("another")
+    with agent_of(driver) as agent:
+        assert agent.wait() == 75
+        assert "cannot join the job" in agent.err
+        assert "token" in agent.err
+        assert len(agent.err.splitlines()) == 1
+
+
+def test_a_missing_token_file_and_a_wrong_option_are_usage_errors(driver: Driver) -> None:
+    driver.token_file.unlink()
+    with agent_of(driver) as agent:
+        assert agent.wait() == 64
+    with agent_of(driver, "--no-such-option") as agent:
+        assert agent.wait() == 64

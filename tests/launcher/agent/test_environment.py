@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import msgspec
+
+from elastic_driver import contract
+from elastic_driver.core.messages import JobSpec, StartWorkerOrder
+from launcher.agent.environment import Meeting, is_loopback, worker_environment
+from tests.launcher.agent.harness import place
+
+SPEC = JobSpec("run-1", ("x",), "/", {}, heartbeat_timeout=12.5, grace_period=1, max_restarts=3)
+MEETING = Meeting("localhost", "http://127.0.0.1:1", "/run/token")
+
+
+def born_with(
+    inherited: dict[str, str] | None = None,
+    job_env: dict[str, str] | None = None,
+    size: int = 2,
+    master: str = "127.0.0.1",
+) -> dict[str, str]:
+    order = StartWorkerOrder("localhost.3.7", place(1, size, slot=3), 4, 2, master, 29500)
+    spec = msgspec.structs.replace(SPEC, env=job_env or {})
+    return worker_environment(inherited or {}, spec, order, MEETING)
+
+
+def test_torchruns_names_have_torchruns_meaning() -> None:
+    env = born_with()
+    assert {name: env[name] for name in contract.TORCHRUN_NAMES} == {
+        "RANK": "1",
+        "LOCAL_RANK": "3",  # the slot: it names the device
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "run-1",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+    }
+
+
+def test_our_own_names_say_who_and_where() -> None:
+    env = born_with()
+    assert env[contract.RUN_ID] == "run-1"
+    assert env[contract.WORKER_ID] == "localhost.3.7"
+    assert env[contract.ROUND] == "4"
+    assert float(env[contract.HEARTBEAT_TIMEOUT]) == 12.5
+    assert env[contract.TOKEN_FILE] == "/run/token"
+
+
+def test_the_jobs_variables_win_over_inherited_ones_and_the_contract_over_both() -> None:
+    env = born_with({"A": "old", "B": "kept", "RANK": "9"}, {"A": "new", "RANK": "8"})
+    assert (env["A"], env["B"], env["RANK"]) == ("new", "kept", "1")
+
+
+def test_leftovers_of_an_outer_launcher_are_not_inherited() -> None:
+    env = born_with({"TORCHELASTIC_USE_AGENT_STORE": "True", "ELASTIC_PASSWORD": "users"})
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in env
+    assert env["ELASTIC_PASSWORD"] == "users"
+
+
+def test_threads_are_limited_only_where_workers_share_the_host() -> None:
+    assert born_with()["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in born_with(size=1)
+    assert born_with({"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
+
+
+def test_gloo_stays_on_loopback_only_for_a_loopback_master() -> None:
+    assert born_with()["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in born_with(master="10.0.0.1")
+    assert born_with(job_env={"GLOO_SOCKET_IFNAME": "eth7"})["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert [is_loopback(a) for a in ("::1", "127.8.8.8", "node1", "10.0.0.1")] == [
+        True,
+        True,
+        False,
+        False,
+    ]

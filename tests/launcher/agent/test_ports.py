@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from launcher.agent.ports import free_ports
+
+
+def test_ports_lie_outside_the_ephemeral_range_and_can_be_bound(tmp_path: Path) -> None:
+    file = tmp_path / "range"
+    file.write_text("20000\t60000\n")
+    ports = free_ports(8, file)
+    assert len(set(ports)) == 8
+    assert all(not 20000 <= port <= 60000 for port in ports)
+    for port in ports:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+
+
+def test_a_taken_port_is_not_offered(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        file = tmp_path / "range"
+        file.write_text(f"{10240} {port - 1}\n")  # leaves `port` and those above
+        assert port not in free_ports(65536 - port, file)
+
+
+def test_a_range_that_covers_everything_still_gives_ports(tmp_path: Path) -> None:
+    file = tmp_path / "range"
+    file.write_text("1024 65535")
+    assert len(free_ports(4, file)) == 4
+    assert len(free_ports(4, tmp_path / "missing")) == 4
