@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 
 from elastic_driver.errors import UsageError
+from elastic_driver.runtime.hostlist import Hosts
+from launcher.backends.this_machine import is_this_machine
 from launcher.own_packages import find_shadow
 from launcher.plan import LaunchPlan, ScriptHosts
 from launcher.sizes import Machine
@@ -55,6 +57,8 @@ def check_plan(plan: LaunchPlan, environ: Mapping[str, str], *, create: bool) ->
     _check_shadows(spec.command, cwd, worker_environ)
     if isinstance(plan.hosts, ScriptHosts):
         _check_discovery_script(cwd / plan.hosts.path)
+    else:
+        _check_local(plan.hosts.hosts)
     if spec.log_dir is not None:
         _check_log_dir(cwd / spec.log_dir, create=create)
     _check_interfaces(spec.env.get("GLOO_SOCKET_IFNAME", ""))
@@ -141,6 +145,16 @@ def _check_discovery_script(path: Path) -> None:
             f"the discovery script {path} is not executable; try chmod +x, and check that its "
             "first line names its interpreter (#!/bin/sh)"
         )
+
+
+def _check_local(hosts: Hosts) -> None:
+    """A listed host that is another machine would be tried over and over, in vain."""
+    for host, slots in hosts:
+        if slots and not is_this_machine(host):
+            raise UsageError(
+                f"{host} is not this machine, and --backend local starts nothing elsewhere; "
+                "name localhost, or leave the host out"
+            )
 
 
 def _check_log_dir(path: Path, *, create: bool) -> None:

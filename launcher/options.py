@@ -161,6 +161,16 @@ NPROC_PER_NODE: Option[int | str | None] = Option(
     shown="1",
 )
 
+VIRTUAL_WORKERS: Option[int | None] = Option(
+    "virtual-workers",
+    kinds.whole(least=1),
+    None,
+    SIZE,
+    "For elastic.FixedBatch: the workers the script is written for; however many there are, a step "
+    "trains what N would.",
+    shown="--max-np",
+)
+
 # ---- policy ------------------------------------------------------------------------------
 
 RESET_LIMIT: Option[int | None] = Option(

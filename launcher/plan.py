@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
+from elastic_driver import contract
 from elastic_driver.core.messages import JobSpec
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.hostlist import Hosts, parse_host_lines, parse_hosts
@@ -47,7 +48,6 @@ class FileHosts(Struct, frozen=True):
 
     path: str
     default_slots: int
-    interval: float
     hosts: Hosts
 
 
@@ -56,7 +56,6 @@ class ScriptHosts(Struct, frozen=True):
 
     path: str
     default_slots: int
-    interval: float
     timeout: float
 
 
@@ -69,6 +68,7 @@ class LaunchPlan(Struct, frozen=True):
     settings: Settings
     spec: JobSpec
     hosts: HostSource
+    discovery_interval: float  # seconds
     backend: str
     bind: tuple[str, int]  # where the rendezvous listens; port 0: any free one
     state_dir: str
@@ -125,6 +125,7 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         settings=settings,
         spec=_spec(values, settings, facts, worker_command(line.command, facts.python)),
         hosts=hosts,
+        discovery_interval=values[o.DISCOVERY_INTERVAL],
         backend=_backend(values),
         bind=values[o.RDZV_ENDPOINT],
         state_dir=facts.state_dir,
@@ -152,7 +153,7 @@ def worker_command(command: tuple[str, ...], python: str) -> tuple[str, ...]:
 def describe_hosts(hosts: HostSource) -> str:
     """The hosts in words."""
     if isinstance(hosts, ScriptHosts):
-        return f"found by {hosts.path}, asked every {hosts.interval:g} s"
+        return f"found by {hosts.path}"
     shown = ", ".join(f"{host}:{slots}" for host, slots in hosts.hosts[:8])
     more = f" and {len(hosts.hosts) - 8} more" if len(hosts.hosts) > 8 else ""
     return f"{shown}{more} ({hosts.source if isinstance(hosts, FixedHosts) else hosts.path})"
@@ -179,7 +180,6 @@ def _choose_hosts(values: Values, facts: Facts, slots: int | None, wish: Wish) -
         return ScriptHosts(
             path=str(values[o.HOST_DISCOVERY_SCRIPT]),
             default_slots=slots or 1,
-            interval=values[o.DISCOVERY_INTERVAL],
             timeout=values[o.DISCOVERY_TIMEOUT],
         )
     if chosen is o.HOSTS_LIST:
@@ -189,7 +189,7 @@ def _choose_hosts(values: Values, facts: Facts, slots: int | None, wish: Wish) -
         path = str(values[o.HOSTFILE])
         text = facts.hostfile_text or ""
         found = parse_host_lines(text, default_slots=slots or 1, source=path)
-        return FileHosts(path, slots or 1, values[o.DISCOVERY_INTERVAL], found)
+        return FileHosts(path, slots or 1, found)
     here = slots or wish.most or wish.asked or wish.least or 1
     return FixedHosts(((THIS_MACHINE, here),), "this machine")
 
@@ -222,6 +222,9 @@ def _spec(values: Values, settings: Settings, facts: Facts, command: tuple[str, 
     if interfaces:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             env.setdefault(name, ",".join(interfaces))
+    virtual = values[o.VIRTUAL_WORKERS] or settings.max_np
+    if virtual is not None:
+        env[contract.VIRTUAL_WORKERS] = str(virtual)
     return JobSpec(
         run_id=facts.run_id,
         command=command,

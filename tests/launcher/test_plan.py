@@ -118,13 +118,14 @@ def test_a_short_list_that_is_enough_for_the_minimum_starts_without_waiting() ->
 
 def test_a_hostfile_is_read_with_the_default_slots() -> None:
     made = plan("--hostfile", "hf", "--slots-per-host", "2", hostfile="a\nb slots=3 # big\n\n")
-    assert made.hosts == FileHosts("hf", 2, 1.0, (("a", 2), ("b", 3)))
+    assert made.hosts == FileHosts("hf", 2, (("a", 2), ("b", 3)))
     assert made.settings.start_np == 5
 
 
 def test_a_discovery_script_carries_its_interval_and_deadline() -> None:
     made = plan(*SCRIPT, "--discovery-interval", "0.5", "--discovery-timeout", "3", "--slots", "2")
-    assert made.hosts == ScriptHosts("./find.sh", 2, 0.5, 3.0)
+    assert made.hosts == ScriptHosts("./find.sh", 2, 3.0)
+    assert made.discovery_interval == 0.5
 
 
 def test_of_two_sources_of_hosts_the_nearer_one_counts() -> None:
@@ -193,6 +194,12 @@ def test_warm_workers_are_the_agents_choice_unless_somebody_says() -> None:
     assert plan("--warm", "auto").spec.warm is None
     made = plan("--warm", "2", "--preload", "torch,sklearn.datasets").spec
     assert (made.warm, made.preload) == (2, ("torch", "sklearn.datasets"))
+
+
+def test_virtual_workers_are_the_most_there_may_be_unless_somebody_says() -> None:
+    assert "ELASTIC_VIRTUAL_WORKERS" not in plan().spec.env
+    assert plan("--max-np", "4").spec.env["ELASTIC_VIRTUAL_WORKERS"] == "4"
+    assert plan("--virtual-workers", "6").spec.env["ELASTIC_VIRTUAL_WORKERS"] == "6"
 
 
 def test_the_specification_carries_what_workers_need() -> None:
