@@ -1,8 +1,10 @@
 """A request that is sent twice is carried out once.
 
-A client that lost an answer repeats its request under the same id. `Repeats` remembers what
-it answered, and joins those who ask while the first answer is still awaited. It forgets after
-`KEEP_S` seconds, or sooner when it holds too much. Runs on the server's loop.
+A client that lost an answer repeats its request under the same id. What was answered is
+remembered for `KEEP_S` seconds, or less when there is too much of it; who asks while the
+first answer is still awaited, waits for that one. Two kinds: `Repeats` for batches, which may
+wait long and are given up when every client has gone, and `PostsOnce` for the other rooms'
+POST routes, which run to their end. Everything runs on the server's loop.
 """
 
 from __future__ import annotations
@@ -10,23 +12,93 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+from aiohttp import web
+from msgspec import Struct
+
+from rendezvous.calls import REQUEST_ID_HEADER
 from rendezvous.service import StoreService
-from rendezvous.wire import Operation, Result
+from rendezvous.web import shape_errors
+from rendezvous.wire import BATCH_PATH, Operation, Result
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Handler, Middleware
 
 KEEP_S = 120.0  # twice the longest wait: by then a client has repeated or given up
 KEEP_COUNT = 65536
 KEEP_BYTES = 64 * 1024 * 1024
 
 
+class Limits(Struct, frozen=True):
+    """How much is remembered: seconds, requests, bytes of answers."""
+
+    seconds: float = KEEP_S
+    count: int = KEEP_COUNT
+    size: int = KEEP_BYTES
+
+
 class _Request:
-    """One request id: what is done of it, who waits for the rest, and the answer."""
+    """What is known of one request id; `pending` while somebody waits for its answer."""
 
-    __slots__ = ("answer", "clients", "done", "future", "reply", "since", "ticket")
+    __slots__ = ("pending", "since", "size")
 
-    def __init__(self, since: float) -> None:
-        self.since = since
-        self.clients = 0
+    def __init__(self) -> None:
+        self.since = 0.0
+        self.size = 0
+        self.pending = 0  # clients that wait for the answer
+
+
+V = TypeVar("V", bound=_Request)
+
+
+class _Memory(Generic[V]):
+    """Requests by id within limits, oldest first."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._requests: OrderedDict[str, V] = OrderedDict()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def get(self, request_id: str) -> V | None:
+        return self._requests.get(request_id)
+
+    def add(self, request_id: str, request: V, now: float) -> None:
+        """Take in a request; the oldest ones go while they are too old or too many."""
+        for _ in range(len(self._requests)):
+            oldest_id, oldest = next(iter(self._requests.items()))
+            full = len(self) >= self._limits.count or self._size > self._limits.size
+            if not full and oldest.since > now - self._limits.seconds:
+                break
+            if oldest.pending:  # counts as young
+                oldest.since = now
+                self._requests.move_to_end(oldest_id)
+            else:
+                self.drop(oldest_id)
+        request.since = now
+        self._requests[request_id] = request
+
+    def answered(self, request: V, size: int) -> None:
+        """This request now holds an answer of so many bytes."""
+        request.size = size
+        self._size += size
+
+    def drop(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._size -= request.size
+
+
+class _BatchRequest(_Request):
+    """A batch: what is done of it, the ticket of the rest, and in the end the reply."""
+
+    __slots__ = ("done", "future", "reply", "ticket")
+
+    def __init__(self) -> None:
+        super().__init__()
         self.ticket = 0
         self.future: asyncio.Future[tuple[Result, ...]] | None = None
         self.done: tuple[Result, ...] = ()  # by an attempt whose client went away
@@ -34,26 +106,21 @@ class _Request:
 
 
 class Repeats:
-    """Answers each request id once, however often it is asked."""
+    """Answers each batch once, however often it is asked."""
 
     def __init__(
         self,
         service: StoreService,
         encode_reply: Callable[[tuple[Result, ...]], bytes],
-        *,
-        keep_s: float = KEEP_S,
-        keep_count: int = KEEP_COUNT,
-        keep_bytes: int = KEEP_BYTES,
+        limits: Limits | None = None,
     ) -> None:
         self._service = service
         self._encode_reply = encode_reply
-        self._keep_s, self._keep_count, self._keep_bytes = keep_s, keep_count, keep_bytes
         self._loop = asyncio.get_running_loop()
-        self._requests: OrderedDict[str, _Request] = OrderedDict()  # oldest first
-        self._bytes = 0
+        self._memory: _Memory[_BatchRequest] = _Memory(limits or Limits())
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._memory)
 
     async def answer(self, request_id: str, operations: Sequence[Operation]) -> bytes:
         """The encoded reply to this request, carried out now or earlier.
@@ -61,42 +128,90 @@ class Repeats:
         When every client that waits for it has gone, the request waits no longer; what it had
         carried out stays done, and a repeat goes on from there.
         """
-        request = self._requests.get(request_id)
+        request = self._memory.get(request_id)
         if request is None:
-            self._forget()
-            request = self._requests[request_id] = _Request(self._loop.time())
+            request = _BatchRequest()
+            self._memory.add(request_id, request, self._loop.time())
         if request.reply is not None:
             return request.reply
         if request.future is None:
             rest = operations[len(request.done) :]
             request.ticket, request.future = self._service.begin(rest)
-        request.clients += 1
         future = request.future
+        request.pending += 1
         try:
             await asyncio.wait((future,))
         finally:
-            request.clients -= 1
-            if request.clients == 0 and not future.done():
+            request.pending -= 1
+            if not request.pending and not future.done():
                 request.done += self._service.cancel(request.ticket)
                 request.future = None
         results = future.result()
         if request.reply is None:
             request.reply = self._encode_reply(request.done + results)
             request.future = None
-            self._bytes += len(request.reply)
+            self._memory.answered(request, len(request.reply))
         return request.reply
 
-    def _forget(self) -> None:
-        """Make room: drop the oldest requests while there are too many or they are too old."""
-        too_old = self._loop.time() - self._keep_s
-        for _ in range(len(self._requests)):
-            request_id, request = next(iter(self._requests.items()))
-            full = len(self._requests) >= self._keep_count or self._bytes > self._keep_bytes
-            if not full and request.since > too_old:
-                return
-            if request.clients:  # still awaited: it counts as young
-                request.since = self._loop.time()
-                self._requests.move_to_end(request_id)
-                continue
-            del self._requests[request_id]
-            self._bytes -= len(request.reply or b"")
+
+class _Post(_Request):
+    """A POST to another room's route, and the task that answers it."""
+
+    __slots__ = ("task",)
+
+    def __init__(self, task: asyncio.Task[web.StreamResponse]) -> None:
+        super().__init__()
+        self.task = task
+
+
+class PostsOnce:
+    """Middleware: a POST with an X-Request-Id reaches its handler once.
+
+    The handler runs to its end even if its client goes away, so that the repeat finds its
+    answer; it must have its own deadline. Failures of the server itself (5xx) are not
+    remembered: a repeat tries again.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._memory: _Memory[_Post] = _Memory(limits or Limits())
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def middleware(self) -> Middleware:
+        """The middleware to put behind the token check."""
+
+        @web.middleware
+        async def once(request: web.Request, handler: Handler) -> web.StreamResponse:
+            request_id = request.headers.get(REQUEST_ID_HEADER)
+            if request.method != "POST" or request.path == BATCH_PATH or not request_id:
+                return await handler(request)
+            await request.read()  # in its own task: the connection may go, the body stays
+            return await self._answer(f"{request.path} {request_id}", request, handler)
+
+        return once
+
+    async def _answer(
+        self, request_id: str, request: web.Request, handler: Handler
+    ) -> web.StreamResponse:
+        loop = asyncio.get_running_loop()
+        post = self._memory.get(request_id)
+        if post is None:
+            post = _Post(loop.create_task(shape_errors(request, handler)))
+            self._memory.add(request_id, post, loop.time())
+            post.pending += 1
+            post.task.add_done_callback(lambda task: self._ended(request_id, post, task))
+        await asyncio.wait((post.task,))
+        answer = post.task.result()
+        if not isinstance(answer, web.Response):
+            return answer  # a stream belongs to the one who asked first
+        return web.Response(body=answer.body, status=answer.status, headers=answer.headers)
+
+    def _ended(self, request_id: str, post: _Post, task: asyncio.Task[web.StreamResponse]) -> None:
+        post.pending -= 1
+        if task.cancelled() or task.exception() is not None or task.result().status >= 500:
+            self._memory.drop(request_id)
+            return
+        answer = task.result()
+        body = answer.body if isinstance(answer, web.Response) else b""
+        self._memory.answered(post, len(body) if isinstance(body, bytes) else 0)

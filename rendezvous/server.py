@@ -24,6 +24,7 @@ from types import TracebackType
 from aiohttp import web
 
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
+from rendezvous.repeats import PostsOnce
 from rendezvous.routes import KVRoutes
 from rendezvous.service import StoreService
 from rendezvous.web import guard
@@ -193,7 +194,10 @@ class RendezvousServer:
     async def _serve(self, listener: socket.socket, up: concurrent.futures.Future[None]) -> None:
         self._stop = asyncio.Event()
         self._service = StoreService(self._on_lease_expired, self._first_revision)
-        app = web.Application(middlewares=[guard(self._token)], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(
+            middlewares=[guard(self._token), PostsOnce().middleware()],
+            client_max_size=MAX_BODY_BYTES,
+        )
         KVRoutes(self._service).add_to(app)
         if self._routes is not None:
             self._routes(app)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from rendezvous.auth import AUTHORIZATION, is_authorized
 from rendezvous.errors import StoppedError
 from rendezvous.wire import HEALTH_PATH, ErrorBody, ErrorDetail, encode
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Handler, Middleware
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
