@@ -1,1 +1,77 @@
-"""Who trains, with which rank, until when."""
+"""Elastic training: `import elastic_driver as elastic`.
+
+Who trains, with which rank, until when. The names below are all a script needs; each is loaded
+when it is first used, so that importing this package costs milliseconds and no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_driver.errors import HostsUpdatedInterrupt, WorldBrokenError
+    from elastic_driver.worker.current import (
+        cross_rank,
+        cross_size,
+        is_initialized,
+        local_rank,
+        local_size,
+        rank,
+        round_id,
+        size,
+        slot,
+    )
+    from elastic_driver.worker.run import run
+    from elastic_driver.worker.sampler import ElasticSampler
+    from elastic_driver.worker.session import init, shutdown
+    from elastic_driver.worker.state import ObjectState, State, TorchState
+    from elastic_driver.worker.wrapping import wrap
+
+__all__ = [
+    "ElasticSampler",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TorchState",
+    "WorldBrokenError",
+    "cross_rank",
+    "cross_size",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "round_id",
+    "run",
+    "shutdown",
+    "size",
+    "slot",
+    "wrap",
+]
+
+_HOME = {
+    "ElasticSampler": "worker.sampler",
+    "HostsUpdatedInterrupt": "errors",
+    "ObjectState": "worker.state",
+    "State": "worker.state",
+    "TorchState": "worker.state",
+    "WorldBrokenError": "errors",
+    "init": "worker.session",
+    "run": "worker.run",
+    "shutdown": "worker.session",
+    "wrap": "worker.wrapping",
+}
+_CURRENT = "worker.current"  # where all other names live
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME.get(name, _CURRENT)}"), name)
+    globals()[name] = value  # the next use finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -40,11 +40,17 @@ class WorkerContext(Struct, frozen=True, kw_only=True):
 def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext | None:
     """This worker's context, or None for a process that `elasticrun` did not start.
 
-    Raises `UsageError` where some of the variables are there and others are missing or wrong.
+    Raises `UsageError` where some of the variables are there and others are missing or wrong,
+    and where another launcher has started several processes, which would not find each other.
     """
     env = os.environ if environ is None else environ
     present = [name for name in _NEEDED if env.get(name)]
     if not present:
+        if _number(env, "WORLD_SIZE", 1, int) > 1:
+            raise UsageError(
+                "WORLD_SIZE says that this process is one of several, but it was not started by "
+                "elasticrun; start the script with `elasticrun -np N script.py`"
+            )
         return None
     missing = [name for name in _NEEDED if name not in present]
     if missing:

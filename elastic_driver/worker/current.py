@@ -11,6 +11,7 @@ from elastic_driver.core.messages import SlotInfo
 from elastic_driver.errors import UsageError
 
 __all__ = [
+    "NotInitializedError",
     "cross_rank",
     "cross_size",
     "enter",

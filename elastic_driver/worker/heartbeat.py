@@ -1,0 +1,147 @@
+"""The one daemon thread of a worker: shows that it lives, tells how far it is, hears notices.
+
+One request a beat renews the lease, writes the progress and waits for a notice, so that nobody
+polls and a notice arrives within a message's delay. The thread never touches torch and never
+decides: every new notice goes to `on_notice`, called on this thread. A driver that does not answer
+changes nothing but one line on stderr: beats go on being tried, training goes on.
+
+Started by `world` before anything else can block, once a process. A forked child (a DataLoader
+worker) has no such thread and never beats. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from elastic_driver import contract
+from elastic_driver.core.events import WorkerStepped
+from elastic_driver.core.messages import Notice, Progress, decode, encode
+from elastic_driver.worker.notes import say
+from elastic_driver.worker.pulse import Pulse
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import AbortedError, RendezvousError
+from rendezvous.wire import EVENTS_PATH, Entries, Set, Watch
+
+LONGEST_WAIT_S = 2.0  # so that the progress the driver reads is never older
+FIRST_WAIT_S = 0.05  # until the first step of a round is told, wait this long, then ever longer
+GROWTH = 1.5
+STOP_S = 1.0  # for the thread to end; it is a daemon, so a process never hangs on it
+RETRY_S = 0.5  # after a refused or unanswered beat
+
+_events = msgspec.json.Encoder()
+
+
+class Heartbeat:
+    """Renews one worker's lease until stopped.
+
+    `client` belongs to this object and its thread alone. `timeout`: seconds without a beat after
+    which the job takes this worker for lost.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        client: RendezvousClient,
+        pulse: Pulse,
+        timeout: float,
+        on_notice: Callable[[Notice], None],
+    ) -> None:
+        self._worker, self._client, self._pulse = worker, client, pulse
+        self._timeout, self._on_notice = timeout, on_notice
+        self._longest = min(timeout / 3, LONGEST_WAIT_S)
+        self._wait = FIRST_WAIT_S
+        self._seen = 0  # revision of the newest notice
+        self._told = 0  # the round whose first step has been told
+        self._silent = False
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Send the first beat, then go on beating in the background.
+
+        Raises `RendezvousError` where the first beat finds nobody or is refused.
+        """
+        self._beat(wait=0.0)
+        self._thread = threading.Thread(target=self._run, name="elastic-heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, within a second even in the middle of a request."""
+        self._stopping.set()
+        self._client.abort()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+        self._client.close()
+
+    def tell_first_step(self, client: RendezvousClient, round_id: int) -> None:
+        """Post `WorkerStepped` now if this round had a step that was not told yet.
+
+        For the training thread, before it says that it has left the round.
+        """
+        if self._told != round_id and self._pulse.steps > 0:
+            self._post_stepped(client, round_id, self._pulse.version)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._beat(self._next_wait())
+                self._tell()
+            except AbortedError:
+                return
+            except RendezvousError as error:
+                if not self._silent:
+                    say(f"the driver does not answer; training goes on ({error})")
+                self._silent = True
+                self._stopping.wait(RETRY_S)
+            else:
+                if self._silent:
+                    say("the driver answers again")
+                self._silent = False
+
+    def _beat(self, wait: float) -> None:
+        lease = Set(contract.worker_lease(self._worker), b"", self._timeout)
+        watch = Watch({contract.JOB_NOTICE: self._seen}, wait)
+        results = self._client.batch(lease, *self._progress(), watch)
+        found = results[-1]
+        if not isinstance(found, Entries) or found.timed_out:
+            return
+        entry = found.entries.get(contract.JOB_NOTICE)
+        if entry is not None and entry.revision > self._seen:
+            self._seen = entry.revision
+            self._on_notice(decode(Notice, entry.value))
+
+    def _progress(self) -> tuple[Set, ...]:
+        pulse = self._pulse
+        round_id, steps, version, step_time = (
+            pulse.round,
+            pulse.steps,
+            pulse.version,
+            pulse.step_time,
+        )
+        if round_id == 0 or steps == 0:
+            return ()
+        document = Progress(round=round_id, step=version, step_time=step_time)
+        return (Set(contract.worker_progress(self._worker), encode(document)),)
+
+    def _next_wait(self) -> float:
+        """Short while a round's first step is awaited, growing with the time it takes."""
+        if self._pulse.round in (0, self._told):
+            self._wait = FIRST_WAIT_S
+            return self._longest
+        wait = min(self._wait, self._longest)
+        self._wait = wait * GROWTH
+        return wait
+
+    def _tell(self) -> None:
+        round_id = self._pulse.round
+        if round_id in (0, self._told) or self._pulse.steps == 0:
+            return
+        self._post_stepped(self._client, round_id, self._pulse.version)
+
+    def _post_stepped(self, client: RendezvousClient, round_id: int, step: int) -> None:
+        event = WorkerStepped(worker=self._worker, round=round_id, step=step)
+        client.post_json(EVENTS_PATH, _events.encode(event))
+        self._told = round_id

@@ -1,0 +1,116 @@
+"""What one worker and the driver say to each other: READY, the next world, the beat.
+
+`world` owns one and calls it from the main thread; the heartbeat has its own connection. Waits
+come in slices, and an outage of the driver is said once, then waited out: nothing here gives
+up because the driver is away, only when it refuses us. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Struct
+
+from elastic_driver import contract
+from elastic_driver.core.events import WorkerReady
+from elastic_driver.core.messages import Member, Notice, World, decode
+from elastic_driver.worker.context import WorkerContext
+from elastic_driver.worker.heartbeat import Heartbeat
+from elastic_driver.worker.notes import say
+from elastic_driver.worker.pulse import Pulse
+from rendezvous.auth import read_token_file
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import UnreachableError
+from rendezvous.torch_store import HTTPStore
+from rendezvous.wire import EVENTS_PATH
+
+SLICE_S = 10.0  # of a wait for the next world
+MAX_REASON_CHARS = 1000
+
+_encode_event = msgspec.json.Encoder().encode
+
+
+class Standing(Struct, frozen=True):
+    """What a worker says of its state when it is READY: see `core.events.WorkerReady`."""
+
+    version: int = -1
+    clean: bool = True
+
+
+class Link:
+    """The connections of one worker to its driver.
+
+    Raises `TokenError` where the token file cannot be used. `start` connects.
+    """
+
+    def __init__(
+        self, born: WorkerContext, pulse: Pulse, on_notice: Callable[[Notice], None]
+    ) -> None:
+        self.born = born
+        self.port = urlsplit(born.endpoint).port
+        self._client = RendezvousClient(born.endpoint, read_token_file(born.token_file))
+        self._slice = min(SLICE_S, born.heartbeat_timeout)
+        self._seen = 0  # revision of the newest World document
+        self._heart = Heartbeat(
+            born.worker, self._client.clone(), pulse, born.heartbeat_timeout, on_notice
+        )
+
+    def start(self) -> None:
+        """Begin to beat. Raises `RendezvousError` where the rendezvous cannot be used."""
+        self._heart.start()
+
+    def stop(self) -> None:
+        """Stop beating and close the connections, within a second."""
+        self._heart.stop()
+        self._client.close()
+
+    def store(self, round_id: int) -> HTTPStore:
+        """A torch store for the keys of one round."""
+        return HTTPStore(self._client, contract.round_prefix(round_id))
+
+    def say_ready(self, left: int, standing: Standing, reason: str) -> None:
+        """Report for the next round, having left round `left`; trying on while nobody answers."""
+        event = WorkerReady(
+            worker=self.born.worker,
+            round=left,
+            version=standing.version,
+            clean=standing.clean,
+            reason=reason[:MAX_REASON_CHARS],
+        )
+        silent = False
+        while True:
+            try:
+                if left:
+                    self._heart.tell_first_step(self._client, left)
+                self._client.post_json(EVENTS_PATH, _encode_event(event))
+            except UnreachableError as error:
+                if not silent:
+                    say(f"cannot report for the next round, trying on ({error})")
+                silent = True
+            else:
+                return
+
+    def await_world(self, left: int) -> tuple[World, Member]:
+        """The first world newer than round `left` in which we take part, and our entry in it."""
+        silent = False
+        while True:
+            try:
+                found = self._client.watch({contract.JOB_WORLD: self._seen}, self._slice)
+            except UnreachableError as error:
+                if not silent:
+                    say(f"waiting for the next round, and the driver does not answer ({error})")
+                silent = True
+                continue
+            if silent:
+                say("the driver answers again; waiting for the next round")
+            silent = False
+            entry = found.get(contract.JOB_WORLD)
+            if entry is None:
+                continue
+            self._seen = entry.revision
+            world = decode(World, entry.value)
+            me = world.member(self.born.worker)
+            if me is not None and world.round > left:
+                return world, me

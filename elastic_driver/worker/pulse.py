@@ -1,0 +1,55 @@
+"""A few numbers that the training thread and the heartbeat thread share.
+
+The training thread writes how far it is at every commit and compares one integer; the heartbeat
+thread reads the one and writes the other. Each field has one writer and is replaced whole, so no
+lock is needed: the interpreter makes each assignment atomic. Steps are committed steps in all,
+times are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+NEVER = sys.maxsize  # leave after this step: not before the end of time
+AT_ONCE = -1  # any commit is late enough
+
+
+class Pulse:
+    """How far this process is, and when it has been asked to leave its round."""
+
+    __slots__ = (
+        "committed_at",
+        "leave_after",
+        "leave_reason",
+        "round",
+        "step_time",
+        "steps",
+        "version",
+    )
+
+    def __init__(self) -> None:
+        self.round = 0  # written by the training thread when it has joined; 0: in no round
+        self.steps = 0  # commits in this round; likewise
+        self.version = -1  # committed steps in all; written by the training thread at each commit
+        self.committed_at = time.monotonic()  # likewise
+        self.step_time = 0.0  # seconds the last step took; likewise
+        self.leave_after = NEVER  # written by the heartbeat thread
+        self.leave_reason = ""  # written before `leave_after`, so that it is there when needed
+
+    def committed(self, version: int) -> bool:
+        """Note a committed step; True when it is time to leave the round."""
+        now = time.monotonic()
+        self.step_time, self.committed_at, self.version = now - self.committed_at, now, version
+        self.steps += 1
+        return version >= self.leave_after
+
+    def entered(self, round_id: int, version: int) -> None:
+        """Note a new round, in which no step was committed and nobody was asked to leave yet."""
+        self.committed_at, self.version = time.monotonic(), version
+        self.leave_after, self.steps = NEVER, 0
+        self.round = round_id
+
+    def left(self) -> None:
+        """Note that this process is in no round."""
+        self.round = 0

@@ -1,0 +1,82 @@
+"""`elastic.init()` and `elastic.shutdown()`: the one membership of this process.
+
+Scripts call `init` themselves or leave it to `@elastic.run`. What was started is stopped when the
+script ends, and forgotten in forked children, which must neither beat nor hold on to the
+connections of the training process. Torch is imported here, by way of `world`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from elastic_driver.errors import UsageError
+from elastic_driver.worker import context, current
+from elastic_driver.worker.link import Standing
+from elastic_driver.worker.notes import say
+from elastic_driver.worker.world import Membership
+
+BACKENDS = ("gloo",)
+
+
+class _Session:
+    """The one mutable cell of this module."""
+
+    membership: Membership | None = None
+    exits: bool = False  # whether the hooks for exit and fork are in place
+
+
+def init(backend: str | None = None) -> None:
+    """Join the job: wait for the first round with this process, and build its process group.
+
+    Does nothing when this process is in a world already. Without `elasticrun` the process becomes
+    a world of one, so that a script can be tried with plain `python`.
+
+    Args:
+        backend: "gloo" or None, which means the same.
+
+    Raises:
+        UsageError: for an unknown backend, or an environment that is none of a worker.
+        RendezvousError: where the rendezvous cannot be reached or refuses this worker.
+    """
+    if backend not in (None, *BACKENDS):
+        raise UsageError(f"backend {backend!r} is not supported; use one of {', '.join(BACKENDS)}")
+    member = begin()
+    if member.group is None:
+        member.say_ready(Standing(), "started")
+        member.join(Standing())
+
+
+def begin() -> Membership:
+    """The membership of this process, started if it was not; does not wait for a round."""
+    if _Session.membership is None:
+        born = context.from_environment()
+        if born is None:
+            say("not started by elasticrun: training in this process alone, as a world of one")
+        member = Membership(born)
+        member.start()
+        _Session.membership = member
+        if not _Session.exits:
+            atexit.register(shutdown)
+            os.register_at_fork(after_in_child=_forget_in_child)
+            _Session.exits = True
+    return _Session.membership
+
+
+def membership() -> Membership | None:
+    """The membership of this process, or None before `init()` and after `shutdown()`."""
+    return _Session.membership
+
+
+def shutdown() -> None:
+    """Leave the world and stop beating. Called at exit; harmless to call twice."""
+    member, _Session.membership = _Session.membership, None
+    if member is not None:
+        member.stop()
+
+
+def _forget_in_child() -> None:
+    member, _Session.membership = _Session.membership, None
+    if member is not None and member.group is not None:
+        member.group.close_in_child()
+    current.forget()

@@ -1,0 +1,273 @@
+"""What a job must not lose: model, optimizer, and every value a script trains with.
+
+In synchronous data parallelism every rank holds the same state at a step boundary, so a commit
+copies no parameter and no optimizer tensor. It counts. A hook behind `optimizer.step()` says
+whether the tensors still are those of the last commit (*clean*) or a step further (*dirty*); after
+a failure the clean rank with the highest version is the source, and whoever differs receives.
+Small things (buffers, learning rates, schedulers, scalers, sampler positions, random generators,
+plain attributes) are copied at a commit and put back by `restore()`.
+
+Scripts make one; `run` drives it. `version` counts committed steps, of all rounds together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from elastic_driver.core.messages import World
+from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
+from elastic_driver.worker import current, session
+from elastic_driver.worker.agreement import Agreement, agree, agree_afresh
+from elastic_driver.worker.copying import copied
+from elastic_driver.worker.following import Advancing, StepCounter
+from elastic_driver.worker.link import Standing
+from elastic_driver.worker.notes import say
+from elastic_driver.worker.parts import Part, part_for
+from elastic_driver.worker.pulse import Pulse
+from elastic_driver.worker.rng import RandomStates
+from elastic_driver.worker.sharing import Shared, check_sendable, receive, send, stand_by
+from elastic_driver.worker.wrapping import note_in_sync
+
+__all__ = ["Advancing", "ObjectState", "State", "TorchState"]
+
+UNTRAINED = -1  # the version of a state that holds nothing worth keeping
+
+
+class State:
+    """Base of all states: attributes, a version, and the agreement on whose values are right.
+
+    Every keyword argument becomes an attribute. Objects with `state_dict()` and
+    `load_state_dict()` are kept through these; all others by value, mutable ones copied. Names
+    that start with an underscore are the class's own.
+
+    Args:
+        snapshot: keep real copies of all tensors at each commit. For steps that are not one call
+            of one optimizer (several optimizers, closures) and must never be half done after
+            a failure. Always on where there is a module and no optimizer: nothing tells then
+            when the module changes.
+        attributes: what to keep.
+
+    Raises `UsageError` for a name that is a method or property here.
+    """
+
+    def __init__(self, *, snapshot: bool = False, **attributes: Any) -> None:
+        self._values: dict[str, Any] = {}
+        self._parts: dict[str, Part] = {}
+        self._kept_values: dict[str, Any] = {}
+        self._kept_random: dict[str, Any] | None = None
+        self._random = RandomStates()
+        self._counter = StepCounter()
+        self._callbacks: list[Callable[[], None]] = []
+        self._pulse = Pulse()  # one of our own until we are in a world
+        self._round = 0  # the round this state was last synchronised in
+        self._version = UNTRAINED
+        self._torn = False  # a sender was lost while its tensors came in
+        self._wants_snapshot = self._snapshot = snapshot
+        for name, value in attributes.items():
+            if name.startswith("_") or hasattr(type(self), name):
+                raise UsageError(f"a state has a {name!r} of its own; choose another name")
+            self._values[name] = value
+        self._arrange()
+
+    # ---- attributes ----------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        values = self.__dict__.get("_values", {})
+        if name in values:
+            return values[name]
+        raise AttributeError(
+            f"the state has no {name!r}; give it to the constructor: "
+            f"{type(self).__name__}(…, {name}=…)"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+            return
+        before = self._values.get(name)
+        self._values[name] = value
+        if before is not value and (name in self._parts or hasattr(value, "state_dict")):
+            self._arrange()
+
+    def _arrange(self) -> None:
+        """Sort the attributes by how they are kept; again whenever an object is exchanged."""
+        self._parts = {
+            name: part
+            for name, value in self._values.items()
+            if (part := part_for(name, value)) is not None
+        }
+        optimizers = self._optimizers()
+        advancing = [v for v in self._values.values() if isinstance(v, Advancing)]
+        self._counter.watch(optimizers, advancing)
+        self._snapshot = self._wants_snapshot or (bool(self._modules()) and not optimizers)
+
+    def _optimizers(self) -> list[Optimizer]:
+        return [value for value in self._values.values() if isinstance(value, Optimizer)]
+
+    def _modules(self) -> list[torch.nn.Module]:
+        return [value for value in self._values.values() if isinstance(value, torch.nn.Module)]
+
+    # ---- what users call -----------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Committed steps this state stands for; −1 before the first sync."""
+        return self._version
+
+    @property
+    def clean(self) -> bool:
+        """Whether the tensors are, or by `restore()` become, exactly those of `version`."""
+        return not self._torn and (self._snapshot or self._counter.at_rest())
+
+    def commit(self) -> None:
+        """Mark a step boundary: nothing done until here will be lost, or done again.
+
+        Raises `HostsUpdatedInterrupt`, after the same step on every rank, when the world is to
+        change. Costs no message and copies no parameter.
+        """
+        self.save()
+        self._version += 1
+        pulse = self._pulse
+        if pulse.committed(self._version):
+            raise HostsUpdatedInterrupt(pulse.leave_reason)
+
+    def check_host_updates(self) -> None:
+        """Raise `HostsUpdatedInterrupt` if this step boundary is where the world changes.
+
+        `commit()` does it as well. Every rank must call it after the same commits.
+        """
+        if self._version >= self._pulse.leave_after:
+            raise HostsUpdatedInterrupt(self._pulse.leave_reason)
+
+    def save(self) -> None:
+        """Copy what `restore()` is to put back; part of `commit()`."""
+        if self._counter.steps == 0 and self._kept_random is not None:
+            self._count_skipped_step()
+        parts = self._parts
+        for part in parts.values():
+            part.keep()
+        self._kept_values = {n: copied(v) for n, v in self._values.items() if n not in parts}
+        self._kept_random = self._random.take()
+        if self._snapshot:
+            for part in parts.values():
+                part.keep_large()
+        self._counter.restart()
+
+    def restore(self) -> None:
+        """Go back to the last commit, and drop gradients.
+
+        Where the tensors have gone on since then, and no snapshot has them, all stays as it is:
+        the next `sync()` brings a clean state from another rank, or settles for the furthest.
+        """
+        for optimizer in self._optimizers():
+            optimizer.zero_grad(set_to_none=True)
+        if self._kept_random is None or not self.clean:
+            return
+        for part in self._parts.values():
+            part.roll_back()
+            if self._snapshot:
+                part.roll_back_large()
+        self._values.update({name: copied(value) for name, value in self._kept_values.items()})
+        self._random.put(self._kept_random)
+        self._counter.restart()
+
+    def sync(self) -> None:
+        """Make this state the same on every rank, in as few bytes as it takes.
+
+        Collective; once a round, later calls do nothing. Who has the right state follows from
+        what the members said when the round was formed; where all have it, nothing is sent.
+        Afterwards it counts as committed. Raises `UsageError` for attributes that cannot be
+        sent and for models that differ, `StateLostError` where nobody has a whole state left.
+        """
+        member = session.begin()
+        if member.group is None or member.world is None or member.world.round == self._round:
+            return
+        self._pulse = member.pulse
+        world = member.world
+        # What the members said was said of their first state; of another they know nothing yet.
+        known = member.speaks_for(self)
+        verdict = agree(world) if known else agree_afresh(world, self._pulse.version)
+        self._come_to(verdict, world)
+        self._round = world.round
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Call these, in order, after every change of the world (to adapt a learning rate, …)."""
+        self._callbacks.extend(callbacks)
+
+    # ---- what `run` calls ----------------------------------------------------------------
+
+    def standing(self) -> Standing:
+        """What to report when READY for the next round.
+
+        A dirty state counts the optimizer steps it has gone on, so that where all are dirty
+        the furthest is found; a step that was interrupted half-way does not count.
+        """
+        if self._torn or self._version == UNTRAINED:
+            return Standing(version=UNTRAINED, clean=not self._torn)
+        if self.clean:
+            return Standing(version=self._version, clean=True)
+        counter = self._counter
+        further = 0 if counter.unfinished else counter.steps
+        return Standing(version=self._version + further, clean=False)
+
+    def on_reset(self) -> None:
+        """The world has changed, and this state is the same everywhere again."""
+        for value in self._values.values():
+            if isinstance(value, Advancing):
+                value.reset()
+        for callback in self._callbacks:
+            callback()
+
+    # ---- the parts of sync ---------------------------------------------------------------
+
+    def _come_to(self, verdict: Agreement, world: World) -> None:
+        rank = current.rank()
+        shared = Shared(self._parts, self._values, self._random)
+        if verdict.fresh:
+            check_sendable(shared)  # now, on every rank, rather than at the first failure
+        if verdict.receivers:
+            if rank == verdict.source:
+                send(shared, rank)
+            elif rank in verdict.receivers:
+                self._torn = True
+                receive(shared, verdict.source, newcomer=not verdict.fresh and self._is_untrained())
+                self._torn = False
+            else:
+                stand_by(verdict.source)
+        if not verdict.exact and rank == verdict.source:
+            say(
+                f"round {world.round}: no worker was at a commit; going on from rank {rank}, "
+                f"which was furthest (step {verdict.version}); commit after each optimizer step, "
+                "or use snapshot=True, to be exact here too"
+            )
+        self._version = self._pulse.version = verdict.version
+        self._counter.restart()
+        self.save()
+        for module in self._modules():
+            note_in_sync(module)
+
+    def _is_untrained(self) -> bool:
+        return self._version == UNTRAINED
+
+    def _count_skipped_step(self) -> None:
+        """A scaler that lowered its scale has skipped the step; its batch is used up though."""
+        if any(part.has_skipped() for part in self._parts.values()):
+            self._counter.advance()
+
+
+class ObjectState(State):
+    """A state of plain values: counters, lists, whatever a loop trains with besides a model."""
+
+
+class TorchState(State):
+    """A state of models, optimizers, schedulers, scalers, samplers and plain values.
+
+        state = TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
+
+    Any keyword will do, and any number of each kind. The first optimizer is the one whose steps
+    move the samplers.
+    """

@@ -1,0 +1,191 @@
+"""Joins and leaves the worlds of a job: one process, one membership, one round at a time.
+
+`run` and `elastic.init()` drive it from the main thread: say READY, wait for a round with us in
+it, build its process group, train, leave, again. The heartbeat thread brings notices: to leave
+after a named step, or at once, which also ends a construction or a collective that waits for a
+peer that is gone. A process that `elasticrun` did not start is a world of one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import HashStore, Store
+
+from elastic_driver.core.messages import Member, Notice, World
+from elastic_driver.worker import current, groups
+from elastic_driver.worker.context import WorkerContext, alone
+from elastic_driver.worker.groups import Group, GroupBuilder, RoundOverError
+from elastic_driver.worker.link import Link, Standing
+from elastic_driver.worker.pulse import AT_ONCE, Pulse
+from elastic_driver.worker.wrapping import tear_down_wrapped
+
+
+class Membership:
+    """This process's part in the job; made once, by the main thread.
+
+    `world` and `group` are those of the round it is in; `group` is None between two rounds.
+    """
+
+    def __init__(self, born: WorkerContext | None) -> None:
+        self.pulse = Pulse()
+        self.world: World | None = None
+        self.group: Group | None = None
+        self._link = Link(born, self.pulse, self._on_notice) if born is not None else None
+        self._left = 0  # the round left last
+        self._speaker: object | None = None  # the state that READY was said of
+        self._lock = threading.Lock()  # guards what follows: notices come on the heartbeat thread
+        self._notice: Notice | None = None
+        self._builder: GroupBuilder | None = None
+        self._building = 0  # round `_builder` is at work for
+
+    def speaks_for(self, state: object) -> bool:
+        """Whether what this process said of its state when READY was said of this one.
+
+        The first state to ask is the one; a second one in the same script is not.
+        """
+        if self._speaker is None:
+            self._speaker = state
+        return self._speaker is state
+
+    def start(self) -> None:
+        """Begin to beat. Raises `RendezvousError` where the rendezvous cannot be used."""
+        # One request a rank in place of one a peer; gloo reads it when a group is built.
+        os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
+        if self._link is not None:
+            self._link.start()
+
+    def stop(self) -> None:
+        """Leave the world, if in one, and stop beating; bounded, whatever the peers do."""
+        self.leave()
+        if self._link is not None:
+            self._link.stop()
+        current.forget()
+
+    # ---- joining -------------------------------------------------------------------------
+
+    def say_ready(self, standing: Standing, reason: str, speaker: object | None = None) -> None:
+        """Report for the next round what `speaker`, a state, stands for.
+
+        With gloo this may be done before `leave`, to save time.
+        """
+        self._speaker = speaker
+        if self._link is not None:
+            self._link.say_ready(self._left, standing, reason)
+
+    def join(self, standing: Standing) -> World:
+        """Become a member of the next round, however many attempts it takes.
+
+        A round that ends while its group is built costs nothing: we report for the next one.
+        Raises `RendezvousError` only where the rendezvous refuses us; silence is waited out.
+        """
+        link = self._link
+        if link is None:
+            return self._enter_alone()
+        while True:
+            world, me = link.await_world(self._left)
+            try:
+                self._enter(link, world, me, standing)
+            except RoundOverError as error:
+                self._left = world.round
+                reason = f"round {world.round} ended while its group was built: {error}"
+                link.say_ready(self._left, standing, reason)
+            else:
+                return world
+
+    def _enter(self, link: Link, world: World, me: Member, standing: Standing) -> None:
+        store = link.store(world.round)
+        device = groups.gloo_device(world, link.born.endpoint)
+        rank, size = me.place.rank, world.size
+
+        def build(store: Store, rank: int, size: int) -> Group:
+            builder = GroupBuilder(store, rank, size, device, not_to=link.port)
+            return self._build(builder, world.round)
+
+        group = build(store, rank, size)
+
+        def subgroup(store: Store, rank: int, size: int, _timeout: timedelta) -> Any:
+            part = build(store, rank, size)
+            group.connections += part.connections
+            return part.backend
+
+        groups.install(group, store, rank, size, subgroup)
+        self._entered(world, me, group, standing.version)
+
+    def _build(self, builder: GroupBuilder, round_id: int) -> Group:
+        with self._lock:
+            self._builder, self._building = builder, round_id
+            if self._notice is not None and _at_once(self._notice, round_id):
+                builder.abandon(self._notice.reason)
+        try:
+            return builder.build(f"elastic-group-{round_id}")
+        finally:
+            with self._lock:
+                self._builder = None
+
+    def _entered(self, world: World, me: Member, group: Group, version: int) -> None:
+        with self._lock:
+            self.world, self.group = world, group
+            self._left = world.round
+            self.pulse.entered(world.round, version)
+            if self._notice is not None:  # it may have come while the group was built
+                self._obey(self._notice)
+        current.enter(me.place, world.round)
+
+    def _enter_alone(self) -> World:
+        me = Member(worker="localhost.0.0", place=alone())
+        world = World(round=self._left + 1, members=(me,), reason="started alone")
+        device = groups.gloo_device(world, None)
+
+        def subgroup(store: Store, rank: int, size: int, _timeout: timedelta) -> Any:
+            return groups.make_gloo(store, rank, size, device)
+
+        store = HashStore()
+        group = GroupBuilder(store, 0, 1, device, not_to=None).build("elastic-group")
+        groups.install(group, store, 0, 1, subgroup)
+        self._entered(world, me, group, self.pulse.version)
+        return world
+
+    # ---- leaving -------------------------------------------------------------------------
+
+    def leave(self, broken: bool = False) -> None:
+        """Take the process group down; `broken`: cut what may still wait in it first."""
+        with self._lock:
+            group, self.group = self.group, None
+            self.pulse.left()
+        if group is None:
+            return
+        if broken:
+            group.cut()
+        tear_down_wrapped()
+        groups.uninstall()
+
+    # ---- notices, on the heartbeat thread ------------------------------------------------
+
+    def _on_notice(self, notice: Notice) -> None:
+        with self._lock:
+            self._notice = notice
+            if self._builder is not None and _at_once(notice, self._building):
+                self._builder.abandon(notice.reason)
+            self._obey(notice)
+
+    def _obey(self, notice: Notice) -> None:
+        """Pass a notice of the round we are in on to the training thread. Needs the lock."""
+        pulse = self.pulse
+        if pulse.round == 0 or notice.round < pulse.round:
+            return
+        pulse.leave_reason = notice.reason
+        if _at_once(notice, pulse.round):
+            pulse.leave_after = AT_ONCE
+            if self.group is not None:
+                self.group.cut()
+        elif notice.after_step is not None:
+            pulse.leave_after = notice.after_step
+
+
+def _at_once(notice: Notice, round_id: int) -> bool:
+    """Whether this notice ends that round now: it says so, or it speaks of a later one."""
+    return notice.round > round_id or (notice.round == round_id and notice.after_step is None)
