@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from elastic_driver.errors import ExitCode
 from launcher.agent.agent import Agent, AgentConfig
-from launcher.agent.starter import FreshStarter
 from rendezvous.auth import read_token_file
 from rendezvous.errors import TokenError
 
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TokenError as error:
         print(f"elasticrun: agent on {config.host}: {error}", file=sys.stderr)
         return int(error.exit_code)
-    return asyncio.run(Agent(config, token, FreshStarter()).run())
+    return asyncio.run(Agent(config, token).run())
 
 
 if __name__ == "__main__":

@@ -36,10 +36,12 @@ from elastic_driver.core.messages import (
 from elastic_driver.errors import ExitCode
 from launcher.agent.console import Console
 from launcher.agent.descendants import become_subreaper
-from launcher.agent.environment import Meeting
+from launcher.agent.environment import Meeting, common_environment
 from launcher.agent.outbox import Outbox
 from launcher.agent.ports import free_ports
-from launcher.agent.starter import Starter
+from launcher.agent.warm import WarmStarter
+from launcher.agent.warm_command import NotWarmable
+from launcher.agent.warm_plan import plan as plan_warm_parent
 from launcher.agent.workers import Workers
 from rendezvous.aclient import AsyncRendezvousClient
 from rendezvous.errors import RendezvousError
@@ -75,8 +77,9 @@ class Ending(Struct, frozen=True):
 class Agent:
     """Carries out the driver's orders on this host until it ends; `run` once."""
 
-    def __init__(self, config: AgentConfig, token: str, starter: Starter) -> None:
-        self._config, self._token, self._starter = config, token, starter
+    def __init__(self, config: AgentConfig, token: str) -> None:
+        self._config, self._token = config, token
+        self._starter = WarmStarter(self._say)
         self._endings: asyncio.Queue[Ending] = asyncio.Queue()
         self._signals = 0
         self._shutting_down = False
@@ -173,6 +176,7 @@ class Agent:
             say=self._say,
         )
         self._workers = workers
+        self._warm_up(spec)
         outbox.put(self._introduction())
         loops = [
             asyncio.create_task(self._guarded(self._obey(client, spec, workers))),
@@ -210,6 +214,19 @@ class Agent:
             return reading.result()
         except (RendezvousError, msgspec.DecodeError) as error:
             return Ending(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)
+
+    def _warm_up(self, spec: JobSpec) -> None:
+        """Begin to import what the workers will; harmless where that cannot be done."""
+        env = common_environment(os.environ, spec)
+        try:
+            plan = plan_warm_parent(
+                spec.command, env, spec.cwd, warm=spec.warm, preload=spec.preload
+            )
+        except NotWarmable as reason:
+            if spec.warm:  # somebody asked for it
+                self._say(f"no warm workers: {reason}")
+            return
+        self._starter.launch(plan)
 
     async def _stop_workers(self, workers: Workers, ending: Ending) -> Ending:
         """Stop all workers and wait for their end; a further reason may shorten their grace."""

@@ -28,6 +28,7 @@ _NOT_INHERITED = frozenset(
         contract.RENDEZVOUS,
         contract.TOKEN_FILE,
         contract.HEARTBEAT_TIMEOUT,
+        contract.VIRTUAL_WORKERS,
     )
 )
 
@@ -49,12 +50,7 @@ def worker_environment(
     `JobSpec.env` overrides what is inherited, and the names of the contract override both.
     The remaining defaults (threads, buffering, interface) yield to whatever the user has set.
     """
-    env = {
-        name: value
-        for name, value in inherited.items()
-        if name not in _NOT_INHERITED and not name.startswith(_NOT_INHERITED_PREFIX)
-    }
-    env.update(spec.env)
+    env = common_environment(inherited, spec)
     for name, value in _defaults(order).items():
         env.setdefault(name, value)
     env.update(_torchrun_names(spec, order))
@@ -72,6 +68,20 @@ def worker_environment(
     return env
 
 
+def common_environment(inherited: Mapping[str, str], spec: JobSpec) -> dict[str, str]:
+    """What all workers of the job share on this host, whichever place they take."""
+    env = {
+        name: value
+        for name, value in inherited.items()
+        if name not in _NOT_INHERITED and not name.startswith(_NOT_INHERITED_PREFIX)
+    }
+    env.update(spec.env)
+    env.setdefault("PYTHONUNBUFFERED", "1")  # else the last lines before a SIGKILL are lost
+    # One set and one multi_get per rank in place of a request for each peer.
+    env.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
+    return env
+
+
 def is_loopback(address: str) -> bool:
     """Whether an address reaches this machine only; a name other than localhost does not."""
     if address == "localhost":
@@ -83,10 +93,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _defaults(order: StartWorkerOrder) -> dict[str, str]:
-    defaults = {
-        "PYTHONUNBUFFERED": "1",  # else the last lines before a SIGKILL are lost
-        "GLOO_ENABLE_STORE_V2_API": "1",  # one set and one multi_get per rank
-    }
+    defaults = {}
     if order.place.local_size > 1:
         defaults["OMP_NUM_THREADS"] = "1"  # as torchrun: workers share the cores
     if is_loopback(order.master_addr):

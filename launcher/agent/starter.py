@@ -46,6 +46,10 @@ class StartError(Exception):
 class Starter(Protocol):
     """Starts processes for the agent."""
 
+    async def ready(self) -> None:
+        """Wait while waiting makes `start` quicker (a fork server warms up); has a deadline."""
+        ...
+
     def start(self, spec: ProcessSpec) -> int:
         """Start `spec`; return the pid of a child of this process.
 
@@ -70,6 +74,9 @@ class Starter(Protocol):
 
 class FreshStarter:
     """Executes the command in a new process."""
+
+    async def ready(self) -> None:
+        """See `Starter.ready`: it always is."""
 
     def start(self, spec: ProcessSpec) -> int:
         """See `Starter.start`."""

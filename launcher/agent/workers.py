@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from launcher.agent.process import Family, WorkerProcess
 from launcher.agent.starter import EXIT_NOT_EXECUTABLE, ProcessSpec, Starter, StartError
 
 DRAIN_S = 2.0  # for pipes that a process out of our reach still holds open
-_SIGABRT = -6
 
 
 class Workers:
@@ -58,45 +58,33 @@ class Workers:
         self._family = Family(starter.own_pids)
         self._processes: dict[str, WorkerProcess] = {}
         self._outputs: dict[str, WorkerOutput] = {}
-        self._followers: set[asyncio.Task[None]] = set()
+        self._lives: set[asyncio.Task[None]] = set()
+        self._pending: set[str] = set()  # ordered, not started, not stopped
         self._known: set[str] = set()  # every worker ever ordered: none is started twice
 
     def start(self, order: StartWorkerOrder) -> None:
-        """Start a worker; what goes wrong is reported as its end."""
+        """Start a worker as soon as the starter is ready; what goes wrong is told as its end.
+
+        Several are started in the order of the calls.
+        """
         worker = order.worker
         if worker in self._known:
             return
         self._known.add(worker)
-        try:
-            output = self._connect(order)
-        except (OSError, ValueError) as error:
-            self._report(WorkerExited(worker, EXIT_NOT_EXECUTABLE, f"cannot start: {error}"))
-            return
-        stdout_fd, stderr_fd = output.child_fds
-        env = worker_environment(self._inherited, self._spec, order, self._meeting)
-        spec = ProcessSpec(self._spec.command, env, self._spec.cwd, stdout_fd, stderr_fd)
-        try:
-            pid = self._starter.start(spec)
-        except StartError as error:
-            output.finish(failed=True)
-            self._report(WorkerExited(worker, error.exit_code, str(error)))
-            return
-        output.close_child_side()
-        marks = {contract.RUN_ID: self._spec.run_id, contract.WORKER_ID: worker}
-        process = WorkerProcess(pid, self._family, marks)
-        self._processes[worker], self._outputs[worker] = process, output
-        self._report(WorkerStarted(worker, pid))
-        follower = asyncio.get_running_loop().create_task(self._follow(worker, process, output))
-        self._followers.add(follower)
-        follower.add_done_callback(self._followers.discard)
+        self._pending.add(worker)
+        life = asyncio.get_running_loop().create_task(self._live(order))
+        self._lives.add(life)
+        life.add_done_callback(self._lives.discard)
 
     def stop(self, worker: str, grace: float) -> None:
-        """Stop a worker; harmless when it is not there (any more)."""
+        """Stop a worker, or do not start it at all; harmless when it is not there (any more)."""
+        self._pending.discard(worker)
         if (process := self._processes.get(worker)) is not None:
             process.stop(grace)
 
     def stop_all(self, grace: float) -> None:
         """Stop every worker."""
+        self._pending.clear()
         for process in self._processes.values():
             process.stop(grace)
 
@@ -113,8 +101,8 @@ class Workers:
 
     async def all_ended(self) -> None:
         """Wait until no worker is left; whoever calls has stopped them."""
-        while self._followers:
-            await asyncio.wait(set(self._followers))
+        while self._lives:
+            await asyncio.wait(set(self._lives))
 
     async def end_strays(self) -> None:
         """Kill every process below us that is neither a worker nor the starter's."""
@@ -123,6 +111,46 @@ class Workers:
     def reap_strays(self) -> None:
         """Collect strays that have ended by themselves."""
         self._family.strays()
+
+    # ---- one worker's life ---------------------------------------------------------------
+
+    async def _live(self, order: StartWorkerOrder) -> None:
+        """From the order to the report of its end."""
+        await self._starter.ready()
+        worker = order.worker
+        if worker not in self._pending:
+            self._report(WorkerExited(worker, -signal.SIGTERM, "stopped before it was started"))
+            return
+        self._pending.discard(worker)
+        try:
+            output = self._connect(order)
+        except (OSError, ValueError) as error:
+            self._report(WorkerExited(worker, EXIT_NOT_EXECUTABLE, f"cannot start: {error}"))
+            return
+        try:
+            process = self._execute(order, output)
+        except StartError as error:
+            output.finish(failed=True)
+            self._report(WorkerExited(worker, error.exit_code, str(error)))
+            return
+        self._processes[worker], self._outputs[worker] = process, output
+        self._report(WorkerStarted(worker, process.pid))
+        code = await process.ended()
+        await output.drained(DRAIN_S)
+        tail = output.finish(failed=code != 0)
+        del self._processes[worker], self._outputs[worker]
+        # A process that was killed did not fall by itself, whatever it logged before.
+        fell = code > 0 or code == -signal.SIGABRT
+        self._report(WorkerExited(worker, code, tail, victim=fell and looks_like_peer_loss(tail)))
+
+    def _execute(self, order: StartWorkerOrder, output: WorkerOutput) -> WorkerProcess:
+        env = worker_environment(self._inherited, self._spec, order, self._meeting)
+        stdout_fd, stderr_fd = output.child_fds
+        spec = ProcessSpec(self._spec.command, env, self._spec.cwd, stdout_fd, stderr_fd)
+        pid = self._starter.start(spec)
+        output.close_child_side()
+        marks = {contract.RUN_ID: self._spec.run_id, contract.WORKER_ID: order.worker}
+        return WorkerProcess(pid, self._family, marks)
 
     def _connect(self, order: StartWorkerOrder) -> WorkerOutput:
         routing = route(self._spec, order.place.slot)
@@ -150,12 +178,3 @@ class Workers:
         except OSError as error:
             self._say(f"cannot open {path} ({error.strerror}); it will be missing")
             return None
-
-    async def _follow(self, worker: str, process: WorkerProcess, output: WorkerOutput) -> None:
-        code = await process.ended()
-        await output.drained(DRAIN_S)
-        tail = output.finish(failed=code != 0)
-        del self._processes[worker], self._outputs[worker]
-        # A process that was killed did not fall by itself, whatever it logged before.
-        fell = code > 0 or code == _SIGABRT
-        self._report(WorkerExited(worker, code, tail, victim=fell and looks_like_peer_loss(tail)))
