@@ -1,9 +1,9 @@
 """Warm workers: forks of a process that has imported the heavy modules already.
 
-`WarmStarter` is the agent's end of the conversation; the other end, in `launcher.agent.warm_parent`,
-is the job's own command held just before its first line. A worker it gives is a child of the
-agent like any other. Whatever cannot be had from a warm parent (another command, an unsafe fork, a
-parent that has died) is started by the fallback, with the reason said once.
+`WarmStarter` is the agent's end of the conversation; the other end (`launcher.agent.warm_parent`)
+is the job's own command, held just before its first line. A worker it gives is a child of the
+agent like any other. Whatever cannot be had from a warm parent (another command, an unsafe fork,
+a parent that has died) is started by the fallback, with the reason said once.
 
 One warm parent for each agent, and `spares` processes forked from it in advance. All waiting here
 has a deadline; times are seconds.
@@ -22,9 +22,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from launcher.agent.descendants import children, die_with_parent
+from launcher.agent.descendants import children, die_with_parent, reap
 from launcher.agent.starter import FreshStarter, ProcessSpec, Starter
 from launcher.agent.warm_command import NotWarmable
 from launcher.agent.warm_plan import WarmPlan
@@ -36,6 +36,7 @@ MOST_LAUNCHES = 4  # warm parents in an agent's life: one that keeps dying is no
 _PAD = "x" * 8192  # room in /proc/<pid>/environ for the variables that siblings do not share
 _HOOK = str(Path(__file__).parent / "warm_parent")
 _EXIT_ORPHANED = 70
+_LOOK_AGAIN_S = 0.001
 
 
 class WarmStarter:
@@ -52,6 +53,7 @@ class WarmStarter:
         self._parent: _WarmParent | None = None
         self._launches = 0
         self._said: set[str] = set()
+        self._waiting = asyncio.Lock()
 
     def launch(self, plan: WarmPlan) -> None:
         """Start the warm parent of this plan; it imports while the agent goes on."""
@@ -69,13 +71,16 @@ class WarmStarter:
         Waiting is the quicker way: the imports have begun already, and workers that import for
         themselves would only compete with them for the cores.
         """
-        while (parent := self._parent) is not None and parent.warming:
-            if parent.waited > WARM_UP_S:
-                self._lose(f"it was not warm after {WARM_UP_S:.0f} s")
-                return
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(parent.changed(), WARM_UP_S - parent.waited)
-            self._listen()
+        deadline = time.monotonic() + WARM_UP_S
+        async with self._waiting:  # one at a time may wait for a socket
+            while (parent := self._parent) is not None and parent.warming:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    self._lose(f"it was not warm after {WARM_UP_S:.0f} s")
+                    return
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(parent.changed(), left)
+                self._listen()
 
     def start(self, spec: ProcessSpec) -> int:
         """See `Starter.start`. Forks only if the warm parent is warm by now."""
@@ -154,7 +159,6 @@ class _WarmParent:
     def __init__(self, plan: WarmPlan) -> None:
         self.warming = True
         self.ended = False
-        self._began = time.monotonic()
         self._heard = bytearray()
         with contextlib.ExitStack() as on_error:
             self._queue, their_queue = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -179,19 +183,17 @@ class _WarmParent:
         """The warm parent's process, which leads the session of all its spares."""
         return self._process.pid
 
-    @property
-    def waited(self) -> float:
-        """Seconds since it was started."""
-        return time.monotonic() - self._began
-
     async def changed(self) -> None:
         """Wait until it says something, or ends."""
         loop = asyncio.get_running_loop()
-        piece = await loop.sock_recv(self._status, 65536)
+        try:
+            piece = await loop.sock_recv(self._status, 65536)
+        except ConnectionError:
+            piece = b""
         self._heard += piece
         self.ended |= not piece
 
-    def news(self) -> list[dict[str, object]]:
+    def news(self) -> list[dict[str, Any]]:
         """Messages that have come since the last call."""
         with contextlib.suppress(BlockingIOError):
             while not self.ended:
@@ -226,7 +228,7 @@ class _WarmParent:
             try:
                 ours.sendall(b"go")
             except OSError:
-                _collect(pid)
+                _end(pid)
                 raise
         return pid
 
@@ -253,14 +255,14 @@ class _WarmParent:
         self._queue.close()
         self._status.close()
         self._log.close()
+        self._process.kill()  # first, so that no further spare comes
         deadline = time.monotonic() + END_S
-        while own := self.own_pids() - {self.pid}:
-            self._process.kill()
-            for pid in own:
-                _collect(pid)
+        while spares := self.own_pids() - {self.pid}:
+            for pid in spares:
+                _end(pid)
             if time.monotonic() > deadline:
                 break
-        self._process.kill()
+            time.sleep(_LOOK_AGAIN_S)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
 
@@ -300,8 +302,8 @@ def _line(message: dict[str, object]) -> bytes:
     return json.dumps(message).encode("ascii") + b"\n"
 
 
-def _collect(pid: int) -> None:
-    """Kill and reap a child of ours that nobody else knows of."""
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+def _end(pid: int) -> None:
+    """Kill a child of ours that nobody else knows of, and reap it if it has ended."""
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    reap(pid)

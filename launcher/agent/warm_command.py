@@ -22,7 +22,7 @@ _MOST_FILES = 200
 _MOST_BYTES = 1 << 20
 
 
-class NotWarmable(Exception):  # noqa: N818 - an answer, not a failure
+class NotWarmable(Exception):
     """The command has to be executed anew; the text says why."""
 
 

@@ -28,8 +28,14 @@ DEFAULT_PRELOAD = ("torch",)
 # Variables in which workers may differ from their warm parent: they are read when something is
 # used, not when it is imported (OMP_NUM_THREADS is, and is therefore told to torch again).
 _LATE = frozenset(
-    (*TORCHRUN_NAMES, "OMP_NUM_THREADS", "TF_CONFIG", "CUDA_VISIBLE_DEVICES")
-    + ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+    (
+        *TORCHRUN_NAMES,
+        "OMP_NUM_THREADS",
+        "TF_CONFIG",
+        "CUDA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+    )
 )
 _LATE_PREFIXES = ("ELASTIC_", "TORCHELASTIC_", "GLOO_", "NCCL_")
 

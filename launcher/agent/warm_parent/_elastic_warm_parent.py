@@ -22,39 +22,44 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from importlib.machinery import FrozenImporter, PathFinder
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from launcher.agent.warm_parent import _elastic_warm_torch as warm_torch
     from launcher.agent.warm_parent import _elastic_warm_worker as worker
 else:  # as `sys.path` has it here, where the project may not be importable at all
+    import _elastic_warm_torch as warm_torch
     import _elastic_warm_worker as worker
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
+_LET_START_S = 0.3
 _SHARED = ("socket:", "pipe:", "anon_inode:")
 
 
-def serve(conversation: str) -> None:
+def serve(conversation: str, baseline: frozenset[str]) -> None:
     """Be the warm parent for ever; returns only in a process that is to run the command.
 
     `conversation` names two inherited descriptors: the queue of requests, which all spares read,
-    and the line to the agent, whose end is our end.
+    and the line to the agent, whose end is our end. `baseline` names the modules that a new
+    interpreter has imported by now.
     """
     queue_fd, status_fd = (int(number) for number in conversation.split(","))
     status = socket.socket(fileno=status_fd)
     queue = socket.socket(fileno=queue_fd)
     for held in (status, queue):
         held.set_inheritable(False)
-    born = worker.receive_line(status)
+    born = {**worker.receive_line(status), "baseline": baseline}
     os.environ.clear()
     os.environ.update(born["env"])
     began = time.monotonic()
     missing = _warm_up(born["preload"], born["path0"])
     _rehearse_fork()
     sys.stdout.flush()  # what an import printed is no worker's output
-    reason = _unsafe(born, {0, 1, 2, queue_fd, status_fd})
+    reason = _unsafe(born, {0, 1, 2, queue_fd, status_fd}) or _shadowed(born)
     if reason:
         _refuse(status, reason)
+    sys.path_importer_cache.pop(born["path0"], None)  # a worker looks at the folder anew
     gc.collect()
     gc.freeze()  # the collector no longer writes to these objects: their pages stay shared
     _keep_spares(born, queue, status, missing, time.monotonic() - began)
@@ -80,43 +85,10 @@ def _warm_up(preload: list[str], path0: str | None) -> list[str]:
         except Exception as error:
             missing.append(f"{name}: {type(error).__name__}: {error}")
     if "torch" in sys.modules and not any(line.startswith("torch:") for line in missing):
-        _first_step()
+        warm_torch.first_step(sys.modules["torch"])
     if path0 is not None:
         sys.path.remove(path0)
-        sys.path_importer_cache.pop(path0, None)  # the worker looks at the directory anew
     return missing
-
-
-def _first_step() -> None:
-    """One optimizer step on the CPU, for the modules that torch imports only then.
-
-    Gradients are made by hand: the autograd engine would count devices, and so touch them.
-    One thread: a pool of threads that was started here would be missing in every worker.
-    """
-    import torch  # noqa: PLC0415 - only where the job wants it
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with _without_accelerator(torch):
-        model = torch.nn.Linear(4, 4)
-        optimizer = torch.optim.Adam(model.parameters())
-        model(torch.zeros(2, 4)).sum()
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _without_accelerator(torch: Any) -> Iterator[None]:
-    """Let nobody ask the driver for devices: optimizers do, before their first step."""
-    is_available = torch.cuda.is_available
-    torch.cuda.is_available = lambda: False
-    try:
-        yield
-    finally:
-        torch.cuda.is_available = is_available
 
 
 def _rehearse_fork() -> None:
@@ -146,22 +118,23 @@ def _unsafe(born: dict[str, Any], known: set[int]) -> str | None:
             return f"importing {_names(born)} opened the device {target}"
         if target.startswith(_SHARED) and name not in known:
             return f"importing {_names(born)} opened a {target.partition(':')[0]}"
-    return _shadowed(born)
+    return None
 
 
 def _shadowed(born: dict[str, Any]) -> str | None:
-    """A module beside the script that took the place of another one while warming."""
-    path0, wanted = born["path0"], {name.partition(".")[0] for name in born["preload"]}
+    """A module beside the script that would take the place of one that is imported already."""
+    path0 = born["path0"]
     if path0 is None:
         return None
-    inside = os.path.join(path0, "")
-    installed = [entry for entry in sys.path if entry.startswith(inside)]
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        if not file.startswith(inside) or name.partition(".")[0] in wanted:
+    for name in sorted({name.partition(".")[0] for name in sys.modules}):
+        if name in born["baseline"] or FrozenImporter.find_spec(name) is not None:
+            continue  # a new interpreter has it before it looks at the script's folder
+        beside = PathFinder.find_spec(name, [path0])
+        if beside is None or beside.loader is None:
             continue
-        if not any(file.startswith(os.path.join(entry, "")) for entry in installed):
-            return f"{file} stands in for the module {name!r} that {_names(born)} needs"
+        other = PathFinder.find_spec(name)
+        if other is not None and other.loader is not None and other.origin != beside.origin:
+            return f"{beside.origin} takes the place of a module that {_names(born)} needs"
     return None
 
 
@@ -214,6 +187,9 @@ def _keep_spares(
         for life in [life for life in lives if life in ready]:
             os.close(life)
             lives.remove(life)
+        # A request that is there already is served at once; otherwise the fork waits, so that
+        # the worker that has just started takes its first steps on a core of its own.
+        select.select([status, queue], [], [], _LET_START_S)
 
 
 def _fork_spare(status: socket.socket, lives: list[int]) -> tuple[bool, int]:

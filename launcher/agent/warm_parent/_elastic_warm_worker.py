@@ -16,7 +16,12 @@ import os
 import signal
 import socket
 import sys
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from launcher.agent.warm_parent import _elastic_warm_torch as warm_torch
+else:
+    import _elastic_warm_torch as warm_torch
 
 _PR_SET_PDEATHSIG = 1
 _REQUEST_SECONDS = 5.0  # the agent says it all at once; longer means that it has given up
@@ -50,6 +55,8 @@ def await_request(born: dict[str, Any], queue: socket.socket, lifeline: int) -> 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != born["agent"]:  # it died in between, or does not adopt orphans
         os._exit(0)
+    if "torch" in sys.modules:
+        warm_torch.first_step(sys.modules["torch"])  # the pages it writes are now our own
     _own_randomness()
     while True:
         data, received, _, _ = socket.recv_fds(queue, 16, 3)
@@ -138,13 +145,11 @@ def _own_randomness() -> None:
 
 
 def _set_threads(before: str | None, wanted: str | None) -> None:
-    """torch read OMP_NUM_THREADS when it was imported; tell it the worker's own."""
-    if wanted == before or wanted is None or "torch" not in sys.modules:
+    if wanted == before or wanted is None:
         return
-    first = wanted.partition(",")[0].strip()  # a list names one number for each nesting level
+    first = wanted.partition(",")[0].strip()  # a list has one number for each level of nesting
     if first.isdigit() and int(first) > 0:
-        loaded: Any = sys.modules["torch"]
-        loaded.set_num_threads(int(first))
+        warm_torch.set_threads(sys.modules.get("torch"), int(first))
 
 
 def _show_environment(base: dict[str, str], env: dict[str, str]) -> None:

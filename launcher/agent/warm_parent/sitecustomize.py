@@ -11,14 +11,13 @@ An error must end the process: going on would run the training script in the war
 import os
 import sys
 
+_baseline = frozenset(sys.modules)
 _here = os.path.dirname(os.path.abspath(__file__))
 _conversation = os.environ.pop("ELASTIC_WARM_FDS", None)
 
 if _conversation is not None:
     try:
-        import _elastic_warm_parent
-
-        _elastic_warm_parent.serve(_conversation)
+        __import__("_elastic_warm_parent").serve(_conversation, _baseline)
     except BaseException:  # whatever it was: see above
         import traceback
 
@@ -31,4 +30,4 @@ for _name in [_name for _name in sys.modules if _name.startswith("_elastic_warm_
     del sys.modules[_name]
 del sys.modules["sitecustomize"]
 
-import sitecustomize  # noqa: E402, F401, PLW0406 - the real one; `site` expects ImportError if none
+__import__("sitecustomize")  # the real one; `site` expects the ImportError where there is none

@@ -1,0 +1,64 @@
+"""What a warm parent does to torch, and to itself, so that a fork trains at once.
+
+The rule that shapes it: no accelerator is touched, no thread is started. A CUDA driver that was
+asked for its devices is unusable in forks, and a thread pool exists only where it was started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+_ACCELERATORS = ("cuda", "hip", "xpu")
+_BLAS_SETTERS = (
+    "scipy_openblas_set_num_threads64_",
+    "openblas_set_num_threads64_",
+    "openblas_set_num_threads",
+)
+
+
+def first_step(torch: Any) -> None:
+    """One optimizer step on the CPU, in one thread: 1 s of imports, and memory that is written.
+
+    In a torch built for an accelerator the gradients are made by hand: its autograd engine counts
+    the devices before it does anything else.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with _without_accelerator(torch):
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(model.parameters())
+        loss = model(torch.zeros(2, 4)).sum()
+        if any(getattr(torch.version, name, None) for name in _ACCELERATORS):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        else:
+            loss.backward()
+        optimizer.step()
+    torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _without_accelerator(torch: Any) -> Iterator[None]:
+    """Let nobody ask the driver for devices: optimizers do, before their first step."""
+    is_available = torch.cuda.is_available
+    torch.cuda.is_available = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = is_available
+
+
+def set_threads(torch: Any | None, number: int) -> None:
+    """OMP_NUM_THREADS for libraries that have read it already: torch, and numpy's OpenBLAS."""
+    if torch is not None:
+        torch.set_num_threads(number)
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        mapped = {line.split(maxsplit=5)[5].strip() for line in file if "openblas" in line}
+    for path in mapped:
+        library = ctypes.CDLL(path)
+        for name in _BLAS_SETTERS:
+            with contextlib.suppress(AttributeError):
+                getattr(library, name)(number)
