@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from rendezvous.auth import bearer, is_authorized, make_token, read_token_file, write_token_file
+from rendezvous.errors import TokenError
+
+
+def test_a_token_survives_the_way_through_its_file(tmp_path: Path) -> None:
+    token = make_token()
+    path = write_token_file(tmp_path / "token", token)
+    assert read_token_file(path) == token
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_every_token_is_new() -> None:
+    assert len({make_token() for _ in range(100)}) == 100
+
+
+def test_the_file_is_private_whatever_the_umask_and_replaced_whole(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = write_token_file(tmp_path / "token", "old")
+        write_token_file(path, "new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_token_file(path) == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["token"]
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+def test_a_token_others_may_know_is_refused(tmp_path: Path, mode: int) -> None:
+    path = write_token_file(tmp_path / "token", "secret")
+    path.chmod(mode)
+    with pytest.raises(TokenError, match=f"mode {mode:04o}") as caught:
+        read_token_file(path)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_missing_and_an_empty_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TokenError, match="No such file"):
+        read_token_file(tmp_path / "none")
+    with pytest.raises(TokenError, match="is empty"):
+        read_token_file(write_token_file(tmp_path / "empty", ""))
+
+
+def test_a_file_that_holds_no_text_is_no_token(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_bytes(b"\xff\xfe\x00")
+    path.chmod(0o600)
+    with pytest.raises(TokenError, match="holds no token"):
+        read_token_file(path)
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TokenError, match="cannot write the token file"):
+        write_token_file(tmp_path / "none" / "token", "t")
+
+
+@pytest.mark.parametrize(
+    ("header", "allowed"),
+    [
+        ("Bearer secret", True),
+        ("bearer secret", True),
+        ("Bearer  secret ", True),
+        ("Bearer secret2", False),
+        ("Bearer ", False),
+        ("Basic secret", False),
+        ("secret", False),
+        ("Bearer s\udcffcret", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_only_the_right_token_opens(header: str | None, allowed: bool) -> None:
+    assert is_authorized(header, "secret") is allowed
+
+
+def test_what_clients_send_is_what_the_server_accepts() -> None:
+    token = make_token()
+    assert is_authorized(bearer(token), token)
