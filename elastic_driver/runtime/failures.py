@@ -97,7 +97,8 @@ def last_words(failure: Failure) -> list[str]:
 
 def describe_failure(failure: Failure) -> str:
     """Who failed, in one line: rank, host, worker, pid, exit code."""
+    process = f"pid {failure.pid}" if failure.pid else "never started"
     return (
         f"rank {failure.rank} on host {failure.host} "
-        f"(worker {failure.worker}, pid {failure.pid}): {describe_exit(failure.exit_code)}"
+        f"(worker {failure.worker}, {process}): {describe_exit(failure.exit_code)}"
     )

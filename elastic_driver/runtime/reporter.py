@@ -24,6 +24,7 @@ from elastic_driver.errors import ExitCode
 from elastic_driver.runtime.failures import describe_failure, last_words
 
 NAME = "elasticrun"
+MAX_EXITS_SHOWN = 8  # of workers that failed in one round; the event log has them all
 _ROOM_S = 1.0  # how long to wait for a full pipe to be read before lines are dropped
 _PIECE = select.PIPE_BUF  # a pipe that is ready takes that much without blocking (POSIX)
 
@@ -48,7 +49,7 @@ _WORDS: dict[str, tuple[Level, str]] = {
     "discovery_failed": (Level.QUIET, "discovery failed, the last known hosts stay"),
     "agent_started": (Level.VERBOSE, "agent on {host} is up"),
     "agent_lost": (Level.NORMAL, "agent on {host} lost"),
-    "worker_started": (Level.VERBOSE, "worker {worker} started, pid {pid}"),
+    "worker_started": (Level.VERBOSE, "worker {worker} started"),
     "worker_ready": (Level.VERBOSE, "worker {worker} ready"),
     "worker_exited": (Level.VERBOSE, "worker {worker} exited"),
     "worker_lost": (Level.NORMAL, "worker {worker} lost"),
@@ -60,9 +61,6 @@ _WORDS: dict[str, tuple[Level, str]] = {
     "scale_requested": (Level.NORMAL, "another size is wished"),
     "state_synced": (Level.VERBOSE, "state synced in round {round}"),
     "driver_resumed": (Level.NORMAL, "driver resumed"),
-    # Their last words are `job_ended`'s.
-    "job_succeeded": (Level.VERBOSE, "job succeeded"),
-    "job_failed": (Level.VERBOSE, "job failed"),
 }
 
 
@@ -76,6 +74,7 @@ class Reporter:
         self._stream, self._level, self._json = stream, level, as_json
         self._lock = threading.Lock()
         self._dropped = 0
+        self._exits = 0  # failed workers since the last complete round
         try:
             self._descriptor: int | None = stream.fileno()
         except (OSError, ValueError):  # a StringIO, or a closed stream
@@ -85,12 +84,17 @@ class Reporter:
         """Something has happened; `line` is what the event log says of it."""
         level, words = _WORDS.get(event.event, (Level.VERBOSE, event.event.replace("_", " ")))
         if event.event == "worker_exited" and _is_failure(event):
-            level = Level.NORMAL
+            self._exits += 1
+            level = Level.NORMAL if self._exits <= MAX_EXITS_SHOWN else Level.VERBOSE
+        elif event.event == "round_completed":
+            self._exits = 0
         if level > self._level:
             return
         if self._json:
             self._write([line.decode()])
             return
+        if event.event in ("job_succeeded", "job_failed"):
+            return  # `job_ended` says it, after everything else
         facts = {name: getattr(event, name) for name in event.__struct_fields__}
         text = words.format_map({**facts, "world": _describe_world(event)})
         self._say(f"{text} ({event.reason})" if event.reason else text)

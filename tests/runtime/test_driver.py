@@ -1,0 +1,448 @@
+"""The driver with a real server, the real core, and agents that speak real HTTP to it."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from elastic_driver import contract
+from elastic_driver.core.messages import (
+    JobSpec,
+    Notice,
+    ShutdownOrder,
+    StartWorkerOrder,
+    decode,
+)
+from elastic_driver.errors import ClusterError, ExitCode, UsageError
+from elastic_driver.runtime import driver as driver_module
+from elastic_driver.runtime.discovery import FixedDiscovery
+from elastic_driver.runtime.driver import DriverOptions, ElasticDriver, Outcome
+from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.reporter import Level, Reporter
+from elastic_driver.runtime.rundir import RunDir
+from elastic_driver.settings import Settings
+from rendezvous.wire import Count, Number, Set
+from tests.runtime.cluster import Cluster, beating
+from tests.runtime.waiting import until
+
+A0, A1, A2 = "a.0.1", "a.1.1", "a.2.1"
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nValueError: boom'
+)
+
+
+class ChangingHosts:
+    """A discovery whose answer the test sets."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
+
+    def find(self) -> Hosts:
+        return self.hosts
+
+    def cancel(self) -> None:
+        pass
+
+
+@dataclass
+class JobUnderTest:
+    """A driver, its cluster, and what the user saw."""
+
+    driver: ElasticDriver
+    cluster: Cluster
+    hosts: ChangingHosts
+    run_dir: RunDir
+    stderr: io.StringIO
+    said: list[str] = field(default_factory=list)
+
+    def outcome(self, within: float = 20.0) -> Outcome:
+        found: list[Outcome] = []
+        thread = threading.Thread(target=lambda: found.append(self.driver.wait()))
+        thread.start()
+        thread.join(within)
+        assert found, f"the job did not end within {within} s\n{self.stderr.getvalue()}"
+        return found[0]
+
+    def logged(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self.run_dir.events_file.read_text().splitlines()]
+
+
+StartJob = Callable[..., JobUnderTest]
+
+
+@pytest.fixture
+def start_job(tmp_path: Path) -> Iterator[StartJob]:
+    threads_before = set(threading.enumerate())
+    jobs: list[JobUnderTest] = []
+
+    def start(
+        hosts: Hosts = (("a", 2),),
+        *,
+        cluster: Cluster | None = None,
+        options: DriverOptions | None = None,
+        level: Level = Level.NORMAL,
+        **settings: object,
+    ) -> JobUnderTest:
+        values: dict[str, object] = {"start_np": sum(s for _, s in hosts), "stop_grace": 1.0}
+        cluster = cluster or Cluster()
+        stderr = io.StringIO()
+        source = ChangingHosts(hosts)
+        run_dir = RunDir(tmp_path / "state", f"run{len(jobs)}")
+        driver = ElasticDriver(
+            settings=Settings(**{**values, **settings}),  # type: ignore[arg-type]
+            spec=JobSpec("run", ("true",), "/", {}, 30.0, 30.0, 3),
+            discovery=source,
+            starter=cluster,
+            run_dir=run_dir,
+            reporter=Reporter(stderr, level=level),
+            options=options or DriverOptions(discovery_interval=0.02, debug=True),
+        )
+        jobs.append(JobUnderTest(driver, cluster, source, run_dir, stderr))
+        driver.start()
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.driver.request_stop("the test is over", 143)
+        job.driver.request_stop("the test is over", 143)
+        job.driver.stop()
+        job.cluster.close(0.0)
+    left = [t for t in set(threading.enumerate()) - threads_before if t.is_alive()]
+    assert left == []
+
+
+# ---- one job, from hosts to exit status --------------------------------------------------
+
+
+def test_a_job_goes_from_hosts_to_a_world_to_success_and_leaves_nothing(
+    start_job: StartJob,
+) -> None:
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    spec = job.cluster.client.get(contract.JOB_SPEC)
+    assert spec is not None
+    assert decode(JobSpec, spec.value).command == ("true",)
+    job.cluster.ready(A0, A1)
+    world = job.cluster.world(1)
+    assert [member.worker for member in world.members] == [A0, A1]
+    job.cluster.exits(A0, 0)
+    job.cluster.exits(A1, 0)
+    outcome = job.outcome()
+    assert outcome.exit_code == 0
+    assert outcome.failure is None
+    assert [path.name for path in job.run_dir.path.iterdir()] == ["events.jsonl"]
+    names = [event["event"] for event in job.logged()]
+    assert names[0] == "job_started"
+    assert names[-1] == "job_succeeded"
+    completed = next(e for e in job.logged() if e["event"] == "round_completed")
+    assert (completed["size"], completed["hosts"]) == (2, 1)
+    assert "round 1 complete: 2 workers on 1 host" in job.stderr.getvalue()
+    assert job.cluster.closed >= 1
+
+
+def test_agents_get_their_orders_numbered_from_one_in_order(start_job: StartJob) -> None:
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    agent = job.cluster.agents["a", 1]
+    assert [o.worker for o in agent.orders if isinstance(o, StartWorkerOrder)] == [A0, A1]
+
+
+def test_a_lost_worker_is_replaced_and_its_keys_are_cleared(start_job: StartJob) -> None:
+    job = start_job()
+    cluster = job.cluster
+    cluster.until_workers(A0, A1)
+    cluster.ready(A0, A1)
+    cluster.world(1)
+    cluster.stepped(A0, 1)
+    cluster.progress(A1, 1, 5, 0.01)
+    cluster.exits(A1, -9)
+    until(lambda: cluster.client.get(contract.JOB_NOTICE), "a notice to leave")
+    assert cluster.client.batch(Count(f"workers/{A1}/")) == (Number(0),)
+    cluster.ready(A0, left=1, version=5)
+    assert [m.worker for m in cluster.world(2).members] == [A0]
+    cluster.until_workers(A0, "a.1.2")
+    exited = cluster.until_event("worker_exited", worker=A1)
+    assert (exited["exit_code"], exited["expected"], exited["rank"]) == (-9, False, 1)
+
+
+def test_a_closed_round_is_sealed_and_its_keys_are_gone(start_job: StartJob) -> None:
+    job = start_job()
+    cluster = job.cluster
+    cluster.until_workers(A0, A1)
+    cluster.ready(A0, A1)
+    cluster.world(1)
+    cluster.client.set("rounds/1/store", b"x")
+    cluster.exits(A1, -9)
+    cluster.ready(A0, left=1)
+    cluster.until_event("round_closed", round=1)
+
+    def sealed() -> bool:
+        (result,) = cluster.client.batch(Count("rounds/1/"))
+        return result == Number(0)
+
+    until(sealed, "the round's keys are gone")
+
+
+# ---- notices at a boundary ---------------------------------------------------------------
+
+
+def test_growth_names_a_step_beyond_the_furthest_worker_s_newest_word(start_job: StartJob) -> None:
+    job = start_job((("a", 1),), start_np=1)
+    cluster = job.cluster
+    cluster.until_workers(A0)
+    cluster.ready(A0)
+    cluster.world(1)
+    with beating(cluster, {A0: 700}, round_id=1):
+        cluster.stepped(A0, 1)
+        job.hosts.hosts = (("a", 2),)
+        cluster.until_workers(A0, A1)
+        cluster.ready(A1)
+
+        def named() -> Notice | None:
+            entry = cluster.client.get(contract.JOB_NOTICE)
+            notice = None if entry is None else decode(Notice, entry.value)
+            return notice if notice and (notice.after_step or 0) < 2**53 else None
+
+        notice = until(named, "a notice with a step")
+    assert notice is not None
+    assert notice.round == 1
+    assert notice.after_step is not None
+    assert 700 < notice.after_step < 900
+    cluster.ready(A0, left=1, version=notice.after_step)
+    assert cluster.world(2).size == 2
+
+
+def test_growth_before_any_step_does_not_wait_for_words_that_do_not_come(
+    start_job: StartJob,
+) -> None:
+    job = start_job((("a", 1),), start_np=1)
+    cluster = job.cluster
+    cluster.until_workers(A0)
+    cluster.ready(A0)
+    cluster.world(1)
+    job.hosts.hosts = (("a", 2),)
+    cluster.until_workers(A0, A1)
+    cluster.ready(A1)
+
+    def named() -> Notice | None:
+        entry = cluster.client.get(contract.JOB_NOTICE)
+        notice = None if entry is None else decode(Notice, entry.value)
+        return notice if notice and (notice.after_step or 0) < 2**53 else None
+
+    notice = until(named, "a notice with a step", timeout=3.0)
+    assert notice is not None
+    assert notice.after_step == 2
+
+
+# ---- leases and agents -------------------------------------------------------------------
+
+
+def test_a_worker_whose_lease_expires_is_told_to_be_killed(start_job: StartJob) -> None:
+    job = start_job(heartbeat_timeout=0.3)
+    cluster = job.cluster
+    cluster.until_workers(A0, A1)
+    cluster.ready(A0, A1)
+    cluster.world(1)
+    cluster.client.batch(Set(contract.worker_lease(A1), b"", 0.1))
+    event = cluster.until_event("worker_hung", worker=A1)
+    assert "--heartbeat-timeout" in event["reason"]
+    until(lambda: A1 not in cluster.workers(), "its agent has stopped it")
+
+
+def test_an_agent_whose_lease_expires_is_killed_and_started_again(start_job: StartJob) -> None:
+    job = start_job()
+    cluster = job.cluster
+    cluster.until_workers(A0, A1)
+    cluster.client.batch(Set(contract.agent_lease("a", 1), b"", 0.1))
+    cluster.until_event("agent_lost", host="a")
+    until(lambda: ("a", 2) in cluster.agents, "the agent's second incarnation")
+    assert cluster.killed == [("a", 1)]
+    until(lambda: cluster.client.batch(Count("agents/a.1/")) == (Number(0),), "its orders are gone")
+
+
+def test_an_agent_that_cannot_be_started_is_a_reason_not_a_crash(start_job: StartJob) -> None:
+    cluster = Cluster()
+    cluster.unreachable.add("b")
+    job = start_job((("a", 1), ("b", 1)), cluster=cluster, start_timeout=0.5)
+    lost = cluster.until_event("agent_lost", host="b")
+    assert "cannot be reached" in lost["reason"]
+    outcome = job.outcome()
+    assert outcome.exit_code == ExitCode.UNAVAILABLE
+    assert "--start-timeout" in job.stderr.getvalue()
+
+
+def test_a_driver_without_hosts_gives_up_at_the_start_timeout(start_job: StartJob) -> None:
+    job = start_job((), start_np=1, start_timeout=0.3)
+    assert job.outcome().exit_code == ExitCode.UNAVAILABLE
+
+
+# ---- failures and what is said -----------------------------------------------------------
+
+
+def test_when_every_worker_raises_the_same_its_traceback_is_shown_once_and_last(
+    start_job: StartJob,
+) -> None:
+    job = start_job((("a", 3),), settle=0.3)
+    cluster = job.cluster
+    cluster.until_workers(A0, A1, A2)
+    for worker in (A0, A1, A2):
+        cluster.exits(worker, 1, TRACEBACK)
+    outcome = job.outcome()
+    assert outcome.exit_code == 1
+    assert outcome.failure is not None
+    said = job.stderr.getvalue()
+    assert said.count("Traceback") == 1
+    *_, raised, first, why = said.splitlines()
+    assert raised == "ValueError: boom"
+    assert "rank 0 on host a (worker a.0.1, pid " in first
+    assert "exit code 1" in first
+    assert why.startswith("elasticrun: job failed: ")
+
+
+def test_a_failure_the_job_survives_is_shown_when_it_goes_on(start_job: StartJob) -> None:
+    job = start_job()
+    cluster = job.cluster
+    cluster.until_workers(A0, A1)
+    cluster.ready(A0, A1)
+    cluster.world(1)
+    cluster.stepped(A0, 1)
+    cluster.exits(A1, 1, f"noise before\n{TRACEBACK}")
+    cluster.until_event("worker_exited", worker=A1)
+    assert "Traceback" not in job.stderr.getvalue()
+    cluster.ready(A0, left=1, version=1)
+    cluster.world(2)
+    until(lambda: "ValueError: boom" in job.stderr.getvalue(), "the traceback")
+    assert "noise before" not in job.stderr.getvalue()
+
+
+def test_a_bug_of_the_driver_s_still_stops_the_agents_and_ends_with_70(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(driver_module.Job, "handle", broken)
+    job.cluster.ready(A0)
+    outcome = job.outcome()
+    assert outcome.exit_code == ExitCode.BUG
+    assert "ZeroDivisionError: a bug" in job.stderr.getvalue()
+    assert job.cluster.closed >= 1
+    assert not job.run_dir.token_file.exists()
+
+
+# ---- stopping ----------------------------------------------------------------------------
+
+
+def test_asked_to_stop_it_shuts_agents_down_and_returns_the_given_status(
+    start_job: StartJob,
+) -> None:
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    job.driver.request_stop("interrupted by SIGINT", 130)
+    outcome = job.outcome()
+    assert (outcome.exit_code, outcome.reason) == (130, "interrupted by SIGINT")
+    orders = job.cluster.agents["a", 1].orders
+    assert isinstance(orders[-1], ShutdownOrder)
+    assert orders[-1].grace == 1.0
+    late = [e for e in job.logged() if e["event"] == "worker_exited"]
+    assert {e["worker"] for e in late} == {A0, A1}
+    assert all(e["expected"] for e in late)
+    assert job.stderr.getvalue().splitlines()[-1] == (
+        "elasticrun: job stopped: interrupted by SIGINT"
+    )
+
+
+def test_asked_twice_it_waits_for_nobody(start_job: StartJob) -> None:
+    cluster = Cluster()
+    cluster.heeds_shutdown = False
+    job = start_job(cluster=cluster, stop_grace=60.0)
+    cluster.until_workers(A0, A1)
+    began = time.monotonic()
+    job.driver.request_stop("interrupted by SIGINT", 130)
+    job.driver.request_stop("interrupted by SIGINT", 130)
+    assert job.outcome().exit_code == 130
+    assert time.monotonic() - began < 10.0
+
+
+def test_agents_that_do_not_heed_their_shutdown_are_waited_for_with_a_bound(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "AGENT_EXIT_S", 0.2)
+    cluster = Cluster()
+    cluster.heeds_shutdown = False
+    job = start_job(cluster=cluster, stop_grace=0.1)
+    cluster.until_workers(A0, A1)
+    job.driver.request_stop("enough", 143)
+    assert job.outcome(within=15.0).exit_code == 143
+
+
+def test_a_driver_can_be_stopped_before_it_has_any_host(start_job: StartJob) -> None:
+    job = start_job((), start_np=1)
+    job.driver.stop()
+    job.driver.stop()
+    assert job.outcome().exit_code == ExitCode.TERMINATED
+
+
+# ---- starting ----------------------------------------------------------------------------
+
+
+def make_driver(run_dir: RunDir, options: DriverOptions, starter: object = None) -> ElasticDriver:
+    return ElasticDriver(
+        settings=Settings(),
+        spec=JobSpec("run", ("true",), "/", {}, 30.0, 30.0, 3),
+        discovery=FixedDiscovery(()),
+        starter=starter or Cluster(),  # type: ignore[arg-type]
+        run_dir=run_dir,
+        reporter=Reporter(io.StringIO()),
+        options=options,
+    )
+
+
+def test_a_constructor_starts_and_creates_nothing(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    make_driver(RunDir(tmp_path / "state", "run"), DriverOptions())
+    assert threading.active_count() == threads
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_port_in_use_is_one_line_with_75_and_nothing_is_left(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    job = start_job((), start_np=1)
+    port = int(job.driver.endpoint.rsplit(":", 1)[1])
+    run_dir = RunDir(tmp_path / "other", "run")
+    threads = threading.active_count()
+    with pytest.raises(ClusterError, match="cannot listen") as caught:
+        make_driver(run_dir, DriverOptions(bind_port=port)).run()
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == ExitCode.UNAVAILABLE
+    assert threading.active_count() == threads
+    assert not run_dir.token_file.exists()
+    assert not run_dir.endpoint_file.exists()
+
+
+def test_a_state_folder_that_is_a_file_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("")
+    with pytest.raises(UsageError, match="--state-dir"):
+        make_driver(RunDir(tmp_path / "state", "run"), DriverOptions()).run()
+
+
+def test_the_token_is_private_and_in_no_log(start_job: StartJob) -> None:
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    assert job.run_dir.token_file.stat().st_mode & 0o777 == 0o600
+    endpoint = json.loads(job.run_dir.endpoint_file.read_text())
+    assert endpoint["url"] == job.driver.endpoint
+    for text in (job.run_dir.events_file.read_text(), json.dumps(endpoint)):
+        assert job.cluster.token not in text
+    assert job.cluster.token not in job.stderr.getvalue()
