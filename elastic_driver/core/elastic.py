@@ -143,19 +143,20 @@ def _watch_last_round(job: JobState, now: float) -> None:
 def _need_of_a_fresh_round(job: JobState, ready: list[Worker], now: float) -> int | None:
     """How many are enough where nobody trains yet; None: those started together are waited for."""
     settings, first = job.settings, job.round.number == 1
-    need = settings.start_np if first else settings.min_np
+    need = job.at_most_wanted(job.round.need if first else settings.min_np)
+    since = job.round.since if job.round.placed_at is None else job.round.placed_at
     booting = sum(1 for w in job.registry.having(WorkerState.STARTING) if w.awaited)
     waiting = f"{len(ready)} of at least {need} workers are ready, {booting} are booting"
     if not first and len(ready) < need:
         _give_up_below(job, need, len(ready), now)
         return None
-    if not job.passed(job.round.since + settings.start_timeout, now, waiting):
+    if not job.passed(since + settings.start_timeout, now, waiting):
         return None if booting else need
-    if first:
-        need = settings.start_np if settings.start_min_np is None else settings.start_min_np
-        if len(ready) < need:
-            job.give_up(need, len(ready), now - job.round.since)
-            return None
+    if first and settings.start_min_np is not None:
+        need = min(need, settings.start_min_np)
+    if first and len(ready) < need:
+        job.give_up(need, len(ready), now - job.round.since)
+        return None
     return need
 
 

@@ -88,16 +88,29 @@ class Job:
     # ---- consequences ----------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        """Look at the job until nothing more is decided; the last look sets the alarm."""
+        """Look at the job until nothing more follows; the last look sets the alarm."""
         job = self.state
         for _ in range(_MAX_PASSES):
             if job.end is not None:
                 return
-            before = len(job.out)
+            before = self._mark()
             job.alarm, job.waiting = None, ""
             self._look_once(now)
-            if len(job.out) == before:
+            if self._mark() == before:
                 return
+
+    def _mark(self) -> tuple[object, ...]:
+        """What a look may have changed: not every consequence is a decision."""
+        job = self.state
+        return (
+            len(job.out),
+            job.round.number,
+            job.round.state,
+            job.kind,
+            len(job.losses),
+            job.capacity_changed,
+            job.placement_due,
+        )
 
     def _look_once(self, now: float) -> None:
         job = self.state

@@ -46,7 +46,7 @@ def _watch_forming(job: JobState, now: float) -> None:
         if job.first_success is None:
             _place(job, now)
         return
-    if job.losses or any(not w.pid for w in job.registry.having(WorkerState.STARTING)):
+    if job.losses or _wait_for_processes(job, now):
         return
     if job.round.started_at is None:
         job.round.started_at = now
@@ -58,6 +58,19 @@ def _watch_forming(job: JobState, now: float) -> None:
     job.complete_round(_placed(job), now, "every process was started")
 
 
+def _wait_for_processes(job: JobState, now: float) -> bool:
+    missing = sum(1 for w in job.registry.having(WorkerState.STARTING) if not w.pid)
+    if not missing:
+        return False
+    assert job.round.placed_at is not None  # noqa: S101 - set together with `placed`
+    timeout = job.settings.start_timeout
+    waiting = f"{missing} processes have not been started yet"
+    if job.passed(job.round.placed_at + timeout, now, waiting):
+        placed = len(job.round.placed)
+        job.give_up(placed, placed - missing, timeout)
+    return True
+
+
 def _placed(job: JobState) -> list[Worker]:
     return [job.registry.workers[worker_id] for worker_id in job.round.placed]
 
@@ -66,13 +79,13 @@ def _place(job: JobState, now: float) -> None:
     """Start the round's workers once enough slots have agents."""
     settings, round_ = job.settings, job.round
     first = round_.number == 1
-    need = settings.start_np if first else settings.min_np
+    need = job.at_most_wanted(settings.start_np if first else settings.min_np)
     have = len(placement.free_slots(job, placement.room_left(job)))
     waiting = f"{have} of at least {need} slots have an agent"
     timeout = settings.start_timeout if first else settings.elastic_timeout
     if job.passed(round_.since + timeout, now, waiting):
         if first and settings.start_min_np is not None:
-            need = settings.start_min_np
+            need = min(need, settings.start_min_np)
         if have < need:
             job.give_up(need, have, now - round_.since)
             return
@@ -86,6 +99,7 @@ def _place(job: JobState, now: float) -> None:
         return
     reason = f"round {round_.number} starts on {have} slots"
     started = placement.place(job, founders=True, awaited=True, reason=reason)
+    round_.placed_at, round_.need = now, need
     round_.placed = tuple(w.id for w in sorted(started, key=lambda w: w.place.rank))
 
 

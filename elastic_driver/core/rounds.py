@@ -42,7 +42,9 @@ class Round:
     stepped: bool = False  # a member has finished a step in it
     change_since: float | None = None  # COMPLETE: a planned change waits since then
     slots_since: float | None = None  # FORMING: enough slots are ready since then
-    started_at: float | None = None  # FORMING: the last of `placed` was started then
+    placed_at: float | None = None  # FORMING: `placed` was decided then
+    need: int = 0  # the number of workers it settled for when they were placed
+    started_at: float | None = None  # FORMING: the last of `placed` is up since then
 
     def enter(self, state: RoundState, now: float) -> None:
         """Move on; raises ValueError where the table does not allow it."""

@@ -86,6 +86,10 @@ class JobState:
         """Members of the newest complete round that are still in it."""
         return self.registry.count(WorkerState.RUNNING)
 
+    def at_most_wanted(self, need: int) -> int:
+        """`need`, unless fewer workers are wished for: nobody waits for more than those."""
+        return need if self.wanted is None else min(need, self.wanted)
+
     # ---- noting ----------------------------------------------------------------------
 
     def decide(self, decision: Decision) -> None:

@@ -1,0 +1,41 @@
+"""`python -m tests.sim --seeds N`: play N seeds; `--seed K --trace`: replay one and show it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+
+from tests.sim.runner import SeedFailed, run_seed
+
+
+def main() -> int:
+    """Play the seeds; the first failing one is printed before its story, exit status 1."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=200, help="how many seeds to play")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--seed", type=int, help="play only this one")
+    parser.add_argument("--trace", action="store_true", help="show events and decisions")
+    options = parser.parse_args()
+    seeds = range(options.first, options.first + options.seeds)
+    if options.seed is not None:
+        seeds = range(options.seed, options.seed + 1)
+    ends: Counter[str] = Counter()
+    rounds = 0
+    for seed in seeds:
+        try:
+            outcome = run_seed(seed)
+        except SeedFailed as failure:
+            print(failure)
+            shown = failure.trace if options.trace else failure.trace[-20:]
+            print("\n".join(shown))
+            return 1
+        rounds += outcome.rounds
+        ends[f"exit code {outcome.exit_code}"] += 1
+    summary = ", ".join(f"{count} ended with {end}" for end, count in sorted(ends.items()))
+    print(f"{len(seeds)} seeds, {rounds} rounds: {summary}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""The simulated cluster around one real `Job`: driver shell, network, agents and hosts.
+
+Everything random comes from one seeded generator. After each event the core's invariants
+are checked, and what it orders is compared with what is really there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from elastic_driver.core import events as ev
+from elastic_driver.core import messages as msg
+from elastic_driver.core.invariants import check
+from elastic_driver.core.job import Job
+from elastic_driver.settings import Settings
+from tests.sim.clock import Clock
+from tests.sim.workers import STEP_S, ElasticWorker, Group, PlainWorker, SimWorker, break_group
+
+
+class Violation(AssertionError):
+    """Something that must never happen has happened."""
+
+
+@dataclass(eq=False)
+class SimAgent:
+    """An agent process; it carries out orders in sequence and dies with its workers."""
+
+    cluster: Cluster
+    host: str
+    incarnation: int
+    alive: bool = True
+    cut: bool = False  # nothing it sends arrives
+    workers: dict[str, SimWorker] = field(default_factory=dict)
+    orders_until: float = 0.0  # orders arrive in the order they were given
+
+    def receive(self, order: msg.Order) -> None:
+        clock = self.cluster.clock
+        self.orders_until = max(self.orders_until, clock.now + self.cluster.delay())
+        clock.after(self.orders_until - clock.now, lambda: self._carry_out(order))
+
+    def _carry_out(self, order: msg.Order) -> None:
+        if not self.alive or self.cut:
+            return
+        if isinstance(order, msg.StartWorkerOrder):
+            kind = ElasticWorker if self.cluster.elastic else PlainWorker
+            worker = kind(self.cluster, self, order)
+            self.cluster.check_slot(worker)
+            self.workers[worker.id] = worker
+            self.cluster.post(self, ev.WorkerStarted(worker.id, self.cluster.next_pid()))
+            worker.boot()
+        elif isinstance(order, msg.StopWorkerOrder):
+            worker = self.workers.get(order.worker)
+            if worker is not None:
+                self._stop(worker, order.grace)
+
+    def _stop(self, worker: SimWorker, grace: float) -> None:
+        worker.doomed = True
+        heeds = not worker.frozen and grace > 0 and self.cluster.random.random() < 0.8
+        delay = self.cluster.random.uniform(0.001, 0.1) if heeds else grace + 0.005
+        self.cluster.clock.after(delay, lambda: worker.end(-15 if heeds else -9))
+
+    def reap(self, worker: SimWorker, event: ev.WorkerExited) -> None:
+        self.workers.pop(worker.id, None)
+        if self.alive:
+            self.cluster.post(self, event)
+
+    def die(self) -> None:
+        """The agent is gone, and its workers with it."""
+        self.alive = False
+        for worker in list(self.workers.values()):
+            worker.end(-9)
+
+
+class Cluster:
+    """Hosts, agents, workers and the driver's shell, on simulated time."""
+
+    def __init__(self, seed: int, settings: Settings, *, elastic: bool) -> None:
+        self.random = Random(seed)
+        self.clock = Clock()
+        self.settings, self.elastic = settings, elastic
+        self.job = Job(settings)
+        self.agents: dict[str, SimAgent] = {}
+        self.world: msg.World | None = None
+        self.notice: msg.Notice | None = None
+        self.end: ev.EndJob | None = None
+        self.groups: dict[int, Group] = {}
+        self.births: dict[int, Group] = {}
+        self.trained = 0  # steps anybody has ever finished
+        self.goal: int | None = None  # the number of steps after which workers finish
+        self.trace: list[str] = []
+        self.agent_trouble = 0.0  # chance that an agent fails to start
+        self.duplicates = 0.1
+        self._pids = 1000
+        self._alarm: float | None = None
+
+    # ---- the network -----------------------------------------------------------------
+
+    def delay(self) -> float:
+        """How long a message takes: usually a millisecond, sometimes far longer."""
+        slow = self.random.random() < 0.1
+        return self.random.uniform(0.05, 0.3) if slow else self.random.uniform(0.0005, 0.005)
+
+    def post(self, agent: SimAgent, event: ev.WireEvent) -> None:
+        """Send an event to the driver; it may come late, twice, or in another order."""
+        if agent.cut:
+            return
+        copies = 2 if self.random.random() < self.duplicates else 1
+        for _ in range(copies):
+            self.clock.after(self.delay(), lambda: self.deliver(event))
+
+    def next_pid(self) -> int:
+        self._pids += 1
+        return self._pids
+
+    # ---- the driver's shell ----------------------------------------------------------
+
+    def deliver(self, event: ev.Event) -> None:
+        """Hand one event to the core and carry out what it decides."""
+        if self.end is not None:
+            return
+        now = self.clock.now
+        self.trace.append(f"{now:9.3f} -> {event}")
+        decisions = self.job.handle(event, now)
+        for decision in decisions:
+            self.trace.append(f"{now:9.3f}    {decision}")
+            self._execute(decision)
+        problems = check(self.job)
+        if problems:
+            raise Violation("; ".join(problems))
+        self._arm(event)
+
+    def _arm(self, event: ev.Event) -> None:
+        at = self.job.deadline()
+        if at is not None and at <= self.clock.now and isinstance(event, ev.Tick):
+            raise Violation(f"the deadline {at} is not after the tick at {self.clock.now}")
+        if at is not None and at != self._alarm:
+            self._alarm = at
+            self.clock.after(max(0.0, at - self.clock.now), lambda: self._tick(at))
+
+    def _tick(self, at: float) -> None:
+        if self.job.deadline() == at and self._alarm == at:
+            self._alarm = None
+            self.deliver(ev.Tick())
+
+    def _execute(self, decision: ev.Decision) -> None:
+        if isinstance(decision, ev.StartAgent):
+            self._start_agent(decision)
+        elif isinstance(decision, ev.StopAgent):
+            agent = self.agents.get(decision.host)
+            if agent is not None and agent.incarnation == decision.incarnation:
+                self.clock.after(self.delay(), agent.die)
+        elif isinstance(decision, ev.GiveOrder):
+            self._order(decision)
+        elif isinstance(decision, ev.PublishWorld):
+            self._publish(decision.world)
+        elif isinstance(decision, ev.PublishNotice):
+            self._publish_notice(decision)
+        elif isinstance(decision, ev.EndJob):
+            self.end = decision
+
+    def _start_agent(self, decision: ev.StartAgent) -> None:
+        if not self.job.state.hosts.usable(decision.host):
+            raise Violation(f"an agent is started on {decision.host}, which is not usable")
+        agent = SimAgent(self, decision.host, decision.incarnation)
+        self.agents[decision.host] = agent
+        lost = ev.AgentLost(decision.host, decision.incarnation, "ssh: connection refused")
+        if self.random.random() < self.agent_trouble:
+            agent.alive = False
+            self.clock.after(self.random.uniform(0.1, 1.0), lambda: self.deliver(lost))
+            return
+        ready = ev.AgentReady(
+            decision.host, decision.incarnation, self.next_pid(), "127.0.0.1", (5000, 5001)
+        )
+        self.clock.after(self.random.uniform(0.02, 0.6), lambda: self.post(agent, ready))
+
+    def _order(self, decision: ev.GiveOrder) -> None:
+        if isinstance(decision.order, msg.StartWorkerOrder):
+            hosts = self.job.state.hosts
+            if not hosts.usable(decision.host):
+                raise Violation(f"{decision.order.worker} is started on an unusable host")
+            if decision.order.place.slot >= hosts.slots(decision.host):
+                raise Violation(f"{decision.order.worker} is started beyond the host's slots")
+        agent = self.agents.get(decision.host)
+        if agent is not None and agent.incarnation == decision.incarnation:
+            agent.receive(decision.order)
+
+    def _publish(self, world: msg.World) -> None:
+        if self.world is not None and world.round <= self.world.round:
+            raise Violation(f"round {world.round} is published after round {self.world.round}")
+        self._check_world(world)
+        self.world = world
+        for worker in self.living():
+            worker.act(self.delay(), "see_world", world)
+
+    def _publish_notice(self, decision: ev.PublishNotice) -> None:
+        after = None
+        if decision.at_boundary:
+            after = max((w.version for w in self.living()), default=0) + 2
+        self.notice = msg.Notice(decision.round, after, decision.reason)
+        for worker in self.living():
+            worker.act(self.delay(), "see_notice", self.notice)
+
+    # ---- what is really there --------------------------------------------------------
+
+    def living(self) -> list[SimWorker]:
+        """Every worker process, in a stable order."""
+        return [w for agent in self.agents.values() for w in agent.workers.values() if w.alive]
+
+    def check_slot(self, newcomer: SimWorker) -> None:
+        place = newcomer.order.place
+        for worker in newcomer.agent.workers.values():
+            if worker.alive and worker.order.place.slot == place.slot:
+                raise Violation(f"{newcomer.id} is started beside {worker.id} in one slot")
+
+    def _check_world(self, world: msg.World) -> None:
+        """No finished step may be lost while somebody who could bring it along is there."""
+        if not self.elastic or self.job.state.first_success is not None:
+            return
+        members = {member.worker for member in world.members}
+        best = max((m.version for m in world.members if m.clean), default=-1)
+        room = self.settings.max_np is None or (self.job.state.wanted or 2) >= 2
+        for worker in self.job.state.registry.workers.values():
+            waits = worker.state.value == "ready" and worker.clean and room
+            if waits and worker.id not in members and worker.version > best:
+                raise Violation(f"{worker.id} holds version {worker.version}, the world {best}")
+
+    def someone_is_gone(self, world: msg.World) -> bool:
+        """Whether building this group must fail: a member is dead or has gone on."""
+        there = {w.id: w for w in self.living() if not w.frozen or w.group is not None}
+        for member in world.members:
+            worker = there.get(member.worker)
+            if worker is None or worker.left >= world.round:
+                return True
+        return False
+
+    # ---- training --------------------------------------------------------------------
+
+    def group(self, world: msg.World) -> Group:
+        """The process group that the members of this world build."""
+        return self.groups.setdefault(world.round, Group(world.round, world.size))
+
+    def birth_group(self, round_number: int, size: int) -> Group:
+        """The process group of plain workers that were born into the same round."""
+        return self.births.setdefault(round_number, Group(round_number, size))
+
+    def begin_training(self, group: Group) -> None:
+        """Everybody has joined: the state is synced, then steps follow each other."""
+        group.training = True
+        members = list(group.members.values())
+        source = [w.version for w in members if w.clean] or [w.version for w in members]
+        version = max(0, *source)
+        if not self.elastic:
+            version = self.trained  # plain scripts go on from a checkpoint
+        for worker in members:
+            worker.version, worker.clean = version, True
+        self.clock.after(STEP_S, lambda: self._step(group))
+
+    def _step(self, group: Group) -> None:
+        members = list(group.members.values())
+        if group.broken or not members:
+            return
+        if len(members) < group.size and not any(w.alive for w in members):
+            return
+        if any(w.frozen or w.agent.cut for w in members):
+            self.clock.after(STEP_S, lambda: self._step(group))  # stalled, until told to leave
+            return
+        version = members[0].version + 1
+        self.trained = max(self.trained, version)
+        for worker in members:
+            worker.finish_step(version)
+        if self.goal is not None and version >= self.goal:
+            for worker in list(group.members.values()):
+                worker.act(self.random.uniform(0.0, 0.2), "end", 0)
+            return
+        self.clock.after(STEP_S, lambda: self._step(group))
+
+
+__all__ = ["Cluster", "SimAgent", "Violation", "break_group"]

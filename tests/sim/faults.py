@@ -1,0 +1,159 @@
+"""What goes wrong in a simulated cluster, drawn from the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic_driver.core import events as ev
+from tests.sim.cluster import Cluster
+from tests.sim.workers import SimWorker
+
+HEARTBEAT_S = 2.0
+
+
+class Faults:
+    """Injects one random fault at a time, until told to stop; then everything heals."""
+
+    def __init__(self, cluster: Cluster, hosts: dict[str, int], *, own_exits: bool) -> None:
+        self.cluster, self.random = cluster, cluster.random
+        self.hosts = dict(hosts)  # what discovery would report
+        self.gone: dict[str, int] = {}
+        self.all_hosts = dict(hosts)
+        self.own_exits = own_exits
+        self.injected: list[str] = []
+        self._kinds: list[tuple[float, Callable[[], None]]] = [
+            (5, self._kill),
+            (2, self._freeze),
+            (1, self._thaw),
+            (1, self._kill_agent),
+            (1, self._cut_host),
+            (2, self._remove_host),
+            (2, self._return_host),
+            (1, self._flap),
+            (1, self._resize),
+            (1, self._add_host),
+            (1, self._scale),
+            (1, self._discovery_fails),
+            (2 if own_exits else 0, self._exit),
+        ]
+
+    def discover(self) -> None:
+        """Report the present hosts."""
+        self.cluster.deliver(ev.HostsDiscovered(tuple(self.hosts.items())))
+
+    def inject_until(self, end: float) -> None:
+        """A fault now and then, until this moment."""
+        clock = self.cluster.clock
+        if clock.now >= end or self.cluster.end is not None:
+            return
+        weights = [weight for weight, _ in self._kinds]
+        fault = self.random.choices([fault for _, fault in self._kinds], weights)[0]
+        self.injected.append(f"{clock.now:.3f} {fault.__name__.strip('_')}")
+        self.cluster.trace.append(f"{clock.now:9.3f} !! {fault.__name__.strip('_')}")
+        fault()
+        # Often far apart, sometimes on top of each other.
+        gap = self.random.uniform(0.0, 0.1) if self.random.random() < 0.3 else None
+        delay = self.random.expovariate(0.7) if gap is None else gap
+        clock.after(delay, lambda: self.inject_until(end))
+
+    def heal(self) -> None:
+        """No more faults: every host is back, frozen processes are found out."""
+        self.cluster.agent_trouble = 0.0
+        self.hosts = dict(self.all_hosts)
+        self.discover()
+
+    # ---- workers ---------------------------------------------------------------------
+
+    def _pick(self) -> SimWorker | None:
+        living = self.cluster.living()
+        return self.random.choice(living) if living else None
+
+    def _kill(self) -> None:
+        worker = self._pick()
+        if worker is not None:
+            worker.end(-9)
+
+    def _exit(self) -> None:
+        worker = self._pick()
+        if worker is not None and not worker.frozen:
+            worker.end(3)
+
+    def _freeze(self) -> None:
+        worker = self._pick()
+        if worker is None or worker.frozen or not self.cluster.elastic:
+            return
+        if worker.ready or worker.group is not None:  # it has a lease to lose
+            worker.frozen = True
+            self.cluster.clock.after(HEARTBEAT_S, lambda: self._lease_expires(worker))
+
+    def _lease_expires(self, worker: SimWorker) -> None:
+        if worker.alive and worker.frozen:
+            self.cluster.deliver(ev.WorkerLost(worker.id, "no heartbeat"))
+
+    def _thaw(self) -> None:
+        for worker in self.cluster.living():
+            worker.frozen = False
+
+    # ---- agents and hosts ------------------------------------------------------------
+
+    def _kill_agent(self) -> None:
+        agents = [a for a in self.cluster.agents.values() if a.alive]
+        if not agents:
+            return
+        agent = self.random.choice(agents)
+        agent.die()
+        lost = ev.AgentLost(agent.host, agent.incarnation, "the agent exited")
+        delay = self.random.choice([0.01, HEARTBEAT_S])
+        self.cluster.clock.after(delay, lambda: self.cluster.deliver(lost))
+
+    def _cut_host(self) -> None:
+        agents = [a for a in self.cluster.agents.values() if a.alive and not a.cut]
+        if not agents:
+            return
+        agent = self.random.choice(agents)
+        agent.cut = True
+        lost = ev.AgentLost(agent.host, agent.incarnation, "its lease expired")
+
+        def expire() -> None:
+            agent.die()
+            self.cluster.deliver(lost)
+
+        self.cluster.clock.after(HEARTBEAT_S, expire)
+
+    def _remove_host(self) -> None:
+        if len(self.hosts) > 1 or self.random.random() < 0.2:
+            self._take(self.random.choice(list(self.hosts or {"none": 0})))
+
+    def _take(self, host: str) -> None:
+        if host in self.hosts:
+            self.gone[host] = self.hosts.pop(host)
+            self.discover()
+
+    def _return_host(self) -> None:
+        if self.gone:
+            host = self.random.choice(list(self.gone))
+            self.hosts[host] = self.gone.pop(host)
+            self.discover()
+
+    def _flap(self) -> None:
+        if self.hosts:
+            self._take(self.random.choice(list(self.hosts)))
+            self.cluster.clock.after(self.random.uniform(0.0, 0.2), self._return_host)
+
+    def _resize(self) -> None:
+        if self.hosts:
+            host = self.random.choice(list(self.hosts))
+            self.hosts[host] = self.random.randint(1, 4)
+            self.discover()
+
+    def _add_host(self) -> None:
+        name = f"h{len(self.all_hosts)}"
+        if len(self.all_hosts) < 6:
+            self.hosts[name] = self.all_hosts[name] = self.random.randint(1, 3)
+            self.discover()
+
+    def _scale(self) -> None:
+        self.cluster.deliver(ev.ScaleRequested(self.random.randint(1, 8)))
+
+    def _discovery_fails(self) -> None:
+        self.cluster.deliver(ev.DiscoveryFailed("script exited 1"))

@@ -1,0 +1,130 @@
+"""One seed: a cluster, a while of faults, quiet, the end; and what must be true of it.
+
+While faults come, only the invariants count. Once they stop, the job must reach a complete
+round of the best possible size, and then finish with success.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from elastic_driver.core.rounds import RoundState
+from elastic_driver.settings import Settings
+from tests.sim.cluster import Cluster, Violation
+from tests.sim.faults import Faults
+
+FAULTS_S = 25.0
+QUIET_S = 60.0  # longer than the longest cool-down and every boot after it
+FINISH_S = 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a seed went."""
+
+    seed: int
+    elastic: bool
+    rounds: int
+    trained: int
+    exit_code: int | None
+    ignored: int
+
+
+class SeedFailed(AssertionError):
+    """A seed showed something that must not happen; carries the story."""
+
+    def __init__(self, seed: int, why: str, trace: list[str]) -> None:
+        super().__init__(f"seed {seed}: {why}; replay: python -m tests.sim --seed {seed} --trace")
+        self.trace = trace
+
+
+def settings_of(random: Random, slots: int) -> Settings:
+    """Settings as different as users' are."""
+    start_np = random.randint(1, slots)
+    min_np = random.randint(1, start_np)
+    max_np = random.choice([None, start_np, start_np + random.randint(0, 4)])
+    return Settings(
+        start_np=start_np,
+        min_np=min_np,
+        max_np=max_np,
+        fruitless_restarts=10_000,  # bad luck must not end a job here
+        host_failures=random.choice([None, None, 2, 5]),
+        blacklist_cooldown=(1.0, 8.0),
+        elastic_timeout=200.0,
+        start_timeout=200.0,
+        heartbeat_timeout=2.0,
+        stop_grace=1.0,
+        settle=random.choice([0.0, 0.3, 1.0]),
+        last_call=random.choice([0.0, 0.02, 0.2]),
+        plain_after=random.choice([0.5, 3.0]),
+    )
+
+
+def run_seed(seed: int) -> Outcome:
+    """Play one seed to its end; raises `SeedFailed` where something is wrong."""
+    random = Random(seed)
+    hosts = {f"h{n}": random.randint(1, 4) for n in range(random.randint(1, 4))}
+    settings = settings_of(random, sum(hosts.values()))
+    cluster = Cluster(seed, settings, elastic=random.random() < 0.75)
+    faults = Faults(cluster, hosts, own_exits=random.random() < 0.4)
+    cluster.agent_trouble = random.choice([0.0, 0.0, 0.15])
+    try:
+        _play(cluster, faults)
+    except Exception as error:
+        raise SeedFailed(seed, f"{type(error).__name__}: {error}", cluster.trace) from error
+    return Outcome(
+        seed,
+        cluster.elastic,
+        cluster.job.state.round.number,
+        cluster.trained,
+        cluster.end.exit_code if cluster.end else None,
+        cluster.job.state.ignored_events,
+    )
+
+
+def _play(cluster: Cluster, faults: Faults) -> None:
+    clock = cluster.clock
+
+    def over() -> bool:
+        return cluster.end is not None
+
+    faults.discover()
+    clock.after(cluster.random.uniform(0.1, 4.0), lambda: faults.inject_until(FAULTS_S))
+    clock.run(FAULTS_S, over)
+    if not over():
+        faults.heal()
+        clock.run(FAULTS_S + QUIET_S, over)
+    if not over():
+        _check_best_size(cluster)
+        cluster.goal = cluster.trained + 10
+        clock.run(FAULTS_S + QUIET_S + FINISH_S, over)
+    _check_end(cluster, faults)
+
+
+def _check_best_size(cluster: Cluster) -> None:
+    job = cluster.job.state
+    slots = sum(host.slots for host in job.hosts.order)
+    best = slots if job.wanted is None else min(slots, job.wanted)
+    if job.round.state is not RoundState.COMPLETE:
+        raise Violation(f"quiet, but round {job.round.number} is {job.round.state}: {job.waiting}")
+    if job.size != best:
+        raise Violation(f"quiet, but {job.size} workers train where {best} could")
+    before = cluster.trained
+    cluster.clock.run(cluster.clock.now + 2.0, lambda: cluster.end is not None)
+    if cluster.trained <= before:
+        raise Violation("quiet and complete, but nobody finishes a step")
+
+
+def _check_end(cluster: Cluster, faults: Faults) -> None:
+    if cluster.end is None:
+        raise Violation(f"everybody should have finished, but: {cluster.job.state.waiting}")
+    if cluster.end.exit_code == 0:
+        if cluster.goal is None:
+            raise Violation("success before anybody had finished the script")
+        return
+    # Ending with a failure is right only where the script itself may be to blame.
+    own = any("exit" in fault for fault in faults.injected)
+    early = cluster.elastic and not cluster.job.state.fruitful
+    if not own and not early:
+        raise Violation(f"failed without a reason: {cluster.end.reason}")

@@ -1,0 +1,180 @@
+"""Simulated workers: elastic ones that train in step, and plain ones that never speak.
+
+They follow `docs/protocol.md`. A group trains in lock-step; it breaks when a member dies or
+leaves early, and stalls while one is frozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from elastic_driver.core.events import WorkerExited, WorkerReady, WorkerStepped
+from elastic_driver.core.messages import Notice, StartWorkerOrder, World
+
+if TYPE_CHECKING:
+    from tests.sim.cluster import Cluster, SimAgent
+
+STEP_S = 0.05
+
+
+@dataclass(eq=False)
+class Group:
+    """The members of one round that train together."""
+
+    round: int
+    size: int
+    members: dict[str, SimWorker] = field(default_factory=dict)
+    training: bool = False
+    broken: bool = False
+
+
+class SimWorker:
+    """One worker process on a simulated host."""
+
+    def __init__(self, cluster: Cluster, agent: SimAgent, order: StartWorkerOrder) -> None:
+        self.cluster, self.agent, self.order = cluster, agent, order
+        self.id = order.worker
+        self.alive = True
+        self.frozen = False
+        self.doomed = False  # told to stop: peers and checks do not count on it
+        self.group: Group | None = None
+        self.left = 0
+        self.version = -1
+        self.clean = True
+        self.ready = False
+        self.stepped_in = 0
+
+    def soon(self, low: float, high: float) -> float:
+        return self.cluster.random.uniform(low, high)
+
+    def act(self, delay: float, action: str, *arguments: object) -> None:
+        """Do something later, if the process then still lives; a frozen one does it on waking."""
+
+        def moment() -> None:
+            if not self.alive:
+                return
+            if self.frozen:
+                self.act(0.2, action, *arguments)
+                return
+            getattr(self, action)(*arguments)
+
+        self.cluster.clock.after(delay, moment)
+
+    def boot(self) -> None:
+        raise AssertionError("a kind of worker says how it boots")
+
+    def break_from(self, group: Group) -> None:
+        raise AssertionError("a kind of worker says what a lost peer does to it")
+
+    def end(self, exit_code: int, *, victim: bool = False) -> None:
+        """The process is gone, whoever ended it."""
+        if not self.alive:
+            return
+        self.alive = False
+        group, self.group = self.group, None
+        if group is not None and group.members.pop(self.id, None) and exit_code != 0:
+            break_group(group)
+        self.agent.reap(self, WorkerExited(self.id, exit_code, "log", victim))
+
+    def see_world(self, world: World) -> None:
+        """A world was published, or is seen late."""
+
+    def see_notice(self, notice: Notice) -> None:
+        """A notice was published, or is seen late."""
+
+
+def break_group(group: Group) -> None:
+    """A member is gone: the others notice within milliseconds."""
+    if group.broken:
+        return
+    group.broken = True
+    for worker in list(group.members.values()):
+        worker.act(worker.soon(0.002, 0.03), "break_from", group)
+
+
+class ElasticWorker(SimWorker):
+    """Speaks to the driver: READY, trains, leaves at a boundary or when its group breaks."""
+
+    notice: Notice | None = None
+
+    def boot(self) -> None:
+        self.act(self.soon(0.2, 2.0), "become_ready", "booted")
+
+    def become_ready(self, reason: str) -> None:
+        self.ready = True
+        self.group = None
+        self.cluster.post(
+            self.agent, WorkerReady(self.id, self.left, self.version, self.clean, reason)
+        )
+        if self.cluster.world is not None:
+            self.act(self.soon(0.0, 0.01), "see_world", self.cluster.world)
+
+    def see_world(self, world: World) -> None:
+        if not self.ready or world.round <= self.left or world.member(self.id) is None:
+            return
+        self.ready = False
+        group = self.cluster.group(world)
+        self.group = group
+        self.notice = None
+        group.members[self.id] = self
+        if self.cluster.notice is not None:
+            self.act(0.0, "see_notice", self.cluster.notice)
+        if group.broken or self.cluster.someone_is_gone(world):
+            group.broken = True
+            self.act(self.soon(0.01, 0.1), "break_from", group)
+        elif len(group.members) == group.size:
+            self.cluster.begin_training(group)
+
+    def see_notice(self, notice: Notice) -> None:
+        if self.group is None or notice.round != self.group.round:
+            return
+        self.notice = notice
+        if notice.after_step is None:
+            self.break_from(self.group)
+
+    def break_from(self, group: Group) -> None:
+        if self.group is group:
+            self.leave(clean=self.cluster.random.random() < 0.7, reason="the group broke")
+
+    def leave(self, *, clean: bool, reason: str) -> None:
+        group = self.group
+        assert group is not None
+        group.members.pop(self.id, None)
+        self.left, self.clean = group.round, clean
+        break_group(group)
+        self.become_ready(reason)
+
+    def finish_step(self, version: int) -> None:
+        """The whole group has finished this step; maybe it is the one to leave after."""
+        assert self.group is not None
+        self.version, self.clean = version, True
+        if self.stepped_in != self.group.round:
+            self.stepped_in = self.group.round
+            self.cluster.post(self.agent, WorkerStepped(self.id, self.group.round, version))
+        after = self.notice.after_step if self.notice else None
+        if after is not None and version >= after:
+            self.leave(clean=True, reason="a step boundary")
+
+
+class PlainWorker(SimWorker):
+    """Trains with the peers it was born with; falls, or hangs, when one of them is lost."""
+
+    def boot(self) -> None:
+        self.act(self.soon(0.2, 2.0), "join")
+
+    def join(self) -> None:
+        group = self.cluster.birth_group(self.order.round, self.order.place.size)
+        self.group = group
+        group.members[self.id] = self
+        if group.broken:
+            self.act(self.soon(0.01, 0.1), "break_from", group)
+        elif len(group.members) == group.size:
+            self.cluster.begin_training(group)
+
+    def break_from(self, group: Group) -> None:
+        if self.group is group and self.cluster.random.random() < 0.6:
+            self.end(1, victim=True)  # the others hang until they are stopped
+
+    def finish_step(self, version: int) -> None:
+        self.version = version
