@@ -28,7 +28,7 @@ check: $(READY) ## formatting, lint, types, and which package may import which
 	$(BIN)/lint-imports
 
 sim: $(READY) ## simulate SEEDS clusters full of failures against the job's core
-	$(BIN)/python -m elastic_driver.core.sim --seeds $(SEEDS)
+	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
 format: $(READY) ## rewrite the sources in the project's format
 	$(BIN)/ruff format .

@@ -112,7 +112,8 @@ def train(state: elastic.TorchState) -> None:
             state.scheduler.step()
             state.step += 1
             if elastic.rank() == 0 and state.step % 50 == 0:
-                print(f"step {state.step} loss {loss:.3f} {elastic.size()} workers")
+                workers = elastic.size()
+                print(f"step {state.step} loss {loss:.3f} workers {workers}", flush=True)
             state.commit()
 
 

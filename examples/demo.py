@@ -117,7 +117,7 @@ def summarise(steps: list[Step], victim: Step) -> list[tuple[str, str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kill a worker and watch the job go on.")
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--kill-after", type=int, default=60, help="steps before the kill")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="elastic-demo-") as name:

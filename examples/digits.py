@@ -99,8 +99,8 @@ def train(state: elastic.TorchState) -> None:
             state.step += 1
             record()
             if elastic.rank() == 0 and state.step % 25 == 0:
-                workers = f"{elastic.size()} workers"
-                print(f"epoch {state.epoch} step {state.step} loss {loss:.3f} {workers}")
+                where = f"epoch {state.epoch} step {state.step}"
+                print(f"{where} loss {loss:.3f} workers {elastic.size()}", flush=True)
             state.commit()  # (4) A step boundary: nothing before it is lost.
 
 
