@@ -1,0 +1,163 @@
+"""How a fixed global batch is shared, and the tree that adds its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_driver.core.batch import (
+    TreeSum,
+    allocate_microbatches,
+    allocate_weighted,
+    finish_tree,
+    sample_counts,
+    tree_blocks,
+    virtual_ranges,
+)
+from elastic_driver.errors import UsageError
+
+counts = st.integers(1, 200)
+speeds = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40)
+
+
+@pytest.mark.parametrize(
+    ("virtual_workers", "workers", "expected"),
+    [
+        (8, 3, [3, 3, 2]),
+        (8, 5, [2, 2, 2, 1, 1]),
+        (7, 2, [4, 3]),
+        (8, 8, [1] * 8),
+        (8, 1, [8]),
+        (3, 5, [1, 1, 1, 0, 0]),
+    ],
+)
+def test_micro_batches_are_shared_as_equally_as_possible(
+    virtual_workers: int, workers: int, expected: list[int]
+) -> None:
+    assert allocate_microbatches(virtual_workers, workers) == expected
+
+
+@given(counts, counts)
+def test_shares_sum_up_fall_by_rank_and_differ_by_one_at_most(n: int, workers: int) -> None:
+    shares = allocate_microbatches(n, workers)
+    assert sum(shares) == n
+    assert len(shares) == workers
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] - shares[-1] <= 1
+
+
+@pytest.mark.parametrize("nonsense", [0, -1, 2.0, True, "8", None])
+def test_a_number_that_is_no_count_is_refused_by_name(nonsense: Any) -> None:
+    with pytest.raises(UsageError, match="number of virtual workers is"):
+        allocate_microbatches(nonsense, 2)
+    with pytest.raises(UsageError, match="number of workers is"):
+        allocate_microbatches(2, nonsense)
+
+
+@given(counts, speeds)
+def test_weighted_shares_sum_up_and_leave_nobody_out(n: int, measured: list[float]) -> None:
+    shares = allocate_weighted(n, measured)
+    assert sum(shares) == n
+    assert min(shares) >= (1 if n >= len(measured) else 0)
+    assert shares == allocate_weighted(n, measured)
+
+
+@given(counts, counts)
+def test_equal_speeds_give_the_unweighted_shares(n: int, workers: int) -> None:
+    assert allocate_weighted(n, [3.5] * workers) == allocate_microbatches(n, workers)
+
+
+@given(counts, st.lists(st.integers(1, 1000), min_size=1, max_size=20))
+def test_a_faster_worker_never_gets_less_than_a_slower_one(n: int, measured: list[int]) -> None:
+    shares = allocate_weighted(n, measured)
+    ranks = range(len(shares))
+    assert all(shares[a] >= shares[b] for a in ranks for b in ranks if measured[a] > measured[b])
+
+
+@pytest.mark.parametrize(
+    ("n", "measured", "expected"),
+    [
+        (8, [2.0, 1.0, 1.0], [4, 2, 2]),
+        (7, [100.0, 1.0, 1.0, 1.0], [4, 1, 1, 1]),
+        (10, [1.0, 1.0, 1.0], [4, 3, 3]),
+        (2, [1.0, 9.0, 5.0], [0, 1, 1]),
+        (4, [1e308, 1e308], [2, 2]),
+    ],
+)
+def test_weighted_shares_follow_the_speeds(
+    n: int, measured: list[float], expected: list[int]
+) -> None:
+    assert allocate_weighted(n, measured) == expected
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_speed_that_is_no_speed_is_refused_with_its_rank(speed: float) -> None:
+    with pytest.raises(UsageError, match="speed of rank 1"):
+        allocate_weighted(8, [1.0, speed])
+
+
+def test_a_job_without_workers_has_no_shares() -> None:
+    with pytest.raises(UsageError, match="number of workers is 0"):
+        allocate_weighted(8, [])
+
+
+def test_virtual_workers_are_contiguous_by_rank_and_standbys_have_none() -> None:
+    assert virtual_ranges([3, 3, 2]) == [range(3), range(3, 6), range(6, 8)]
+    assert [list(r) for r in virtual_ranges([1, 1, 0])] == [[0], [1], []]
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (16, [4, 4, 4, 4]),  # a full step
+        (15, [4, 4, 4, 3]),
+        (9, [3, 3, 3, 0]),  # not 4, 4, 1: a single sample is no batch for BatchNorm
+        (5, [3, 2, 0, 0]),
+        (1, [1, 0, 0, 0]),
+        (0, [0, 0, 0, 0]),
+    ],
+)
+def test_a_short_step_is_spread_evenly_over_as_few_as_needed(
+    samples: int, expected: list[int]
+) -> None:
+    assert sample_counts(samples, 4, 4) == expected
+
+
+def test_more_samples_than_a_step_holds_are_refused() -> None:
+    with pytest.raises(ValueError, match="17 samples"):
+        sample_counts(17, 4, 4)
+
+
+def tree_of(leaves: int) -> Any:
+    """The whole tree as nested pairs: it names every addition and its operands."""
+    return finish_tree({(0, leaf): leaf for leaf in range(leaves)}, leaves, lambda a, b: (a, b))
+
+
+@given(st.integers(1, 64), st.data())
+def test_every_split_of_the_leaves_makes_the_same_additions(leaves: int, data: Any) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, leaves), max_size=8)))
+    parts = {}
+    for start, stop in zip([0, *cuts], [*cuts, leaves], strict=True):
+        tree: TreeSum[Any] = TreeSum(start, lambda a, b: (a, b))
+        for leaf in range(start, stop):
+            tree.push(leaf)
+        assert [block for block, _ in tree.blocks()] == tree_blocks(range(start, stop))
+        parts.update(tree.blocks())
+    assert finish_tree(parts, leaves, lambda a, b: (a, b)) == tree_of(leaves)
+
+
+def test_a_tree_of_five_leaves_is_the_aligned_one() -> None:
+    assert tree_of(5) == (((0, 1), (2, 3)), 4)
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000))
+def test_partial_sums_stay_logarithmic(start: int, length: int) -> None:
+    assert len(tree_blocks(range(start, start + length))) <= 2 * max(1, length.bit_length())
+
+
+def test_a_missing_leaf_is_named() -> None:
+    with pytest.raises(KeyError, match="leaf 1 of 2 is missing"):
+        finish_tree({(0, 0): 1.0}, 2, lambda a, b: a + b)
