@@ -9,6 +9,8 @@ import socket
 import time
 from pathlib import Path
 
+import psutil
+
 from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
 from elastic_driver.core.messages import StartWorkerOrder
 from tests.launcher.agent.harness import TOKEN, Driver, agent_of, eventually, lives, place
@@ -326,3 +328,80 @@ def test_a_missing_token_file_and_a_wrong_option_are_usage_errors(driver: Driver
         assert agent.wait() == 64
     with agent_of(driver, "--no-such-option") as agent:
         assert agent.wait() == 64
+
+
+def test_a_terminal_that_nobody_reads_does_not_hold_training_up_for_ever(driver: Driver) -> None:
+    driver.python("for n in range(100_000): print('x' * 60, n)", log_dir="logs")
+    read, write = os.pipe2(os.O_CLOEXEC)
+    with agent_of(driver, stdout=write) as agent:
+        os.close(write)
+        worker = driver.start_worker()
+        assert driver.wait(WorkerExited, worker, within=20).exit_code == 0
+        lines = (driver.folder / "logs" / worker / "stdout.log").read_text().splitlines()
+        assert lines[-1].endswith(" 99999")
+        assert len(lines) == 100_000
+        driver.shutdown()
+        assert agent.wait(10) == 0
+        assert len(agent.err.splitlines()) == 1
+        assert "nobody has read our stdout" in agent.err
+    os.close(read)
+
+
+def test_a_terminal_that_is_closed_does_not_end_anything(driver: Driver) -> None:
+    driver.python("for n in range(100_000): print('x' * 60, n)")
+    read, write = os.pipe2(os.O_CLOEXEC)
+    with agent_of(driver, stdout=write) as agent:
+        os.close(write)
+        os.close(read)
+        assert driver.wait(WorkerExited, driver.start_worker()).exit_code == 0
+        driver.shutdown()
+        assert agent.wait(10) == 0
+        assert "Broken pipe" in agent.err
+
+
+def test_a_flood_of_lines_arrives_whole_and_quickly(driver: Driver) -> None:
+    lines = 300_000
+    driver.python(f"for n in range({lines}): print('step', n)", env={"PYTHONUNBUFFERED": ""})
+    with agent_of(driver) as agent:
+        driver.wait(AgentReady)
+        began = time.monotonic()
+        driver.wait(WorkerExited, driver.start_worker())
+        assert time.monotonic() - began < lines / 50_000
+        driver.shutdown()
+        assert agent.wait() == 0
+        assert agent.out.splitlines() == [f"[0]<stdout>:step {n}" for n in range(lines)]
+
+
+WARM_SCRIPT = "import psutil, os\nprint('ppid', os.getppid(), flush=True)\n" + WAIT
+
+
+def test_warm_workers_are_children_of_the_agent_and_nothing_outlives_it(driver: Driver) -> None:
+    driver.python(WARM_SCRIPT, warm=1, preload=("psutil",))
+    with agent_of(driver) as agent:
+        workers = [driver.start_worker(rank, 2) for rank in range(2)]
+        pids = [driver.wait(WorkerStarted, worker).pid for worker in workers]
+        eventually(lambda: agent.out.count(f"ppid {agent.pid}") == 2)
+        below = [child.pid for child in psutil.Process(agent.pid).children(recursive=True)]
+        assert set(pids) < set(below)  # and the warm parent with its spare
+        driver.stop_worker(workers[0], 1.0)
+        assert driver.wait(WorkerExited, workers[0]).exit_code == -signal.SIGTERM
+        assert lives(pids[1])
+        agent.process.kill()
+        agent.wait()
+        eventually(lambda: not any(map(lives, below)), within=3)
+
+
+def test_a_worker_that_is_stopped_while_the_warm_parent_warms_up_is_never_started(
+    driver: Driver,
+) -> None:
+    (driver.folder / "slow_module.py").write_text("import time; time.sleep(1.5)")
+    driver.python("import slow_module", warm=1, preload=("slow_module",))
+    with agent_of(driver) as agent:
+        stopped, kept = driver.start_worker(0, 2), driver.start_worker(1, 2)
+        driver.stop_worker(stopped, 5.0)
+        end = driver.wait(WorkerExited, stopped)
+        assert (end.exit_code, end.log_tail) == (-15, "stopped before it was started")
+        assert driver.wait(WorkerExited, kept).exit_code == 0
+        assert [e.worker for e in driver.told(WorkerStarted)] == [kept]
+        driver.shutdown()
+        assert agent.wait() == 0
