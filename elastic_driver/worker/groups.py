@@ -49,10 +49,16 @@ class Group:
     def __init__(self, backend: Any, connections: ConnectionsMade) -> None:
         self.backend = backend
         self.connections = [connections]
+        self.at_end: Callable[[], None] | None = None
 
     def cut(self) -> int:
         """Make every collective that waits in this group raise; any thread may call it."""
         return sum(connections.cut() for connections in list(self.connections))
+
+    def end(self) -> None:
+        """Free what the group was built with; after torch has let go of it."""
+        if self.at_end is not None:
+            self.at_end()
 
     def close_in_child(self) -> None:
         """In a forked child: let go of the connections."""

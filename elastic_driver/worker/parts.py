@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.copying import copied
-from elastic_driver.worker.transfer import join, split
+from elastic_driver.worker.transfer import apart, join
 
 
 class Spec(Struct, frozen=True, array_like=True):
@@ -54,6 +54,9 @@ class Spec(Struct, frozen=True, array_like=True):
         return torch.empty(self.shape, dtype=dtype, device=device or self.device)
 
 
+Parcel = tuple[Any, list[Tensor]]  # a document, and the tensors that it names by index
+
+
 class Part(Protocol):
     """One named thing in a state."""
 
@@ -69,8 +72,8 @@ class Part(Protocol):
     def roll_back_large(self) -> None:
         """Put the large things back."""
 
-    def outgoing(self, tensors: list[Tensor]) -> Any:
-        """A document of all of it; its tensors are appended to `tensors`."""
+    def outgoing(self) -> Parcel:
+        """A document of all of it, and the tensors it refers to."""
 
     def places(self, document: Any, specs: Sequence[Spec], /) -> list[Tensor]:
         """The tensors to receive into; those of this part's own where it has them."""
@@ -121,14 +124,15 @@ class ModulePart(_Steady):
         """Put the parameters back, in place."""
         _copy_all([live for live, _ in self._large], [copy for _, copy in self._large])
 
-    def outgoing(self, tensors: list[Tensor]) -> Any:
+    def outgoing(self) -> Parcel:
         """Parameters and buffers by name, and what modules keep as extra state."""
-        return {"tensors": split(self._named(), tensors), "extra": self._extra()}
+        document, tensors = apart(self._named())
+        return {"tensors": document, "extra": self._extra()}, tensors
 
     def places(self, document: Any, specs: Sequence[Spec]) -> list[Tensor]:
         """This module's own tensors; raises `UsageError` where it is built differently."""
-        mine: list[Tensor] = []
-        if split(self._named(), mine) != document["tensors"] or any(
+        names, mine = apart(self._named())
+        if names != document["tensors"] or any(
             not spec.fits(tensor) for tensor, spec in zip(mine, specs, strict=True)
         ):
             raise UsageError(
@@ -186,9 +190,9 @@ class OptimizerPart(_Steady):
         if self._large is not None:
             self._load(copied(self._large))
 
-    def outgoing(self, tensors: list[Tensor]) -> Any:
+    def outgoing(self) -> Parcel:
         """`state_dict()` with its tensors taken out."""
-        return split(self._optimizer.state_dict(), tensors)
+        return apart(self._optimizer.state_dict())
 
     def places(self, document: Any, specs: Sequence[Spec]) -> list[Tensor]:
         """Fresh tensors: this optimizer may not have made its own yet (Adam's are lazy)."""
@@ -245,9 +249,9 @@ class StatefulPart:
     def roll_back_large(self) -> None:
         """All of it is small."""
 
-    def outgoing(self, tensors: list[Tensor]) -> Any:
+    def outgoing(self) -> Parcel:
         """Its state with the tensors taken out."""
-        return split(self._thing.state_dict(), tensors)
+        return apart(self._thing.state_dict())
 
     def places(self, _document: Any, specs: Sequence[Spec], /) -> list[Tensor]:
         """Fresh tensors."""

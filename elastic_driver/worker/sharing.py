@@ -14,14 +14,14 @@ from msgspec import Struct
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.parts import Part, Spec
+from elastic_driver.worker.parts import Parcel, Part, Spec
 from elastic_driver.worker.rng import RandomStates
 from elastic_driver.worker.transfer import (
+    apart,
     broadcast_bytes,
     broadcast_tensors,
     join,
     packed,
-    split,
     unpacked,
 )
 
@@ -38,14 +38,24 @@ class Shared(Struct, frozen=True):
         return {name: value for name, value in self.values.items() if name not in self.parts}
 
 
-class Envelope(Struct, frozen=True):
-    """The document that goes first; `bytes` are read by the safe unpickler only."""
+class Sealed(Struct, frozen=True):
+    """One attribute: a document for the safe unpickler only, and the specs of its tensors."""
 
-    parts: dict[str, bytes]
-    plain: dict[str, bytes]
+    document: bytes
+    specs: tuple[Spec, ...]
+
+
+class Envelope(Struct, frozen=True):
+    """What goes first; the tensors follow in the order of the specs, parts before the rest."""
+
+    parts: dict[str, Sealed]
+    plain: dict[str, Sealed]
     random: bytes
-    specs: tuple[Spec, ...]  # of all tensors: those of the parts, then those of the plain values
-    counts: dict[str, int]  # tensors of each part
+
+    def specs(self) -> list[Spec]:
+        """The specs of all tensors that follow."""
+        sealed = (*self.parts.values(), *self.plain.values())
+        return [spec for one in sealed for spec in one.specs]
 
 
 def check_sendable(shared: Shared) -> None:
@@ -64,7 +74,7 @@ def stand_by(source: int) -> None:
     """Take part in the transfer without taking anything over."""
     envelope = msgspec.msgpack.decode(broadcast_bytes(None, source), type=Envelope)
     # Nothing is written here; only the sizes matter, and meta tensors have no more.
-    sizes = [spec.room("meta") for spec in envelope.specs]
+    sizes = [spec.room("meta") for spec in envelope.specs()]
     broadcast_tensors(sizes, source, receiving=False)
 
 
@@ -79,42 +89,35 @@ def receive(shared: Shared, source: int, newcomer: bool) -> None:
             f"this worker's state has {', '.join(shared.parts) or 'nothing'} to load, the trained "
             f"one {', '.join(envelope.parts) or 'nothing'}; run the same script on every worker"
         )
-    documents = {name: unpacked(data) for name, data in envelope.parts.items()}
-    tensors, at = [], 0
-    for name, part in shared.parts.items():
-        count = envelope.counts[name]
-        tensors += part.places(documents[name], envelope.specs[at : at + count])
-        at += count
-    tensors += [spec.room() for spec in envelope.specs[at:]]
+    documents = {name: unpacked(sealed.document) for name, sealed in envelope.parts.items()}
+    places = {
+        name: part.places(documents[name], envelope.parts[name].specs)
+        for name, part in shared.parts.items()
+    }
+    fresh = {
+        name: [spec.room() for spec in sealed.specs] for name, sealed in envelope.plain.items()
+    }
+    tensors = [tensor for group in (*places.values(), *fresh.values()) for tensor in group]
     broadcast_tensors(tensors, source, receiving=True)
-    at = 0
     for name, part in shared.parts.items():
-        count = envelope.counts[name]
-        part.accept(documents[name], tensors[at : at + count])
-        at += count
-    for name, data in envelope.plain.items():
-        shared.values[name] = join(unpacked(data), tensors[at:])
+        part.accept(documents[name], places[name])
+    for name, sealed in envelope.plain.items():
+        shared.values[name] = join(unpacked(sealed.document), fresh[name])
     if newcomer:
         shared.random.put_portable(unpacked(envelope.random))
 
 
 def _seal(shared: Shared) -> tuple[Envelope, list[Tensor]]:
     tensors: list[Tensor] = []
-    parts, counts = {}, {}
-    for name, part in shared.parts.items():
-        before = len(tensors)
-        parts[name] = packed(part.outgoing(tensors), f"the state of {name!r}")
-        counts[name] = len(tensors) - before
-    values: list[Tensor] = []
-    plain = {
-        name: packed(split(value, values), f"the attribute {name!r}")
-        for name, value in shared.plain().items()
-    }
+
+    def seal(parcel: Parcel, what: str) -> Sealed:
+        document, own = parcel
+        tensors.extend(own)
+        return Sealed(packed(document, what), tuple(Spec.of(tensor) for tensor in own))
+
     envelope = Envelope(
-        parts=parts,
-        plain=plain,
+        parts={n: seal(p.outgoing(), f"the state of {n!r}") for n, p in shared.parts.items()},
+        plain={n: seal(apart(v), f"the attribute {n!r}") for n, v in shared.plain().items()},
         random=packed(shared.random.portable(), "the random state"),
-        specs=tuple(Spec.of(tensor) for tensor in [*tensors, *values]),
-        counts=counts,
     )
-    return envelope, tensors + values
+    return envelope, tensors

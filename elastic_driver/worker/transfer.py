@@ -57,23 +57,28 @@ def _first_line(error: BaseException) -> str:
 # ---- trees: a value with its tensors taken out -------------------------------------------
 
 
-def split(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` with each tensor replaced by its index in `tensors`, to which it is appended.
+def apart(value: Any) -> tuple[Any, list[Tensor]]:
+    """`value` with each tensor replaced by its index in the list that comes with it.
 
     Containers are rebuilt as tagged pairs, so that no value can be mistaken for an index.
     """
+    tensors: list[Tensor] = []
+    return _apart(value, tensors), tensors
+
+
+def _apart(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value.detach())
         return ("tensor", len(tensors) - 1)
     if type(value) is dict:
-        return ("dict", [(key, split(item, tensors)) for key, item in value.items()])
+        return ("dict", [(key, _apart(item, tensors)) for key, item in value.items()])
     if type(value) in (list, tuple):
-        return (type(value).__name__, [split(item, tensors) for item in value])
+        return (type(value).__name__, [_apart(item, tensors) for item in value])
     return ("value", value)
 
 
 def join(tree: Any, tensors: Sequence[Tensor]) -> Any:
-    """The value that `split` took apart."""
+    """The value that was taken `apart`."""
     kind, content = tree
     if kind == "tensor":
         return tensors[content]

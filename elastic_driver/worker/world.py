@@ -105,7 +105,12 @@ class Membership:
             builder = GroupBuilder(store, rank, size, device, not_to=link.port)
             return self._build(builder, world.round)
 
-        group = build(store, rank, size)
+        try:
+            group = build(store, rank, size)
+        except RoundOverError:
+            store.abort()  # its thread may still be waiting for keys
+            raise
+        group.at_end = store.close
 
         def subgroup(store: Store, rank: int, size: int, _timeout: timedelta) -> Any:
             part = build(store, rank, size)
@@ -162,6 +167,7 @@ class Membership:
             group.cut()
         tear_down_wrapped()
         groups.uninstall()
+        group.end()
 
     # ---- notices, on the heartbeat thread ------------------------------------------------
 
