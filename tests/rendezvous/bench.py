@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from http.client import HTTPConnection
@@ -63,3 +64,65 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+class LossyProxy:
+    """Passes requests on to the server, and loses the answers of the first `losses` of them.
+
+    A lost answer was sent by the server: the request was carried out, and the connection ends.
+    """
+
+    def __init__(self, server: RendezvousServer, losses: int) -> None:
+        self.losses, self.passed = losses, 0
+        self._port = server.port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> LossyProxy:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with socket.create_connection(self._listener.getsockname(), timeout=5):
+            self._listener.close()
+        self._thread.join(10)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            upstream = socket.create_connection(("127.0.0.1", self._port), timeout=10)
+            with client, upstream:
+                client.settimeout(10)
+                message = _one_message(client)
+                if not message:
+                    continue  # somebody connected and left
+                upstream.sendall(message)
+                answer = _one_message(upstream)
+                if self.losses:
+                    self.losses -= 1
+                else:
+                    client.sendall(answer)
+                    self.passed += 1
+
+
+def _one_message(source: socket.socket) -> bytes:
+    """One HTTP message with a Content-Length, or what came before the connection ended."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        chunk = source.recv(65536)
+        if not chunk:
+            return data
+        data += chunk
+    head = data.split(b"\r\n\r\n")[0]
+    lengths = [
+        int(line.split(b":")[1])
+        for line in head.split(b"\r\n")
+        if line.lower().startswith(b"content-length")
+    ]
+    while len(data) < len(head) + 4 + sum(lengths):
+        data += source.recv(65536)
+    return data

@@ -70,9 +70,10 @@ def test_a_server_that_stood_still_does_not_blame_those_who_hold_leases() -> Non
         server.apply([Set("lease", b"", lease=0.3)])
         assert server._loop is not None
         server._loop.call_soon_threadsafe(time.sleep, 1.0)  # as if stopped by a signal
-        server.apply([Set("lease", b"", lease=60)])  # the renewal that waited in the socket
+        for _ in range(3):  # the overdue timer has run when these are answered
+            assert server.apply([Count("lease")]) == (Number(1),)
+        server.apply([Set("lease", b"", lease=60)])  # a renewal that waited in its socket
         assert expired == []
-        assert server.apply([Count("lease")]) == (Number(1),)
 
 
 def test_other_rooms_mount_routes_behind_the_same_token() -> None:

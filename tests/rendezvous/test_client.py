@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+from aiohttp import web
+
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import (
+    AbortedError,
+    RefusedError,
+    RequestError,
+    SealedError,
+    UnauthorizedError,
+    UnreachableError,
+)
+from rendezvous.server import RendezvousServer
+from rendezvous.wire import Add, Compared, Entries, Entry, Get, Number, Set, Written
+from tests.rendezvous.bench import TOKEN, LossyProxy, eventually, free_port, waiting
+
+
+def test_every_operation_has_a_helper(client: RendezvousClient) -> None:
+    assert client.get("p/a") is None
+    assert client.set("p/a", b"1") == 1
+    assert client.append("p/a", b"\xff") == 2
+    assert client.get("p/a") == Entry(b"1\xff", 2)
+    assert client.get("p/a", wait=0.01, after=2) is None
+    assert client.watch({"p/a": 1, "p/b": 0}, wait=1) == {"p/a": Entry(b"1\xff", 2)}
+    assert client.watch({"p/b": 0}, wait=0.01) == {}
+    assert client.add("p/n", 3) == 3
+    assert client.compare_set("p/c", None, b"x") == Compared(True, b"x")
+    assert client.compare_set("p/c", b"y", b"z") == Compared(False, b"x")
+    assert client.delete("p/c") is True
+    assert client.delete("p/c") is False
+    assert client.delete_prefix("p/") == 2
+
+
+def test_a_batch_is_one_request(client: RendezvousClient) -> None:
+    results = client.batch(Set("a", b"1"), Add("n", 1), Get(("a",)))
+    assert results == (Written(1), Number(1), Entries({"a": Entry(b"1", 1)}))
+    assert client.requests == 1
+
+
+def test_calls_share_one_connection(server: RendezvousServer, client: RendezvousClient) -> None:
+    client.set("a", b"")
+    connection = client._connection
+    for _ in range(20):
+        client.get("a")
+    assert client._connection is connection
+    assert connection is not None
+    assert connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_refusals_are_errors_of_the_helpers_and_results_of_a_batch(
+    client: RendezvousClient,
+) -> None:
+    client.set("p/a", b"x")
+    with pytest.raises(RefusedError, match="no number") as caught:
+        client.add("p/a", 1)
+    assert caught.value.code == "not_a_number"
+    client.delete_prefix("p/", seal=True)
+    with pytest.raises(SealedError, match="over and sealed"):
+        client.set("p/a", b"")
+    with pytest.raises(SealedError):
+        client.get("p/a", wait=20)
+    (refused,) = client.batch(Set("p/a", b""))
+    assert refused.code == "sealed"  # type: ignore[union-attr]
+
+
+def test_a_wrong_token_is_named_but_not_shown(server: RendezvousServer) -> None:
+    with (
+        RendezvousClient(server.url, "some-old-token") as client,
+        pytest.raises(UnauthorizedError, match="refused our token") as caught,
+    ):
+        client.set("a", b"")
+    assert "some-old-token" not in str(caught.value)
+    assert "some-old-token" not in repr(client)
+
+
+def test_a_request_the_server_finds_fault_with_is_not_repeated(client: RendezvousClient) -> None:
+    with pytest.raises(RequestError, match="422 invalid") as caught:
+        client.set("k" * 513, b"")
+    assert (caught.value.status, caught.value.code) == (422, "invalid")
+    assert client.requests == 1
+
+
+def test_nobody_there_is_said_at_the_deadline_with_the_address() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    started = time.monotonic()
+    with (
+        RendezvousClient(url, TOKEN, timeout=0.3) as client,
+        pytest.raises(UnreachableError, match=rf"{url} within .*refused.*driver still running"),
+    ):
+        client.get("a")
+    assert time.monotonic() - started < 2
+
+
+def test_a_server_that_accepts_and_says_nothing_is_given_up_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        started = time.monotonic()
+        with (
+            RendezvousClient(url, TOKEN) as client,
+            pytest.raises(UnreachableError, match="timed out"),
+        ):
+            client.batch(Set("a", b""), deadline=0.3)
+        assert 0.2 < time.monotonic() - started < 3
+
+
+def test_a_server_that_comes_up_late_is_found() -> None:
+    server = RendezvousServer(port=free_port(), token=TOKEN)
+    found: list[int] = []
+
+    def call() -> None:
+        with RendezvousClient(f"http://127.0.0.1:{server._wanted_port}", TOKEN) as client:
+            found.append(client.set("a", b""))
+            found.append(client.requests)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    with server:
+        thread.join(10)
+    assert found[0] == 1
+
+
+def test_a_lost_answer_is_asked_for_again_and_nothing_is_done_twice(
+    server: RendezvousServer,
+) -> None:
+    with LossyProxy(server, losses=3) as proxy, RendezvousClient(proxy.url, TOKEN) as client:
+        assert client.add("n", 1) == 1
+        assert client.requests == 4
+        client.close()
+    assert server.apply([Add("n", 0)]) == (Number(1),)
+
+
+def test_a_lost_answer_to_a_posted_event_does_not_post_it_twice() -> None:
+    posted: list[bytes] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        posted.append(await request.read())
+        return web.json_response({"taken": len(posted)})
+
+    def routes(app: web.Application) -> None:
+        app.router.add_post("/v1/events", handler)
+        app.router.add_get("/v1/events", handler)
+
+    with (
+        RendezvousServer(token=TOKEN, routes=routes) as server,
+        LossyProxy(server, losses=2) as proxy,
+        RendezvousClient(proxy.url, TOKEN) as client,
+    ):
+        assert client.post_json("/v1/events", b'{"type":"x"}') == b'{"taken": 1}'
+        client.close()
+        assert posted == [b'{"type":"x"}']
+        assert client.get_json("/v1/events") == {"taken": 2}
+        client.close()
+
+
+def test_a_connection_the_server_closed_meanwhile_is_opened_anew(
+    server: RendezvousServer, client: RendezvousClient
+) -> None:
+    client.set("a", b"")
+    assert client._connection is not None
+    client._connection.sock.shutdown(socket.SHUT_RDWR)
+    assert client.get("a") == Entry(b"", 1)
+
+
+def test_a_successor_on_the_same_port_is_found_while_a_call_waits() -> None:
+    first = RendezvousServer(token=TOKEN).start()
+    found: list[Entry | None] = []
+
+    def wait() -> None:
+        with RendezvousClient(first.url, TOKEN) as client:
+            found.append(client.get("a", wait=20))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    eventually(lambda: waiting(first) == 1, "the client waits")
+    first.stop()
+    with RendezvousServer(port=first.port, token=TOKEN) as second:
+        eventually(lambda: waiting(second) == 1, "the client waits again")
+        second.post([Set("a", b"new")])
+        thread.join(10)
+    assert found == [Entry(b"new", 1)]
+
+
+def test_abort_ends_a_call_that_blocks_another_thread(server: RendezvousServer) -> None:
+    client = RendezvousClient(server.url, TOKEN)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            client.watch({"never": 0}, wait=60)
+        except AbortedError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    eventually(lambda: waiting(server) == 1, "the client waits")
+    started = time.monotonic()
+    client.abort()
+    thread.join(10)
+    assert len(caught) == 1
+    assert time.monotonic() - started < 2
+    with pytest.raises(AbortedError):
+        client.get("a")
+    client.close()
+    eventually(lambda: waiting(server) == 0, "the waiter is gone")
+
+
+def test_abort_ends_the_search_for_a_server_that_is_not_there() -> None:
+    client = RendezvousClient(f"http://127.0.0.1:{free_port()}", TOKEN, timeout=60)
+    caught: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            client.get("a")
+        except AbortedError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    eventually(lambda: client.requests == 0 and thread.is_alive(), "the search goes on")
+    client.abort()
+    thread.join(10)
+    assert len(caught) == 1
+
+
+def test_a_forked_child_opens_a_connection_of_its_own(
+    server: RendezvousServer, client: RendezvousClient
+) -> None:
+    client.set("a", b"1")
+    assert client._connection is not None
+    mine = client._connection.sock.getsockname()
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # Nothing of the test runner may run here, whatever happens.
+        try:
+            client.add("n", 1)
+            assert client._connection is not None
+            os.write(write_end, str(client._connection.sock.getsockname()).encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        theirs = pipe.read().decode()
+    os.waitpid(child, 0)
+    assert theirs
+    assert theirs != str(mine)
+    assert client.get("n") == Entry(b"1", 2)
+    assert client._connection.sock.getsockname() == mine
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:80", "https://a:1", "http://a", "", "http://:80"])
+def test_what_is_no_address_is_refused_when_the_client_is_made(url: str) -> None:
+    with pytest.raises(ValueError, match="no rendezvous address"):
+        RendezvousClient(url, TOKEN)
