@@ -20,9 +20,12 @@ from elastic_driver.core.messages import Failure
 MAX_HELD = 64  # different tracebacks; a thousand workers that all fail differently need no more
 MAX_TAIL_LINES = 30
 
+# torch.distributed puts the rank before every line of an uncaught exception.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 # The same two beginnings that the agents hold back: an exception's, and a syntax error's.
 _TRACEBACK = re.compile(
-    r"^(?:Traceback \(most recent call last\):|  File \".*\", line \d+$)", re.MULTILINE
+    r"^(?:\[rank\d+\]: )?(?:Traceback \(most recent call last\):|  File \".*\", line \d+$)",
+    re.MULTILINE,
 )
 
 
@@ -74,9 +77,10 @@ class HeldTails:
 
 
 def traceback_in(tail: str) -> str:
-    """The part of a log's end from its first traceback on; empty without one."""
+    """The part of a log's end from its first traceback on, without torch's rank prefixes (so that
+    all ranks' are the same); empty without one."""
     match = _TRACEBACK.search(tail)
-    return tail[match.start() :].rstrip() if match else ""
+    return _RANK_PREFIX.sub("", tail[match.start() :]).rstrip() if match else ""
 
 
 def describe_exit(exit_code: int) -> str:

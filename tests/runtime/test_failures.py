@@ -81,6 +81,14 @@ def test_a_traceback_is_found_behind_other_lines_and_so_is_a_syntax_error() -> N
     assert traceback_in("Killed\n") == ""
 
 
+def test_the_ranks_that_torch_puts_before_each_line_make_no_difference() -> None:
+    tails = HeldTails()
+    for rank in range(3):
+        prefixed = "\n".join(f"[rank{rank}]: {line}" for line in BOOM.split("\n"))
+        tails.add(failed(f"a.{rank}.1", prefixed), 1)
+    assert tails.world_published(2) == [("a.0.1", BOOM)]
+
+
 def test_last_words_are_the_traceback_or_else_the_last_lines_bounded() -> None:
     def failure(tail: str) -> Failure:
         return Failure("a.0.1", 0, "a", 7, 1, tail)
