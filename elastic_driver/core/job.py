@@ -208,8 +208,8 @@ class Job:
             place = worker.place
             failure = Failure(worker.id, place.rank, worker.host, worker.pid, KILLED)
             endings.record_loss(job, worker, failure, Cause.AGENT, now)
-        elif was_running and job.kind is Kind.ELASTIC:
-            job.leave_round(now, f"{worker.id} was lost with its agent", at_boundary=False)
+        elif worker.leaving:
+            job.left_early(worker, now, running=was_running)
         return not expected
 
     def _host_without_agent(self, agent: Agent, reason: str, now: float) -> None:
@@ -296,8 +296,7 @@ class Job:
         if told:
             return
         if expected:
-            if running and event.exit_code != 0 and job.kind is Kind.ELASTIC:
-                job.leave_round(now, f"{worker.id} left early", at_boundary=False)
+            job.left_early(worker, now, running=running and event.exit_code != 0)
         elif finished:
             endings.record_success(job, now)
         else:
@@ -323,8 +322,7 @@ class Job:
             return
         if worker.leaving and self.state.registry.apply(worker, News.TOLD_TO_STOP):
             self.state.order_kill(worker, event.reason)
-            if self.state.kind is Kind.ELASTIC:
-                self.state.leave_round(now, f"{worker.id} is lost", at_boundary=False)
+            self.state.left_early(worker, now, running=True)
         elif not elastic.give_up_worker(self.state, worker, event.reason, now):
             self.state.ignore(f"{worker.id} is {worker.state.value}, it cannot be lost any more")
 

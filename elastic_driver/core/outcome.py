@@ -98,12 +98,16 @@ class Budget:
         self.fruitless = 0  # incidents in a row
         self._incident_at: float | None = None
 
-    def count(self, now: float, *, fruitless: bool) -> None:
-        """One more failure; `fruitless`: nobody has got anywhere since the last one."""
+    def count(self, now: float, *, fruitless: bool, whole_round: bool = False) -> None:
+        """One more failure; `fruitless`: nobody has got anywhere since the last one.
+
+        A `whole_round` was judged as one: it is an incident of its own, however soon.
+        """
         self.failures += 1
         if not fruitless:
             return
-        if self._incident_at is None or now - self._incident_at >= self._settings.settle:
+        since = None if self._incident_at is None else now - self._incident_at
+        if whole_round or since is None or since >= self._settings.settle:
             self.fruitless += 1
             self._incident_at = now
 

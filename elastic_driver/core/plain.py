@@ -115,7 +115,7 @@ def _watch_losses(job: JobState, now: float) -> None:
         waiting = "to see whether every worker fails"
         if not job.passed(job.first_loss_at + job.settings.settle, now, waiting):
             return
-    job.budget.count(now, fruitless=True)
+    job.budget.count(now, fruitless=True, whole_round=True)
     exceeded = job.budget.exceeded()
     if exceeded is not None:
         job.fail(exceeded)
@@ -127,7 +127,7 @@ def _watch_changes(job: JobState, now: float) -> None:
     if job.round.state is RoundState.CLOSING:
         return
     leavers = (w.leaving for w in job.registry.having(*ACTIVE) if w.leaving)
-    reason = next(leavers, "")
+    reason = job.round.broken or next(leavers, "")
     complete = job.round.state is RoundState.COMPLETE
     if not reason and complete and placement.free_slots(job, placement.room_left(job)):
         reason = "there are slots for more workers"
@@ -137,7 +137,7 @@ def _watch_changes(job: JobState, now: float) -> None:
     if job.round.change_since is None:
         job.round.change_since = now
     at = job.round.change_since + job.settings.last_call
-    if job.passed(at, now, f"change is coming: {reason}"):
+    if job.round.broken or job.passed(at, now, f"change is coming: {reason}"):
         _restart(job, now, reason)
 
 

@@ -40,6 +40,7 @@ class Round:
     members: tuple[str, ...] = ()  # workers it was completed with, by rank
     at_boundary: bool = False  # CLOSING: its members finish a common step first
     stepped: bool = False  # a member has finished a step in it
+    broken: str = ""  # a plain round: why it cannot go on though nobody failed
     change_since: float | None = None  # COMPLETE: a planned change waits since then
     slots_since: float | None = None  # FORMING: enough slots are ready since then
     placed_at: float | None = None  # FORMING: `placed` was decided then

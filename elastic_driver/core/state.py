@@ -239,6 +239,17 @@ class JobState:
             return
         self.decide(PublishNotice(self.round.number, at_boundary, reason))
 
+    def left_early(self, worker: Worker, now: float, *, running: bool) -> None:
+        """A worker that was to leave is gone before its time: no failure, but its peers feel it.
+
+        `running`: it was in the round's process group and took that down.
+        """
+        reason = f"{worker.id} is gone ({worker.leaving})"
+        if self.kind is not Kind.ELASTIC:
+            self.round.broken = reason
+        elif running:
+            self.leave_round(now, reason, at_boundary=False)
+
     def open_next_round(self, now: float, reason: str) -> None:
         """Everybody has left: seal the round and let the next one form."""
         self.round.enter(RoundState.CLOSED, now)

@@ -44,11 +44,11 @@ class SimAgent:
             return
         if isinstance(order, msg.StartWorkerOrder):
             kind = ElasticWorker if self.cluster.elastic else PlainWorker
-            worker = kind(self.cluster, self, order)
-            self.cluster.check_slot(worker)
-            self.workers[worker.id] = worker
-            self.cluster.post(self, ev.WorkerStarted(worker.id, self.cluster.next_pid()))
-            worker.boot()
+            newcomer = kind(self.cluster, self, order)
+            self.cluster.check_slot(newcomer)
+            self.workers[newcomer.id] = newcomer
+            self.cluster.post(self, ev.WorkerStarted(newcomer.id, self.cluster.next_pid()))
+            newcomer.boot()
         elif isinstance(order, msg.StopWorkerOrder):
             worker = self.workers.get(order.worker)
             if worker is not None:

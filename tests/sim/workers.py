@@ -73,9 +73,12 @@ class SimWorker:
             return
         self.alive = False
         group, self.group = self.group, None
-        if group is not None and group.members.pop(self.id, None) and exit_code != 0:
+        if group is not None and group.members.pop(self.id) and exit_code != 0:
             break_group(group)
         self.agent.reap(self, WorkerExited(self.id, exit_code, "log", victim))
+
+    def finish_step(self, version: int) -> None:
+        raise AssertionError("a kind of worker says what a step means to it")
 
     def see_world(self, world: World) -> None:
         """A world was published, or is seen late."""

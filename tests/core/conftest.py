@@ -1,0 +1,23 @@
+"""Every scenario's invariants are checked after each event, and once more at teardown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_driver.core.invariants import check
+from tests.core.scenario import MakeScenario, Scenario
+
+
+@pytest.fixture
+def scenario() -> Iterator[MakeScenario]:
+    made: list[Scenario] = []
+
+    def make(**settings: object) -> Scenario:
+        made.append(Scenario(**settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        assert check(one.job) == []

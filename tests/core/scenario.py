@@ -1,0 +1,155 @@
+"""A job, a clock that moves only when told, and agents that do as they are told.
+
+`Scenario` is the other side of the core's door for tests: agents come up and processes start
+as soon as they are ordered (unless a test wants to do that itself); everything a script does
+is said by the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from elastic_driver.core import events as ev
+from elastic_driver.core import messages as msg
+from elastic_driver.core.invariants import check
+from elastic_driver.core.job import Job
+from elastic_driver.core.registry import OCCUPYING, Worker
+from elastic_driver.settings import Settings
+
+D = TypeVar("D")
+
+
+class Scenario:
+    """One job under test."""
+
+    def __init__(self, *, agents: bool = True, processes: bool = True, **settings: Any) -> None:
+        self.job = Job(Settings(**settings))
+        self.now = 100.0
+        self.decisions: list[ev.Decision] = []
+        self.agents, self.processes = agents, processes
+        self._pid = 1000
+
+    # ---- in ------------------------------------------------------------------------------
+
+    def send(self, event: ev.Event) -> list[ev.Decision]:
+        """Hand in one event; what was decided, including what followed from obedience."""
+        decided = self.job.handle(event, self.now)
+        assert check(self.job) == [], event
+        self.decisions += decided
+        for decision in list(decided):
+            decided += self._obey(decision)
+        return decided
+
+    def _obey(self, decision: ev.Decision) -> list[ev.Decision]:
+        if self.agents and isinstance(decision, ev.StartAgent):
+            return self.agent_up(decision.host, decision.incarnation)
+        order = decision.order if isinstance(decision, ev.GiveOrder) else None
+        if self.processes and isinstance(order, msg.StartWorkerOrder):
+            return self.started(order.worker)
+        return []
+
+    def hosts(self, **slots: int) -> list[ev.Decision]:
+        return self.send(ev.HostsDiscovered(tuple(slots.items())))
+
+    def agent_up(self, host: str, incarnation: int = 1) -> list[ev.Decision]:
+        self._pid += 1
+        address = f"10.0.0.{ord(host[0])}"
+        return self.send(ev.AgentReady(host, incarnation, self._pid, address, (5000, 5001)))
+
+    def agent_lost(self, host: str, reason: str = "its lease expired") -> list[ev.Decision]:
+        incarnation = self.job.state.fleet.agents[host].incarnation
+        return self.send(ev.AgentLost(host, incarnation, reason))
+
+    def started(self, worker: str) -> list[ev.Decision]:
+        self._pid += 1
+        return self.send(ev.WorkerStarted(worker, self._pid))
+
+    def ready(self, *workers: str, version: int = -1, clean: bool = True) -> list[ev.Decision]:
+        """These workers say READY, each naming the round it is in (0: it was in none)."""
+        decided: list[ev.Decision] = []
+        for name in workers:
+            worker = self.job.state.registry.workers[name]
+            left = self.job.state.round.number if worker.state.value == "running" else 0
+            decided += self.send(ev.WorkerReady(name, left, version, clean, "a test says so"))
+        return decided
+
+    def step(self, *workers: str, step: int = 1) -> None:
+        for worker in workers:
+            self.send(ev.WorkerStepped(worker, self.job.state.round.number, step))
+
+    def exit(self, worker: str, code: int, *, victim: bool = False) -> list[ev.Decision]:
+        return self.send(ev.WorkerExited(worker, code, f"log of {worker}", victim))
+
+    def lost(self, worker: str) -> list[ev.Decision]:
+        return self.send(ev.WorkerLost(worker, "no heartbeat"))
+
+    def obey_stops(self) -> list[ev.Decision]:
+        """Every worker that was told to stop ends by SIGTERM."""
+        stopping = [w.id for w in self._workers() if w.state.value == "stopping"]
+        return [decision for name in stopping for decision in self.exit(name, -15)]
+
+    def wait(self, seconds: float) -> list[ev.Decision]:
+        """Let time pass, with a tick at every deadline on the way."""
+        end, decided = self.now + seconds, []
+        while (at := self.job.deadline()) is not None and at <= end:
+            self.now = max(at, self.now)
+            decided += self.send(ev.Tick())
+            assert (after := self.job.deadline()) is None or after > self.now
+        self.now = end
+        return decided
+
+    def training(self, *, steps: int = 1, **hosts: int) -> Scenario:
+        """An elastic job on these hosts whose first round is complete, maybe with a step."""
+        self.hosts(**hosts)
+        self.ready(*self.starting)
+        if steps:
+            self.step(*self.members)
+        return self
+
+    # ---- out -----------------------------------------------------------------------------
+
+    def all(self, kind: type[D]) -> list[D]:
+        """Every decision of this kind so far."""
+        return [d for d in self.decisions if isinstance(d, kind)]
+
+    def orders(self, kind: type[D]) -> list[D]:
+        """Every order of this kind so far."""
+        return [d.order for d in self.all(ev.GiveOrder) if isinstance(d.order, kind)]
+
+    def announced(self, event: str) -> list[ev.Announce]:
+        return [a for a in self.all(ev.Announce) if a.event == event]
+
+    def _workers(self) -> list[Worker]:
+        return [w for w in self.job.state.registry.workers.values() if w.state in OCCUPYING]
+
+    def in_state(self, state: str) -> list[str]:
+        return [w.id for w in self._workers() if w.state.value == state]
+
+    @property
+    def starting(self) -> list[str]:
+        return self.in_state("starting")
+
+    @property
+    def world(self) -> msg.World:
+        return self.all(ev.PublishWorld)[-1].world
+
+    @property
+    def members(self) -> list[str]:
+        """The members of the newest world, by rank."""
+        return [member.worker for member in self.world.members]
+
+    @property
+    def notice(self) -> ev.PublishNotice:
+        return self.all(ev.PublishNotice)[-1]
+
+    @property
+    def end(self) -> ev.EndJob | None:
+        return self.job.state.end
+
+    @property
+    def round(self) -> tuple[int, str]:
+        return self.job.state.round.number, self.job.state.round.state.value
+
+
+MakeScenario = Callable[..., Scenario]

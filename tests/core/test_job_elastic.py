@@ -1,0 +1,376 @@
+"""Losing, gaining and exchanging workers that keep their process."""
+
+from __future__ import annotations
+
+from elastic_driver.core import events as ev
+from elastic_driver.core import messages as msg
+from tests.core.scenario import MakeScenario
+
+
+def test_a_loss_tells_the_survivors_to_leave_and_replaces_the_worker_in_place(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, max_np=3).training(a=3)
+    s.exit("a.1.1", -9)
+    assert (s.notice.round, s.notice.at_boundary) == (1, False)
+    assert s.starting == ["a.1.2"]
+    assert s.orders(msg.StartWorkerOrder)[-1].round == 2
+
+
+def test_the_next_round_does_not_wait_for_the_replacement(scenario: MakeScenario) -> None:
+    s = scenario(start_np=3, max_np=3).training(a=3)
+    s.exit("a.0.1", -9)
+    s.ready("a.1.1", version=7)
+    assert s.round == (1, "closing")
+    s.ready("a.2.1", version=8)
+    assert s.round == (2, "complete")
+    assert [(m.worker, m.place.rank, m.version) for m in s.world.members] == [
+        ("a.1.1", 0, 7),
+        ("a.2.1", 1, 8),
+    ]
+    assert s.all(ev.SealRound)[-1].round == 1
+
+
+def test_below_min_np_the_replacement_is_waited_for(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, min_np=2, max_np=2).training(a=2)
+    s.exit("a.0.1", -9)
+    s.ready("a.1.1", version=3)
+    assert s.round == (2, "forming")
+    s.ready("a.0.2")
+    assert s.members == ["a.1.1", "a.0.2"]
+
+
+def test_below_min_np_for_the_elastic_timeout_ends_the_job_with_75(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, min_np=2, max_np=2, elastic_timeout=60.0).training(a=1, b=1)
+    s.hosts(a=1)
+    s.wait(1.0)
+    s.ready("a.0.1", "b.0.1", version=3)
+    s.obey_stops()
+    s.wait(59.9)
+    assert s.end is None
+    s.wait(0.1)
+    assert s.end is not None
+    assert s.end.exit_code == 75
+
+
+def test_a_newcomer_is_let_in_at_a_boundary_after_the_last_call(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, max_np=2, last_call=0.5).training(a=1)
+    s.hosts(a=1, b=1)
+    assert s.starting == ["b.0.1"]
+    s.wait(5.0)
+    assert s.round == (1, "complete")  # booting disturbs nobody
+    s.ready("b.0.1")
+    s.wait(0.4)
+    assert s.all(ev.PublishNotice) == []
+    s.wait(0.1)
+    assert (s.notice.at_boundary, s.notice.reason) == (True, "b.0.1 is ready to join")
+    s.ready("a.0.1", version=9)
+    assert s.members == ["a.0.1", "b.0.1"]
+
+
+def test_newcomers_that_arrive_together_cost_one_change(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, max_np=3, last_call=0.5).training(a=1)
+    s.hosts(a=1, b=2)
+    s.ready("b.0.1")
+    s.wait(0.3)
+    s.ready("b.1.1")
+    s.wait(0.2)
+    s.ready("a.0.1", version=9)
+    assert len(s.all(ev.PublishNotice)) == 1
+    assert s.world.size == 3
+
+
+def test_a_loss_while_leaving_at_a_boundary_turns_into_leaving_now(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=3).training(a=2)
+    s.hosts(a=2, b=1)
+    s.ready("b.0.1")
+    s.wait(1.0)
+    assert s.notice.at_boundary
+    s.exit("a.1.1", -9)
+    assert not s.notice.at_boundary
+    assert s.notice.round == 1
+    s.ready("a.0.1", version=4)
+    assert s.members == ["a.0.1", "b.0.1"]
+
+
+def test_newcomers_follow_the_survivors_of_their_host(scenario: MakeScenario) -> None:
+    s = scenario(start_np=4, max_np=4).training(a=2, b=2)
+    s.exit("a.0.1", -9)
+    s.ready("a.1.1", "b.0.1", "b.1.1", version=5)
+    assert s.members == ["a.1.1", "b.0.1", "b.1.1"]
+    s.ready("a.0.2")
+    s.wait(1.0)
+    s.ready("a.1.1", "b.0.1", "b.1.1", version=6)
+    assert s.members == ["a.1.1", "a.0.2", "b.0.1", "b.1.1"]
+    assert [m.place.local_rank for m in s.world.members] == [0, 1, 0, 1]
+
+
+def test_a_broken_group_without_any_death_reforms_with_the_same_members(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2).training(a=2)
+    s.ready("a.1.1", version=4)
+    assert not s.notice.at_boundary
+    s.ready("a.0.1", version=4)
+    assert s.round == (2, "complete")
+    assert s.members == ["a.0.1", "a.1.1"]
+    assert s.job.snapshot(s.now).counters.failures == 0
+
+
+def test_a_removed_hosts_workers_leave_at_a_boundary_and_are_then_stopped(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3).training(a=2, b=1)
+    s.hosts(a=2)
+    s.wait(1.0)
+    assert s.notice.at_boundary
+    assert s.notice.reason == "host b was removed"
+    s.ready("a.0.1", "a.1.1", "b.0.1", version=5)
+    assert s.members == ["a.0.1", "a.1.1"]
+    assert [o.worker for o in s.orders(msg.StopWorkerOrder)] == ["b.0.1"]
+    assert s.all(ev.StopAgent) == []
+    s.exit("b.0.1", 0)
+    assert s.all(ev.StopAgent)[0].host == "b"
+    assert s.end is None
+    assert s.job.snapshot(s.now).counters.failures == 0
+
+
+def test_a_removed_worker_that_dies_before_the_boundary_is_no_failure(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, max_restarts=0).training(a=1, b=1)
+    s.hosts(a=1)
+    s.exit("b.0.1", -15)
+    assert not s.notice.at_boundary
+    s.ready("a.0.1", version=5)
+    assert s.members == ["a.0.1"]
+    assert s.end is None
+
+
+def test_a_host_that_comes_back_within_the_last_call_changes_nothing(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, last_call=1.0).training(a=1, b=1)
+    s.hosts(a=1)
+    s.wait(0.5)
+    s.hosts(a=1, b=1)
+    s.wait(10.0)
+    assert s.all(ev.PublishNotice) == []
+    assert s.round == (1, "complete")
+
+
+def test_below_min_np_a_removed_host_is_left_all_the_same(scenario: MakeScenario) -> None:
+    s = scenario(start_np=4, min_np=3).training(a=2, b=2)
+    s.hosts(a=2)
+    s.wait(1.0)
+    s.ready("a.0.1", "a.1.1", "b.0.1", "b.1.1", version=5)
+    assert s.round == (2, "forming")
+    assert sorted(s.in_state("stopping")) == ["b.0.1", "b.1.1"]
+    assert s.job.snapshot(s.now).reason == "2 of at least 3 workers are ready"
+
+
+def test_when_every_host_is_exchanged_the_state_is_handed_over(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=2).training(a=2)
+    s.hosts(b=2)
+    s.wait(30.0)
+    assert s.round == (1, "complete")  # train on: nobody else holds the state
+    s.ready("b.0.1")
+    s.wait(1.0)
+    s.ready("a.0.1", "a.1.1", version=9)
+    assert s.members == ["a.0.1", "b.0.1"]  # one of the old stays to hand over
+    s.step("a.0.1", "b.0.1")
+    s.wait(1.0)
+    assert s.notice.round == 2
+    assert s.notice.at_boundary
+    s.ready("a.0.1", "b.0.1", version=11)
+    assert s.members == ["b.0.1"]
+    assert s.world.members[0].version == 11
+
+
+def test_when_the_only_host_is_removed_the_job_waits_for_another(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, elastic_timeout=60.0).training(a=1)
+    s.hosts()
+    s.wait(1.0)
+    s.ready("a.0.1", version=5)
+    assert s.in_state("stopping") == ["a.0.1"]
+    s.obey_stops()
+    s.hosts(b=1)
+    s.ready(*s.starting)
+    assert s.members == ["b.0.1"]
+
+
+def test_a_host_that_shrinks_keeps_its_oldest_workers(scenario: MakeScenario) -> None:
+    s = scenario(start_np=3).training(a=3)
+    s.exit("a.0.1", -9)
+    s.ready("a.1.1", "a.2.1", version=2)
+    s.ready("a.0.2")
+    s.wait(1.0)
+    s.ready("a.1.1", "a.2.1", version=3)
+    assert s.members == ["a.1.1", "a.2.1", "a.0.2"]
+    s.hosts(a=2)
+    s.wait(1.0)
+    s.ready("a.1.1", "a.2.1", "a.0.2", version=4)
+    assert s.members == ["a.1.1", "a.2.1"]
+
+
+def test_scaling_down_and_up_keeps_the_oldest(scenario: MakeScenario) -> None:
+    s = scenario(start_np=4, max_np=4).training(a=2, b=2)
+    s.send(ev.ScaleRequested(2))
+    s.wait(1.0)
+    s.ready(*s.members, version=5)
+    assert s.members == ["a.0.1", "a.1.1"]
+    s.obey_stops()
+    s.send(ev.ScaleRequested(99))
+    assert s.starting == ["b.0.2", "b.1.2"]
+    assert s.announced("scale_requested")[-1].reason == "4 workers (asked for 99)"
+    s.ready("b.0.2", "b.1.2")
+    s.wait(1.0)
+    s.ready("a.0.1", "a.1.1", version=6)
+    assert s.world.size == 4
+
+
+def test_scaling_never_goes_below_min_np(scenario: MakeScenario) -> None:
+    s = scenario(start_np=3, min_np=2).training(a=3)
+    s.send(ev.ScaleRequested(0))
+    assert s.job.snapshot(s.now).wanted == 2
+
+
+def test_a_spare_host_is_used_only_when_another_is_lost(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=2).training(a=1, b=1, c=1)
+    assert [d.host for d in s.all(ev.StartAgent)] == ["a", "b"]
+    s.agents = False
+    s.agent_lost("b")
+    assert [d.host for d in s.all(ev.StartAgent)][2:] == ["b", "c"]
+    s.agent_up("c")
+    assert s.starting == ["c.0.1"]
+    s.agent_up("b", 2)
+    assert s.starting == ["c.0.1"]
+
+
+def test_a_lost_agent_is_started_again_once_then_its_host_cools_down(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, max_np=2, blacklist_cooldown=(10.0, 600.0)).training(a=1, b=1)
+    s.agent_lost("b")
+    assert s.all(ev.StartAgent)[-1].incarnation == 2
+    assert s.announced("host_blacklisted") == []
+    s.ready("a.0.1", version=3)
+    s.agent_lost("b")
+    assert len(s.announced("host_blacklisted")) == 1
+    assert s.round == (2, "complete")
+    s.wait(10.0)
+    assert s.all(ev.StartAgent)[-1].incarnation == 3
+
+
+def test_a_host_in_cooldown_keeps_its_healthy_workers(scenario: MakeScenario) -> None:
+    s = scenario(start_np=4, max_np=4, host_failures=1).training(a=2, b=2)
+    s.exit("b.0.1", 1)
+    s.ready("a.0.1", "a.1.1", "b.1.1", version=3)
+    assert s.members == ["a.0.1", "a.1.1", "b.1.1"]
+    assert s.starting == []
+    s.wait(10.0)
+    assert s.starting == ["b.0.2"]
+
+
+def test_a_hung_worker_is_killed_at_once_and_its_late_exit_is_its_end(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, max_np=2).training(a=2)
+    s.lost("a.1.1")
+    assert s.orders(msg.StopWorkerOrder)[-1].grace == 0.0
+    assert s.announced("worker_hung")[0].worker == "a.1.1"
+    assert s.starting == []  # its slot is not free yet
+    s.ready("a.0.1", version=3)
+    assert s.members == ["a.0.1"]
+    s.exit("a.1.1", -9)
+    assert s.starting == ["a.1.2"]
+    assert s.job.snapshot(s.now).counters.failures == 1
+
+
+def test_a_survivor_that_never_leaves_the_round_is_killed_after_the_elastic_timeout(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, elastic_timeout=60.0).training(a=3)
+    s.exit("a.0.1", -9)
+    s.ready("a.1.1", version=3)
+    s.wait(60.0)
+    assert s.in_state("lost") == ["a.2.1"]
+    assert s.members == ["a.1.1"]
+
+
+def test_a_boundary_nobody_reaches_becomes_leave_now(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, elastic_timeout=60.0).training(a=1)
+    s.hosts(a=1, b=1)
+    s.ready("b.0.1")
+    s.wait(1.0)
+    s.wait(60.0)
+    assert (s.notice.round, s.notice.at_boundary) == (1, False)
+
+
+def test_before_any_finished_step_a_replacement_waits_to_see_who_else_fails(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, max_np=3, settle=2.0).training(steps=0, a=3)
+    s.exit("a.0.1", -9)
+    s.ready("a.1.1", "a.2.1")
+    assert s.starting == []
+    s.wait(2.0)
+    assert s.starting == ["a.0.2"]
+
+
+def test_a_bad_newcomer_never_disturbs_or_ends_the_training(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, max_np=2).training(a=1)
+    s.hosts(a=1, b=1)
+    for _ in range(12):
+        for worker in s.starting:
+            s.exit(worker, 1)
+        s.wait(20.0)
+    assert s.end is None
+    assert s.round == (1, "complete")
+    assert s.all(ev.PublishNotice) == []
+    assert s.announced("host_blacklisted")
+
+
+def test_late_repeated_and_foreign_news_change_nothing(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2).training(a=2)
+    s.exit("a.0.1", -9)
+    s.ready("a.1.1", version=3)
+    before = (s.round, s.in_state("running"), len(s.decisions))
+    s.exit("a.0.1", -9)  # repeated
+    s.send(ev.WorkerReady("a.1.1", 1, 3, True, "again"))  # of a round that is over
+    s.send(ev.WorkerReady("a.0.1", 1, 3, True, "late"))  # of a worker that is gone
+    s.send(ev.WorkerStepped("a.1.1", 1, 3))  # of a round that is over
+    s.send(ev.WorkerStarted("a.1.1", 5))  # started long ago
+    s.send(ev.WorkerLost("z.0.1", "who?"))
+    s.send(ev.AgentReady("a", 1, 5, "x", ()))
+    s.send(ev.AgentReady("a", 9, 5, "x", ()))
+    s.send(ev.AgentLost("a", 9, "another incarnation"))
+    assert (s.round, s.in_state("running"), len(s.decisions)) == before
+    status = s.job.snapshot(s.now)
+    assert status.counters.ignored_events == 9
+    assert status.ignored == "agent a.9 is not the present one"
+
+
+def test_ready_may_overtake_the_news_that_the_process_was_started(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, processes=False)
+    s.hosts(a=1)
+    s.ready("a.0.1")
+    assert s.members == ["a.0.1"]
+    s.started("a.0.1")
+    assert s.job.snapshot(s.now).members[0].pid != 0
+
+
+def test_the_round_counts_at_most_reset_limit_changes(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, reset_limit=1).training(a=2)
+    s.exit("a.0.1", -9)
+    s.ready("a.1.1", version=2)
+    assert s.members == ["a.1.1"]
+    s.step("a.1.1")
+    s.ready("a.0.2")
+    s.wait(1.0)
+    assert s.end is not None
+    assert "reset limit of 1" in s.end.reason
+    assert "--reset-limit" in s.end.reason
+    assert s.end.exit_code == 1

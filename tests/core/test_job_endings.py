@@ -1,0 +1,242 @@
+"""When a job has succeeded, when it has failed, and what it then says."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_driver.core import events as ev
+from tests.core.scenario import MakeScenario
+
+
+def test_the_job_succeeds_when_every_worker_exits_0(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2).training(a=2)
+    s.exit("a.0.1", 0)
+    s.exit("a.1.1", 0)
+    assert s.all(ev.EndJob) == [ev.EndJob(0, "every worker that was left finished its script")]
+    assert len(s.announced("job_succeeded")) == 1
+
+
+def test_after_a_success_nothing_is_started_any_more(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=3).training(a=3)
+    s.exit("a.1.1", 0)
+    s.hosts(a=3, b=3)
+    s.exit("a.2.1", -9)
+    assert s.starting == []
+    assert [d.host for d in s.all(ev.StartAgent)] == ["a"]
+
+
+def test_a_success_stops_those_who_are_still_booting(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, max_np=2).training(a=1)
+    s.hosts(a=1, b=1)
+    assert s.starting == ["b.0.1"]
+    s.exit("a.0.1", 0)
+    assert s.end is not None
+    assert s.end.exit_code == 0
+    assert s.in_state("stopping") == ["b.0.1"]
+
+
+def test_a_signal_after_a_peers_success_leaves_it_a_success(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2).training(a=2)
+    s.exit("a.0.1", 0)
+    s.exit("a.1.1", -9)
+    assert s.end is not None
+    assert s.end.exit_code == 0
+
+
+def test_a_non_zero_exit_after_a_peers_success_is_a_failure(scenario: MakeScenario) -> None:
+    s = scenario(start_np=3).training(a=3)
+    s.exit("a.0.1", 0)
+    s.exit("a.1.1", 4)
+    assert s.end is None  # the last one still works
+    s.exit("a.2.1", 0)
+    assert s.end is not None
+    assert s.end.exit_code == 4
+    assert s.end.reason == "rank 1 on a exited 4, others exited 0"
+
+
+def test_those_a_success_leaves_behind_finish_together_even_below_min_np(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, min_np=3).training(a=3)
+    s.exit("a.0.1", 0)
+    s.ready("a.1.1", version=9)
+    s.ready("a.2.1", version=9)
+    assert s.members == ["a.1.1", "a.2.1"]
+    s.exit("a.1.1", 0)
+    s.exit("a.2.1", 0)
+    assert s.end is not None
+    assert s.end.exit_code == 0
+
+
+def test_the_grace_period_is_announced_once_and_the_rest_is_waited_for(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, grace_period=30.0).training(a=2)
+    s.exit("a.0.1", 0)
+    s.wait(29.9)
+    assert s.announced("grace_period_passed") == []
+    s.wait(1000.0)
+    assert len(s.announced("grace_period_passed")) == 1
+    assert s.end is None
+    s.exit("a.1.1", 0)
+    assert s.end is not None
+
+
+def test_a_leavers_exit_0_is_not_the_jobs_success(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2).training(a=1, b=1)
+    s.hosts(a=1)
+    s.wait(1.0)
+    s.exit("b.0.1", 0)
+    assert s.job.state.first_success is None
+    s.ready("a.0.1", version=3)
+    s.hosts(a=1, c=1)
+    assert s.starting == ["c.0.1"]
+
+
+def test_when_the_whole_world_was_told_to_leave_finishing_is_still_success(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=1).training(a=1)
+    s.hosts()
+    s.exit("a.0.1", 0)
+    assert s.end is not None
+    assert s.end.exit_code == 0
+
+
+def test_a_newcomer_that_exits_0_before_it_took_part_is_no_success(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=1, max_np=2).training(a=1)
+    s.hosts(a=1, b=1)
+    s.exit("b.0.1", 0)
+    assert s.job.state.first_success is None
+    assert s.starting == ["b.0.2"]
+
+
+@pytest.mark.parametrize(("code", "status"), [(3, 3), (-9, 137), (-11, 139)])
+def test_before_any_step_losing_everybody_fails_the_job_without_restarts(
+    scenario: MakeScenario, code: int, status: int
+) -> None:
+    s = scenario(start_np=2).training(steps=0, a=2)
+    s.exit("a.1.1", code)
+    s.exit("a.0.1", 1)
+    assert s.end is not None
+    assert s.end.exit_code == status
+    assert s.end.failure is not None
+    assert s.end.failure.worker == "a.1.1"
+    assert s.announced("worker_started")[2:] == []
+    assert "rank 1 on a failed first" in s.end.reason
+
+
+def test_workers_that_fail_while_booting_fail_the_job_too(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2)
+    s.hosts(a=2)
+    s.ready("a.0.1")
+    s.exit("a.1.1", 2)
+    s.exit("a.0.1", 2)
+    assert s.end is not None
+    assert s.end.exit_code == 2
+
+
+def test_before_any_step_losing_the_host_is_not_the_scripts_failure(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, settle=0.5).training(steps=0, a=2)
+    s.agent_lost("a")
+    s.wait(0.5)
+    assert s.end is None
+    s.ready(*s.starting)
+    assert s.members == ["a.0.2", "a.1.2"]
+
+
+def test_after_steps_everybody_exiting_by_itself_fails_the_job(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2).training(a=2)
+    s.exit("a.1.1", 3)
+    s.exit("a.0.1", 4)
+    assert s.end is not None
+    assert s.end.exit_code == 3
+
+
+def test_after_steps_everybody_being_killed_restarts_everything(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2).training(a=2)
+    s.exit("a.1.1", -9)
+    s.exit("a.0.1", -9)
+    assert s.round == (2, "forming")
+    s.ready("a.1.2")
+    assert s.round == (2, "forming")  # nobody trains: those started together are waited for
+    s.ready("a.0.2")
+    assert s.world.size == 2
+    assert [m.version for m in s.world.members] == [-1, -1]
+
+
+def test_the_first_failure_is_the_culprits_not_its_victims(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2).training(steps=0, a=2)
+    s.exit("a.1.1", 1, victim=True)
+    s.exit("a.0.1", 5)
+    assert s.end is not None
+    assert s.end.exit_code == 5
+
+
+def test_four_failures_in_a_row_without_a_step_end_an_elastic_job(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=2, host_failures=99).training(a=2)
+    for incarnation in (1, 2, 3, 4):
+        assert s.end is None
+        s.exit(f"a.1.{incarnation}", 1)
+        s.ready("a.0.1", version=3)
+        s.wait(2.0)
+        s.ready(f"a.1.{incarnation + 1}") if incarnation < 4 else None
+        s.wait(2.0)
+        s.ready("a.0.1", version=3) if incarnation < 4 else None
+    assert s.end is not None
+    assert "4 failures in a row without a finished step" in s.end.reason
+
+
+def test_failures_with_steps_in_between_never_use_up_the_budget(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=2).training(a=2)
+    for incarnation in range(1, 20):
+        s.exit(f"a.1.{incarnation}", -9)
+        s.ready("a.0.1", version=incarnation)
+        s.step("a.0.1")
+        s.ready(f"a.1.{incarnation + 1}")
+        s.wait(1.0)
+        s.ready("a.0.1", version=incarnation)
+        s.step(*s.members)
+    assert s.end is None
+
+
+def test_max_restarts_counts_every_failure_and_names_its_flag(scenario: MakeScenario) -> None:
+    s = scenario(start_np=3, max_np=3, max_restarts=1).training(a=3)
+    s.exit("a.1.1", -9)
+    assert s.end is None
+    s.exit("a.2.1", -9)
+    assert s.end is not None
+    assert s.end.exit_code == 137
+    assert "limit of 1 restarts; raise --max-restarts" in s.end.reason
+
+
+def test_a_hosts_loss_counts_as_one_failure(scenario: MakeScenario) -> None:
+    s = scenario(start_np=8, max_restarts=1).training(a=4, b=4)
+    s.agent_lost("b")
+    assert s.end is None
+    assert s.job.snapshot(s.now).counters.failures == 1
+
+
+def test_max_restarts_restarts_even_what_failed_altogether(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, max_restarts=1, settle=0.5).training(steps=0, a=1)
+    s.exit("a.0.1", 3)
+    s.wait(0.5)
+    assert s.starting == ["a.0.2"]
+    s.ready("a.0.2")
+    assert s.members == ["a.0.2"]
+    s.exit("a.0.2", 3)
+    assert s.end is not None
+    assert s.end.exit_code == 3
+
+
+def test_after_the_end_nothing_is_decided(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1).training(a=1)
+    s.exit("a.0.1", 0)
+    assert s.job.snapshot(s.now).state == "succeeded"
+    assert s.hosts(b=3) == []
+    assert s.lost("a.0.1") == []
+    assert s.job.deadline() is None
