@@ -92,27 +92,55 @@ def watch(job: subprocess.Popen[bytes], folder: Path, run: Path, after: int) -> 
     raise SystemExit(f"the job did not end within {DEADLINE_S:.0f} s")
 
 
-def summarise(steps: list[Step], victim: Step) -> list[tuple[str, str]]:
-    """What happened, from the records alone."""
-    sizes = [size for size, _ in groupby(step.size for step in steps)]
+@dataclass(frozen=True)
+class Summary:
+    """What happened, from the workers' records alone."""
+
+    sizes: list[int]  # numbers of workers, one after the other
+    survivors: int
+    pause_s: float | None  # from the kill until every survivor had finished a step again
+    full_s: float | None  # from the kill until as many trained as before
+    steps: int
+    lost: int
+    repeated: int
+
+    @property
+    def as_promised(self) -> bool:
+        """Shrunk and grew back, with every step done exactly once."""
+        return self.sizes == [3, 2, 3] and (self.lost, self.repeated) == (0, 0)
+
+    def lines(self) -> list[tuple[str, str]]:
+        """For people."""
+        pause, full = ("never" if s is None else f"{s:.2f} s" for s in (self.pause_s, self.full_s))
+        return [
+            ("workers", " -> ".join(map(str, self.sizes))),
+            ("kill to next step", f"{pause}, in the same {self.survivors} processes"),
+            ("kill to three again", full),
+            ("steps lost", f"{self.lost} of {self.steps}; done twice: {self.repeated}"),
+        ]
+
+
+def summarise(steps: list[Step], victim: Step) -> Summary:
+    """Read the records; what the victim did in its last round died with it and does not count."""
+    after = [step for step in steps if step.round > victim.round]
     survivors = {s.pid for s in steps if s.round == victim.round} - {victim.pid}
     resumed: dict[int, float] = {}
-    for step in steps:
-        if step.round > victim.round and step.pid in survivors:
-            resumed.setdefault(step.pid, step.t)
     rounds: dict[int, set[int]] = defaultdict(set)
     for step in steps:
         if step.pid != victim.pid:
             rounds[step.step].add(step.round)
-    last = max(rounds)
-    lost = last - len(rounds)
-    repeated = sum(len(r) > 1 for r in rounds.values())
-    pause = f"{max(resumed.values()) - victim.t:.2f} s" if resumed else "never"
-    return [
-        ("workers", " -> ".join(map(str, sizes))),
-        ("kill to next step", f"{pause}, in the {len(resumed)} processes that were left"),
-        ("steps lost", f"{lost} of {last}; done twice: {repeated}"),
-    ]
+        if step.round > victim.round and step.pid in survivors:
+            resumed.setdefault(step.pid, step.t)
+    full = next((step.t for step in after if step.size == victim.size), None)
+    return Summary(
+        sizes=[size for size, _ in groupby(step.size for step in steps)],
+        survivors=len(survivors),
+        pause_s=max(resumed.values()) - victim.t if set(resumed) == survivors else None,
+        full_s=None if full is None else full - victim.t,
+        steps=max(rounds),
+        lost=max(rounds) - len(rounds),
+        repeated=sum(len(numbers) > 1 for numbers in rounds.values()),
+    )
 
 
 def main() -> int:
@@ -140,11 +168,10 @@ def main() -> int:
             raise SystemExit(f"the job ended with status {job.returncode}; its output is above")
         accuracy = re.search(r"accuracy ([0-9.]+%)", (folder / "output").read_text())
         summary = summarise(read_steps(folder / "steps"), victim)
-    summary.append(("accuracy", accuracy[1] if accuracy else "not reported"))
     print()
-    for label, text in summary:
-        print(f"{label:>18}  {text}")
-    return 0
+    for label, text in (*summary.lines(), ("accuracy", accuracy[1] if accuracy else "?")):
+        print(f"{label:>20}  {text}")
+    return 0 if summary.as_promised else 1
 
 
 if __name__ == "__main__":
