@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import re
 
-QUIET_S = 1.0  # after the last line: an interpreter with torch in it takes a while to end
-LONGEST_S = 3.0  # for a process that keeps on writing to stderr
+QUIET_S = 3.0  # after the last line: an interpreter with torch in it takes a while to end
+LONGEST_S = 6.0  # for a process that keeps on writing to stderr
+ALIVE_S = 0.5  # after the last line, once the process has written to stdout again
 MAX_BYTES = 48 * 1024
 
 _TRACEBACK = b"Traceback (most recent call last):"
@@ -28,6 +29,7 @@ class HoldBack:
         self._bytes = 0
         self._since = 0.0
         self._last = 0.0
+        self._alive = False
 
     def feed(self, lines: list[bytes], now: float) -> list[bytes]:
         """The lines that may be shown now; those from a traceback on are held."""
@@ -36,14 +38,19 @@ class HoldBack:
         start = next((i for i, line in enumerate(lines) if starts_traceback(line)), None)
         if start is None:
             return lines
-        self._since = now
+        self._since, self._alive = now, False
         return lines[:start] + self._hold(lines[start:], now)
 
     def due(self) -> float | None:
         """When `release` is to be called, if nothing more is fed; None while nothing is held."""
         if not self._held:
             return None
-        return min(self._last + QUIET_S, self._since + LONGEST_S)
+        quiet = ALIVE_S if self._alive else QUIET_S
+        return min(self._last + quiet, self._since + LONGEST_S)
+
+    def see_alive(self) -> None:
+        """The process has written to its stdout: most likely it goes on."""
+        self._alive = True
 
     def release(self) -> list[bytes]:
         """Let go of what is held: the process goes on, or ended well."""

@@ -67,6 +67,12 @@ class Stream:
             os.close(self.child_fd)
             self.child_fd = -1
 
+    def see_alive(self) -> None:
+        """The worker has written to its other stream: what is held back may come soon."""
+        if self._holdback is not None and self._holdback.holding:
+            self._holdback.see_alive()
+            self._wake_at(self._holdback.due() or 0.0)
+
     def finish(self, failed: bool) -> str:
         """The worker is gone: show the rest and return the tail.
 
@@ -126,6 +132,8 @@ class Stream:
         if self._file is not None and (trouble := self._file.write(data)):
             self._worker.on_trouble(trouble)
         self._tail = (self._tail + data)[-TAIL_BYTES:]
+        if self._holdback is None:
+            self._worker.wrote_to_stdout()
         self._show(self._lines.feed(data))
         if self._lines.has_progress():
             self._wake_at(self._loop.time() + PROGRESS_S)
@@ -148,8 +156,12 @@ class Stream:
         self._console.write(text)
 
     def _wake_at(self, when: float) -> None:
-        if self._timer is None or self._timer.cancelled():
-            self._timer = self._loop.call_at(when, self._wake)
+        """Wake at `when` or before."""
+        if self._timer is not None:
+            if self._timer.when() <= when:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._wake)
 
     def _wake(self) -> None:
         """Time has passed: a held traceback is due, or a progress bar has moved."""
@@ -209,6 +221,10 @@ class WorkerOutput:
         """Show what is left, free everything, and return the last lines of stderr."""
         self._stdout.finish(failed)
         return self._stderr.finish(failed)
+
+    def wrote_to_stdout(self) -> None:
+        """A sign of life, seen from the other stream."""
+        self._stderr.see_alive()
 
     def stamp(self) -> bytes:
         """What a line begins with: the time, where that is wanted."""

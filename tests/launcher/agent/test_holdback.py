@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from launcher.agent.holdback import LONGEST_S, MAX_BYTES, QUIET_S, HoldBack
+from launcher.agent.holdback import ALIVE_S, LONGEST_S, MAX_BYTES, QUIET_S, HoldBack
 
 TRACE = [b"Traceback (most recent call last):", b'  File "x.py", line 1', b"ValueError: no"]
 SYNTAX = [b'  File "/x/y.py", line 3', b"    def (", b"SyntaxError: invalid syntax"]
@@ -33,6 +33,11 @@ def test_it_is_due_after_quiet_and_after_the_longest_time_at_last() -> None:
     assert hold.due() == 10.0 + QUIET_S
     hold.feed([b"more"], 10.5)
     assert hold.due() == 10.5 + QUIET_S
+    hold.see_alive()
+    assert hold.due() == 10.5 + ALIVE_S
+    hold.release()
+    hold.feed(TRACE, 10.0)
+    assert hold.due() == 10.0 + QUIET_S
     hold.feed([b"more"], 10.0 + LONGEST_S - 0.1)
     assert hold.due() == 10.0 + LONGEST_S
 
