@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
+from elastic_driver.core import invariants
 from elastic_driver.core.events import (
     AgentLost,
     Announce,
@@ -157,14 +158,15 @@ class ElasticDriver:
         self._run_dir.create()
         try:
             executor = self._open()
+            self._discovery.start()
+            thread = threading.Thread(
+                target=self._run_mailbox, args=(executor,), name="driver", daemon=True
+            )
+            thread.start()
         except BaseException:
             self._close_all()
             raise
-        self._thread = threading.Thread(
-            target=self._run_mailbox, args=(executor,), name="driver", daemon=True
-        )
-        self._thread.start()
-        self._discovery.start()
+        self._thread = thread
 
     def run(self) -> Outcome:
         """Run the job to its end."""
@@ -336,8 +338,6 @@ class ElasticDriver:
         return None
 
     def _check_invariants(self, event: Event) -> None:
-        from elastic_driver.core import invariants  # noqa: PLC0415 - only debugging pays for it
-
         violated = invariants.check(self._job)
         if violated:
             raise AssertionError(f"after {event}: {'; '.join(violated)}")

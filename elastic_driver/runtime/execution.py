@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 from msgspec.structs import replace
 
 from elastic_driver import contract
@@ -46,8 +47,9 @@ from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.starter import AgentStarter
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import DeletePrefix, Entries, Get, Set, Written
+from rendezvous.wire import Delete, DeletePrefix, Entries, Get, Operation, Set, Written
 
+KEPT_ORDERS = 4096  # of one agent; it reads them as they come, and is never that far behind
 FRESH_S = 0.1  # for the workers to say how far they are, when a boundary is to be named
 STALE_S = 2.0  # as old as a worker's last word may be when it did not answer that
 _LAST_EVENTS = ("job_succeeded", "job_failed")  # told when everything has really ended
@@ -157,7 +159,11 @@ class Executor:
             return  # its process has ended meanwhile; nobody would read the order
         agent.orders += 1
         key = contract.agent_order(host, incarnation, agent.orders)
-        self._server.post([Set(key, encode(order))])
+        operations: list[Operation] = [Set(key, encode(order))]
+        if agent.orders > KEPT_ORDERS:
+            old = agent.orders - KEPT_ORDERS
+            operations.append(Delete(contract.agent_order(host, incarnation, old)))
+        self._server.post(operations)
 
     def _publish_world(self, world: World) -> None:
         self._world = world
@@ -196,8 +202,8 @@ class Executor:
         elapsed = time.monotonic() - began
         readings = []
         for entry in found.entries.values() if isinstance(found, Entries) else ():
-            progress = decode(Progress, entry.value)
-            if progress.round == decision.round:
+            progress = _progress(entry.value)
+            if progress is not None and progress.round == decision.round:
                 age = elapsed if entry.revision > revision else self._stale
                 readings.append(Reading(progress.step, progress.step_time, age))
         base = max(member.version for member in members)
@@ -306,3 +312,11 @@ class Executor:
     def _show(self, tracebacks: list[tuple[str, str]]) -> None:
         for worker, text in tracebacks:
             self._reporter.worker_raised(worker, text)
+
+
+def _progress(document: bytes) -> Progress | None:
+    """A worker's word on how far it is; None where it wrote something else."""
+    try:
+        return decode(Progress, document)
+    except msgspec.DecodeError:
+        return None

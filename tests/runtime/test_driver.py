@@ -241,6 +241,38 @@ def test_growth_before_any_step_does_not_wait_for_words_that_do_not_come(
     assert notice.after_step == 2
 
 
+def test_a_worker_that_writes_nonsense_as_its_progress_harms_nobody(start_job: StartJob) -> None:
+    job = start_job((("a", 1),), start_np=1)
+    cluster = job.cluster
+    cluster.until_workers(A0)
+    cluster.ready(A0)
+    cluster.world(1)
+    cluster.client.set(contract.worker_progress(A0), b'{"round":1,"step":"far"}')
+    job.hosts.hosts = (("a", 2),)
+    cluster.until_workers(A0, A1)
+    cluster.ready(A1)
+    until(lambda: cluster.client.get(contract.JOB_NOTICE), "a notice")
+    cluster.ready(A0, left=1, version=2)
+    assert cluster.world(2).size == 2
+
+
+def test_orders_read_long_ago_do_not_pile_up(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_driver.runtime.execution.KEPT_ORDERS", 3)
+    job = start_job()
+    cluster = job.cluster
+    cluster.until_workers(A0, A1)  # orders 1 and 2
+    cluster.ready(A0, A1)
+    cluster.world(1)  # order 3: the ranks
+    cluster.stepped(A0, 1)
+    assert cluster.client.get(contract.agent_order("a", 1, 1)) is not None
+    cluster.exits(A1, -9)
+    cluster.until_workers(A0, "a.1.2")  # order 4: its replacement
+    assert cluster.client.get(contract.agent_order("a", 1, 1)) is None
+    assert cluster.client.get(contract.agent_order("a", 1, 4)) is not None
+
+
 # ---- leases and agents -------------------------------------------------------------------
 
 
