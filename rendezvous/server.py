@@ -16,6 +16,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import resource
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 START_S = 10.0  # for the thread to come up, and to go down
 LINGER_S = 1.0  # for handlers of other rooms to end by themselves when the server stops
 BACKLOG = 4096  # connections that may arrive together while the loop is busy
+FILES = 65536  # connections, and what else the process has open
 KEEPALIVE_S = 600.0  # idle connections stay open: a client's next request finds one
 
 
@@ -73,6 +75,7 @@ class RendezvousServer:
         """Listen and serve; return self. Raises AddressError where listening is impossible."""
         if self._thread is not None:
             raise RuntimeError("a rendezvous server starts once")
+        _allow_many_connections()
         listener = _listen(self._host, self._wanted_port)
         self._port = listener.getsockname()[1]
         up: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -186,7 +189,7 @@ class RendezvousServer:
             for task in left:
                 task.cancel()
             if left:
-                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+                loop.run_until_complete(asyncio.wait(left, timeout=LINGER_S))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
             listener.close()
@@ -217,6 +220,14 @@ class RendezvousServer:
         finally:
             self._service.close()
             await runner.cleanup()
+
+
+def _allow_many_connections() -> None:
+    """Raise the soft limit of open files: every client holds a connection, and 1024 is common."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 import socket
 import threading
 import time
@@ -164,6 +165,17 @@ def test_stopping_does_not_wait_for_a_handler_that_hangs() -> None:
         started = time.monotonic()
         server.stop()
         assert time.monotonic() - started < 6
+
+
+def test_more_clients_may_connect_than_a_shell_allows_files() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+    try:
+        with RendezvousServer(token=TOKEN):
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft == min(hard, 65536)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_stopped_server_says_so() -> None:
