@@ -56,7 +56,12 @@ class WarmStarter:
         self._waiting = asyncio.Lock()
 
     def launch(self, plan: WarmPlan) -> None:
-        """Start the warm parent of this plan; it imports while the agent goes on."""
+        """Start the warm parent of this plan; it imports while the agent goes on.
+
+        It takes the place of the former one, if there was one.
+        """
+        if self._parent is not None:
+            self._parent.close()
         self._plan = plan
         self._launch()
 
@@ -255,16 +260,14 @@ class _WarmParent:
         self._queue.close()
         self._status.close()
         self._log.close()
-        self._process.kill()  # first, so that no further spare comes
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)  # once it is gone, all that it was forking has come to us
         deadline = time.monotonic() + END_S
-        while spares := self.own_pids() - {self.pid}:
+        while (spares := self.own_pids() - {self.pid}) and time.monotonic() < deadline:
             for pid in spares:
                 _end(pid)
-            if time.monotonic() > deadline:
-                break
             time.sleep(_LOOK_AGAIN_S)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
 
 
 def _execute(plan: WarmPlan, fds: tuple[int, int], log: IO[bytes]) -> subprocess.Popen[bytes]:

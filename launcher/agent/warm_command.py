@@ -120,7 +120,7 @@ def imports(command: PythonCommand, cwd: str) -> frozenset[str] | None:
             return None
         for name in names - found:
             found.add(name)
-            todo += _local_files(path0, name)
+            todo += local_files(path0, name)
     return frozenset(found)
 
 
@@ -141,7 +141,7 @@ def _program_file(command: PythonCommand, cwd: str) -> str | None:
     return None
 
 
-def _local_files(path0: str, name: str) -> list[str]:
+def local_files(path0: str, name: str) -> list[str]:
     """Source files of a module or package beside the program."""
     module = os.path.join(path0, f"{name}.py")
     if os.path.isfile(module):

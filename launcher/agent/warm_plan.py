@@ -19,6 +19,7 @@ from launcher.agent.warm_command import (
     NotWarmable,
     first_path,
     imports,
+    local_files,
     only_standard_library,
     parse,
 )
@@ -110,15 +111,16 @@ def plan(
     used = imports(command, cwd)
     if warm is None and only_standard_library(used):
         raise NotWarmable("the program imports nothing but the standard library")
+    path0 = first_path(command, cwd)
     modules = list(dict.fromkeys(preload))
-    if used is not None and "elastic_driver" in used:
+    if used is not None and "elastic_driver" in used and not _has_own(path0):
         modules += [name for name in _ours() if name not in modules]
     return WarmPlan(
         argv=tuple(argv),
         env=early_variables(env),
         cwd=cwd,
         preload=tuple(modules),
-        path0=first_path(command, cwd),
+        path0=path0,
         spares=1 if warm is None else warm,
     )
 
@@ -131,6 +133,14 @@ def _ours() -> list[str]:
     """
     package = elastic_driver.worker
     return [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
+
+
+def _has_own(path0: str | None) -> bool:
+    """Whether the script brings modules of its own by the names of our packages."""
+    home = os.path.dirname(elastic_driver.__path__[0])
+    return path0 not in (None, home) and any(
+        local_files(str(path0), name) for name in ("elastic_driver", "rendezvous", "launcher")
+    )
 
 
 def _is_late(name: str) -> bool:

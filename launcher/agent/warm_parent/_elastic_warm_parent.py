@@ -13,6 +13,7 @@ re-initialize in forked subprocess").
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -62,6 +63,7 @@ def serve(conversation: str, baseline: frozenset[str]) -> None:
     sys.path_importer_cache.pop(born["path0"], None)  # a worker looks at the folder anew
     gc.collect()
     gc.freeze()  # the collector no longer writes to these objects: their pages stay shared
+    atexit.register(gc.unfreeze)  # at its end a worker collects what hangs together with them
     _keep_spares(born, queue, status, missing, time.monotonic() - began)
 
 
@@ -177,6 +179,8 @@ def _keep_spares(
             if spare:
                 worker.await_request(born, queue, fd)
                 return
+            if not os.read(fd, 1):
+                _refuse(status, "a fork did not become the agent's child; is it a child subreaper?")
             lives.append(fd)
         if not told:
             worker.send_line(status, {"ready": round(seconds, 3), "missing": missing})

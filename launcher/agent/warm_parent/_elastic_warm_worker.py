@@ -50,11 +50,13 @@ def receive_line(line: socket.socket) -> dict[str, Any]:
 def await_request(born: dict[str, Any], queue: socket.socket, lifeline: int) -> None:
     """Wait as the agent's child until a request comes; then become what it asks for.
 
-    Our end of the pipe `lifeline` tells the warm parent that we still wait.
+    Our end of the pipe `lifeline` tells the warm parent that we have become the agent's (a byte),
+    and that we still wait (it is open).
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != born["agent"]:  # it died in between, or does not adopt orphans
         os._exit(0)
+    os.write(lifeline, b"+")
     if "torch" in sys.modules:
         warm_torch.first_step(sys.modules["torch"])  # the pages it writes are now our own
     _own_randomness()

@@ -1,0 +1,150 @@
+"""Starts the same command fresh and warm, as the agent would, and shows both outcomes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.agent.descendants import become_subreaper
+from launcher.agent.starter import FreshStarter, ProcessSpec, Starter
+from launcher.agent.warm import WarmStarter
+from launcher.agent.warm_plan import WarmPlan, plan
+
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    stdout: str
+    stderr: str
+    code: int
+
+
+class Agent:
+    """The part of an agent that a starter sees: a subreaper that waits for its children."""
+
+    def __init__(self, cwd: Path) -> None:
+        self.cwd = cwd
+        self.said: list[str] = []
+        self.env = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(cwd),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "LC_ALL": "C.UTF-8",
+        }
+        self.starter = WarmStarter(self.said.append)
+
+    def plan(self, *arguments: str, preload: Sequence[str] = (), warm: int | None = 1) -> WarmPlan:
+        argv = (sys.executable, *arguments)
+        return plan(argv, self.env, str(self.cwd), warm=warm, preload=preload)
+
+    def launch(self, *arguments: str, preload: Sequence[str] = ()) -> None:
+        """Keep `python ARGUMENTS` warm, and wait until it is (or never will be)."""
+        self.starter.launch(self.plan(*arguments, preload=preload))
+        asyncio.run(self.starter.ready())
+
+    def spec(self, *arguments: str, out: int, err: int, **variables: str) -> ProcessSpec:
+        argv = (sys.executable, *arguments)
+        return ProcessSpec(argv, {**self.env, **variables}, str(self.cwd), out, err)
+
+    def run(
+        self,
+        *arguments: str,
+        starter: Starter | None = None,
+        then: Callable[[int], None] | None = None,
+        **variables: str,
+    ) -> Outcome:
+        """Start it (warm, unless told otherwise), do `then(pid)`, and wait for its end."""
+        with pipes() as ((out, out_end), (err, err_end)):
+            spec = self.spec(*arguments, out=out_end, err=err_end, **variables)
+            pid = (starter or self.starter).start(spec)
+            os.close(out_end)
+            os.close(err_end)
+            if then is not None:
+                then(pid)
+            texts = read_all(out, err)
+            return Outcome(*texts, wait_for(pid))
+
+    def run_fresh(self, *arguments: str, **variables: str) -> Outcome:
+        return self.run(*arguments, starter=FreshStarter(), **variables)
+
+
+@contextlib.contextmanager
+def agent(cwd: Path) -> Iterator[Agent]:
+    become_subreaper()
+    fake = Agent(cwd)
+    try:
+        yield fake
+    finally:
+        fake.starter.close()
+        become_subreaper(False)
+
+
+@contextlib.contextmanager
+def pipes() -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Two pipes; whatever is still open at the end is closed."""
+    out, err = os.pipe(), os.pipe()
+    try:
+        yield out, err
+    finally:
+        for end in (*out, *err):
+            with contextlib.suppress(OSError):
+                os.close(end)
+
+
+def read_all(*descriptors: int) -> list[str]:
+    """Everything that comes out of these pipes until all are closed."""
+    texts = {fd: bytearray() for fd in descriptors}
+    deadline = time.monotonic() + DEADLINE_S
+    with selectors.DefaultSelector() as selector:
+        for fd in descriptors:
+            selector.register(fd, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(deadline - time.monotonic())
+            assert ready, f"no end of output; so far {texts}"
+            for key, _ in ready:
+                piece = os.read(key.fd, 65536)
+                texts[key.fd] += piece
+                if not piece:
+                    selector.unregister(key.fd)
+    return [texts[fd].decode() for fd in descriptors]
+
+
+def wait_for(pid: int) -> int:
+    """The exit code of a child; kills it after the deadline."""
+    handle = os.pidfd_open(pid)
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(handle, selectors.EVENT_READ)
+            if not selector.select(DEADLINE_S):
+                os.kill(pid, signal.SIGKILL)
+    finally:
+        os.close(handle)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def eventually(condition: Callable[[], bool], within: float = 10.0) -> bool:
+    """Whether the condition comes true in time."""
+    deadline = time.monotonic() + within
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
