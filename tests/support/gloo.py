@@ -34,7 +34,7 @@ def run_ranks(size: int, function: Callable[..., Any], directory: Path, *args: A
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_main, args=(theirs, str(store), rank, size, function, args), daemon=True
+            target=_main, args=(theirs, str(store), rank, size, function, args)
         )
         process.start()
         theirs.close()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from elastic_driver.core.batch import allocate_weighted
 from elastic_driver.worker.batches import FixedBatch
 from tests.support.gloo import run_ranks
 
@@ -60,9 +64,8 @@ class Training:
             Noisy(samples, noisy),
             4,
             model=self.model,
-            virtual_workers=VIRTUAL_WORKERS,
             deterministic=exact,
-            **options,
+            **{"virtual_workers": VIRTUAL_WORKERS, **options},
         )
 
     def steps(self) -> Iterator[int]:
@@ -82,6 +85,10 @@ class Training:
             "scheduler": self.scheduler.state_dict(),
             "batches": self.batches.state_dict(),
         }
+
+    def load(self, state: dict[str, Any]) -> None:
+        for name, saved in state.items():
+            getattr(self, name).load_state_dict(saved)
 
     def tensors(self) -> list[Tensor]:
         found = list(self.model.state_dict().values())
@@ -132,3 +139,60 @@ def test_plain_mode_differs_by_rounding_only_for_every_number_of_workers(tmp_pat
             torch.testing.assert_close(
                 torch.from_numpy(tensor), torch.from_numpy(wanted), atol=1e-5, rtol=1e-5
             )
+
+
+def weighted(virtual_workers: int, workers: int) -> list[int]:
+    return allocate_weighted(virtual_workers, [1.0 + rank for rank in range(workers)])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_worker_without_micro_batches_takes_part_and_holds_nobody_up(
+    tmp_path: Path, exact: bool
+) -> None:
+    options = {"samples": 40, "virtual_workers": 2}
+    (expected, _), *_ = run_ranks(1, train, tmp_path, exact, options)
+    digests = [digest for digest, _ in run_ranks(3, train, tmp_path, exact, options)]
+    assert len(set(digests)) == 1
+    assert not exact or digests[0] == expected
+
+
+def test_neither_loader_processes_nor_shares_by_speed_change_a_bit(tmp_path: Path) -> None:
+    samples = {"samples": 8 * 4 * 2}
+    (expected, _), *_ = run_ranks(1, train, tmp_path, True, samples)
+    for options in ({"num_workers": 2}, {"shares": weighted}):
+        ranks = run_ranks(2, train, tmp_path, True, {**samples, **options})
+        assert [digest for digest, _ in ranks] == [expected] * 2
+
+
+def train_through(rank: int, size: int, worlds: list[tuple[int, int]]) -> str:
+    """Train in worlds of changing size; whoever comes (back) in receives rank 0's state."""
+    training = Training(exact=True)
+    for members, steps in worlds:
+        group = dist.new_group(list(range(members)))
+        if rank < members:
+            states = [training.state()]
+            dist.broadcast_object_list(states, src=0, group=group)
+            training.load(states[0])
+            with world_of(group, rank, members):
+                for _ in islice(training.steps(), steps):
+                    pass
+        dist.barrier()
+    return training.digest() if rank == 0 else ""
+
+
+@contextmanager
+def world_of(group: dist.ProcessGroup, rank: int, members: int) -> Iterator[None]:
+    """Make `group` the world, as a rejoin does."""
+    whole, dist.group.WORLD = dist.group.WORLD, group
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, members)
+        yield
+    finally:
+        dist.group.WORLD = whole
+
+
+def test_exact_mode_gives_the_same_bits_for_every_history(tmp_path: Path) -> None:
+    (expected, _), *_ = run_ranks(1, train, tmp_path, True, {})
+    for worlds in ([(3, 2), (1, 1), (4, 9)], [(4, 1), (2, 1), (3, 1), (1, 9)]):
+        digest, *_ = run_ranks(4, train_through, tmp_path, worlds)
+        assert digest == expected, worlds
