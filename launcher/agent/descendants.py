@@ -65,6 +65,17 @@ def carries(pid: int, wanted: dict[str, str]) -> bool:
     return bool(born_with) and all(born_with.get(k) == v for k, v in wanted.items())
 
 
+def activity(pid: int) -> tuple[str, float] | None:
+    """A process's state letter (proc(5): R runs or wants to) and its CPU seconds so far."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    ticks = int(fields[11]) + int(fields[12])
+    return fields[0].decode(), ticks / os.sysconf("SC_CLK_TCK")
+
+
 def kill_trees(roots: Iterable[int]) -> list[int]:
     """SIGKILL these children of ours and all their descendants; returns the pids hit.
 

@@ -3,7 +3,8 @@
 An error in a script ends all its workers, and each prints the same traceback. It is worth
 one copy: what a worker wrote from its last traceback on waits here. When the process ends with a
 failure, that text travels in the report to the driver, which shows the first one. When the
-process goes on (it only logged an exception), the text is released after a moment.
+process goes on (it only logged an exception), the text is released after a moment. Whoever calls
+looks whether the process may still be busy ending, which no fixed time can tell.
 
 Pure: `now` is handed in, in monotonic seconds.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import re
 
-QUIET_S = 3.0  # after the last line: an interpreter with torch in it takes a while to end
-LONGEST_S = 6.0  # for a process that keeps on writing to stderr
+QUIET_S = 1.0  # after the last line, for a process that does nothing visible
 ALIVE_S = 0.5  # after the last line, once the process has written to stdout again
+AGAIN_S = 0.5  # for one that is busy, maybe with ending, before it is looked at again
+LONGEST_S = 20.0  # a loaded machine takes seconds to tear down an interpreter with torch in it
 MAX_BYTES = 48 * 1024
 
 _TRACEBACK = b"Traceback (most recent call last):"
@@ -28,8 +30,8 @@ class HoldBack:
         self._held: list[bytes] = []
         self._bytes = 0
         self._since = 0.0
-        self._last = 0.0
-        self._alive = False
+        self._due = 0.0
+        self._quiet = QUIET_S
 
     def feed(self, lines: list[bytes], now: float) -> list[bytes]:
         """The lines that may be shown now; those from a traceback on are held."""
@@ -38,19 +40,24 @@ class HoldBack:
         start = next((i for i, line in enumerate(lines) if starts_traceback(line)), None)
         if start is None:
             return lines
-        self._since, self._alive = now, False
+        self._since, self._quiet = now, QUIET_S
         return lines[:start] + self._hold(lines[start:], now)
 
     def due(self) -> float | None:
-        """When `release` is to be called, if nothing more is fed; None while nothing is held."""
-        if not self._held:
-            return None
-        quiet = ALIVE_S if self._alive else QUIET_S
-        return min(self._last + quiet, self._since + LONGEST_S)
+        """When to decide between `release` and `extend`; None while nothing is held."""
+        return self._due if self._held else None
 
-    def see_alive(self) -> None:
+    def see_alive(self, now: float) -> None:
         """The process has written to its stdout: most likely it goes on."""
-        self._alive = True
+        self._quiet = ALIVE_S
+        self._due = min(self._due, now + ALIVE_S)
+
+    def extend(self, now: float) -> bool:
+        """Hold a little longer; False where that has been long enough."""
+        if now >= self._since + LONGEST_S:
+            return False
+        self._due = min(now + AGAIN_S, self._since + LONGEST_S)
+        return True
 
     def release(self) -> list[bytes]:
         """Let go of what is held: the process goes on, or ended well."""
@@ -65,7 +72,7 @@ class HoldBack:
     def _hold(self, lines: list[bytes], now: float) -> list[bytes]:
         self._held += lines
         self._bytes += sum(map(len, lines)) + len(lines)
-        self._last = now
+        self._due = min(now + self._quiet, self._since + LONGEST_S)
         return self.release() if self._bytes > MAX_BYTES else []
 
 

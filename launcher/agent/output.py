@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable
 
 from launcher.agent.console import Console
+from launcher.agent.descendants import activity
 from launcher.agent.holdback import HoldBack
 from launcher.agent.lines import LineSplitter
 from launcher.agent.logs import LogFile
 
 READ_BYTES = 64 * 1024
 PROGRESS_S = 1.0  # a progress bar is shown anew that often
+ENDING_CPU_S = 2.0  # more than an interpreter with torch in it needs for its end
+_ASLEEP = "STtI"  # states of proc(5): sleeping, stopped, traced, idle
 TAIL_LINES = 30
 TAIL_BYTES = 32 * 1024
 
@@ -70,8 +73,8 @@ class Stream:
     def see_alive(self) -> None:
         """The worker has written to its other stream: what is held back may come soon."""
         if self._holdback is not None and self._holdback.holding:
-            self._holdback.see_alive()
-            self._wake_at(self._holdback.due() or 0.0)
+            self._holdback.see_alive(self._loop.time())
+            self._wake_when_due()
 
     def finish(self, failed: bool) -> str:
         """The worker is gone: show the rest and return the tail.
@@ -141,9 +144,11 @@ class Stream:
     def _show(self, lines: list[bytes]) -> None:
         """Lines in their order: through the hold-back, where there is one."""
         if self._holdback is not None and lines:
+            was_holding = self._holdback.holding
             lines = self._holdback.feed(lines, self._loop.time())
-            if (due := self._holdback.due()) is not None:
-                self._wake_at(due)
+            if self._holdback.holding and not was_holding:
+                self._worker.note_traceback()
+            self._wake_when_due()
         self._show_now(lines)
 
     def _show_now(self, lines: list[bytes]) -> None:
@@ -163,14 +168,24 @@ class Stream:
             self._timer.cancel()
         self._timer = self._loop.call_at(when, self._wake)
 
+    def _decide_on_traceback(self) -> None:
+        """Show a traceback that is due, unless its process may be on its way to the end."""
+        hold, now = self._holdback, self._loop.time()
+        due = None if hold is None else hold.due()
+        if hold is None or due is None or due > now:
+            return
+        if not self._worker.may_be_ending() or not hold.extend(now):
+            self._show_now(hold.release())
+
+    def _wake_when_due(self) -> None:
+        if self._holdback is not None and (due := self._holdback.due()) is not None:
+            self._wake_at(due)
+
     def _wake(self) -> None:
         """Time has passed: a held traceback is due, or a progress bar has moved."""
         self._timer = None
-        if self._holdback is not None and (due := self._holdback.due()) is not None:
-            if due <= self._loop.time():
-                self._show_now(self._holdback.release())
-            else:
-                self._wake_at(due)
+        self._decide_on_traceback()
+        self._wake_when_due()
         if self._lines.has_progress() and (state := self._lines.progress()) is not None:
             self._show([state])
 
@@ -195,6 +210,8 @@ class WorkerOutput:
         on_trouble: Callable[[str], None],
     ) -> None:
         self.rank = rank
+        self.pid = 0  # of the worker, once it was started
+        self._cpu_then = 0.0  # what it had used when its last traceback began
         self.on_trouble = on_trouble
         self._timestamp = timestamp
         self._stdout = Stream("stdout", self, consoles[0], files[0], None)
@@ -225,6 +242,19 @@ class WorkerOutput:
     def wrote_to_stdout(self) -> None:
         """A sign of life, seen from the other stream."""
         self._stderr.see_alive()
+
+    def note_traceback(self) -> None:
+        """A traceback begins: from here on its CPU time tells an ending from going on."""
+        seen = activity(self.pid)
+        self._cpu_then = 0.0 if seen is None else seen[1]
+
+    def may_be_ending(self) -> bool:
+        """Whether the worker is busy, and has not been for longer than an ending takes."""
+        seen = activity(self.pid)
+        if seen is None:
+            return True
+        state, cpu = seen
+        return state not in _ASLEEP and cpu < self._cpu_then + ENDING_CPU_S
 
     def stamp(self) -> bytes:
         """What a line begins with: the time, where that is wanted."""

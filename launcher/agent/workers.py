@@ -147,7 +147,7 @@ class Workers:
         env = worker_environment(self._inherited, self._spec, order, self._meeting)
         stdout_fd, stderr_fd = output.child_fds
         spec = ProcessSpec(self._spec.command, env, self._spec.cwd, stdout_fd, stderr_fd)
-        pid = self._starter.start(spec)
+        output.pid = pid = self._starter.start(spec)
         output.close_child_side()
         marks = {contract.RUN_ID: self._spec.run_id, contract.WORKER_ID: order.worker}
         return WorkerProcess(pid, self._family, marks)

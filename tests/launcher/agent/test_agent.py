@@ -221,6 +221,22 @@ def test_a_failing_scripts_traceback_travels_in_the_report_and_is_not_printed(
         assert agent.out.count("before") == 2
 
 
+def test_a_traceback_is_not_printed_while_its_worker_is_busy_ending(driver: Driver) -> None:
+    driver.python(
+        "import atexit, time\n"
+        "def tear_down():\n"
+        "    while time.process_time() < 1.5: pass\n"
+        "atexit.register(tear_down)\n"
+        "raise ValueError('a typo')\n"
+    )
+    with agent_of(driver) as agent:
+        end = driver.wait(WorkerExited, driver.start_worker())
+        assert end.log_tail.endswith("ValueError: a typo")
+        driver.shutdown()
+        assert agent.wait() == 0
+        assert agent.err == ""
+
+
 def test_a_traceback_of_a_worker_that_lives_on_is_printed(driver: Driver) -> None:
     script = "import logging, time\ntry: 1/0\nexcept Exception: logging.exception('survived')\n"
     driver.python(script + WAIT)

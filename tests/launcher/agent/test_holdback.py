@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from launcher.agent.holdback import ALIVE_S, LONGEST_S, MAX_BYTES, QUIET_S, HoldBack
+from launcher.agent.holdback import AGAIN_S, ALIVE_S, LONGEST_S, MAX_BYTES, QUIET_S, HoldBack
 
 TRACE = [b"Traceback (most recent call last):", b'  File "x.py", line 1', b"ValueError: no"]
 SYNTAX = [b'  File "/x/y.py", line 3', b"    def (", b"SyntaxError: invalid syntax"]
@@ -27,19 +27,29 @@ def test_a_syntax_error_has_no_heading_and_is_held_too() -> None:
     assert hold.release() == SYNTAX
 
 
-def test_it_is_due_after_quiet_and_after_the_longest_time_at_last() -> None:
+def test_it_is_due_after_quiet_and_sooner_after_a_sign_of_life() -> None:
     hold = HoldBack()
     hold.feed(TRACE, 10.0)
     assert hold.due() == 10.0 + QUIET_S
     hold.feed([b"more"], 10.5)
     assert hold.due() == 10.5 + QUIET_S
-    hold.see_alive()
-    assert hold.due() == 10.5 + ALIVE_S
+    hold.see_alive(10.6)
+    assert hold.due() == 10.6 + ALIVE_S
+    hold.feed([b"more"], 10.7)
+    assert hold.due() == 10.7 + ALIVE_S
     hold.release()
+    hold.feed(TRACE, 20.0)
+    assert hold.due() == 20.0 + QUIET_S
+
+
+def test_it_can_be_extended_for_a_busy_process_but_not_for_ever() -> None:
+    hold = HoldBack()
     hold.feed(TRACE, 10.0)
-    assert hold.due() == 10.0 + QUIET_S
+    assert hold.extend(11.0)
+    assert hold.due() == 11.0 + AGAIN_S
     hold.feed([b"more"], 10.0 + LONGEST_S - 0.1)
     assert hold.due() == 10.0 + LONGEST_S
+    assert not hold.extend(10.0 + LONGEST_S)
 
 
 def test_what_is_held_is_bounded() -> None:
