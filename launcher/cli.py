@@ -14,6 +14,17 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `elasticrun` with these arguments (default: the process's); returns the exit status."""
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # before a job has begun; a running one has its own handlers
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output (`elasticrun --help | head`) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _main(argv: Sequence[str]) -> int:
     from launcher import own_packages  # noqa: PLC0415 - see pin: nothing of ours before it
 
     own_packages.pin()
@@ -21,16 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from launcher.job import run  # noqa: PLC0415
 
     try:
-        return run(sys.argv[1:] if argv is None else argv)
+        return run(argv)
     except ElasticError as error:
         print(f"elasticrun: {error}", file=sys.stderr)
         return int(error.exit_code)
-    except KeyboardInterrupt:
-        return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output (`elasticrun --help | head`) has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(ExitCode.OK)
+        raise
     except Exception:
         traceback.print_exc()
         print(

@@ -113,7 +113,7 @@ def test_elasticrun_works_where_it_is_installed_from_any_folder(
     where = "import elastic_driver, launcher; print(elastic_driver.__file__, launcher.__file__)"
     found = call(installed / "bin" / "python", "-c", where, cwd=tmp_path, env=env)
     assert found.count(str(installed)) == 2, "the checkout is not what was tested"
-    state = ("--state-dir", tmp_path / "state")
+    state = ("--warm", "0", "--state-dir", tmp_path / "state")
     script = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
     python = installed / "bin" / "python"
     said = call(command, *state, "-np", "1", "--", python, "-c", script, cwd=tmp_path, env=env)
