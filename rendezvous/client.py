@@ -80,9 +80,9 @@ class RendezvousClient:
         self._aborted = threading.Event()
         self._lock = threading.Lock()  # guards the step from "not aborted" to "has a socket"
 
-    def clone(self) -> RendezvousClient:
-        """Another client of the same server, for another thread."""
-        return RendezvousClient(self.url, self._token, self.timeout)
+    def clone(self, timeout: float | None = None) -> RendezvousClient:
+        """Another client of the same server, for another thread; with a `timeout` of its own."""
+        return RendezvousClient(self.url, self._token, self.timeout if timeout is None else timeout)
 
     # ---- the store -----------------------------------------------------------------------
 

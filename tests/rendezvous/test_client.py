@@ -38,6 +38,16 @@ def test_every_operation_has_a_helper(client: RendezvousClient) -> None:
     assert client.delete_prefix("p/") == 2
 
 
+def test_a_clone_speaks_to_the_same_server_on_a_connection_of_its_own(
+    client: RendezvousClient,
+) -> None:
+    client.set("a", b"1")
+    with client.clone(timeout=3) as twin:
+        assert twin.get("a") == Entry(b"1", 1)
+        assert twin._connection is not client._connection
+        assert (twin.timeout, client.timeout) == (3, 10)
+
+
 def test_a_batch_is_one_request(client: RendezvousClient) -> None:
     results = client.batch(Set("a", b"1"), Add("n", 1), Get(("a",)))
     assert results == (Written(1), Number(1), Entries({"a": Entry(b"1", 1)}))
