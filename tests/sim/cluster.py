@@ -13,6 +13,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
 from elastic_driver.core.invariants import check
 from elastic_driver.core.job import Job
+from elastic_driver.core.registry import ACTIVE
 from elastic_driver.settings import Settings
 from tests.sim.clock import Clock
 from tests.sim.workers import STEP_S, ElasticWorker, Group, PlainWorker, SimWorker, break_group
@@ -88,7 +89,7 @@ class Cluster:
         self.births: dict[int, Group] = {}
         self.trained = 0  # steps anybody has ever finished
         self.goal: int | None = None  # the number of steps after which workers finish
-        self.trace: list[str] = []
+        self._trace: list[tuple[float, str, object]] = []
         self.agent_trouble = 0.0  # chance that an agent fails to start
         self.duplicates = 0.1
         self._pids = 1000
@@ -113,6 +114,17 @@ class Cluster:
         self._pids += 1
         return self._pids
 
+    # ---- the story -------------------------------------------------------------------
+
+    def note(self, mark: str, what: object) -> None:
+        """Remember what happened; it is put into words only if somebody asks."""
+        self._trace.append((self.clock.now, mark, what))
+
+    @property
+    def trace(self) -> list[str]:
+        """The whole story, a line for each event, decision and fault."""
+        return [f"{at:9.3f} {mark} {what}" for at, mark, what in self._trace]
+
     # ---- the driver's shell ----------------------------------------------------------
 
     def deliver(self, event: ev.Event) -> None:
@@ -120,10 +132,9 @@ class Cluster:
         if self.end is not None:
             return
         now = self.clock.now
-        self.trace.append(f"{now:9.3f} -> {event}")
-        decisions = self.job.handle(event, now)
-        for decision in decisions:
-            self.trace.append(f"{now:9.3f}    {decision}")
+        self.note("->", event)
+        for decision in self.job.handle(event, now):
+            self.note("  ", decision)
             self._execute(decision)
         problems = check(self.job)
         if problems:
@@ -181,6 +192,8 @@ class Cluster:
                 raise Violation(f"{decision.order.worker} is started on an unusable host")
             if decision.order.place.slot >= hosts.slots(decision.host):
                 raise Violation(f"{decision.order.worker} is started beyond the host's slots")
+        if isinstance(decision.order, msg.StopWorkerOrder):
+            self._check_stop(decision.order)
         agent = self.agents.get(decision.host)
         if agent is not None and agent.incarnation == decision.incarnation:
             agent.receive(decision.order)
@@ -224,6 +237,19 @@ class Cluster:
             waits = worker.state.value == "ready" and worker.clean and room
             if waits and worker.id not in members and worker.version > best:
                 raise Violation(f"{worker.id} holds version {worker.version}, the world {best}")
+
+    def _check_stop(self, order: msg.StopWorkerOrder) -> None:
+        """The last holder of the newest state is not sent away while others come to take over."""
+        job = self.job.state
+        stopped = job.registry.workers[order.worker]
+        if not self.elastic or job.first_success is not None or (job.wanted or 2) < 2:
+            return
+        others = [w for w in job.registry.having(*ACTIVE) if w is not stopped]
+        holders = [w for w in others if w.admitted is not None and w.version >= stopped.version]
+        heirs = [w for w in others if not w.leaving and w.admitted is None]
+        alone = stopped.clean and stopped.version > 0 and not holders
+        if order.grace > 0 and alone and heirs:
+            raise Violation(f"{stopped.id} alone holds version {stopped.version}, but is stopped")
 
     def someone_is_gone(self, world: msg.World) -> bool:
         """Whether building this group must fail: a member is dead or has gone on."""

@@ -32,6 +32,7 @@ class Faults:
             (1, self._flap),
             (1, self._resize),
             (1, self._add_host),
+            (1, self._exchange_hosts),
             (1, self._scale),
             (1, self._discovery_fails),
             (2 if own_exits else 0, self._exit),
@@ -49,7 +50,7 @@ class Faults:
         weights = [weight for weight, _ in self._kinds]
         fault = self.random.choices([fault for _, fault in self._kinds], weights)[0]
         self.injected.append(f"{clock.now:.3f} {fault.__name__.strip('_')}")
-        self.cluster.trace.append(f"{clock.now:9.3f} !! {fault.__name__.strip('_')}")
+        self.cluster.note("!!", fault.__name__.strip("_"))
         fault()
         # Often far apart, sometimes on top of each other.
         gap = self.random.uniform(0.0, 0.1) if self.random.random() < 0.3 else None
@@ -150,6 +151,12 @@ class Faults:
         name = f"h{len(self.all_hosts)}"
         if len(self.all_hosts) < 6:
             self.hosts[name] = self.all_hosts[name] = self.random.randint(1, 3)
+            self.discover()
+
+    def _exchange_hosts(self) -> None:
+        """All hosts go, others come: the state has to be handed over."""
+        if self.gone:
+            self.hosts, self.gone = self.gone, self.hosts
             self.discover()
 
     def _scale(self) -> None:

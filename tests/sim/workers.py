@@ -15,7 +15,7 @@ from elastic_driver.core.messages import Notice, StartWorkerOrder, World
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster, SimAgent
 
-STEP_S = 0.05
+STEP_S = 0.2
 
 
 @dataclass(eq=False)

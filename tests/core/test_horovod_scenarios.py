@@ -1,0 +1,132 @@
+"""Situations that Horovod's elastic driver has to master, told as conversations with our core.
+
+The situations are Horovod's (its elastic driver and discovery unit tests); the expectations
+are ours where we promise more: healthy siblings of a failed worker live on.
+"""
+
+from __future__ import annotations
+
+from elastic_driver.core import events as ev
+from tests.core.scenario import MakeScenario
+
+
+def test_ranks_are_stable_over_rounds(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=4).training(a=2)
+    s.hosts(a=2, b=2)
+    s.ready("b.0.1", "b.1.1")
+    s.wait(1.0)
+    s.ready("a.0.1", "a.1.1", version=2)
+    assert s.members == ["a.0.1", "a.1.1", "b.0.1", "b.1.1"]
+
+
+def test_rank_0_goes_to_a_survivor_when_its_host_is_removed(scenario: MakeScenario) -> None:
+    s = scenario(start_np=4, min_np=2, max_np=4).training(a=2, b=2)
+    s.hosts(b=2, c=2)
+    s.ready("c.0.1", "c.1.1")
+    s.wait(1.0)
+    s.ready("a.0.1", "a.1.1", "b.0.1", "b.1.1", version=2)
+    assert s.members == ["b.0.1", "b.1.1", "c.0.1", "c.1.1"]
+    assert s.world.members[0].version == 2
+
+
+def test_hosts_found_in_another_order_do_not_shuffle_the_ranks(scenario: MakeScenario) -> None:
+    s = scenario(start_np=3).training(c=1, a=1, b=1)
+    assert s.members == ["c.0.1", "a.0.1", "b.0.1"]
+    s.hosts(a=1, b=1, c=1)
+    s.wait(10.0)
+    assert s.round == (1, "complete")
+    s.exit("a.0.1", -9)
+    s.ready("b.0.1", "c.0.1", version=1)
+    assert s.members == ["c.0.1", "b.0.1"]
+
+
+def test_the_job_waits_until_there_are_enough_slots(scenario: MakeScenario) -> None:
+    s = scenario(start_np=4, max_np=4)
+    s.hosts(a=1)
+    s.hosts(a=1, b=1)
+    assert s.starting == []
+    s.hosts(a=1, b=1, c=2)
+    assert len(s.starting) == 4
+
+
+def test_too_few_hosts_run_out_of_time(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, start_timeout=10.0)
+    s.hosts(a=1)
+    s.wait(10.0)
+    assert s.end is not None
+    assert "need 2 slots, found 1" in s.end.reason
+
+
+def test_slots_beyond_max_np_stay_unused(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=2).training(a=8)
+    assert s.world.size == 2
+    assert s.starting == []
+
+
+def test_a_host_that_fails_for_good_leaves_the_rest_training(scenario: MakeScenario) -> None:
+    s = scenario(start_np=4, min_np=2, max_np=4, host_failures=1).training(a=2, b=2)
+    s.exit("b.0.1", 1)
+    s.exit("b.1.1", 1)
+    s.ready("a.0.1", "a.1.1", version=2)
+    assert s.members == ["a.0.1", "a.1.1"]
+    assert s.end is None
+
+
+def test_one_failure_does_not_take_its_healthy_siblings_down(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=2, host_failures=1).training(a=2)
+    s.exit("a.0.1", 1)
+    s.ready("a.1.1", version=2)
+    assert s.members == ["a.1.1"]  # in Horovod the whole host would be gone
+
+
+def test_a_blacklisted_host_is_not_used_and_another_takes_its_place(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, max_np=2, host_failures=1).training(a=1, b=1)
+    s.exit("b.0.1", 1)
+    s.hosts(a=1, b=1, c=1)
+    assert s.starting == ["c.0.1"]
+
+
+def test_a_blacklisted_host_is_resurrected_and_used_again(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=2, host_failures=1, blacklist_cooldown=(10.0, 20.0)).training(
+        a=1, b=1
+    )
+    s.exit("b.0.1", 1)
+    s.ready("a.0.1", version=2)
+    s.wait(9.9)
+    assert s.starting == []
+    s.wait(0.1)
+    assert s.announced("host_resurrected")[0].host == "b"
+    assert s.starting == ["b.0.2"]
+
+
+def test_all_workers_failing_fails_the_job(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2).training(a=1, b=1)
+    s.exit("a.0.1", 1)
+    s.exit("b.0.1", 1)
+    assert s.end is not None
+    assert s.end.exit_code == 1
+
+
+def test_success_of_all_stops_the_job(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2).training(a=1, b=1)
+    s.exit("a.0.1", 0)
+    s.exit("b.0.1", 0)
+    assert s.end is not None
+    assert s.end.exit_code == 0
+
+
+def test_a_failing_discovery_keeps_the_known_hosts(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2).training(a=1, b=1)
+    s.send(ev.DiscoveryFailed("the script hung for 10 s"))
+    s.wait(100.0)
+    assert s.round == (1, "complete")
+    assert "the 2 known hosts stay" in s.announced("discovery_failed")[0].reason
+
+
+def test_two_changes_within_the_same_second_are_both_seen(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, max_np=3).training(a=1)
+    s.hosts(a=1, b=1)
+    s.hosts(a=1, b=1, c=1)
+    assert s.starting == ["b.0.1", "c.0.1"]

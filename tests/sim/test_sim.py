@@ -1,0 +1,50 @@
+"""Some hundred seeds at each run, and proof that the simulation notices a broken core."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_driver.core import elastic, plain
+from elastic_driver.core.state import JobState
+from tests.sim.runner import SeedFailed, run_seed
+
+SEEDS = 240
+PER_TEST = 40
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, PER_TEST))
+def test_when_faults_stop_the_job_grows_to_its_best_size_and_succeeds(first: int) -> None:
+    _run_all(range(first, first + PER_TEST))
+
+
+def test_a_seed_replays_exactly() -> None:
+    assert run_seed(7) == run_seed(7)
+
+
+def test_a_core_that_forgets_who_holds_the_state_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(elastic, "_state_holders", lambda _job, _ready: [])
+    _assert_found_out(range(400), "alone holds version")
+
+
+def test_a_core_that_does_not_wait_for_the_last_process_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def hasty(job: JobState, now: float) -> None:
+        job.open_next_round(now, "nobody is waited for")
+
+    monkeypatch.setattr(plain, "_watch_stopping", hasty)
+    _assert_found_out(range(60), "Violation|ValueError")
+
+
+def _assert_found_out(seeds: range, why: str) -> None:
+    with pytest.raises(SeedFailed, match=why) as failure:
+        _run_all(seeds)
+    assert "replay: python -m tests.sim --seed" in str(failure.value)
+    assert failure.value.trace
+
+
+def _run_all(seeds: range) -> None:
+    for seed in seeds:
+        run_seed(seed)
