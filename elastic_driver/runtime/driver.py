@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
@@ -44,6 +43,7 @@ from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.execution import Executor
+from elastic_driver.runtime.mail import AgentEnded, Hurry, LeaseExpired, Message, StatusAsked
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.starter import AgentStarter, StarterFactory
@@ -76,35 +76,6 @@ class Outcome(Struct, frozen=True):
     failure: Failure | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _LeaseExpired:
-    """The store has dropped a lease."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class _AgentEnded:
-    """The starter says that an agent's process is gone, or never was."""
-
-    event: AgentLost
-
-
-@dataclass(frozen=True, slots=True)
-class _StatusAsked:
-    """Somebody wants to see the job."""
-
-    reply: Callable[[bytes], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Hurry:
-    """Asked to stop once more: no more grace for anyone."""
-
-
-_Message = Event | _LeaseExpired | _AgentEnded | _StatusAsked | _Hurry
-
-
 class ElasticDriver:
     """Runs one job. `run()` is `start()`, wait, and `stop()`."""
 
@@ -133,7 +104,7 @@ class ElasticDriver:
         self._settings, self._spec, self._run_dir = settings, spec, run_dir
         self._make_starter, self._reporter = starter, reporter
         self._options = options or DriverOptions()
-        self._mailbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._mailbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._job = Job(settings)
         self._log = EventLog(run_dir.events_file, clock=time.time, on_broken=reporter.note)
         self._discovery = DiscoveryThread(
@@ -199,7 +170,7 @@ class ElasticDriver:
         May be called by any thread and by a signal handler: SimpleQueue.put is reentrant.
         """
         if self._stop_asked:
-            self._mailbox.put(_Hurry())
+            self._mailbox.put(Hurry())
         else:
             self._stop_asked = True
             self._mailbox.put(StopRequested(reason, exit_code))
@@ -227,7 +198,7 @@ class ElasticDriver:
 
     def ask_status(self, reply: Callable[[bytes], None]) -> None:
         """Have `reply` called by the mailbox thread with the status document."""
-        self._mailbox.put(_StatusAsked(reply))
+        self._mailbox.put(StatusAsked(reply))
 
     # ---- opening and closing -------------------------------------------------------------
 
@@ -242,7 +213,7 @@ class ElasticDriver:
                 self._options.bind_host,
                 self._options.bind_port,
                 token=token,
-                on_lease_expired=lambda key: self._mailbox.put(_LeaseExpired(key)),
+                on_lease_expired=lambda key: self._mailbox.put(LeaseExpired(key)),
                 routes=routes.add_to,
             )
             self._server.start()
@@ -258,7 +229,7 @@ class ElasticDriver:
             starter=self._starter,
             log=self._log,
             reporter=self._reporter,
-            on_agent_ended=lambda event: self._mailbox.put(_AgentEnded(event)),
+            on_agent_ended=lambda event: self._mailbox.put(AgentEnded(event)),
             heartbeat_timeout=self._settings.heartbeat_timeout,
         )
 
@@ -298,7 +269,7 @@ class ElasticDriver:
         finally:
             self._outcome = Outcome(end.exit_code, end.reason, end.failure)
 
-    def _next_message(self) -> _Message:
+    def _next_message(self) -> Message:
         """The next message, or a Tick when the core wants to be woken."""
         deadline = self._job.deadline()
         try:
@@ -308,19 +279,19 @@ class ElasticDriver:
         except queue.Empty:
             return Tick()
 
-    def _handle(self, message: _Message, executor: Executor) -> EndJob | None:
+    def _handle(self, message: Message, executor: Executor) -> EndJob | None:
         """Let the core decide about one message, and act; the end of the job, if that was it."""
         event: Event | None
         match message:
-            case _StatusAsked(reply):
+            case StatusAsked(reply):
                 reply(self._status())
                 return None
-            case _Hurry():
+            case Hurry():
                 self._hurried = True
                 return EndJob(int(ExitCode.INTERRUPTED), "asked to stop twice")
-            case _LeaseExpired(key):
+            case LeaseExpired(key):
                 event = self._lease_expired(key, executor)
-            case _AgentEnded(lost):
+            case AgentEnded(lost):
                 executor.agent_ended(lost.host, lost.incarnation)
                 event = lost
             case _:
@@ -382,11 +353,11 @@ class ElasticDriver:
             except queue.Empty:
                 return
             match message:
-                case _Hurry():
+                case Hurry():
                     return
-                case _StatusAsked(reply):
+                case StatusAsked(reply):
                     reply(self._status())
-                case _AgentEnded(lost):
+                case AgentEnded(lost):
                     executor.agent_ended(lost.host, lost.incarnation)
                 case WorkerExited():
                     executor.worker_exited_late(message)

@@ -2,120 +2,26 @@
 
 from __future__ import annotations
 
-import io
-import json
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-
 import pytest
 
 from elastic_driver import contract
 from elastic_driver.core.messages import (
     JobSpec,
     Notice,
-    ShutdownOrder,
     StartWorkerOrder,
     decode,
 )
-from elastic_driver.errors import ClusterError, ExitCode, UsageError
+from elastic_driver.errors import ExitCode
 from elastic_driver.runtime import driver as driver_module
-from elastic_driver.runtime.discovery import FixedDiscovery
-from elastic_driver.runtime.driver import DriverOptions, ElasticDriver, Outcome
-from elastic_driver.runtime.hostlist import Hosts
-from elastic_driver.runtime.reporter import Level, Reporter
-from elastic_driver.runtime.rundir import RunDir
-from elastic_driver.settings import Settings
 from rendezvous.wire import Count, Number, Set
 from tests.runtime.cluster import Cluster, beating
+from tests.runtime.jobs import StartJob
 from tests.runtime.waiting import until
 
 A0, A1, A2 = "a.0.1", "a.1.1", "a.2.1"
 TRACEBACK = (
     'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nValueError: boom'
 )
-
-
-class ChangingHosts:
-    """A discovery whose answer the test sets."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        self.hosts = hosts
-
-    def find(self) -> Hosts:
-        return self.hosts
-
-    def cancel(self) -> None:
-        pass
-
-
-@dataclass
-class JobUnderTest:
-    """A driver, its cluster, and what the user saw."""
-
-    driver: ElasticDriver
-    cluster: Cluster
-    hosts: ChangingHosts
-    run_dir: RunDir
-    stderr: io.StringIO
-    said: list[str] = field(default_factory=list)
-
-    def outcome(self, within: float = 20.0) -> Outcome:
-        found: list[Outcome] = []
-        thread = threading.Thread(target=lambda: found.append(self.driver.wait()))
-        thread.start()
-        thread.join(within)
-        assert found, f"the job did not end within {within} s\n{self.stderr.getvalue()}"
-        return found[0]
-
-    def logged(self) -> list[dict[str, object]]:
-        return [json.loads(line) for line in self.run_dir.events_file.read_text().splitlines()]
-
-
-StartJob = Callable[..., JobUnderTest]
-
-
-@pytest.fixture
-def start_job(tmp_path: Path) -> Iterator[StartJob]:
-    threads_before = set(threading.enumerate())
-    jobs: list[JobUnderTest] = []
-
-    def start(
-        hosts: Hosts = (("a", 2),),
-        *,
-        cluster: Cluster | None = None,
-        options: DriverOptions | None = None,
-        level: Level = Level.NORMAL,
-        **settings: object,
-    ) -> JobUnderTest:
-        values: dict[str, object] = {"start_np": sum(s for _, s in hosts), "stop_grace": 1.0}
-        cluster = cluster or Cluster()
-        stderr = io.StringIO()
-        source = ChangingHosts(hosts)
-        run_dir = RunDir(tmp_path / "state", f"run{len(jobs)}")
-        driver = ElasticDriver(
-            settings=Settings(**{**values, **settings}),  # type: ignore[arg-type]
-            spec=JobSpec("run", ("true",), "/", {}, 30.0, 30.0, 3),
-            discovery=source,
-            starter=cluster,
-            run_dir=run_dir,
-            reporter=Reporter(stderr, level=level),
-            options=options or DriverOptions(discovery_interval=0.02, debug=True),
-        )
-        jobs.append(JobUnderTest(driver, cluster, source, run_dir, stderr))
-        driver.start()
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.driver.request_stop("the test is over", 143)
-        job.driver.request_stop("the test is over", 143)
-        job.driver.stop()
-        job.cluster.close(0.0)
-    left = [t for t in set(threading.enumerate()) - threads_before if t.is_alive()]
-    assert left == []
 
 
 # ---- one job, from hosts to exit status --------------------------------------------------
@@ -370,111 +276,3 @@ def test_a_bug_of_the_driver_s_still_stops_the_agents_and_ends_with_70(
     assert "ZeroDivisionError: a bug" in job.stderr.getvalue()
     assert job.cluster.closed >= 1
     assert not job.run_dir.token_file.exists()
-
-
-# ---- stopping ----------------------------------------------------------------------------
-
-
-def test_asked_to_stop_it_shuts_agents_down_and_returns_the_given_status(
-    start_job: StartJob,
-) -> None:
-    job = start_job()
-    job.cluster.until_workers(A0, A1)
-    job.driver.request_stop("interrupted by SIGINT", 130)
-    outcome = job.outcome()
-    assert (outcome.exit_code, outcome.reason) == (130, "interrupted by SIGINT")
-    orders = job.cluster.agents["a", 1].orders
-    assert isinstance(orders[-1], ShutdownOrder)
-    assert orders[-1].grace == 1.0
-    late = [e for e in job.logged() if e["event"] == "worker_exited"]
-    assert {e["worker"] for e in late} == {A0, A1}
-    assert all(e["expected"] for e in late)
-    assert job.stderr.getvalue().splitlines()[-1] == (
-        "elasticrun: job stopped: interrupted by SIGINT"
-    )
-
-
-def test_asked_twice_it_waits_for_nobody(start_job: StartJob) -> None:
-    cluster = Cluster()
-    cluster.heeds_shutdown = False
-    job = start_job(cluster=cluster, stop_grace=60.0)
-    cluster.until_workers(A0, A1)
-    began = time.monotonic()
-    job.driver.request_stop("interrupted by SIGINT", 130)
-    job.driver.request_stop("interrupted by SIGINT", 130)
-    assert job.outcome().exit_code == 130
-    assert time.monotonic() - began < 10.0
-
-
-def test_agents_that_do_not_heed_their_shutdown_are_waited_for_with_a_bound(
-    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver_module, "AGENT_EXIT_S", 0.2)
-    cluster = Cluster()
-    cluster.heeds_shutdown = False
-    job = start_job(cluster=cluster, stop_grace=0.1)
-    cluster.until_workers(A0, A1)
-    job.driver.request_stop("enough", 143)
-    assert job.outcome(within=15.0).exit_code == 143
-
-
-def test_a_driver_can_be_stopped_before_it_has_any_host(start_job: StartJob) -> None:
-    job = start_job((), start_np=1)
-    job.driver.stop()
-    job.driver.stop()
-    assert job.outcome().exit_code == ExitCode.TERMINATED
-
-
-# ---- starting ----------------------------------------------------------------------------
-
-
-def make_driver(run_dir: RunDir, options: DriverOptions, starter: object = None) -> ElasticDriver:
-    return ElasticDriver(
-        settings=Settings(),
-        spec=JobSpec("run", ("true",), "/", {}, 30.0, 30.0, 3),
-        discovery=FixedDiscovery(()),
-        starter=starter or Cluster(),  # type: ignore[arg-type]
-        run_dir=run_dir,
-        reporter=Reporter(io.StringIO()),
-        options=options,
-    )
-
-
-def test_a_constructor_starts_and_creates_nothing(tmp_path: Path) -> None:
-    threads = threading.active_count()
-    make_driver(RunDir(tmp_path / "state", "run"), DriverOptions())
-    assert threading.active_count() == threads
-    assert not (tmp_path / "state").exists()
-
-
-def test_a_port_in_use_is_one_line_with_75_and_nothing_is_left(
-    start_job: StartJob, tmp_path: Path
-) -> None:
-    job = start_job((), start_np=1)
-    port = int(job.driver.endpoint.rsplit(":", 1)[1])
-    run_dir = RunDir(tmp_path / "other", "run")
-    threads = threading.active_count()
-    with pytest.raises(ClusterError, match="cannot listen") as caught:
-        make_driver(run_dir, DriverOptions(bind_port=port)).run()
-    assert "\n" not in str(caught.value)
-    assert caught.value.exit_code == ExitCode.UNAVAILABLE
-    assert threading.active_count() == threads
-    assert not run_dir.token_file.exists()
-    assert not run_dir.endpoint_file.exists()
-
-
-def test_a_state_folder_that_is_a_file_is_a_usage_error(tmp_path: Path) -> None:
-    (tmp_path / "state").write_text("")
-    with pytest.raises(UsageError, match="--state-dir"):
-        make_driver(RunDir(tmp_path / "state", "run"), DriverOptions()).run()
-
-
-def test_the_token_is_private_and_in_no_log(start_job: StartJob) -> None:
-    job = start_job()
-    job.cluster.until_workers(A0, A1)
-    assert job.run_dir.token_file.stat().st_mode & 0o777 == 0o600
-    endpoint = json.loads(job.run_dir.endpoint_file.read_text())
-    assert endpoint["url"] == job.driver.endpoint
-    for text in (job.run_dir.events_file.read_text(), json.dumps(endpoint)):
-        assert job.cluster.token not in text
-    assert job.cluster.token not in job.stderr.getvalue()

@@ -1,0 +1,62 @@
+"""The fixture that starts drivers, and ends them without a thread left."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_driver.core.messages import (
+    JobSpec,
+)
+from elastic_driver.runtime.driver import DriverOptions, ElasticDriver
+from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.reporter import Level, Reporter
+from elastic_driver.runtime.rundir import RunDir
+from elastic_driver.settings import Settings
+from tests.runtime.cluster import Cluster
+from tests.runtime.jobs import ChangingHosts, JobUnderTest, StartJob
+
+
+@pytest.fixture
+def start_job(tmp_path: Path) -> Iterator[StartJob]:
+    threads_before = set(threading.enumerate())
+    jobs: list[JobUnderTest] = []
+
+    def start(
+        hosts: Hosts = (("a", 2),),
+        *,
+        cluster: Cluster | None = None,
+        options: DriverOptions | None = None,
+        level: Level = Level.NORMAL,
+        **settings: object,
+    ) -> JobUnderTest:
+        values: dict[str, object] = {"start_np": sum(s for _, s in hosts), "stop_grace": 1.0}
+        cluster = cluster or Cluster()
+        stderr = io.StringIO()
+        source = ChangingHosts(hosts)
+        run_dir = RunDir(tmp_path / "state", f"run{len(jobs)}")
+        driver = ElasticDriver(
+            settings=Settings(**{**values, **settings}),  # type: ignore[arg-type]
+            spec=JobSpec("run", ("true",), "/", {}, 30.0, 30.0, 3),
+            discovery=source,
+            starter=cluster,
+            run_dir=run_dir,
+            reporter=Reporter(stderr, level=level),
+            options=options or DriverOptions(discovery_interval=0.02, debug=True),
+        )
+        jobs.append(JobUnderTest(driver, cluster, source, run_dir, stderr))
+        driver.start()
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.driver.request_stop("the test is over", 143)
+        job.driver.request_stop("the test is over", 143)
+        job.driver.stop()
+        job.cluster.close(0.0)
+    left = [t for t in set(threading.enumerate()) - threads_before if t.is_alive()]
+    assert left == []

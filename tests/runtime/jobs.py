@@ -1,0 +1,52 @@
+"""A driver under test, with the hosts it discovers, its cluster, and what its user saw."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_driver.runtime.driver import ElasticDriver, Outcome
+from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.rundir import RunDir
+from tests.runtime.cluster import Cluster
+
+
+class ChangingHosts:
+    """A discovery whose answer the test sets."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
+
+    def find(self) -> Hosts:
+        return self.hosts
+
+    def cancel(self) -> None:
+        pass
+
+
+@dataclass
+class JobUnderTest:
+    """A driver, its cluster, and what the user saw."""
+
+    driver: ElasticDriver
+    cluster: Cluster
+    hosts: ChangingHosts
+    run_dir: RunDir
+    stderr: io.StringIO
+
+    def outcome(self, within: float = 20.0) -> Outcome:
+        found: list[Outcome] = []
+        thread = threading.Thread(target=lambda: found.append(self.driver.wait()))
+        thread.start()
+        thread.join(within)
+        assert found, f"the job did not end within {within} s\n{self.stderr.getvalue()}"
+        return found[0]
+
+    def logged(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self.run_dir.events_file.read_text().splitlines()]
+
+
+StartJob = Callable[..., JobUnderTest]
