@@ -20,6 +20,7 @@ class Host:
 
     name: str
     slots: int
+    position: int = 0  # in the stable order; a host that comes back goes to the end
     failures: deque[float] = field(default_factory=deque)  # times, within the window
     agent_losses: deque[float] = field(default_factory=deque)
     cooldowns: int = 0  # in a row; each doubles the next one
@@ -51,6 +52,7 @@ class HostManager:
         )
         self._shortest, self._longest = settings.blacklist_cooldown
         self._hosts: dict[str, Host] = {}
+        self._positions = 0
         self._cooling: dict[str, Host] = {}
         # A host that is removed and added again keeps its record: flapping heals nothing.
         self._records: dict[str, Host] = {}
@@ -69,7 +71,8 @@ class HostManager:
             known = self._hosts.get(name)
             if known is None:
                 host = self._records.pop(name, None) or Host(name, slots)
-                host.slots = slots
+                self._positions += 1
+                host.slots, host.position = slots, self._positions
                 self._hosts[name] = host
                 added.append((name, slots))
             elif known.slots != slots:
@@ -87,6 +90,10 @@ class HostManager:
     def order(self) -> tuple[Host, ...]:
         """Every discovered host, in stable order."""
         return tuple(self._hosts.values())
+
+    def get(self, name: str) -> Host | None:
+        """The host, if it is there."""
+        return self._hosts.get(name)
 
     def slots(self, name: str) -> int:
         """The host's slots; 0 for a host that is not (or no longer) there."""

@@ -12,6 +12,7 @@ from itertools import islice
 from elastic_driver.contract import worker_id
 from elastic_driver.core.events import StartAgent, StopAgent
 from elastic_driver.core.fleet import FALLBACK_PORT, Agent, AgentState
+from elastic_driver.core.hosts import Host
 from elastic_driver.core.messages import SlotInfo, StartWorkerOrder
 from elastic_driver.core.registry import ACTIVE, Worker
 from elastic_driver.core.rounds import RoundState
@@ -96,21 +97,25 @@ def free_slots(job: JobState, limit: int | None = None) -> list[tuple[str, int]]
 
     Slots that failed last are chosen first, so that a failure is repaired in place.
     """
-    order: dict[str, int] = {}
+    hosts = {host.name: host for host in _ready_hosts(job)}
     free: dict[tuple[str, int], None] = {}
-    for host in job.hosts.order:
-        if not job.hosts.usable(host.name) or not job.fleet.is_ready(host.name):
-            continue
-        order[host.name] = len(order)
+    for host in hosts.values():
         taken = {worker.slot for worker in job.registry.on_host(host.name)}
         slots = (slot for slot in range(host.slots) if slot not in taken)
         room = max(0, host.slots - len(taken))
         free.update(dict.fromkeys((host.name, slot) for slot in islice(slots, room)))
-    if limit is not None and limit < len(free):
-        first = dict.fromkeys(where for where in job.vacated if where in free)
-        chosen = list(islice({**first, **free}, max(0, limit)))
-        return sorted(chosen, key=lambda where: (order[where[0]], where[1]))
-    return list(free)
+    if limit is None or limit >= len(free):
+        return list(free)
+    first = dict.fromkeys(where for where in job.vacated if where in free)
+    chosen = islice({**first, **free}, max(0, limit))
+    return sorted(chosen, key=lambda where: (hosts[where[0]].position, where[1]))
+
+
+def _ready_hosts(job: JobState) -> list[Host]:
+    """Hosts that may get workers now, in stable order; only hosts with agents are looked at."""
+    named = (job.hosts.get(name) for name in job.fleet.agents if job.fleet.is_ready(name))
+    usable = [host for host in named if host is not None and job.hosts.usable(host.name)]
+    return sorted(usable, key=lambda host: host.position)
 
 
 def room_left(job: JobState) -> int | None:

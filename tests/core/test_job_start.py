@@ -116,12 +116,8 @@ def test_a_process_that_is_never_reported_ends_the_job_with_75(scenario: MakeSce
 
 def test_every_agent_is_told_the_ranks_of_its_own_workers(scenario: MakeScenario) -> None:
     s = scenario(start_np=3).training(a=2, b=1)
-    ranks = [(d.host, d.order.ranks) for d in s.all(ev.GiveOrder) if _is_ranks(d.order)]
-    assert ranks == [("a", {"a.0.1": 0, "a.1.1": 1}), ("b", {"b.0.1": 2})]
-
-
-def _is_ranks(order: msg.Order) -> bool:
-    return isinstance(order, msg.RanksOrder)
+    ranks = [order.ranks for order in s.orders(msg.RanksOrder)]
+    assert ranks == [{"a.0.1": 0, "a.1.1": 1}, {"b.0.1": 2}]
 
 
 def test_births_name_the_address_of_rank_0_and_the_port_of_the_round(
