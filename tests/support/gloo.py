@@ -68,6 +68,8 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    # A script's own default on Linux; a fork server's child would start another fork server.
+    multiprocessing.set_start_method("fork", force=True)
     try:
         dist.init_process_group(
             "gloo",
