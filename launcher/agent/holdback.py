@@ -19,7 +19,8 @@ AGAIN_S = 0.5  # for one that is busy, maybe with ending, before it is looked at
 LONGEST_S = 20.0  # a loaded machine takes seconds to tear down an interpreter with torch in it
 MAX_BYTES = 48 * 1024
 
-_TRACEBACK = b"Traceback (most recent call last):"
+# Torch writes its rank before every line of an uncaught exception once a group exists.
+_TRACEBACK = re.compile(rb"(\[rank\d+\]: )?Traceback \(most recent call last\):")
 _SYNTAX_ERROR = re.compile(rb'  File ".*", line \d+$')
 
 
@@ -78,6 +79,4 @@ class HoldBack:
 
 def starts_traceback(line: bytes) -> bool:
     """Whether a line is the first of a traceback (a syntax error's has no heading)."""
-    return line.startswith(_TRACEBACK) or (
-        line.startswith(b'  File "') and _SYNTAX_ERROR.match(line) is not None
-    )
+    return _TRACEBACK.match(line) is not None or _SYNTAX_ERROR.match(line) is not None

@@ -57,3 +57,10 @@ def test_what_is_held_is_bounded() -> None:
     assert hold.feed(TRACE, 0.0) == []
     assert len(hold.feed([b"x" * MAX_BYTES], 0.1)) == len(TRACE) + 1
     assert hold.due() is None
+
+
+def test_a_traceback_that_torch_marked_with_its_rank_is_held_too() -> None:
+    hold = HoldBack()
+    marked = [b"[rank1]: " + line for line in TRACE]
+    assert hold.feed(marked, 0.0) == []
+    assert hold.release() == marked
