@@ -18,8 +18,8 @@ from elastic_driver.core.state import JobState
 
 def advance(job: JobState, now: float) -> None:
     """Do what the present state asks for; called again until nothing more is decided."""
-    for worker in job.registry.having(WorkerState.STARTING):
-        if worker.leaving:
+    for worker in job.registry.having(WorkerState.STARTING, WorkerState.READY):
+        if worker.leaving and worker.admitted is None:  # it never took part: nothing to leave
             job.stop_worker(worker, worker.leaving)
     if job.round.state is RoundState.COMPLETE:
         _watch_changes(job, now)

@@ -247,7 +247,7 @@ class Job:
         worker = self._known(event.worker, "READY")
         if worker is None:
             return
-        job.kind = Kind.ELASTIC
+        self._is_elastic(now)
         running = worker.state is WorkerState.RUNNING
         if running and event.round != job.round.number:
             job.ignore(f"{worker.id} speaks of round {event.round}, it is in {job.round.number}")
@@ -259,6 +259,16 @@ class Job:
         job.announce("worker_ready", event.reason or "waits for a round", worker)
         if running and job.round.state is RoundState.COMPLETE:
             job.leave_round(now, f"{worker.id} left: {event.reason}", at_boundary=False)
+
+    def _is_elastic(self, now: float) -> None:
+        """A worker has spoken; members lost while the job passed for plain broke the round."""
+        job = self.state
+        if job.kind is Kind.ELASTIC:
+            return
+        job.kind = Kind.ELASTIC
+        lost = next((loss for loss in job.losses if loss.member), None)
+        if lost is not None:
+            job.leave_round(now, f"{lost.failure.worker} {lost.reason}", at_boundary=False)
 
     def _worker_stepped(self, event: WorkerStepped, _now: float) -> None:
         job = self.state
@@ -292,7 +302,13 @@ class Job:
         news = News.EXITED_ZERO if event.exit_code == 0 else News.EXITED_NONZERO
         job.registry.apply(worker, news)
         what = "as it was told to" if told or expected else "by itself"
-        job.announce("worker_exited", f"exit code {event.exit_code}, {what}", worker)
+        job.announce(
+            "worker_exited",
+            f"exit code {event.exit_code}, {what}",
+            worker,
+            exit_code=event.exit_code,
+            expected=bool(told or expected),
+        )
         if told:
             return
         if expected:

@@ -97,11 +97,16 @@ class JobState:
         self.out.append(decision)
 
     def announce(
-        self, event: str, reason: str, worker: Worker | None = None, host: str | None = None
+        self,
+        event: str,
+        reason: str,
+        worker: Worker | None = None,
+        host: str | None = None,
+        **detail: str | int | float | bool | None,
     ) -> None:
         """A line for the event log, about a worker, a host or the round."""
         if worker is None:
-            self.decide(Announce(event, reason, round=self.round.number, host=host))
+            self.decide(Announce(event, reason, self.round.number, host, detail=detail))
             return
         self.decide(
             Announce(
@@ -113,6 +118,7 @@ class JobState:
                 rank=worker.place.rank,
                 pid=worker.pid or None,
                 worker=worker.id,
+                detail=detail,
             )
         )
 
@@ -195,7 +201,13 @@ class JobState:
         self.round.enter(RoundState.COMPLETE, now)
         self.decide(PublishWorld(World(self.round.number, tuple(members), reason), reason))
         self._tell_ranks(places, reason)
-        self.announce("round_completed", f"{len(members)} workers: {reason}")
+        hosts = places[-1][1].node_count if places else 0
+        self.announce(
+            "round_completed",
+            f"{len(members)} workers: {reason}",
+            size=len(members),
+            hosts=hosts,
+        )
 
     def _tell_ranks(self, places: Sequence[tuple[str, SlotInfo]], reason: str) -> None:
         ranks: dict[str, dict[str, int]] = {}

@@ -374,3 +374,17 @@ def test_the_round_counts_at_most_reset_limit_changes(scenario: MakeScenario) ->
     assert "reset limit of 1" in s.end.reason
     assert "--reset-limit" in s.end.reason
     assert s.end.exit_code == 1
+
+
+def test_a_newcomer_whose_host_is_removed_before_it_is_let_in_is_stopped(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=1, max_np=2, last_call=5.0).training(a=1)
+    s.hosts(a=1, b=1)
+    s.ready("b.0.1")
+    s.hosts(a=1)
+    assert s.in_state("stopping") == ["b.0.1"]
+    s.obey_stops()
+    assert s.all(ev.StopAgent)[0].host == "b"
+    s.wait(10.0)
+    assert s.all(ev.PublishNotice) == []

@@ -243,3 +243,12 @@ def test_the_reset_limit_also_bounds_restarts(scenario: MakeScenario) -> None:
     s.wait(1.0)
     assert s.end is not None
     assert "reset limit of 0" in s.end.reason
+
+
+def test_a_job_that_turns_elastic_after_a_loss_goes_on_as_one(scenario: MakeScenario) -> None:
+    s = _declared(scenario(start_np=2, settle=5.0), a=2)
+    s.exit("a.0.1", 1)
+    s.send(ev.WorkerReady("a.1.1", 0, -1, True, "slow imports"))
+    assert (s.notice.round, s.notice.at_boundary) == (1, False)
+    s.ready("a.1.1")
+    assert s.members == ["a.1.1"]

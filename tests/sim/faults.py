@@ -60,7 +60,7 @@ class Faults:
     def heal(self) -> None:
         """No more faults: every host is back, frozen processes are found out."""
         self.cluster.agent_trouble = 0.0
-        self.hosts = dict(self.all_hosts)
+        self.hosts, self.gone = dict(self.all_hosts), {}
         self.discover()
 
     # ---- workers ---------------------------------------------------------------------
