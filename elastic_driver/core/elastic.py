@@ -71,8 +71,13 @@ def _watch_leaving(job: JobState, now: float) -> None:
         if not job.passed(job.round.since + timeout, now, waiting):
             return
         if job.round.at_boundary:
-            reason = f"the step boundary was not reached within {timeout:g} s"
-            job.leave_round(now, reason, at_boundary=False)
+            # Whoever commits once an hour is not to lose that hour to a planned change, and
+            # one that hangs loses its lease: so this only says what is going on.
+            job.round.since = now
+            job.announce(
+                "boundary_overdue",
+                f"no step boundary for {timeout:g} s; does the script call commit()?",
+            )
             return
         for worker in job.registry.having(WorkerState.RUNNING):
             give_up_worker(job, worker, f"did not leave the round within {timeout:g} s", now)

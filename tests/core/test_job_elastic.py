@@ -300,13 +300,19 @@ def test_a_survivor_that_never_leaves_the_round_is_killed_after_the_elastic_time
     assert s.members == ["a.1.1"]
 
 
-def test_a_boundary_nobody_reaches_becomes_leave_now(scenario: MakeScenario) -> None:
+def test_a_boundary_nobody_reaches_is_announced_and_costs_nobody_a_step(
+    scenario: MakeScenario,
+) -> None:
     s = scenario(start_np=1, elastic_timeout=60.0).training(a=1)
     s.hosts(a=1, b=1)
     s.ready("b.0.1")
     s.wait(1.0)
-    s.wait(60.0)
-    assert (s.notice.round, s.notice.at_boundary) == (1, False)
+    s.wait(125.0)
+    assert len(s.announced("boundary_overdue")) == 2
+    assert len(s.all(ev.PublishNotice)) == 1
+    assert s.in_state("running") == ["a.0.1"]
+    s.ready("a.0.1", version=9)
+    assert s.world.size == 2
 
 
 def test_before_any_finished_step_a_replacement_waits_to_see_who_else_fails(
