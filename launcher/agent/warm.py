@@ -92,7 +92,7 @@ class WarmStarter:
         parent = self._listen()
         if parent is not None and self._plan is not None:
             try:
-                self._plan.check(spec)
+                self._plan.check(spec, parent.threads)
                 return parent.fork(spec)
             except NotWarmable as reason:
                 self._tell(f"{reason}; it is started afresh")
@@ -134,6 +134,7 @@ class WarmStarter:
                 self._parent = None
                 parent.close()
                 return None
+            parent.threads = int(message["threads"])
             for line in message["missing"]:
                 self._tell(f"cannot preload {line}; the rest is warm")
         if parent.ended:
@@ -164,6 +165,7 @@ class _WarmParent:
     def __init__(self, plan: WarmPlan) -> None:
         self.warming = True
         self.ended = False
+        self.threads = 0  # of torch's pool; 0: torch is not among the modules
         self._heard = bytearray()
         with contextlib.ExitStack() as on_error:
             self._queue, their_queue = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

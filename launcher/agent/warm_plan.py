@@ -26,12 +26,14 @@ from launcher.agent.warm_command import (
 
 DEFAULT_PRELOAD = ("torch",)
 
+_THREADS = "OMP_NUM_THREADS"
+
 # Variables in which workers may differ from their warm parent: they are read when something is
-# used, not when it is imported (OMP_NUM_THREADS is, and is therefore told to torch again).
+# used, not when it is imported (OMP_NUM_THREADS is, and is told to torch again).
 _LATE = frozenset(
     (
         *TORCHRUN_NAMES,
-        "OMP_NUM_THREADS",
+        _THREADS,
         "TF_CONFIG",
         "CUDA_VISIBLE_DEVICES",
         "HIP_VISIBLE_DEVICES",
@@ -63,8 +65,11 @@ class WarmPlan:
             "spares": self.spares,
         }
 
-    def check(self, spec: ProcessSpec) -> None:
-        """Raise `NotWarmable` with the reason where `spec` needs an interpreter of its own."""
+    def check(self, spec: ProcessSpec, threads: int) -> None:
+        """Raise `NotWarmable` with the reason where `spec` needs an interpreter of its own.
+
+        `threads` is the size of torch's thread pool in the warm parent. A worker's may be smaller.
+        """
         if spec.argv != self.argv:
             raise NotWarmable(f"the command {spec.argv[0]!r} is not the one that is kept warm")
         if spec.cwd != self.cwd or not os.path.isdir(spec.cwd):
@@ -76,15 +81,16 @@ class WarmPlan:
         changed = [name for name in changed if not _is_late(name)]
         if changed:
             raise NotWarmable(f"{', '.join(changed)} differ from when the warm parent was started")
+        wanted = spec.env.get(_THREADS)
+        if wanted != self.env.get(_THREADS) and wanted not in [
+            str(n) for n in range(1, threads + 1)
+        ]:
+            raise NotWarmable(f"{_THREADS} differs from when the warm parent was started")
 
 
 def early_variables(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that all workers of a job have in common, and that imports may read."""
-    return {
-        name: value
-        for name, value in env.items()
-        if not _is_late(name) or name == "OMP_NUM_THREADS"
-    }
+    return {name: value for name, value in env.items() if not _is_late(name) or name == _THREADS}
 
 
 def plan(

@@ -183,7 +183,10 @@ def _keep_spares(
                 _refuse(status, "a fork did not become the agent's child; is it a child subreaper?")
             lives.append(fd)
         if not told:
-            worker.send_line(status, {"ready": round(seconds, 3), "missing": missing})
+            torch: Any = sys.modules.get("torch")
+            threads = torch.get_num_threads() if torch else 0
+            ready_now = {"ready": round(seconds, 3), "missing": missing, "threads": threads}
+            worker.send_line(status, ready_now)
             told = True
         ready, _, _ = select.select([status.fileno(), *lives], [], [])
         if status.fileno() in ready:  # the agent speaks once; this is its end

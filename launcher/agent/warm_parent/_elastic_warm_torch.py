@@ -51,10 +51,9 @@ def _without_accelerator(torch: Any) -> Iterator[None]:
         torch.cuda.is_available = is_available
 
 
-def set_threads(torch: Any | None, number: int) -> None:
+def set_threads(torch: Any, number: int) -> None:
     """OMP_NUM_THREADS for libraries that have read it already: torch, and numpy's OpenBLAS."""
-    if torch is not None:
-        torch.set_num_threads(number)
+    torch.set_num_threads(number)
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
         mapped = {line.split(maxsplit=5)[5].strip() for line in file if "openblas" in line}
     for path in mapped:

@@ -107,7 +107,9 @@ def _become(born: dict[str, Any], env: dict[str, str], stdout: int, stderr: int)
     _show_environment(born["env"], env)
     _renew_stream(sys.stdout, 1)
     _renew_stream(sys.stderr, 2)
-    _set_threads(born["env"].get("OMP_NUM_THREADS"), env.get("OMP_NUM_THREADS"))
+    threads = env.get("OMP_NUM_THREADS")
+    if threads is not None and threads != born["env"].get("OMP_NUM_THREADS"):
+        warm_torch.set_threads(sys.modules["torch"], int(threads))
     gc.enable()
 
 
@@ -144,14 +146,6 @@ def _own_randomness() -> None:
         loaded["multiprocessing.process"].current_process().authkey = os.urandom(32)
     if "tempfile" in loaded:
         loaded["tempfile"].tempdir = None
-
-
-def _set_threads(before: str | None, wanted: str | None) -> None:
-    if wanted == before or wanted is None:
-        return
-    first = wanted.partition(",")[0].strip()  # a list has one number for each level of nesting
-    if first.isdigit() and int(first) > 0:
-        warm_torch.set_threads(sys.modules.get("torch"), int(first))
 
 
 def _show_environment(base: dict[str, str], env: dict[str, str]) -> None:
