@@ -65,6 +65,7 @@ class _Round:
     """One iteration over the steps of an epoch, by one world."""
 
     def __init__(self, batches: FixedBatch) -> None:
+        self._batches = batches
         self.rank, size = whereabouts()
         self.ranges = virtual_ranges(batches.shares(batches.virtual_workers, size))
         self.mine = self.ranges[self.rank]
@@ -85,6 +86,11 @@ class _Round:
         """In deterministic mode: what chance does next depends on this micro-batch alone."""
         if self.deterministic:
             seed_everything(self.schedule.seed, self.schedule.epoch, step, virtual_worker)
+
+    def abandon(self, step: Step) -> None:
+        """Undo what a half-done step did to the model, unless training has gone on since."""
+        if self._batches.current is step:
+            self.sums.abandon()
 
 
 class Step:
@@ -120,15 +126,22 @@ class Step:
         self._begun = True
         sums = self._turn.sums
         sums.begin(self._turn.ranges, self._leaves, self._turn.rank)
+        try:
+            yield from self._micro_batches(sums)
+            sums.finish()
+        except BaseException:  # a broken world, or the loop was left
+            self._turn.abandon(self)
+            raise
+        self._turn.seed(self.number, len(self._turn.schedule.counts(self.number)))
+        self.summed = True
+
+    def _micro_batches(self, sums: StepSum) -> Iterator[Any]:
         for virtual_worker, weight in self._weights.items():
             micro_batch = next(self._turn.loader)
             self._turn.seed(self.number, virtual_worker)
             sums.before(weight)
             yield micro_batch
             sums.after(virtual_worker, weight)
-        sums.finish()
-        self._turn.seed(self.number, len(self._turn.schedule.counts(self.number)))
-        self.summed = True
 
     def require_summed(self, what: str) -> None:
         """Raise `UsageError` naming `what` was done before the inner loop had ended."""
@@ -197,11 +210,11 @@ class FixedBatch:
         self.sums: StepSum = ExactSum(model) if deterministic else PlainSum(model)
         self.epoch = 0
         self.step = 0
+        self.current: Step | None = None  # the one in training
         self._named = virtual_workers if virtual_workers is not None else _from_environment()
         if self._named is not None:
             allocate_microbatches(self._named, 1)  # raises where it is no count
         self._virtual_workers = self._named
-        self._current: Step | None = None
         self._rejoined = False
         if deterministic:
             fix_kernels(threads)
@@ -235,7 +248,7 @@ class FixedBatch:
         self._virtual_workers = self.virtual_workers
         turn = _Round(self)
         for number in turn.steps:
-            step = self._current = Step(turn, number)
+            step = self.current = Step(turn, number)
             yield step
             step.require_summed("the loop went on")
             self.step = number + 1  # also where a GradScaler skipped the optimizer's step
@@ -246,9 +259,9 @@ class FixedBatch:
         Called by the state after each optimizer step, on every rank; harmless to repeat.
         Raises `UsageError` inside the loop over a step's micro-batches.
         """
-        if self._current is not None:
-            self._current.require_summed("the optimizer stepped")
-            self.step = self._current.number + 1
+        if self.current is not None:
+            self.current.require_summed("the optimizer stepped")
+            self.step = self.current.number + 1
 
     def set_epoch(self, epoch: int) -> None:
         """Train `epoch` from its start; no change if it is the current one, which goes on."""
@@ -263,7 +276,7 @@ class FixedBatch:
 
     def reset(self) -> None:
         """The world has changed: the next iteration shares what is left among its workers."""
-        self._current, self._rejoined = None, True
+        self.current, self._rejoined = None, True
 
     def state_dict(self) -> BatchState:
         """The progress, equal on every rank at a step boundary: six numbers."""

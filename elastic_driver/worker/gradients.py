@@ -53,6 +53,11 @@ class StepSum(ABC):
         self._drop_gradients()
         self._buffers.begin()
 
+    def abandon(self) -> None:
+        """The step was left half done: put the buffers back to where it started."""
+        self._buffers.rewind()
+        self._drop_gradients()
+
     def before(self, weight: float) -> None:  # noqa: ARG002 - PlainSum needs it
         """The next micro-batch, of this weight, is about to be run."""
         self._buffers.rewind()

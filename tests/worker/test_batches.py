@@ -227,6 +227,34 @@ def test_leaving_the_micro_batches_early_is_an_error_that_says_what_to_do() -> N
         next(iterator)
 
 
+def half_a_step(batches: FixedBatch, model: nn.Module) -> Any:
+    """The loop over a step's micro-batches, after the first of them."""
+    loop = iter(next(iter(batches)))
+    model(next(loop)).mean().backward()
+    return loop
+
+
+def test_a_step_left_by_an_error_leaves_buffers_and_gradients_as_it_found_them() -> None:
+    model = nn.BatchNorm1d(1)
+    loop = half_a_step(batches_of(model=model), model)
+    assert model.running_mean.item() != 0
+    with pytest.raises(RuntimeError, match="peer"):
+        loop.throw(RuntimeError("connection closed by peer"))
+    assert model.running_mean.item() == 0
+    assert model.num_batches_tracked.item() == 0
+    assert model.weight.grad is None
+
+
+def test_a_step_thrown_away_late_does_not_touch_what_was_restored_meanwhile() -> None:
+    model = nn.BatchNorm1d(1)
+    batches = batches_of(model=model)
+    loop = half_a_step(batches, model)
+    batches.reset()
+    model.running_mean.fill_(5.0)
+    loop.close()
+    assert model.running_mean.item() == 5.0
+
+
 def test_a_step_can_be_iterated_only_once() -> None:
     model = nn.Linear(1, 1)
     step = next(iter(batches_of(model=model)))
