@@ -10,7 +10,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sim format clean
+.PHONY: help demo test check sim bench format clean
 
 help: ## show this
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
@@ -30,12 +30,16 @@ check: $(READY) ## formatting, lint, types, and which package may import which
 sim: $(READY) ## simulate SEEDS clusters full of failures against the job's core
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
+bench: $(READY) ## kill workers: how long until training goes on, here and elsewhere
+	$(BIN)/python -m benchmarks.recovery
+
 format: $(READY) ## rewrite the sources in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean: ## remove build products; the environment stays
-	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		.import_linter_cache
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -154,7 +154,8 @@ def main() -> int:
         training = ["examples/digits.py", "--epochs", str(args.epochs)]
         command = [
             *(sys.executable, "-m", "launcher.cli", "-np", "3", "--run-id", "demo"),
-            *("--state-dir", name, "--", *training, "--record", str(folder / "steps")),
+            *("--preload", "torch,sklearn.datasets", "--state-dir", name),
+            *("--", *training, "--record", str(folder / "steps")),
         ]
         print("$ elasticrun -np 3", *training, flush=True)
         with (folder / "output").open("wb") as output:
