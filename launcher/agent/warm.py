@@ -97,7 +97,7 @@ class WarmStarter:
             except NotWarmable as reason:
                 self._tell(f"{reason}; it is started afresh")
             except (OSError, EOFError, ValueError) as error:
-                self._lose(f"it does not answer ({error or type(error).__name__})")
+                self._lose(f"it does not answer: {error}{parent.last_words()}")
         return self._fallback.start(spec)
 
     def own_pids(self) -> frozenset[int]:

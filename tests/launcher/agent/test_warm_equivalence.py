@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.agent.starter import FreshStarter
-from tests.launcher.agent.warm_harness import Agent, Outcome, agent
+from tests.launcher.agent.warm_harness import Agent, Outcome, agent, eventually
 
 
 @pytest.fixture
@@ -221,11 +221,13 @@ def test_a_crash_dumps_the_same_frames(host: Agent) -> None:
 def test_signals_find_the_default_dispositions(job: Agent, number: signal.Signals) -> None:
     write(job.cwd / "job.py", "import time\nprint('up', flush=True)\ntime.sleep(60)\n")
 
-    def send(pid: int) -> None:
-        # The output pipe cannot be read here; a process that sleeps is past its start.
+    def asleep(pid: int) -> bool:
         with open(f"/proc/{pid}/wchan", encoding="ascii") as file:
-            while "nanosleep" not in file.read():
-                file.seek(0)
+            place = file.read()
+        return any(call in place for call in ("nanosleep", "select", "poll"))
+
+    def send(pid: int) -> None:
+        assert eventually(lambda: asleep(pid))  # past its start: it waits for nothing else
         os.kill(pid, number)
 
     warm = job.run("job.py", then=send)

@@ -19,6 +19,7 @@ from launcher.agent.warm import WarmStarter
 from launcher.agent.warm_plan import WarmPlan, plan
 
 DEADLINE_S = 60.0
+_alive: list[Agent] = []
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,13 @@ class Agent:
 def agent(cwd: Path) -> Iterator[Agent]:
     become_subreaper()
     fake = Agent(cwd)
+    _alive.append(fake)
     try:
         yield fake
     finally:
         fake.starter.close()
-        become_subreaper(False)
+        _alive.remove(fake)
+        become_subreaper(bool(_alive))
 
 
 @contextlib.contextmanager
