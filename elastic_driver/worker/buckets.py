@@ -31,15 +31,20 @@ class Bucket:
         self._sizes = [shape.numel() for shape in self._shapes]
         self._like = tensors[entries[0]].new_empty(0)
         self._parts = [sum(self._sizes), len(self._entries)]
+        self._spare: list[Tensor] = []
         self.length = sum(self._parts)
 
     def empty(self, length: int) -> Tensor:
         """A new flat tensor of the bucket's dtype and device."""
         return self._like.new_empty(length)
 
-    def flatten(self, tensors: Sequence[Tensor | None], weight: float = 1.0) -> Tensor:
+    def recycle(self, flat: Tensor) -> None:
+        """Take back a tensor that `flatten` made: fresh memory costs more than the copying."""
+        self._spare.append(flat)
+
+    def flatten(self, tensors: Sequence[Tensor | None], weight: float = 1) -> Tensor:
         """weight · (this bucket's tensors, one behind the other), then the flags: (length,)."""
-        flat = self.empty(self.length)
+        flat = self._spare.pop() if self._spare else self.empty(self.length)
         values, flags = flat.split(self._parts)
         places = values.split(self._sizes)
         for place, entry, size in zip(places, self._entries, self._sizes, strict=True):
@@ -47,13 +52,11 @@ class Bucket:
             if tensor is None:
                 place.zero_()
             elif tensor.layout == torch.strided and tensor.numel() == size:
-                place.copy_(tensor.reshape(-1))
+                torch.mul(tensor.reshape(-1), weight, out=place)
             else:
                 raise UsageError(
                     "FixedBatch cannot add sparse gradients; use Embedding(sparse=False)"
                 )
-        if weight != 1.0:
-            values.mul_(weight)
         flags.copy_(torch.tensor([tensors[entry] is not None for entry in self._entries]))
         return flat
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +143,9 @@ class ExactSum(StepSum):
         """Start a step without gradients."""
         super().begin(ranges, leaves, rank)
         first = self._ranges[rank].start
-        self._trees: list[TreeSum[Tensor]] = [TreeSum(first, _add) for _ in self._targets]
+        self._trees: list[TreeSum[Tensor]] = [
+            TreeSum(first, partial(_add_and_recycle, bucket)) for bucket, _ in self._targets
+        ]
 
     def after(self, virtual_worker: int, weight: float) -> None:
         """Take the gradients and changes as the next leaf."""
@@ -160,11 +163,15 @@ class ExactSum(StepSum):
         flats = []
         for index, (bucket, _) in enumerate(self._targets):
             own = self._trees[index].blocks()
-            self._trees[index] = TreeSum(0, _add)  # frees this bucket's partial sums
             if len(self._ranges) == 1:
-                flats.append(finish_tree(dict(own), self._leaves, _add))
+                flats.append(
+                    finish_tree(dict(own), self._leaves, partial(_add_and_recycle, bucket))
+                )
             else:
                 flats.append(self._exchange(bucket, [part for _, part in own], blocks))
+                for _, part in own:
+                    bucket.recycle(part)
+        self._trees = []
         self._put(flats)
 
     def _exchange(
@@ -194,6 +201,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 def _add(left: Tensor, right: Tensor) -> Tensor:
     return left.add_(right)
+
+
+def _add_and_recycle(bucket: Bucket, left: Tensor, right: Tensor) -> Tensor:
+    left.add_(right)
+    bucket.recycle(right)
+    return left
 
 
 def _all_to_all(
