@@ -1,0 +1,346 @@
+"""A cluster on one machine: each node has its own network, processes, name, /tmp and sshd.
+
+Made of Linux namespaces (net, pid, uts, ipc, mount) on a bridge that leads nowhere else, so it
+needs root, and `why_not()` says what is missing where it cannot be made. `head` is one more node,
+from which a driver is meant to run. Nodes can be killed, lose their power or their cable, be
+frozen, and come back. Leaving the context ends every process, namespace, mount and file of it.
+
+    with Cluster(4) as cluster:
+        cluster.run("head", "ssh", "node1", "hostname")
+        cluster.node("node1").poweroff()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from tests.support.job import eventually
+
+BOOT_S = 15.0
+SUBNET = "10.99.0"  # head is .1, node<i> is .10 + i; the networks of two clusters never meet
+_INIT = Path(__file__).with_name("node.py")
+_FREEZER = Path("/sys/fs/cgroup/freezer")
+_TOOLS = ("ip", "iptables", "nsenter", "unshare", "ssh", "ssh-keygen", "sshd")
+_PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+
+_SSHD_CONFIG = """\
+Port 22
+HostKey {keys}/host
+AuthorizedKeysFile {keys}/user.pub
+PidFile none
+StrictModes no
+UsePAM no
+UseDNS no
+PasswordAuthentication no
+PermitRootLogin prohibit-password
+MaxStartups 1000
+PrintMotd no
+"""
+_SSH_CONFIG = """\
+Host *
+    User root
+    IdentityFile {keys}/user
+    IdentitiesOnly yes
+    UserKnownHostsFile {keys}/known_hosts
+    GlobalKnownHostsFile /dev/null
+    StrictHostKeyChecking yes
+"""
+
+
+def why_not() -> str | None:
+    """Why no cluster can be made here; None where it can."""
+    if os.geteuid() != 0:
+        return "a cluster of network namespaces needs root"
+    missing = [tool for tool in _TOOLS if shutil.which(tool, path=_PATH) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)} (iproute2, iptables, openssh-server)"
+    probe = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "true"]
+    if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
+        return "this machine lets us make no namespaces"
+    return None
+
+
+def _run(*argv: str, check: bool = True) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=_environ())
+    if check and done.returncode != 0:
+        raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+def _environ() -> dict[str, str]:
+    return {**os.environ, "PATH": _PATH}
+
+
+class Node:
+    """One machine of a cluster; made by `Cluster`."""
+
+    def __init__(self, cluster: Cluster, name: str, index: int) -> None:
+        self.name, self.address = name, f"{SUBNET}.{1 if index == 0 else 9 + index}"
+        self._cluster = cluster
+        self._netns = f"{cluster.name}-{name}"
+        self._port = f"p{index}"  # of the switch, that our cable ends in
+        self._pid_file = cluster.folder / f"{name}.pid"
+        self._console = cluster.folder / f"{name}.console"
+        self._cgroup = _FREEZER / f"{cluster.name}-{name}"
+        self._outer: subprocess.Popen[bytes] | None = None
+
+    # ---- life ----------------------------------------------------------------------------
+
+    def lay_cable(self) -> None:
+        """The node's network, connected to the switch."""
+        switch = self._cluster.switch
+        _run("ip", "netns", "add", self._netns)
+        _run(
+            *("ip", "link", "add", "eth0", "netns", self._netns, "type", "veth"),
+            *("peer", "name", self._port, "netns", switch),
+        )
+        _run("ip", "-n", switch, "link", "set", self._port, "master", "br0", "up")
+        _run("ip", "-n", self._netns, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        _run("ip", "-n", self._netns, "link", "set", "lo", "up")
+        _run("ip", "-n", self._netns, "link", "set", "eth0", "up")
+        if _FREEZER.is_dir():
+            self._cgroup.mkdir()
+
+    def start(self) -> None:
+        """Begin to boot; `wait` says when that is done."""
+        self._pid_file.unlink(missing_ok=True)
+        tasks = self._cgroup / "tasks"
+        birth = {
+            "name": self.name,
+            "shared": str(self._cluster.folder),
+            "etc": str(self._cluster.folder / "etc"),
+            "pid_file": str(self._pid_file),
+            "cgroups": [str(tasks)] if tasks.exists() else [],
+        }
+        with self._console.open("ab") as console:
+            self._outer = subprocess.Popen(
+                [
+                    *("nsenter", f"--net=/run/netns/{self._netns}"),
+                    *("unshare", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child"),
+                    *(sys.executable, str(_INIT), json.dumps(birth)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                start_new_session=True,
+                env={"PATH": _PATH},
+            )
+
+    def wait(self) -> None:
+        """Wait until sshd listens; looked up from outside, so a cut does not matter."""
+        eventually(self._listens, within=BOOT_S, what=f"{self.name} is up", context=self.console)
+
+    def boot(self) -> None:
+        """Turn a dead node on again, with nothing of what it had in memory or /tmp."""
+        self.start()
+        self.wait()
+
+    def kill(self) -> None:
+        """End every process at once; its kernel still says goodbye to the peers."""
+        self.thaw()
+        pid, outer = self.pid, self._outer
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # the kernel ends a namespace with its first process
+        if outer is not None:
+            outer.wait(BOOT_S)
+        self._outer = None
+
+    def poweroff(self) -> None:
+        """Die without a word: nothing leaves the node any more."""
+        self.cut()
+        self.kill()
+
+    def destroy(self) -> None:
+        """Remove everything of the node."""
+        self.kill()
+        _run("ip", "netns", "del", self._netns, check=False)
+        with contextlib.suppress(OSError):
+            self._cgroup.rmdir()
+
+    # ---- faults --------------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """The cable leads nowhere, and nobody is told; `heal` undoes it."""
+        _run("ip", "-n", self._cluster.switch, "link", "set", self._port, "nomaster")
+
+    def deafen(self) -> None:
+        """One-way loss: what the node sends arrives, what is sent to it is lost."""
+        _run("ip", "netns", "exec", self._netns, "iptables", "-w", *_DROP_ALL_IN)
+
+    def heal(self) -> None:
+        """Undo `cut` and `deafen`."""
+        _run("ip", "-n", self._cluster.switch, "link", "set", self._port, "master", "br0", "up")
+        _run("ip", "netns", "exec", self._netns, "iptables", "-w", "-F")
+
+    def freeze(self) -> None:
+        """A hung operating system: TCP is still acknowledged, nobody answers."""
+        (self._cgroup / "freezer.state").write_text("FROZEN")
+
+    def thaw(self) -> None:
+        """Undo `freeze`."""
+        with contextlib.suppress(OSError):
+            (self._cgroup / "freezer.state").write_text("THAWED")
+
+    # ---- what goes on there --------------------------------------------------------------
+
+    @property
+    def pid(self) -> int | None:
+        """Pid of the node's first process as this machine counts; None before it is set up."""
+        try:
+            return int(self._pid_file.read_text())
+        except FileNotFoundError:
+            return None
+
+    def console(self) -> str:
+        """What sshd has said."""
+        return self._console.read_text(errors="replace")[-2000:]
+
+    def inside(self, *argv: str, cwd: str = "/") -> list[str]:
+        """`argv` as a command that runs in the node."""
+        if self.pid is None or self._outer is None:
+            raise RuntimeError(f"{self.name} is off")
+        return [
+            *("nsenter", f"--target={self.pid}", "--mount", "--uts", "--ipc", "--net", "--pid"),
+            *("--", "env", f"--chdir={cwd}", *argv),
+        ]
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of the node but its sshd's."""
+        if self._outer is None:
+            return []
+        found = []
+        mine = os.stat(f"/proc/{self.pid}/ns/pid").st_ino
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                same = os.stat(f"/proc/{process.pid}/ns/pid").st_ino == mine
+                if same and process.name() != "sshd" and process.status() != "zombie":
+                    found.append(process)
+        return found
+
+    def files(self) -> list[str]:
+        """Names in the node's own /tmp, but for the folder all nodes share."""
+        names = os.listdir(f"/proc/{self.pid}/root/tmp")
+        return sorted(name for name in names if name != self._cluster.folder.name)
+
+    def _listens(self) -> bool:
+        pid = self.pid
+        try:
+            lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+        except OSError:
+            return False
+        fields = [line.split() for line in lines]
+        return pid is not None and any(f[1].endswith(":0016") and f[3] == "0A" for f in fields)
+
+
+_DROP_ALL_IN = ("-A", "INPUT", "-i", "eth0", "-j", "DROP")
+
+
+class Cluster:
+    """`head` and `node0` … `node<count - 1>`; a context manager."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.name, self.switch = "", ""
+        self.folder = Path()
+        self.nodes: dict[str, Node] = {}
+
+    def __enter__(self) -> Cluster:
+        self.folder = Path(tempfile.mkdtemp(prefix="elastic-cluster-"))
+        self.name = self.folder.name.removeprefix("elastic-cluster-")
+        self.switch = f"{self.name}-switch"
+        names = ["head", *(f"node{i}" for i in range(self._count))]
+        self.nodes = {name: Node(self, name, index) for index, name in enumerate(names)}
+        try:
+            self._write_etc()
+            _run("ip", "netns", "add", self.switch)
+            _run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge", *_NO_DELAY)
+            _run("ip", "-n", self.switch, "link", "set", "br0", "up")
+            for node in self.nodes.values():
+                node.lay_cable()
+            for node in self.nodes.values():
+                node.start()
+            for node in self.nodes.values():
+                node.wait()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def node(self, name: str) -> Node:
+        """One node by name."""
+        return self.nodes[name]
+
+    def run(self, node: str, *argv: str, timeout: float = 30.0) -> subprocess.CompletedProcess[str]:
+        """Run a command in a node and wait for it."""
+        inside = self.nodes[node].inside(*argv)
+        return subprocess.run(
+            inside, capture_output=True, text=True, timeout=timeout, check=False, env=_environ()
+        )
+
+    def start(
+        self, node: str, argv: Sequence[str], *, out: Path, err: Path, env: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Start a command in a node; its owner waits for it."""
+        inside = self.nodes[node].inside(*argv, cwd=str(self.folder))
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            return subprocess.Popen(
+                inside,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env={**env, "PATH": _PATH},
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    def _write_etc(self) -> None:
+        keys, etc = self.folder / "keys", self.folder / "etc"
+        keys.mkdir()
+        (etc / "ssh_config.d").mkdir(parents=True)
+        for key in ("user", "host"):
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", f"{keys}/{key}")
+        host_key = " ".join((keys / "host.pub").read_text().split()[:2])
+        nodes = self.nodes.values()
+        known = "".join(f"{n.name},{n.address} {host_key}\n" for n in nodes)
+        (keys / "known_hosts").write_text(known)
+        hosts = "".join(f"{n.address} {n.name}\n" for n in nodes)
+        (etc / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+        (etc / "resolv.conf").write_text("")  # no name server: look-ups fail at once
+        (etc / "sshd_config").write_text(_SSHD_CONFIG.format(keys=keys))
+        (etc / "ssh_config.d" / "cluster.conf").write_text(_SSH_CONFIG.format(keys=keys))
+
+    def _remove(self) -> None:
+        for node in self.nodes.values():
+            node.destroy()
+        _run("ip", "netns", "del", self.switch, check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_NO_DELAY = ("forward_delay", "0")
+_prctl = ctypes.CDLL(None).prctl
+
+
+def _die_with_parent() -> None:
+    _prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; loaded before the fork

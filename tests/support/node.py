@@ -1,0 +1,57 @@
+"""The first process of a cluster's node: makes it look like a machine of its own, then is sshd.
+
+`tests.support.cluster` starts it inside fresh namespaces, as `python node.py '{…}'`; it imports
+nothing of the project. Everything it mounts is private to the node and goes with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0) -> None:
+    """mount(2); raises OSError."""
+    if _libc.mount(source.encode(), target.encode(), kind.encode() or None, flags, None) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), f"mount {source} on {target}")
+
+
+def main(node: dict[str, Any]) -> None:
+    """Set the node up and become its sshd; `node` has name, shared, etc, pid_file, cgroups."""
+    shared = node["shared"]  # the one folder below /tmp that all nodes see
+    host_pid = os.readlink("/proc/self")  # /proc is still the one of the machine below
+    for tasks in node["cgroups"]:
+        Path(tasks).write_text("0")  # 0: the writer itself
+    socket.sethostname(node["name"])
+    mount("none", "/", flags=_MS_REC | _MS_PRIVATE)
+    mount("proc", "/proc", "proc")
+    mount("tmpfs", "/dev/shm", "tmpfs")
+    mount("tmpfs", "/run", "tmpfs")
+    os.makedirs("/run/sshd")
+    os.mkdir("/run/shared")
+    mount(shared, "/run/shared", flags=_MS_BIND)
+    mount("tmpfs", "/tmp", "tmpfs")
+    os.chmod("/tmp", 0o1777)
+    os.makedirs(shared)
+    mount("/run/shared", shared, flags=_MS_BIND)
+    etc = Path(node["etc"])
+    mount(str(etc / "hosts"), "/etc/hosts", flags=_MS_BIND)
+    mount(str(etc / "resolv.conf"), os.path.realpath("/etc/resolv.conf"), flags=_MS_BIND)
+    mount(str(etc / "ssh_config.d"), "/etc/ssh/ssh_config.d", flags=_MS_BIND)
+    draft = Path(node["pid_file"] + ".new")
+    draft.write_text(host_pid)
+    draft.rename(node["pid_file"])
+    os.execv("/usr/sbin/sshd", ["/usr/sbin/sshd", "-D", "-e", "-f", str(etc / "sshd_config")])
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
