@@ -1,0 +1,208 @@
+"""Which ranks are slow while the job trains, and how work can be moved away from them.
+
+Workers report for each step what they spent computing and, where they can tell, on their own
+side of the network, both without the time they waited for others: in a synchronous step everyone
+*finishes* together, so only that shows who held the others up.
+
+A rank's time is the median of its last steps; it is compared with the usual time of all ranks
+(`robust.usual`). Hysteresis and a number of looks that must agree keep jitter from raising an
+alarm. Pure: the driver feeds reports in and passes the alarms on. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from msgspec import Struct
+
+from elastic_driver.core.robust import median, usual
+
+_OPEN_STEPS = 4096  # steps that are remembered while a rank has not reported them
+
+
+class Slowness(str, Enum):
+    """In what a rank is slow."""
+
+    COMPUTE = "compute"
+    NETWORK = "network"
+
+
+class WatchSettings(Struct, frozen=True, kw_only=True):
+    """When a rank is called slow; the defaults name one within about 20 steps."""
+
+    factor: float = 1.5  # slow: more than this many times the usual time
+    recovered: float = 1.25  # no longer slow: less than this many times
+    window: int = 20  # steps whose median is a rank's time
+    least: int = 10  # steps a rank must have reported before it is judged
+    confirm: int = 5  # looks in a row that must agree
+    brief: int = 50  # an alarm withdrawn within so many steps was a false one
+
+
+class SlowRank(Struct, frozen=True):
+    """A rank that holds the others up."""
+
+    rank: int
+    host: str
+    kind: Slowness
+    ratio: float  # its time over the usual one, when the alarm was raised
+    step: int  # the step at which it was raised
+
+    def describe(self) -> str:
+        """One line for the event log."""
+        return (
+            f"rank {self.rank} on {self.host} is slow ({self.kind.value}): "
+            f"{self.ratio:.1f} times the usual time"
+        )
+
+
+class Change(Struct, frozen=True):
+    """An alarm that was raised, or (`over`) withdrawn."""
+
+    slow: SlowRank
+    over: bool = False
+
+
+@dataclass(slots=True)
+class _Track:
+    """One rank's times of one kind."""
+
+    times: deque[float]
+    agree: int = 0  # looks in a row that contradict the present verdict
+    alarm: SlowRank | None = None
+
+
+@dataclass
+class StragglerWatch:
+    """Watches the ranks of one round; a new round gets a new watch.
+
+    Args:
+        hosts: the host of each rank.
+        settings: when a rank is slow.
+        first_step: reports of earlier steps are ignored.
+    """
+
+    hosts: Sequence[str]
+    settings: WatchSettings = field(default_factory=WatchSettings)
+    first_step: int = 0
+    false_alarms: int = 0  # alarms that were soon withdrawn
+    _tracks: dict[Slowness, list[_Track]] = field(init=False)
+    _reported: dict[int, int] = field(init=False, default_factory=dict)  # step → ranks
+    _latest: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        window = self.settings.window
+        self._tracks = {
+            kind: [_Track(deque(maxlen=window)) for _ in self.hosts] for kind in Slowness
+        }
+        self._latest = [self.first_step - 1] * len(self.hosts)
+
+    @property
+    def slow(self) -> tuple[SlowRank, ...]:
+        """The ranks that are slow now, by rank."""
+        found = [t.alarm for tracks in self._tracks.values() for t in tracks if t.alarm]
+        return tuple(sorted(found, key=lambda alarm: (alarm.rank, alarm.kind.value)))
+
+    @property
+    def slow_hosts(self) -> tuple[str, ...]:
+        """Hosts of which at least half of the ranks are slow."""
+        ranks = {alarm.rank for alarm in self.slow}
+        of_host: dict[str, list[bool]] = {}
+        for rank, host in enumerate(self.hosts):
+            of_host.setdefault(host, []).append(rank in ranks)
+        return tuple(host for host, slow in of_host.items() if 2 * sum(slow) >= len(slow))
+
+    def report(
+        self, rank: int, step: int, compute: float, network: float | None = None
+    ) -> tuple[Change, ...]:
+        """One rank's step; what changes once every rank has reported it.
+
+        Args:
+            rank: who reports; an unknown one is ignored, and so is a step it told before.
+            step: the finished step.
+            compute: seconds it computed, waiting left out.
+            network: seconds its own side of the exchange took, waiting left out; None: it
+                cannot tell.
+        """
+        if not 0 <= rank < len(self.hosts) or step <= self._latest[rank]:
+            return ()
+        self._latest[rank] = step
+        self._tracks[Slowness.COMPUTE][rank].times.append(compute)
+        if network is not None:
+            self._tracks[Slowness.NETWORK][rank].times.append(network)
+        self._reported[step] = self._reported.get(step, 0) + 1
+        if self._reported[step] < len(self.hosts):
+            if len(self._reported) > _OPEN_STEPS:
+                del self._reported[min(self._reported)]
+            return ()
+        # Everybody is past the earlier steps: a report that was lost for one will not come.
+        self._reported = {s: count for s, count in self._reported.items() if s > step}
+        return tuple(change for kind in Slowness for change in self._look(kind, step))
+
+    # ---- one look ------------------------------------------------------------------------
+
+    def _look(self, kind: Slowness, step: int) -> list[Change]:
+        tracks = self._tracks[kind]
+        if any(len(track.times) < self.settings.least for track in tracks):
+            return []
+        times = [median(track.times) for track in tracks]
+        normal = usual(times, self.settings.factor)
+        if normal <= 0:
+            return []
+        changes = []
+        for rank, (track, time) in enumerate(zip(tracks, times, strict=True)):
+            change = self._judge(track, rank, kind, time / normal, step)
+            if change is not None:
+                changes.append(change)
+        return changes
+
+    def _judge(
+        self, track: _Track, rank: int, kind: Slowness, ratio: float, step: int
+    ) -> Change | None:
+        if track.alarm is None:
+            contradicts = ratio > self.settings.factor
+        else:
+            contradicts = ratio < self.settings.recovered
+        track.agree = track.agree + 1 if contradicts else 0
+        if track.agree < self.settings.confirm:
+            return None
+        track.agree = 0
+        if track.alarm is None:
+            track.alarm = SlowRank(rank, self.hosts[rank], kind, ratio, step)
+            return Change(track.alarm)
+        over, track.alarm = track.alarm, None
+        self.false_alarms += step - over.step <= self.settings.brief
+        return Change(over, over=True)
+
+
+def balance(virtual_workers: int, seconds: Sequence[float]) -> list[int]:
+    """How many micro-batches each rank should take so that a step is soonest over.
+
+    The sum stays `virtual_workers` and everyone keeps at least one, so the fixed batch, and
+    with it the result, is the same. Of equal ranks the lower ones take more, as in
+    `batch.allocate_microbatches`.
+
+    Args:
+        virtual_workers: micro-batches of a step.
+        seconds: what each rank needs for one micro-batch.
+
+    Raises:
+        ValueError: fewer micro-batches than ranks, or a time that is not positive.
+    """
+    if virtual_workers < len(seconds) or not seconds:
+        raise ValueError(f"{virtual_workers} micro-batches cannot be shared by {len(seconds)}")
+    if min(seconds) <= 0:
+        raise ValueError("a micro-batch takes some time; got " + ", ".join(map(str, seconds)))
+    shares = [1] * len(seconds)
+    # Each further micro-batch goes to the rank that would be done with it first (Graham's list
+    # scheduling, optimal for equal jobs on machines of different speed).
+    finish = [(2 * each, rank) for rank, each in enumerate(seconds)]
+    heapq.heapify(finish)
+    for _ in range(virtual_workers - len(seconds)):
+        at, rank = finish[0]
+        shares[rank] += 1
+        heapq.heapreplace(finish, (at + seconds[rank], rank))
+    return shares

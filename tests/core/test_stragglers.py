@@ -1,0 +1,186 @@
+"""Slow ranks while training: found soon, told apart, and never made up out of jitter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_driver.core.stragglers import (
+    Change,
+    Slowness,
+    StragglerWatch,
+    WatchSettings,
+    balance,
+)
+
+HOSTS = ("a", "a", "b", "b", "c", "c", "d", "d")
+Times = Callable[[int, int], tuple[float, float | None]]
+
+
+def train(watch: StragglerWatch, steps: range, times: Times) -> list[Change]:
+    """Let every rank report every step."""
+    changes: list[Change] = []
+    for step in steps:
+        for rank in range(len(watch.hosts)):
+            compute, network = times(rank, step)
+            changes += watch.report(rank, step, compute, network)
+    return changes
+
+
+def jittered(random: Random, sigma: float = 0.25) -> float:
+    """A step of 0.1 s as a busy machine gives it: jitter, and now and then a long pause."""
+    pause = 5.0 if random.random() < 0.01 else 1.0
+    return 0.1 * pause * random.lognormvariate(0.0, sigma)
+
+
+def test_a_rank_that_becomes_slow_is_named_with_its_host_and_kind_within_30_steps() -> None:
+    watch = StragglerWatch(HOSTS)
+    assert train(watch, range(1, 101), lambda _r, _s: (0.1, 0.02)) == []
+    changes = train(watch, range(101, 131), lambda r, _s: (0.2 if r == 5 else 0.1, 0.02))
+    (change,) = changes
+    assert not change.over
+    assert (change.slow.rank, change.slow.host, change.slow.kind) == (5, "c", Slowness.COMPUTE)
+    assert change.slow.ratio == pytest.approx(2.0)
+    assert change.slow.step <= 130
+    assert "rank 5 on c is slow (compute): 2.0 times" in change.slow.describe()
+    assert watch.slow == (change.slow,)
+
+
+def test_a_slow_network_is_told_from_slow_computing() -> None:
+    watch = StragglerWatch(HOSTS)
+    train(watch, range(40), lambda r, _s: (0.1, 0.09 if r in (2, 3) else 0.02))
+    assert [(s.rank, s.kind) for s in watch.slow] == [
+        (2, Slowness.NETWORK),
+        (3, Slowness.NETWORK),
+    ]
+    assert watch.slow_hosts == ("b",)
+
+
+@pytest.mark.parametrize(("hosts", "slow"), [("ab", {1}), ("abc", {1, 2}), ("abcd", {0, 2})])
+def test_slow_ranks_are_found_among_few(hosts: str, slow: set[int]) -> None:
+    watch = StragglerWatch(tuple(hosts))
+    train(watch, range(40), lambda r, _s: (0.3 if r in slow else 0.1, None))
+    assert {s.rank for s in watch.slow} == slow
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_right_host_is_named_under_jitter(seed: int) -> None:
+    random = Random(seed)
+    watch, slow = StragglerWatch(HOSTS), random.randrange(8)
+    train(watch, range(1, 201), lambda _r, _s: (jittered(random), None))
+    changes = train(
+        watch,
+        range(201, 231),
+        lambda r, _s: (jittered(random) * (2.0 if r == slow else 1.0), None),
+    )
+    assert [(c.slow.rank, c.slow.host) for c in changes] == [(slow, HOSTS[slow])]
+
+
+def test_an_hour_of_jittered_steps_raises_no_alarm() -> None:
+    random = Random(1)
+    watch = StragglerWatch(("a", "b", "c", "d"))
+    steps = range(36_000)  # of 0.1 s
+    assert train(watch, steps, lambda _r, _s: (jittered(random), jittered(random))) == []
+
+
+def test_exactly_the_factor_is_not_slow() -> None:
+    watch = StragglerWatch(("a", "b", "c"), WatchSettings(factor=1.5))
+    assert train(watch, range(60), lambda r, _s: (1.5 if r == 2 else 1.0, None)) == []
+
+
+def test_an_alarm_ends_when_the_rank_has_clearly_recovered_and_not_before() -> None:
+    watch = StragglerWatch(("a", "b", "c"))
+    train(watch, range(60), lambda r, _s: (2.0 if r == 0 else 1.0, None))
+    still = train(watch, range(60, 160), lambda r, _s: (1.4 if r == 0 else 1.0, None))
+    assert still == []
+    assert watch.slow
+    (over,) = train(watch, range(160, 220), lambda _r, _s: (1.0, None))
+    assert over.over
+    assert watch.slow == ()
+    assert watch.false_alarms == 0
+
+
+def test_an_alarm_that_is_soon_withdrawn_is_counted_as_false() -> None:
+    watch = StragglerWatch(("a", "b", "c"))
+    train(watch, range(30), lambda _r, _s: (1.0, None))
+    raised = train(watch, range(30, 46), lambda r, _s: (3.0 if r == 1 else 1.0, None))
+    assert len(raised) == 1
+    train(watch, range(46, 90), lambda _r, _s: (1.0, None))
+    assert watch.slow == ()
+    assert watch.false_alarms == 1
+
+
+def test_reports_may_come_in_batches_and_twice_without_changing_the_verdict() -> None:
+    watch = StragglerWatch(("a", "b", "c"))
+    for rank in (2, 0, 1):
+        for step in range(40):
+            for _ in range(2):
+                watch.report(rank, step, 2.0 if rank == 1 else 1.0)
+    assert [s.rank for s in watch.slow] == [1]
+
+
+def test_a_lost_report_does_not_stop_the_watch_or_fill_the_memory() -> None:
+    watch = StragglerWatch(("a", "b"))
+    for step in range(500):
+        for rank in (0, 1):
+            if (rank, step % 7) != (0, 3):
+                watch.report(rank, step, 2.0 if rank == 1 else 1.0)
+    assert [s.rank for s in watch.slow] == [1]
+    assert len(watch._reported) <= 1
+
+
+def test_a_rank_that_says_nothing_does_not_fill_the_memory() -> None:
+    watch = StragglerWatch(("a", "b"))
+    for step in range(10_000):
+        watch.report(0, step, 1.0)
+    assert len(watch._reported) <= 4096
+
+
+def test_a_rank_that_is_not_of_this_round_is_ignored() -> None:
+    watch = StragglerWatch(("a",), first_step=10)
+    assert watch.report(7, 11, 1.0) == watch.report(-1, 11, 1.0) == watch.report(0, 9, 1.0) == ()
+    assert watch._reported == {}
+
+
+# ---- moving work -------------------------------------------------------------------------
+
+
+def test_without_slow_ranks_work_is_shared_as_always() -> None:
+    assert balance(8, [1.0, 1.0, 1.0]) == [3, 3, 2]
+
+
+def test_a_rank_that_is_half_as_fast_gets_half_the_work() -> None:
+    assert balance(10, [1.0, 1.0, 2.0]) == [4, 4, 2]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 6))
+def test_no_other_sharing_is_sooner_over(seconds: list[int], more: int) -> None:
+    total = len(seconds) + more
+    shares = balance(total, [float(s) for s in seconds])
+    assert sum(shares) == total
+    assert min(shares) >= 1
+
+    def over(candidate: list[int]) -> int:
+        return max(share * each for share, each in zip(candidate, seconds, strict=True))
+
+    assert over(shares) == min(over(c) for c in _sharings(total, len(seconds)))
+
+
+def _sharings(total: int, parts: int) -> list[list[int]]:
+    if parts == 1:
+        return [[total]]
+    return [
+        [first, *rest]
+        for first in range(1, total - parts + 2)
+        for rest in _sharings(total - first, parts - 1)
+    ]
+
+
+@pytest.mark.parametrize(("virtual", "seconds"), [(1, [1.0, 1.0]), (2, []), (2, [1.0, 0.0])])
+def test_what_cannot_be_shared_is_refused(virtual: int, seconds: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"cannot be shared|takes some time"):
+        balance(virtual, seconds)
