@@ -61,6 +61,8 @@ def serve(conversation: str, baseline: frozenset[str]) -> None:
     if reason:
         _refuse(status, reason)
     sys.path_importer_cache.pop(born["path0"], None)  # a worker looks at the folder anew
+    torch: Any = sys.modules.get("torch")
+    born["thread_setters"] = warm_torch.thread_setters(torch) if torch else []
     gc.collect()
     gc.freeze()  # the collector no longer writes to these objects: their pages stay shared
     atexit.register(gc.unfreeze)  # at its end a worker collects what hangs together with them

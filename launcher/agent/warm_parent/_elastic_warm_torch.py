@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _ACCELERATORS = ("cuda", "hip", "xpu")
@@ -51,13 +51,17 @@ def _without_accelerator(torch: Any) -> Iterator[None]:
         torch.cuda.is_available = is_available
 
 
-def set_threads(torch: Any, number: int) -> None:
-    """OMP_NUM_THREADS for libraries that have read it already: torch, and numpy's OpenBLAS."""
-    torch.set_num_threads(number)
+def thread_setters(torch: Any) -> list[Callable[[int], Any]]:
+    """Who must be told of another OMP_NUM_THREADS than they have read: torch, numpy's OpenBLAS.
+
+    Found in advance, because a worker that starts has no time to search.
+    """
+    setters = [torch.set_num_threads]
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
         mapped = {line.split(maxsplit=5)[5].strip() for line in file if "openblas" in line}
     for path in mapped:
         library = ctypes.CDLL(path)
         for name in _BLAS_SETTERS:
             with contextlib.suppress(AttributeError):
-                getattr(library, name)(number)
+                setters.append(getattr(library, name))
+    return setters

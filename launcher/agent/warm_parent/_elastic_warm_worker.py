@@ -109,7 +109,8 @@ def _become(born: dict[str, Any], env: dict[str, str], stdout: int, stderr: int)
     _renew_stream(sys.stderr, 2)
     threads = env.get("OMP_NUM_THREADS")
     if threads is not None and threads != born["env"].get("OMP_NUM_THREADS"):
-        warm_torch.set_threads(sys.modules["torch"], int(threads))
+        for set_threads in born["thread_setters"]:
+            set_threads(int(threads))
     gc.enable()
 
 
