@@ -290,8 +290,8 @@ def test_output_to_a_terminal_is_line_buffered(host: Agent) -> None:
     control, terminal = os.openpty()
     try:
         pid = host.starter.start(host.spec("job.py", out=terminal, err=terminal))
-        assert os.read(control, 100) == b"True True\r\n"
         os.waitpid(pid, 0)
+        assert os.read(control, 100) == b"True True\r\n"
     finally:
         os.close(control)
         os.close(terminal)
