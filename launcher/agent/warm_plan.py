@@ -108,14 +108,15 @@ def plan(
         env: the variables of the workers, those included that differ between them.
         cwd: their working directory.
         warm: spares to keep (`--warm`); 0 for no warm workers, None to decide: one spare, unless
-            the program surely imports nothing but the standard library.
+            the program surely imports nothing but the standard library and `preload` is the
+            default.
         preload: modules to import (`--preload`).
     """
     if warm == 0:
         raise NotWarmable("warm workers are switched off (--warm 0)")
     command = parse(argv, env)
     used = imports(command, cwd)
-    if warm is None and only_standard_library(used):
+    if warm is None and tuple(preload) == DEFAULT_PRELOAD and only_standard_library(used):
         raise NotWarmable("the program imports nothing but the standard library")
     path0 = first_path(command, cwd)
     modules = list(dict.fromkeys(preload))

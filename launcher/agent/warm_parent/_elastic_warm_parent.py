@@ -35,6 +35,7 @@ else:  # as `sys.path` has it here, where the project may not be importable at a
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
 _LET_START_S = 0.3
+_MOST_DEATHS = 3
 _SHARED = ("socket:", "pipe:", "anon_inode:")
 
 
@@ -51,6 +52,8 @@ def serve(conversation: str, baseline: frozenset[str]) -> None:
     for held in (status, queue):
         held.set_inheritable(False)
     born = {**worker.receive_line(status), "baseline": baseline}
+    if getattr(sys.flags, "safe_path", False):  # -P: nothing is found beside the script
+        born["path0"] = None
     os.environ.clear()
     os.environ.update(born["env"])
     began = time.monotonic()
@@ -173,7 +176,8 @@ def _keep_spares(
     seconds: float,
 ) -> None:
     """Keep that many spares waiting; returns only in one that was taken."""
-    lives: list[int] = []  # one pipe for each spare: it ends when the spare is taken or dies
+    lives: list[int] = []  # one pipe for each spare: it says when the spare is taken or dies
+    deaths = 0  # in a row
     told = False
     while True:
         while len(lives) < born["spares"]:
@@ -194,8 +198,11 @@ def _keep_spares(
         if status.fileno() in ready:  # the agent speaks once; this is its end
             os._exit(0)
         for life in [life for life in lives if life in ready]:
+            deaths = 0 if os.read(life, 1) else deaths + 1
             os.close(life)
             lives.remove(life)
+        if deaths > _MOST_DEATHS:
+            _refuse(status, f"{deaths} processes forked in advance have died, one after another")
         # A request that is there already is served at once; otherwise the fork waits, so that
         # the worker that has just started takes its first steps on a core of its own.
         select.select([status, queue], [], [], _LET_START_S)

@@ -50,8 +50,8 @@ def receive_line(line: socket.socket) -> dict[str, Any]:
 def await_request(born: dict[str, Any], queue: socket.socket, lifeline: int) -> None:
     """Wait as the agent's child until a request comes; then become what it asks for.
 
-    Our end of the pipe `lifeline` tells the warm parent that we have become the agent's (a byte),
-    and that we still wait (it is open).
+    Our end of the pipe `lifeline` tells the warm parent that we have become the agent's (`+`), that
+    we still wait (it is open), and that we were taken (`t`) or have died (its end).
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != born["agent"]:  # it died in between, or does not adopt orphans
@@ -70,6 +70,7 @@ def await_request(born: dict[str, Any], queue: socket.socket, lifeline: int) -> 
             env = _agree(channel)
         if env is not None:
             queue.close()
+            os.write(lifeline, b"t")
             os.close(lifeline)
             _become(born, env, stdout, stderr)
             return

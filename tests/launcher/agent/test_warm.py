@@ -240,6 +240,21 @@ def test_a_spare_that_dies_is_replaced(host: Agent) -> None:
     assert host.said == []
 
 
+def test_spares_that_keep_dying_are_not_replaced_for_ever(host: Agent) -> None:
+    preload(
+        host,
+        """
+        import os, socket
+        def recv_fds(*_):  # by which a spare waits
+            os._exit(1)
+        socket.recv_fds = recv_fds
+        """,
+    )
+    assert eventually(lambda: not host.starter.warm)
+    assert "died, one after another" in host.said[0]
+    assert host.run("job.py").stdout == FRESH
+
+
 def test_a_warm_parent_that_is_stopped_is_given_up_within_the_deadline(
     host: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:

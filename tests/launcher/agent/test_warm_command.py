@@ -142,6 +142,7 @@ def test_nothing_is_kept_warm_for_a_script_that_gains_nothing(tmp_path: Path) ->
     with pytest.raises(NotWarmable, match="standard library"):
         planned(tmp_path)
     assert planned(tmp_path, warm=2).spares == 2
+    assert planned(tmp_path, preload=("sqlite3",)).preload == ("sqlite3",)
     with pytest.raises(NotWarmable, match="--warm 0"):
         planned(tmp_path, warm=0)
 

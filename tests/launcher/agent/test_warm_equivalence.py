@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import textwrap
 import zipfile
 from collections.abc import Iterator
@@ -99,7 +100,16 @@ def test_everything_a_script_can_ask_about_itself_is_the_same(host: Agent) -> No
 
 @pytest.mark.parametrize(
     "flags",
-    [("-u",), ("-O",), ("-OO", "-B"), ("-W", "error"), ("-X", "dev"), ("-Xutf8", "-bq"), ("-s",)],
+    [
+        ("-u",),
+        *([("-P",)] if sys.version_info >= (3, 11) else []),
+        ("-O",),
+        ("-OO", "-B"),
+        ("-W", "error"),
+        ("-X", "dev"),
+        ("-Xutf8", "-bq"),
+        ("-s",),
+    ],
     ids=" ".join,
 )
 def test_the_interpreters_flags_mean_the_same(host: Agent, flags: tuple[str, ...]) -> None:
