@@ -12,7 +12,7 @@ Where two nodes proved good fail together, one of them has changed since: both a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -75,7 +75,11 @@ class Evidence:
     """Everything that follows from the rounds so far; computed once, then only read."""
 
     def __init__(
-        self, nodes: Sequence[str], rounds: Sequence[Sequence[GroupResult]], factor: float
+        self,
+        nodes: Sequence[str],
+        rounds: Sequence[Sequence[GroupResult]],
+        factor: float,
+        gone: Mapping[str, str],
     ) -> None:
         self._factor = factor
         self._groups: dict[str, list[GroupResult]] = {node: [] for node in nodes}
@@ -88,7 +92,8 @@ class Evidence:
                     self._good_before[name].append(stage)
         self.passed_alone = {n for n in nodes if any(self._alone(n, passed=True))}
         self.likely: dict[str, str] = {}  # faulty, if there is no further round
-        self.faulty: dict[str, str] = {}
+        self.good -= gone.keys()
+        self.faulty = dict(gone)
         self._find_faulty()
         self.good |= {n for n in self.passed_alone if self._all_explained(n)}
         self.suspects = tuple(
@@ -107,7 +112,7 @@ class Evidence:
 
     def _find_faulty(self) -> None:
         for node in self._groups:
-            if node in self.good:
+            if node in self.good or node in self.faulty:
                 continue
             if self._alone(node, passed=False):
                 self.faulty[node] = f"failed alone: {self._why(node)}"

@@ -73,6 +73,7 @@ class NodeCheck:
         self._stragglers = stragglers
         self._factor = factor
         self._rounds: list[tuple[GroupResult, ...]] = []
+        self._gone: dict[str, str] = {}
         self._next: tuple[Group, ...] | None = None
 
     @property
@@ -109,6 +110,15 @@ class NodeCheck:
         )
         self._next = None
 
+    def give_up(self, node: str, reason: str) -> None:
+        """A node cannot take part any more: faulty, and what failed beside it is explained.
+
+        A planned round stays as it is. Raises ValueError for a node that is not checked.
+        """
+        if node not in self.nodes:
+            raise ValueError(f"{node} is not one of the checked nodes")
+        self._gone.setdefault(node, reason)
+
     def verdicts(self) -> tuple[NodeVerdict, ...]:
         """The verdict for every node, in the order given; final once `plan()` is ()."""
         evidence = self._evidence()
@@ -118,7 +128,7 @@ class NodeCheck:
 
     def _plan(self) -> tuple[Group, ...]:
         if not self._rounds:
-            return _first_pairs(self.nodes)
+            return _first_pairs([n for n in self.nodes if n not in self._gone])
         if len(self._rounds) >= self.round_limit:
             return ()
         evidence = self._evidence()
@@ -131,7 +141,7 @@ class NodeCheck:
         return (*groups, *_pair_anew([n for n in left if n in suspects], evidence))
 
     def _evidence(self) -> Evidence:
-        return Evidence(self.nodes, self._rounds, self._factor)
+        return Evidence(self.nodes, self._rounds, self._factor, self._gone)
 
     # ---- judging -------------------------------------------------------------------------
 

@@ -201,6 +201,33 @@ def test_a_node_without_a_result_has_failed_and_counts_as_an_hour() -> None:
     assert check.rounds[0][1].members[1] == Measurement("4", FAILED_S, FAILED_S, "no result")
 
 
+def test_a_node_that_never_came_up_is_faulty_and_takes_no_part() -> None:
+    check = NodeCheck(tuple("123"))
+    check.give_up("2", "its agent did not come up")
+    verdicts = Cluster().check(check)
+    assert check.rounds[0][0].names == ("1", "3")
+    assert of(verdicts, Verdict.FAULTY) == "2"
+    assert verdicts["2"].reason == "its agent did not come up"
+    assert of(verdicts, Verdict.GOOD) == "13"
+
+
+def test_who_was_beside_a_node_that_went_away_is_tried_again_and_not_blamed() -> None:
+    cluster = Cluster(faulty="1")
+    check = NodeCheck(tuple("1234"))
+    check.report(m for group in check.plan() for m in cluster.run(group))
+    (_, beside) = next(group for group in check.plan() if group[0] == "2")
+    check.give_up(beside, "its agent was lost")  # proved good, and now it breaks the task of 2
+    check.report(failed(n, "lost") for group in check.plan() for n in group)
+    verdicts = cluster.check(check)
+    assert of(verdicts, Verdict.FAULTY) == "".join(sorted("1" + beside))
+    assert verdicts["2"].verdict is Verdict.GOOD
+
+
+def test_only_checked_nodes_can_be_given_up() -> None:
+    with pytest.raises(ValueError, match="x is not one"):
+        NodeCheck(("1",)).give_up("x", "gone")
+
+
 # ---- slowness ----------------------------------------------------------------------------
 
 

@@ -1,0 +1,45 @@
+"""What a node check and its tasks tell each other through the store. Pure data, JSON by msgspec.
+
+The driver publishes `TaskSettings` once; each process of a task writes its `TaskResult`. Times
+are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+TASK_SETTINGS = "checks/settings"  # the key of TaskSettings
+
+Seconds = Annotated[float, Meta(ge=0.0, le=86400.0)]
+Rate = Annotated[float, Meta(ge=0.0, le=1e15)]
+
+
+def result_key(task: int, worker: str) -> str:
+    """Where one process of a task writes its TaskResult."""
+    return f"rounds/{task}/results/{worker}"
+
+
+class TaskSettings(Struct, frozen=True, kw_only=True):
+    """What every process of the check runs; the same everywhere, so that times compare."""
+
+    timeout: float = 60.0  # for meeting the partner, and for each exchange
+    matrix: int | None = None  # rows of the square matrices; None: by kind of device
+    products: int = 60  # matrix products that are timed
+    payload: int = 4 * 1024 * 1024  # bytes each process gives into an exchange
+    exchanges: int = 10  # all-gathers that are timed
+    performance: bool = False  # also measure the all-reduce's bandwidth and latency
+    model: bool = False  # also train a transformer on made-up data
+    model_steps: int = 4
+
+
+class TaskResult(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one process measured."""
+
+    compute: Seconds  # matrix products, and the model's forward and backward passes
+    network: Seconds  # the all-gathers, with the partner they were fastest with; alone: 0
+    bandwidth: Rate | None = None  # bytes a second of an all-reduce's payload
+    latency: Seconds | None = None  # of the smallest all-reduce
+    step: Seconds | None = None  # one training step with its all-reduce
+    parameters: Annotated[int, Meta(ge=0)] | None = None  # of the model that was trained
