@@ -10,7 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic_driver.core.batch import allocate_microbatches
     from elastic_driver.errors import HostsUpdatedInterrupt, WorldBrokenError
+    from elastic_driver.worker.batches import FixedBatch
     from elastic_driver.worker.current import (
         cross_rank,
         cross_size,
@@ -30,11 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ElasticSampler",
+    "FixedBatch",
     "HostsUpdatedInterrupt",
     "ObjectState",
     "State",
     "TorchState",
     "WorldBrokenError",
+    "allocate_microbatches",
     "cross_rank",
     "cross_size",
     "init",
@@ -52,11 +56,13 @@ __all__ = [
 
 _HOME = {
     "ElasticSampler": "worker.sampler",
+    "FixedBatch": "worker.batches",
     "HostsUpdatedInterrupt": "errors",
     "ObjectState": "worker.state",
     "State": "worker.state",
     "TorchState": "worker.state",
     "WorldBrokenError": "errors",
+    "allocate_microbatches": "core.batch",
     "init": "worker.session",
     "run": "worker.run",
     "shutdown": "worker.session",

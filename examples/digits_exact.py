@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_driver as elastic
-from elastic_driver.worker.batches import FixedBatch
 
 
 def network() -> nn.Module:
@@ -54,7 +53,7 @@ torch.manual_seed(0)
 model = network()
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.8)
-batches = FixedBatch(digits, 16, model=model, virtual_workers=8, deterministic=True)
+batches = elastic.FixedBatch(digits, 16, model=model, virtual_workers=8, deterministic=True)
 state = elastic.TorchState(
     model=model, optimizer=optimizer, scheduler=scheduler, batches=batches, epoch=0
 )

@@ -6,24 +6,104 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from elastic_driver.core.shard_sources import Shard, SourceState
+from elastic_driver.core.messages import WorkerId
+from elastic_driver.core.shard_sources import Offset, Shard, SourceState
 
 __all__ = [
+    "WORLD",
     "Accepted",
     "Answer",
+    "Description",
+    "DoneRequest",
     "End",
+    "ExtendRequest",
     "Granted",
     "LedgerState",
+    "NextRequest",
     "Quarantined",
+    "RangeDescription",
     "Refusal",
     "Refused",
+    "ResumeRequest",
+    "Resumed",
+    "ShardCheckpoint",
     "ShardCounts",
+    "StreamDescription",
     "Verdict",
     "Wait",
 ]
+
+
+WORLD = "world"
+"""The holder of shards that all members of the job's world train together."""
+
+Count = Annotated[int, Meta(ge=1, le=2**62)]
+
+
+class RangeDescription(Struct, frozen=True, tag="range", forbid_unknown_fields=True):
+    """A data set of known length; the arguments of `RangeSource`."""
+
+    records: Offset
+    shard_records: Count
+    epochs: Count | None = 1
+    shuffle: bool = True
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    max_losses: Annotated[int, Meta(ge=1, le=10**6)] = 3
+
+
+class StreamDescription(Struct, frozen=True, tag="stream", forbid_unknown_fields=True):
+    """Partitions that grow, each with its first offset; the arguments of `StreamSource`."""
+
+    partitions: Annotated[
+        dict[Annotated[str, Meta(max_length=512)], Offset], Meta(min_length=1, max_length=4096)
+    ]
+    shard_records: Count
+    max_losses: Annotated[int, Meta(ge=1, le=10**6)] = 3
+
+
+Description = RangeDescription | StreamDescription
+
+
+class NextRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Give `worker` a shard; wait up to `wait` seconds for one, where others still hold some."""
+
+    worker: WorkerId
+    dataset: Description
+    wait: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
+
+
+class DoneRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """`worker` has trained the shard it was given with this token."""
+
+    worker: WorkerId
+    shard: Shard
+    token: Count
+
+
+class ResumeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """After a change of the world: these tokens (→ records trained) are known to be held."""
+
+    worker: WorkerId
+    dataset: Description
+    held: Annotated[dict[Count, Offset], Meta(max_length=4096)]
+
+
+class Resumed(Struct, frozen=True):
+    """The tokens of a `ResumeRequest` that still are the worker's."""
+
+    tokens: tuple[int, ...]
+
+
+class ExtendRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """A stream's partition can be read up to offset `end`, and with `closed` never further."""
+
+    partition: Annotated[str, Meta(max_length=512)]
+    end: Offset
+    closed: bool = False
 
 
 class Granted(Struct, frozen=True, tag="granted"):
@@ -105,3 +185,10 @@ class LedgerState(Struct, frozen=True):
     done: int
     done_records: int
     next_token: int
+
+
+class ShardCheckpoint(Struct, frozen=True, forbid_unknown_fields=True):
+    """A data set's description and progress, to be kept beside a model's checkpoint."""
+
+    dataset: Description
+    state: LedgerState

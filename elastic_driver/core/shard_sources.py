@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from elastic_driver.core.permutation import Permutation, mix
 from elastic_driver.errors import UsageError
 
-__all__ = ["RangeSource", "RangeState", "Shard", "Source", "SourceState", "StreamSource"]
+__all__ = ["Offset", "RangeSource", "RangeState", "Shard", "Source", "SourceState", "StreamSource"]
 
 Offset = Annotated[int, Meta(ge=0, le=2**62)]
 

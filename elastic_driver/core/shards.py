@@ -14,6 +14,7 @@ is what is out, returned or in quarantine, and not what the data set has.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from msgspec import Struct, field
 
@@ -47,6 +48,7 @@ class _Past(Struct):
     """What happened to a shard that was lost at least once and is not done."""
 
     losses: int = 0  # of them, how many workers died training it
+    progress: int = 0  # records that were trained nevertheless, where its holder lives on
     tokens: set[int] = field(default_factory=set)  # all that may still come late
 
 
@@ -144,10 +146,7 @@ class ShardLedger:
         if past.losses < self._max_losses:
             return []
         self._returned.remove(blamed)
-        sentence = f"{past.losses} workers died training it, the last one {worker}: {reason}"
-        entry = Quarantined(blamed, past.losses, sentence)
-        self._quarantine[blamed] = self._poison[_records(blamed)] = entry
-        return [entry]
+        return [self._lock_up(blamed, past.losses, f"{worker}: {reason}")]
 
     def worker_left(self, worker: str) -> None:
         """It leaves as planned: its shards go back to the front, nobody is blamed."""
@@ -164,7 +163,50 @@ class ShardLedger:
         """When `expire` next has something to do; None where nothing is handed out."""
         return min((held.expires for held in self._holders.values()), default=None)
 
+    def blame(self, worker: str, reason: str) -> list[Quarantined]:
+        """A loss while `worker`, which lives on, trained its oldest shard; may quarantine it.
+
+        For a holder that is many processes (a world that trains its shards together): it goes
+        on where it was, so only losses without any progress between them speak against a shard.
+        """
+        held = self._holders.get(worker)
+        if held is None:
+            return []
+        shard, token = next(iter(held.tokens.items()))
+        past = self._past.setdefault(shard, _Past())
+        past.losses += 1
+        if past.losses < self._max_losses:
+            return []
+        past.tokens.add(token)
+        self._drop(worker, shard)
+        return [self._lock_up(shard, past.losses, f"a member of {worker}: {reason}")]
+
+    def resume(self, worker: str, held: Mapping[int, int], now: float) -> list[int]:
+        """What of the shards in `held` (token → records trained) the worker still has: tokens.
+
+        All others it had go back to the front: nobody knows of them any more.
+        """
+        mine = self._holders.get(worker)
+        if mine is None:
+            return []
+        self.renew(worker, now)
+        kept = [token for token in mine.tokens.values() if token in held]
+        forgotten = [shard for shard, token in mine.tokens.items() if token not in held]
+        for shard, token in mine.tokens.items():
+            past = self._past.get(shard)
+            if past is not None and held.get(token, 0) > past.progress:
+                past.progress, past.losses = held[token], min(past.losses, 1)
+        for shard in forgotten:
+            self._past.setdefault(shard, _Past()).tokens.add(mine.tokens[shard])
+            self._drop(worker, shard)
+        self._returned.extendleft(reversed(forgotten))
+        return kept
+
     # ---- what is known -------------------------------------------------------------------
+
+    def workers(self) -> list[str]:
+        """Who holds shards."""
+        return list(self._holders)
 
     def counts(self) -> ShardCounts:
         """Where the shards are."""
@@ -254,6 +296,12 @@ class ShardLedger:
         self._done += 1
         self._done_records += shard.records
         return Accepted(shard, late)
+
+    def _lock_up(self, shard: Shard, losses: int, last: str) -> Quarantined:
+        sentence = f"{losses} workers died training it, the last one {last}"
+        entry = Quarantined(shard, losses, sentence)
+        self._quarantine[shard] = self._poison[_records(shard)] = entry
+        return entry
 
     def _take_back(self, worker: str) -> list[Shard]:
         """Return a worker's shards to the front, oldest first, and remember their tokens."""

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import elastic_driver as elastic
-from elastic_driver.worker.batches import FixedBatch
 
 MODE = os.environ["MODE"]
 EPOCHS = 2
@@ -98,7 +97,7 @@ def fingerprint():
 
 
 if MODE == "fixed":
-    batches = FixedBatch(Samples(), 5, model=model, virtual_workers=8, deterministic=True)
+    batches = elastic.FixedBatch(Samples(), 5, model=model, virtual_workers=8, deterministic=True)
     state = elastic.TorchState(**common, batches=batches)
     elastic.run(train_fixed)(state)
     result = fingerprint()
