@@ -25,7 +25,8 @@ def render_version() -> str:
 def render_build() -> str:
     """One line a capability, `[X]` for those that are there (horovodrun's form)."""
     lines = [f"elastic-driver {version()}, Python {platform.python_version()}", ""]
-    lines += ["Backends that start agents:", _line(True, "local"), ""]
+    lines += ["Backends that start agents:", _line(True, "local")]
+    lines += [_line(shutil.which("ssh") is not None, "ssh"), ""]
     lines += ["Collectives (torch.distributed):", *_collectives(), ""]
     lines += ["Tools:", _line(shutil.which("nvidia-smi") is not None, "nvidia-smi")]
     return "\n".join(lines)

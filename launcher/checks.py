@@ -57,11 +57,12 @@ def check_plan(plan: LaunchPlan, environ: Mapping[str, str], *, create: bool) ->
     _check_shadows(spec.command, cwd, worker_environ)
     if isinstance(plan.hosts, ScriptHosts):
         _check_discovery_script(cwd / plan.hosts.path)
-    else:
+    elif plan.backend == "local":
         _check_local(plan.hosts.hosts)
     if spec.log_dir is not None:
         _check_log_dir(cwd / spec.log_dir, create=create)
-    _check_interfaces(spec.env.get("GLOO_SOCKET_IFNAME", ""))
+    if plan.backend == "local":  # other hosts may have other ones
+        _check_interfaces(spec.env.get("GLOO_SOCKET_IFNAME", ""))
 
 
 # ---- the command -------------------------------------------------------------------------

@@ -268,14 +268,34 @@ BACKEND: Option[str] = Option(
     kinds.choice("auto", "local", "ssh", "slurm", "mpi", "ray"),
     "auto",
     START,
-    "How agents get onto hosts. Only 'local' (this machine, under any of its names) exists so far.",
+    "How agents get onto hosts: auto takes local for names of this machine and ssh for all others "
+    "(docs/hosts.md). The remaining ones do not exist yet.",
+)
+SSH_PORT: Option[int | None] = Option(
+    "ssh-port",
+    kinds.whole("PORT", least=1),
+    None,
+    START,
+    "The port that sshd listens on, on every host.",
+    aliases=("-p",),
+    shown="as in ssh's configuration",
+)
+SSH_IDENTITY_FILE: Option[str | None] = Option(
+    "ssh-identity-file",
+    kinds.text("FILE"),
+    None,
+    START,
+    "The private key for ssh.",
+    aliases=("-i",),
+    shown="as in ssh's configuration",
 )
 NETWORK_INTERFACES: Option[tuple[str, ...] | None] = Option(
     "network-interfaces",
     kinds.names("eth0,eth1"),
     None,
     START,
-    "Interfaces the workers talk over (sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME).",
+    "Interfaces the workers talk over (sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME), and that "
+    "the rendezvous listens on. By default the one that leads to the other hosts.",
     aliases=("--network-interface", "--nics"),
 )
 ENV: Option[tuple[tuple[str, str], ...]] = Option(
@@ -388,8 +408,8 @@ RDZV_ENDPOINT: Option[tuple[str, int]] = Option(
     kinds.endpoint(),
     ("127.0.0.1", 0),
     OTHER,
-    "Address and port the job's rendezvous listens on.",
-    shown="this machine only, any free port",
+    "Address and port the job's rendezvous listens on; 0.0.0.0 for all addresses.",
+    shown="this machine only, or the address that remote hosts reach; any free port",
 )
 CONFIG_FILE: Option[str | None] = Option(
     "config-file",

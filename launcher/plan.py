@@ -75,6 +75,9 @@ class LaunchPlan(Struct, frozen=True):
     verbosity: int  # -1 quiet, 0, 1 verbose
     log_format: str
     debug: bool
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    interfaces: tuple[str, ...] = ()  # that the workers and the rendezvous are to use
     notes: tuple[str, ...] = ()
     origins: tuple[tuple[str, str, str], ...] = ()  # (option, value, who said so)
 
@@ -121,12 +124,16 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     capacity = None if isinstance(hosts, ScriptHosts) else sum(n for _, n in hosts.hosts)
     size = decide_size(wish, capacity, describe_hosts(hosts))
     settings = _settings(values, size)
+    interfaces = values[o.NETWORK_INTERFACES]
     return LaunchPlan(
         settings=settings,
         spec=_spec(values, settings, facts, worker_command(line.command, facts.python)),
         hosts=hosts,
         discovery_interval=values[o.DISCOVERY_INTERVAL],
-        backend=_backend(values),
+        backend=_backend(values, hosts),
+        ssh_port=values[o.SSH_PORT],
+        ssh_identity_file=values[o.SSH_IDENTITY_FILE],
+        interfaces=() if interfaces is None else interfaces,
         bind=values[o.RDZV_ENDPOINT],
         state_dir=facts.state_dir,
         verbosity=values[o.VERBOSE] - values[o.QUIET],
@@ -243,10 +250,11 @@ def _spec(values: Values, settings: Settings, facts: Facts, command: tuple[str, 
     )
 
 
-def _backend(values: Values) -> str:
+def _backend(values: Values, hosts: HostSource) -> str:
     wanted = values[o.BACKEND]
-    if wanted not in ("auto", "local"):
+    if wanted not in ("auto", "local", "ssh"):
         raise UsageError(
-            f"--backend {wanted} does not exist yet; use local, which runs workers on this machine"
+            f"--backend {wanted} does not exist yet; use ssh, or local for this machine alone"
         )
-    return "local"
+    alone = isinstance(hosts, FixedHosts) and all(host == THIS_MACHINE for host, _ in hosts.hosts)
+    return "local" if alone and wanted == "auto" else wanted

@@ -10,11 +10,13 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import FrameType
 
-from elastic_driver.errors import ExitCode, UsageError
+from msgspec.structs import replace
+
+from elastic_driver.errors import ClusterError, ElasticError, ExitCode, UsageError
 from elastic_driver.runtime.discovery import (
     FixedDiscovery,
     HostDiscovery,
@@ -22,10 +24,14 @@ from elastic_driver.runtime.discovery import (
     ScriptDiscovery,
 )
 from elastic_driver.runtime.driver import DriverOptions, ElasticDriver
+from elastic_driver.runtime.hostlist import Hosts
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.rundir import RunDir
-from launcher.backends.local import LocalBackend
+from launcher.backends.select import make_starter_factory, remote_hosts
+from launcher.backends.ssh_command import SshOptions, alive_interval
+from launcher.network import Whereabouts, decide_whereabouts
 from launcher.plan import FileHosts, FixedHosts, HostSource, LaunchPlan, ScriptHosts
+from launcher.precheck import precheck
 
 _SIGNALS = {
     signal.SIGINT: ("interrupted by Ctrl-C", ExitCode.INTERRUPTED),
@@ -36,17 +42,19 @@ _SIGNALS = {
 
 def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     """Run the job; returns its exit status. Raises ElasticError where it cannot be started."""
+    discovery = make_discovery(plan.hosts)
+    plan, whereabouts = meet_the_hosts(plan, discovery)
     driver = ElasticDriver(
         settings=plan.settings,
         spec=plan.spec,
-        discovery=make_discovery(plan.hosts),
-        starter=LocalBackend,
+        discovery=discovery,
+        starter=make_starter_factory(plan.backend, whereabouts),
         run_dir=run_dir,
         reporter=Reporter(
             sys.stderr, level=Level(plan.verbosity + 1), as_json=plan.log_format == "json"
         ),
         options=DriverOptions(
-            bind_host=numeric_address(plan.bind[0]),
+            bind_host=whereabouts.bind_host,
             bind_port=plan.bind[1],
             discovery_interval=plan.discovery_interval,
             debug=plan.debug,
@@ -54,6 +62,50 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     )
     with stop_on_signals(driver):
         return driver.run().exit_code
+
+
+def meet_the_hosts(plan: LaunchPlan, discovery: HostDiscovery) -> tuple[LaunchPlan, Whereabouts]:
+    """Check the hosts there are now; where the rendezvous is, and the plan for those that are fit.
+
+    A discovery that fails now is no mistake: the driver asks again, and each host is then checked
+    as its agent is started. Raises ClusterError where too few hosts are fit.
+    """
+    options = SshOptions(
+        port=plan.ssh_port,
+        identity_file=plan.ssh_identity_file,
+        alive_interval=alive_interval(plan.settings.heartbeat_timeout),
+    )
+    try:
+        hosts = () if plan.backend == "local" else discovery.find()
+    except ElasticError:
+        hosts = ()
+    remote = remote_hosts(plan.backend, hosts)
+    bind = numeric_address(plan.bind[0])
+    whereabouts = decide_whereabouts(bind, remote, plan.interfaces, options)
+    problems = precheck(remote, options, plan.spec.cwd) if remote else {}
+    for problem in problems.values():
+        print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
+    return without(plan, hosts, problems), whereabouts
+
+
+def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> LaunchPlan:
+    """The plan for a start without the hosts that have problems: these may join later.
+
+    Raises ClusterError where the job cannot be started on the others.
+    """
+    if not problems:
+        return plan
+    settings = plan.settings
+    slots = sum(n for host, n in hosts if host not in problems)
+    least = settings.start_np if settings.start_min_np is None else settings.start_min_np
+    if slots < least and not isinstance(plan.hosts, ScriptHosts):
+        raise ClusterError(
+            f"{len(problems)} of {len(hosts)} hosts failed the check, see above; {slots} slots are "
+            f"left and {least} are needed: repair the hosts, or lower --min-np"
+        )
+    if slots < least:
+        return plan  # the script may find others before --start-timeout is over
+    return replace(plan, settings=replace(settings, start_np=min(settings.start_np, slots)))
 
 
 def make_discovery(hosts: HostSource) -> HostDiscovery:

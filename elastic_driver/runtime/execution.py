@@ -247,6 +247,10 @@ class Executor:
             self.tails.add(event, record.round)
         self._server.post([DeletePrefix(contract.worker_prefix(event.worker))])
 
+    def was_told_to_stop(self, worker: str) -> bool:
+        """Whether a worker's end is a planned one."""
+        return worker in self._workers and self._workers[worker].expected
+
     def agent_ended(self, host: str, incarnation: int) -> None:
         """Note that an agent's process has ended, and its workers with it."""
         if self._agents.pop((host, incarnation), None) is None:
@@ -254,13 +258,19 @@ class Executor:
         gone = [w for w, record in self._workers.items() if record.agent == (host, incarnation)]
         for worker in gone:
             del self._workers[worker]
-        prefixes = [contract.agent_prefix(host, incarnation), *map(contract.worker_prefix, gone)]
-        self._server.post([DeletePrefix(prefix) for prefix in prefixes])
+        self._fence(host, incarnation)
+        if gone:
+            self._server.post([DeletePrefix(contract.worker_prefix(worker)) for worker in gone])
 
     def agent_silent(self, host: str, incarnation: int) -> None:
         """End an agent whose lease has expired: it must not go on beside its successor."""
         if (host, incarnation) in self._agents:
+            self._fence(host, incarnation)
             self._starter.kill(host, incarnation)
+
+    def _fence(self, host: str, incarnation: int) -> None:
+        """Refuse an agent from now on: one that was only cut off ends as soon as it is back."""
+        self._server.post([DeletePrefix(contract.agent_prefix(host, incarnation), seal=True)])
 
     def worker_silent(self, worker: str) -> None:
         """Clear the store of a worker whose lease has expired after its end was reported."""

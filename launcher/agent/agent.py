@@ -12,12 +12,10 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import traceback
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
@@ -43,6 +41,7 @@ from launcher.agent.warm import WarmStarter
 from launcher.agent.warm_command import NotWarmable
 from launcher.agent.warm_plan import plan as plan_warm_parent
 from launcher.agent.workers import Workers
+from launcher.network import interface_of, meeting_point
 from rendezvous.aclient import AsyncRendezvousClient
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import MAX_WAIT_S, Entries, Get, Refused, Set, Watch
@@ -166,7 +165,10 @@ class Agent:
             return self._leave(spec)
         client.timeout = min(client.timeout, spec.heartbeat_timeout / 3)
         outbox = Outbox(client, spec.heartbeat_timeout, self._say)
-        meeting = Meeting(self._config.host, self._config.endpoint, self._config.token_file)
+        address, interface = self._meeting_point(spec)
+        meeting = Meeting(
+            self._config.host, self._config.endpoint, self._config.token_file, interface
+        )
         workers = Workers(
             spec=spec,
             meeting=meeting,
@@ -177,7 +179,7 @@ class Agent:
         )
         self._workers = workers
         self._warm_up(spec)
-        outbox.put(self._introduction())
+        outbox.put(self._introduction(address))
         loops = [
             asyncio.create_task(self._guarded(self._obey(client, spec, workers))),
             asyncio.create_task(self._guarded(outbox.deliver())),
@@ -251,13 +253,22 @@ class Agent:
             remove_orphan_files(self._config, self._token)
         return ending
 
-    def _introduction(self) -> AgentReady:
+    def _meeting_point(self, spec: JobSpec) -> tuple[str, str | None]:
+        """The address and the interface at which workers of other hosts reach ours."""
+        config = self._config
+        if config.address is not None:
+            return config.address, interface_of(config.address)
+        wanted = spec.env.get("GLOO_SOCKET_IFNAME", "").split(",")
+        address, interface = meeting_point(config.endpoint, wanted)
+        return address or config.host, interface
+
+    def _introduction(self, address: str) -> AgentReady:
         config = self._config
         return AgentReady(
             host=config.host,
             incarnation=config.incarnation,
             pid=os.getpid(),
-            address=config.address or address_towards(config.endpoint) or config.host,
+            address=address,
             ports=free_ports(),
         )
 
@@ -303,19 +314,6 @@ class Agent:
             self._err.write(line.encode(errors="replace"))
 
 
-def address_towards(endpoint: str) -> str | None:
-    """Our address on the way to the driver (no packet is sent); None where there is no way."""
-    parts = urlsplit(endpoint)
-    with contextlib.suppress(OSError):
-        family, _, _, _, target = socket.getaddrinfo(
-            parts.hostname, parts.port, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    return None
-
-
 def remove_orphan_files(config: AgentConfig, token: str) -> None:
     """Remove the files of a driver that died, and only of that one.
 
@@ -328,3 +326,4 @@ def remove_orphan_files(config: AgentConfig, token: str) -> None:
             content = path.read_bytes()
             if token.encode() in content or config.endpoint.encode() in content:
                 path.unlink()
+                path.parent.rmdir()  # a folder that was made for this alone is empty now

@@ -40,6 +40,7 @@ class Meeting:
     host: str
     endpoint: str  # http://host:port
     token_file: str
+    interface: str | None = None  # that leads to the other hosts; None: there are none
 
 
 def worker_environment(
@@ -51,7 +52,7 @@ def worker_environment(
     The remaining defaults (threads, buffering, interface) yield to whatever the user has set.
     """
     env = common_environment(inherited, spec)
-    for name, value in _defaults(order).items():
+    for name, value in _defaults(order, meeting.interface).items():
         env.setdefault(name, value)
     env.update(_torchrun_names(spec, order))
     env.update(
@@ -92,13 +93,15 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def _defaults(order: StartWorkerOrder) -> dict[str, str]:
+def _defaults(order: StartWorkerOrder, interface: str | None) -> dict[str, str]:
     defaults = {}
     if order.place.local_size > 1:
         defaults["OMP_NUM_THREADS"] = "1"  # as torchrun: workers share the cores
     if is_loopback(order.master_addr):
         # Otherwise gloo takes the address of the host's name, which may lead nowhere.
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    elif interface is not None:
+        defaults["GLOO_SOCKET_IFNAME"] = defaults["NCCL_SOCKET_IFNAME"] = interface
     return defaults
 
 

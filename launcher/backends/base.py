@@ -48,8 +48,8 @@ def agent_argv(
     orphan_files: tuple[Path, ...] = (),
 ) -> tuple[str, ...]:
     """The agent's command line, as `launcher.agent.__main__` reads it."""
-    argv = [python, "-m", "launcher.agent", "--endpoint", endpoint, "--host", host]
-    argv += ["--incarnation", str(incarnation), "--token-file", str(token_file)]
+    argv = [python, "-m", "launcher.agent", *agent_arguments(endpoint, host, incarnation)]
+    argv += ["--token-file", str(token_file)]
     if address is not None:
         argv += ["--address", address]
     if lifeline:
@@ -57,3 +57,8 @@ def agent_argv(
     for path in orphan_files:
         argv += ["--orphan-file", str(path)]
     return tuple(argv)
+
+
+def agent_arguments(endpoint: str, host: str, incarnation: int) -> tuple[str, ...]:
+    """The part of an agent's command line that says whose it is."""
+    return ("--endpoint", endpoint, "--host", host, "--incarnation", str(incarnation))

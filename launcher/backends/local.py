@@ -50,6 +50,7 @@ class LocalBackend:
         python: the interpreter that runs the agents.
         orphan_files: what an agent removes when this process dies without cleaning up; by
             default the token and the endpoint file beside it.
+        address: where processes on other machines reach those on this one; by default nobody does.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class LocalBackend:
         *,
         python: str = sys.executable,
         orphan_files: tuple[Path, ...] | None = None,
+        address: str | None = None,
     ) -> None:
-        self._endpoint, self._python = endpoint, python
+        self._endpoint, self._python, self._address = endpoint, python, address
         self._token_file = token_file.absolute()
         if orphan_files is None:
             orphan_files = (self._token_file, self._token_file.with_name("endpoint.json"))
@@ -85,7 +87,7 @@ class LocalBackend:
             host=host,
             incarnation=incarnation,
             token_file=self._token_file,
-            address=meeting_address(host),
+            address=self._address or meeting_address(host),
             lifeline=True,
             orphan_files=self._orphan_files,
         )

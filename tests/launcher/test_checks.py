@@ -177,9 +177,11 @@ def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_listed_host_that_is_another_machine_is_told_before_it_is_tried(folder: Path) -> None:
-    check(folder, "-H", "localhost:1,127.0.0.2:1", "train.py")
-    check(folder, "-H", "localhost:1,elsewhere.invalid:0", "train.py")
-    said = refused(folder, "-H", "localhost:1,elsewhere.invalid:1", "train.py")
+    check(folder, "--backend", "local", "-H", "localhost:1,127.0.0.2:1", "train.py")
+    check(folder, "--backend", "local", "-H", "localhost:1,elsewhere.invalid:0", "train.py")
+    said = refused(
+        folder, "--backend", "local", "-H", "localhost:1,elsewhere.invalid:1", "train.py"
+    )
     assert "elsewhere.invalid is not this machine" in said
 
 

@@ -13,7 +13,6 @@ frozen, and come back. Leaving the context ends every process, namespace, mount 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -312,7 +311,6 @@ class Cluster:
                 stderr=stderr,
                 env={**env, "PATH": _PATH},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
 
     def _write_etc(self) -> None:
@@ -339,8 +337,3 @@ class Cluster:
 
 
 _NO_DELAY = ("forward_delay", "0")
-_prctl = ctypes.CDLL(None).prctl
-
-
-def _die_with_parent() -> None:
-    _prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; loaded before the fork

@@ -1,0 +1,233 @@
+"""What a driver on another machine runs here over ssh: keep an agent, end one, look around.
+
+    python -m launcher.agent.remote keep NAME ARGS…   start the agent (`launcher.agent`) and stay
+    python -m launcher.agent.remote wait NAME         until that agent is gone
+    python -m launcher.agent.remote end NAME          kill that agent and everything below it
+    python -m launcher.agent.remote look FOLDER       say what this host has to offer
+
+`keep` reads the job's token from stdin, which is the only way it ever travels, and writes it to
+a 0600 file in a private folder that is removed with the agent. It does not depend on the ssh
+session that started it: it is a session of its own, and what closes is not read. It is the agent's
+parent and the reaper of everything below it, as the local backend is for agents on its machine, so
+that no process outlives the agent; when *it* dies, the agent sees its stdin close and ends. The
+folder holds a locked file, so that anybody can tell a live keeper from one that lost its power.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from elastic_driver import contract
+from elastic_driver.errors import ExitCode
+from launcher.agent.descendants import become_subreaper, children, kill_trees, reap
+from launcher.build_info import version
+from rendezvous.auth import write_token_file
+
+FOLDER_PREFIX = "elastic-agent-"
+UP = "elastic-agent-up"  # `UP name`: the line that says the agent was started
+LOOKED = "elastic-look"  # `LOOKED {…}`: the line that says what `look` has found
+PATIENCE_S = 5.0  # for what was killed to be gone
+_TOKEN, _LOCK = "token", "keeper"
+_MAX_TOKEN = 4096
+_LOOK_AGAIN_S = 0.01
+
+
+def folder_of(name: str) -> Path:
+    """The private folder of an agent; the same for every process of this user here."""
+    return Path(tempfile.gettempdir(), FOLDER_PREFIX + name)
+
+
+# ---- keep --------------------------------------------------------------------------------
+
+
+def keep(name: str, arguments: Sequence[str]) -> int:
+    """Start the agent with these arguments, wait for its end, leave nothing; its exit status."""
+    token = sys.stdin.buffer.readline(_MAX_TOKEN).decode("ascii", "replace").strip()
+    if not token:
+        print("elasticrun: no token came over stdin", file=sys.stderr)
+        return int(ExitCode.BUG)
+    _detach()
+    sweep()
+    folder = folder_of(name)
+    folder.mkdir(mode=0o700)
+    try:
+        with _holding(folder):
+            return _keep(name, folder, token, arguments)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _detach() -> None:
+    """Outlive the ssh session: no controlling terminal, none of its signals, no stdin."""
+    with contextlib.suppress(PermissionError):  # sshd has made us a session leader already
+        os.setsid()
+    # A handler, not SIG_IGN: what is ignored would stay ignored in the agent and its workers.
+    signal.signal(signal.SIGHUP, lambda _number, _frame: None)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def _keep(name: str, folder: Path, token: str, arguments: Sequence[str]) -> int:
+    token_file = write_token_file(folder / _TOKEN, token)
+    become_subreaper()
+    argv = [sys.executable, "-m", "launcher.agent", *arguments]
+    argv += ["--token-file", str(token_file), "--orphan-file", str(token_file), "--lifeline"]
+    agent = subprocess.Popen(
+        argv,
+        env={**os.environ, contract.TOKEN_FILE: str(token_file)},
+        stdin=subprocess.PIPE,  # the lifeline
+        start_new_session=True,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _frame: agent.send_signal(received))
+    try:
+        print(UP, name, flush=True)
+    except OSError:  # whoever asked for it has gone, and will ask again
+        agent.kill()
+    code = agent.wait()
+    _end_orphans()
+    return code if code >= 0 else 128 - code
+
+
+def _end_orphans() -> None:
+    """Kill what lost its agent and came to us: we have no other children."""
+    deadline = time.monotonic() + PATIENCE_S
+    while left := children():
+        kill_trees(left)
+        for pid in left:
+            reap(pid)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_LOOK_AGAIN_S)
+
+
+@contextlib.contextmanager
+def _holding(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, with our pid in it, as long as this lasts."""
+    with (folder / _LOCK).open("x") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+# ---- wait, end, sweep --------------------------------------------------------------------
+
+
+def keeper_of(folder: Path) -> int | None:
+    """The pid of the live process that holds this folder; None where there is none."""
+    try:
+        with (folder / _LOCK).open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(lock.read() or 0) or None
+    except OSError:
+        pass
+    return None
+
+
+def wait(name: str) -> int:
+    """Return when the agent's keeper is gone."""
+    with contextlib.suppress(OSError), (folder_of(name) / _LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return 0
+
+
+def end(name: str) -> int:
+    """Kill an agent, its keeper and everything below them; 0 when nothing of it is left."""
+    folder = folder_of(name)
+    pid = keeper_of(folder)
+    if pid is not None and not _kill_below(pid):
+        print(f"elasticrun: process {pid} could not be killed", file=sys.stderr)
+        return int(ExitCode.UNAVAILABLE)
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _kill_below(pid: int) -> bool:
+    """Whether the process and its descendants are gone.
+
+    It is stopped first: it is the reaper of all of them, so whatever loses its parent meanwhile
+    stays below it and is found by the next look.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        keeper = psutil.Process(pid)
+        keeper.suspend()
+        while time.monotonic() < deadline:
+            below = keeper.children(recursive=True)
+            alive = [p for p in below if p.status() != psutil.STATUS_ZOMBIE]
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            if not alive:
+                break
+            time.sleep(_LOOK_AGAIN_S)
+        keeper.kill()
+        keeper.wait(PATIENCE_S)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def sweep() -> None:
+    """Remove what keepers of this user left that died with their machine, or were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(FOLDER_PREFIX + "*"):
+        with contextlib.suppress(OSError):
+            mine = folder.stat().st_uid == os.geteuid()
+            # A folder without a lock may be one whose keeper is just beginning.
+            if mine and (folder / _LOCK).exists() and keeper_of(folder) is None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- look --------------------------------------------------------------------------------
+
+
+def look(folder: str) -> int:
+    """Print what a driver wants to know before it relies on this host, as one JSON object."""
+    found = {
+        "version": version(),
+        "python": platform.python_version(),
+        "folder": os.path.isdir(folder),
+        "temporary": os.access(tempfile.gettempdir(), os.W_OK),
+    }
+    print(LOOKED, json.dumps(found), flush=True)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the first argument says; returns the exit status."""
+    match list(sys.argv[1:] if argv is None else argv):
+        case ["keep", name, *arguments]:
+            return keep(name, arguments)
+        case ["wait", name]:
+            return wait(name)
+        case ["end", name]:
+            return end(name)
+        case ["look", folder]:
+            return look(folder)
+        case _:
+            print(__doc__, file=sys.stderr)
+            return int(ExitCode.USAGE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Which address of this machine other hosts reach it at, and which interface that is.
+
+The routing table knows: a UDP socket that is connected towards a host (no packet is sent) has
+the address the host will see. The launcher asks for the rendezvous' address, each agent for the
+address and the interface its workers are to use. Names are resolved as ssh would, and only where
+something has to be found out; nothing here waits for a name server that a job could do without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import subprocess
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import psutil
+
+from elastic_driver.errors import ClusterError, UsageError
+from launcher.backends.ssh_command import SshOptions
+from launcher.backends.this_machine import is_this_machine
+
+_ANY_PORT = 9  # discard; nothing is sent there
+_LOOKUPS_AT_ONCE = 32
+_SSH_CONFIG_S = 10.0
+_SOMEWHERE = "192.0.2.1"  # RFC 5737: an address of no host, to ask for the default route
+
+
+# ---- addresses and interfaces of this machine --------------------------------------------
+
+
+def address_towards(address: str, port: int = _ANY_PORT) -> str | None:
+    """Our address on the way to a host's name or address; None where there is no way."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
+        for family, _, _, _, target in found:
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has this address; None for loopback's and for nobody's."""
+    wanted = _parse(address)
+    if wanted is None or wanted.is_loopback:
+        return None
+    for name, entries in psutil.net_if_addrs().items():
+        if any(_parse(entry.address) == wanted for entry in entries):
+            return name
+    return None
+
+
+def address_of(interfaces: Iterable[str]) -> tuple[str, str] | None:
+    """The first of these interfaces that is here, as (name, address): IPv4 where it has one."""
+    known = psutil.net_if_addrs()
+    for name in interfaces:
+        entries = known.get(name, [])
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for entry in entries:
+                parsed = _parse(entry.address) if entry.family == family else None
+                if parsed is not None and not parsed.is_link_local:
+                    return name, str(parsed)
+    return None
+
+
+def meeting_point(endpoint: str, wanted: Sequence[str]) -> tuple[str | None, str | None]:
+    """(address, interface) of this host for its workers to be reached at by those of others.
+
+    That of the first of the `wanted` interfaces there is here; else the one that leads to the
+    rendezvous at `endpoint`, a URL.
+    """
+    named = address_of(wanted)
+    if named is not None:
+        return named[1], named[0]
+    parts = urlsplit(endpoint)
+    address = address_towards(parts.hostname or "", parts.port or _ANY_PORT)
+    return address, None if address is None else interface_of(address)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address reaches this machine only; a name other than localhost does not."""
+    parsed = _parse(address)
+    return address == "localhost" or (parsed is not None and parsed.is_loopback)
+
+
+def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return None
+
+
+# ---- where the rendezvous is -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where the rendezvous listens, and at which address each host finds it."""
+
+    bind_host: str  # numeric; a wildcard where the hosts are on several networks
+    options: SshOptions
+
+    def endpoint_for(self, url: str, host: str) -> str:
+        """The URL for `host`, of the rendezvous that this machine reaches at `url`.
+
+        Raises ClusterError where the host cannot reach it.
+        """
+        bound = ipaddress.ip_address(self.bind_host)
+        if bound.is_loopback and not is_this_machine(host):
+            raise ClusterError(
+                f"{host} cannot reach the rendezvous, which listens on this machine only "
+                f"({self.bind_host}); say where with --rdzv-endpoint HOST[:PORT]"
+            )
+        if not bound.is_unspecified:
+            return url
+        address = self.address_towards(host)
+        return f"http://{bracketed(address)}:{urlsplit(url).port}"
+
+    def address_towards(self, host: str) -> str:
+        """Our address on the way to a host, by the name that ssh's configuration gives it."""
+        towards = address_towards(_name_for_ssh(self.options, host))
+        # Behind a jump host its name may mean nothing here: the default route is the best guess.
+        address = towards or address_towards(_SOMEWHERE)
+        if address is None:
+            raise ClusterError(
+                f"no way to {host}: its name has no address here, and there is no default route; "
+                "say where the rendezvous is to listen with --rdzv-endpoint"
+            )
+        return address
+
+    @property
+    def own_address(self) -> str | None:
+        """What workers on this machine are reached at by those on others; None: by nobody."""
+        bound = ipaddress.ip_address(self.bind_host)
+        if bound.is_loopback:
+            return None
+        return address_towards(_SOMEWHERE) if bound.is_unspecified else self.bind_host
+
+
+def decide_whereabouts(
+    bind: str, remote: Sequence[str], interfaces: Sequence[str], options: SshOptions
+) -> Whereabouts:
+    """Where the rendezvous of a job with these remote hosts is to listen.
+
+    `bind` is what was asked for, a numeric address; loopback, the default, gives way when there
+    are hosts that could not reach it. Raises UsageError or ClusterError where nothing fits.
+    """
+    given = Whereabouts(bind, options)
+    if not ipaddress.ip_address(bind).is_loopback or not remote:
+        return given
+    if interfaces:
+        named = address_of(interfaces)
+        if named is None:
+            there = ", ".join(sorted(psutil.net_if_addrs()))
+            raise UsageError(
+                f"--network-interfaces: none of {', '.join(interfaces)} has an address here; "
+                f"there are {there}"
+            )
+        return Whereabouts(named[1], options)
+    with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:
+        found = set(pool.map(given.address_towards, remote))
+    if len(found) == 1:
+        return Whereabouts(found.pop(), options)
+    return Whereabouts("::" if any(":" in address for address in found) else "0.0.0.0", options)  # noqa: S104
+
+
+def bracketed(address: str) -> str:
+    """An address as it stands in a URL."""
+    return f"[{address}]" if ":" in address else address
+
+
+def _name_for_ssh(options: SshOptions, host: str) -> str:
+    """The name or address ssh would connect to (`HostName` of its configuration)."""
+    try:
+        done = subprocess.run(
+            [options.program, "-G", "--", host],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SSH_CONFIG_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return host
+    names = [line[9:] for line in done.stdout.splitlines() if line.startswith("hostname ")]
+    return names[0].strip() if names else host
