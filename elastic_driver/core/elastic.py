@@ -66,6 +66,7 @@ def _newcomers_in_sight(job: JobState) -> bool:
 def _watch_leaving(job: JobState, now: float) -> None:
     still_in = job.registry.count(WorkerState.RUNNING)
     if still_in:
+        _hurry_stragglers(job, now)
         timeout = job.settings.elastic_timeout
         waiting = f"{still_in} workers have not left round {job.round.number} yet"
         if not job.passed(job.round.since + timeout, now, waiting):
@@ -84,6 +85,25 @@ def _watch_leaving(job: JobState, now: float) -> None:
         return
     if job.first_success is None or job.registry.count(WorkerState.READY):
         job.open_next_round(now, f"everybody has left round {job.round.number}")
+
+
+def _hurry_stragglers(job: JobState, now: float) -> None:
+    """Once a member has left at the boundary, nobody can finish another step without it.
+
+    So a member that does not follow soon missed the notice and waits for its peer: telling it to
+    leave at once costs it nothing, and nothing else would end that wait.
+    """
+    if not job.round.at_boundary:
+        return
+    gone = [w for w in job.registry.having(WorkerState.READY) if w.id in job.round.members]
+    if not gone:
+        return
+    if job.round.left_since is None:
+        job.round.left_since = now
+    at = job.round.left_since + job.settings.settle
+    if job.passed(at, now, f"{gone[0].id} has left round {job.round.number}; others follow"):
+        reason = f"{gone[0].id} has left round {job.round.number} and others have not"
+        job.leave_round(now, reason, at_boundary=False)
 
 
 def give_up_worker(job: JobState, worker: Worker, reason: str, now: float) -> bool:

@@ -39,6 +39,7 @@ class Round:
     placed: tuple[str, ...] = ()  # workers started for it, by their rank at birth
     members: tuple[str, ...] = ()  # workers it was completed with, by rank
     at_boundary: bool = False  # CLOSING: its members finish a common step first
+    left_since: float | None = None  # CLOSING at a boundary: the first member left it then
     stepped: bool = False  # a member has finished a step in it
     broken: str = ""  # a plain round: why it cannot go on though nobody failed
     change_since: float | None = None  # COMPLETE: a planned change waits since then

@@ -315,6 +315,23 @@ def test_a_boundary_nobody_reaches_is_announced_and_costs_nobody_a_step(
     assert s.world.size == 2
 
 
+def test_whoever_misses_the_boundary_that_a_peer_left_at_is_told_to_leave_at_once(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, max_np=3, settle=1.0).training(a=2)
+    s.hosts(a=2, b=1)
+    s.ready("b.0.1")
+    s.wait(1.0)
+    assert [n.at_boundary for n in s.all(ev.PublishNotice)] == [True]
+    s.ready("a.0.1", version=9)
+    s.wait(0.9)
+    assert [n.at_boundary for n in s.all(ev.PublishNotice)] == [True]
+    s.wait(0.1)
+    assert [n.at_boundary for n in s.all(ev.PublishNotice)] == [True, False]
+    s.ready("a.1.1", version=9)
+    assert s.world.size == 3
+
+
 def test_before_any_finished_step_a_replacement_waits_to_see_who_else_fails(
     scenario: MakeScenario,
 ) -> None:
