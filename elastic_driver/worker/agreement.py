@@ -31,16 +31,17 @@ class Agreement(Struct, frozen=True):
     exact: bool
 
 
-def agree(world: World) -> Agreement:
+def agree(world: World, *, reloads: bool = False) -> Agreement:
     """The rule of architecture section 6.
 
     Among the members that hold a trained state, a clean one beats a dirty one, then the highest
     version wins, then the lowest rank. Whoever holds another version, or is not clean, receives.
-    Raises `StateLostError` where all that is left was half received when its sender died.
+    Raises `StateLostError` where all that is left was half received when its sender died, unless
+    the source `reloads` a checkpoint.
     """
     trained = [member for member in world.members if member.version >= 0]
     if not trained:
-        return agree_afresh(world, version=0)
+        return agree_afresh(world, version=0, reloads=reloads)
     clean = [member for member in trained if member.clean]
     source = max(clean or trained, key=lambda member: (member.version, -member.place.rank))
     return Agreement(
@@ -52,13 +53,13 @@ def agree(world: World) -> Agreement:
     )
 
 
-def agree_afresh(world: World, version: int) -> Agreement:
+def agree_afresh(world: World, version: int, *, reloads: bool = False) -> Agreement:
     """Nobody has trained yet: the lowest rank's values are those everybody starts with."""
-    whole = [member.place.rank for member in world.members if member.clean]
+    whole = [member.place.rank for member in world.members if member.clean or reloads]
     if not whole:
         raise StateLostError(
             f"round {world.round}: the last worker with the whole state died while sending it; "
-            "start the job again from a checkpoint"
+            "give the state a checkpoint_dir to survive this"
         )
     others = frozenset(range(world.size)) - {whole[0]}
     return Agreement(

@@ -22,6 +22,7 @@ from elastic_driver.worker.transfer import (
     broadcast_tensors,
     join,
     packed,
+    paths,
     unpacked,
 )
 
@@ -46,11 +47,15 @@ class Sealed(Struct, frozen=True):
 
 
 class Envelope(Struct, frozen=True):
-    """What goes first; the tensors follow in the order of the specs, parts before the rest."""
+    """What goes first; the tensors follow in the order of the specs, parts before the rest.
+
+    `resumed`: the sender has read this state from a checkpoint, of this many committed steps.
+    """
 
     parts: dict[str, Sealed]
     plain: dict[str, Sealed]
     random: bytes
+    resumed: int | None = None
 
     def specs(self) -> list[Spec]:
         """The specs of all tensors that follow."""
@@ -60,14 +65,14 @@ class Envelope(Struct, frozen=True):
 
 def check_sendable(shared: Shared) -> None:
     """Raise `UsageError`, naming the attribute, where one could not be sent."""
-    _seal(shared)
+    seal(shared)
 
 
-def send(shared: Shared, rank: int) -> None:
-    """Send all of it from this rank."""
-    envelope, tensors = _seal(shared)
+def send(shared: Shared, rank: int, resumed: int | None = None) -> None:
+    """Send all of it from this rank; `resumed` as in `Envelope`."""
+    envelope, tensors = seal(shared, resumed)
     broadcast_bytes(msgspec.msgpack.encode(envelope), rank)
-    broadcast_tensors(tensors, rank, receiving=False)
+    broadcast_tensors(list(tensors.values()), rank, receiving=False)
 
 
 def stand_by(source: int) -> None:
@@ -78,12 +83,46 @@ def stand_by(source: int) -> None:
     broadcast_tensors(sizes, source, receiving=False)
 
 
-def receive(shared: Shared, source: int, newcomer: bool) -> None:
+def receive(shared: Shared, source: int, newcomer: bool) -> int | None:
     """Take over the state of rank `source`; a newcomer its random generators as well.
+
+    Returns the envelope's `resumed`. Raises `UsageError` where this script's state has other
+    parts, or they are built differently.
+    """
+    envelope = msgspec.msgpack.decode(broadcast_bytes(None, source), type=Envelope)
+    room = make_room(shared, envelope)
+    broadcast_tensors(room.tensors(), source, receiving=True)
+    room.take_over(shared, with_random=newcomer or envelope.resumed is not None)
+    return envelope.resumed
+
+
+class Room(Struct, frozen=True):
+    """The documents of an envelope, and the tensors that wait for their contents."""
+
+    envelope: Envelope
+    documents: dict[str, Any]
+    places: dict[str, list[Tensor]]
+    fresh: dict[str, list[Tensor]]
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in the order in which they are sent."""
+        return [t for group in (*self.places.values(), *self.fresh.values()) for t in group]
+
+    def take_over(self, shared: Shared, *, with_random: bool) -> None:
+        """Make it the state's, once the tensors are filled."""
+        for name, part in shared.parts.items():
+            part.accept(self.documents[name], self.places[name])
+        for name, sealed in self.envelope.plain.items():
+            shared.values[name] = join(unpacked(sealed.document), self.fresh[name])
+        if with_random:
+            shared.random.put_portable(unpacked(self.envelope.random))
+
+
+def make_room(shared: Shared, envelope: Envelope) -> Room:
+    """Where the tensors of an envelope go in this state.
 
     Raises `UsageError` where this script's state has other parts, or they are built differently.
     """
-    envelope = msgspec.msgpack.decode(broadcast_bytes(None, source), type=Envelope)
     if list(envelope.parts) != list(shared.parts):
         raise UsageError(
             f"this worker's state has {', '.join(shared.parts) or 'nothing'} to load, the trained "
@@ -97,27 +136,31 @@ def receive(shared: Shared, source: int, newcomer: bool) -> None:
     fresh = {
         name: [spec.room() for spec in sealed.specs] for name, sealed in envelope.plain.items()
     }
-    tensors = [tensor for group in (*places.values(), *fresh.values()) for tensor in group]
-    broadcast_tensors(tensors, source, receiving=True)
-    for name, part in shared.parts.items():
-        part.accept(documents[name], places[name])
-    for name, sealed in envelope.plain.items():
-        shared.values[name] = join(unpacked(sealed.document), fresh[name])
-    if newcomer:
-        shared.random.put_portable(unpacked(envelope.random))
+    return Room(envelope, documents, places, fresh)
 
 
-def _seal(shared: Shared) -> tuple[Envelope, list[Tensor]]:
-    tensors: list[Tensor] = []
+def seal(shared: Shared, resumed: int | None = None) -> tuple[Envelope, dict[str, Tensor]]:
+    """The envelope, and all tensors by name, in the order of its specs.
 
-    def seal(parcel: Parcel, what: str) -> Sealed:
+    A tensor's name is the attribute and its path in there, as `torch.distributed.checkpoint` would
+    name it: `model.0.weight`, `optimizer.state.0.exp_avg`.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def add(name: str, parcel: Parcel) -> Sealed:
         document, own = parcel
-        tensors.extend(own)
+        tree = document["tensors"] if isinstance(document, dict) else document
+        for path, tensor in zip(paths(tree, name), own, strict=True):
+            while path in tensors:  # keys with dots in them can make two paths look alike
+                path += "+"  # noqa: PLW2901
+            tensors[path] = tensor
+        what = f"the state of {name!r}" if name in shared.parts else f"the attribute {name!r}"
         return Sealed(packed(document, what), tuple(Spec.of(tensor) for tensor in own))
 
     envelope = Envelope(
-        parts={n: seal(p.outgoing(), f"the state of {n!r}") for n, p in shared.parts.items()},
-        plain={n: seal(apart(v), f"the attribute {n!r}") for n, v in shared.plain().items()},
+        parts={name: add(name, part.outgoing()) for name, part in shared.parts.items()},
+        plain={name: add(name, apart(value)) for name, value in shared.plain().items()},
         random=packed(shared.random.portable(), "the random state"),
+        resumed=resumed,
     )
     return envelope, tensors

@@ -7,12 +7,15 @@ a failure the clean rank with the highest version is the source, and whoever dif
 Small things (buffers, learning rates, schedulers, scalers, sampler positions, random generators,
 plain attributes) are copied at a commit and put back by `restore()`.
 
-Scripts make one; `run` drives it. `version` counts committed steps, of all rounds together.
+Scripts make one; `run` drives it. `version` counts committed steps, of all rounds together. With a
+`checkpoint_dir` it is kept on disk as well (`checkpoint`), for when every holder is gone.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +24,8 @@ from torch.optim import Optimizer
 from elastic_driver.core.messages import World
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current, session
-from elastic_driver.worker.agreement import Agreement, agree, agree_afresh
+from elastic_driver.worker.agreement import Agreement, StateLostError, agree, agree_afresh
+from elastic_driver.worker.checkpoint import KEEP, Checkpoints, Schedule
 from elastic_driver.worker.copying import copied
 from elastic_driver.worker.following import Advancing, StepCounter
 from elastic_driver.worker.link import Standing
@@ -49,12 +53,25 @@ class State:
             of one optimizer (several optimizers, closures) and must never be half done after
             a failure. Always on where there is a module and no optimizer: nothing tells then
             when the module changes.
+        checkpoint_dir: a folder of this state's own, the same on every host, for durable
+            checkpoints; a job whose workers hold nothing starts from the newest one in it.
+        every: committed steps from one checkpoint to the next.
+        keep: how many checkpoints stay; older ones are deleted (default 3).
         attributes: what to keep.
 
-    Raises `UsageError` for a name that is a method or property here.
+    Raises `UsageError` for a name that is a method or property here, and for `every` or `keep`
+    without `checkpoint_dir` or below 1.
     """
 
-    def __init__(self, *, snapshot: bool = False, **attributes: Any) -> None:
+    def __init__(
+        self,
+        *,
+        snapshot: bool = False,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        every: int | None = None,
+        keep: int | None = None,
+        **attributes: Any,
+    ) -> None:
         self._values: dict[str, Any] = {}
         self._parts: dict[str, Part] = {}
         self._kept_values: dict[str, Any] = {}
@@ -67,6 +84,7 @@ class State:
         self._version = UNTRAINED
         self._torn = False  # a sender was lost while its tensors came in
         self._wants_snapshot = self._snapshot = snapshot
+        self._checkpoints = _checkpoints(checkpoint_dir, every, keep)
         for name, value in attributes.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise UsageError(f"a state has a {name!r} of its own; choose another name")
@@ -127,10 +145,13 @@ class State:
         """Mark a step boundary: nothing done until here will be lost, or done again.
 
         Raises `HostsUpdatedInterrupt`, after the same step on every rank, when the world is to
-        change. Costs no message and copies no parameter.
+        change. Costs no message and copies no parameter, but for this rank's share of them where
+        a checkpoint is due.
         """
         self.save()
         self._version += 1
+        if self._checkpoints is not None and self._checkpoints.due(self._version):
+            self._checkpoints.take(self._shared(), self._version)
         pulse = self._pulse
         if pulse.committed(self._version):
             raise HostsUpdatedInterrupt(pulse.leave_reason)
@@ -190,7 +211,11 @@ class State:
         world = member.world
         # What the members said was said of their first state; of another they know nothing yet.
         known = member.speaks_for(self)
-        verdict = agree(world) if known else agree_afresh(world, self._pulse.version)
+        reloads = self._checkpoints is not None
+        if known:
+            verdict = agree(world, reloads=reloads)
+        else:
+            verdict = agree_afresh(world, self._pulse.version, reloads=reloads)
         self._come_to(verdict, world)
         self._round = world.round
 
@@ -226,15 +251,19 @@ class State:
 
     def _come_to(self, verdict: Agreement, world: World) -> None:
         rank = current.rank()
-        shared = Shared(self._parts, self._values, self._random)
+        shared = self._shared()
+        resumed = None
         if verdict.fresh:
             check_sendable(shared)  # now, on every rank, rather than at the first failure
+            if rank == verdict.source:
+                resumed = self._reload(shared)
         if verdict.receivers:
             if rank == verdict.source:
-                send(shared, rank)
+                send(shared, rank, resumed)
             elif rank in verdict.receivers:
                 self._torn = True
-                receive(shared, verdict.source, newcomer=not verdict.fresh and self._is_untrained())
+                newcomer = not verdict.fresh and self._is_untrained()
+                resumed = receive(shared, verdict.source, newcomer=newcomer)
                 self._torn = False
             else:
                 stand_by(verdict.source)
@@ -244,11 +273,29 @@ class State:
                 f"which was furthest (step {verdict.version}); commit after each optimizer step, "
                 "or use snapshot=True, to be exact here too"
             )
-        self._version = self._pulse.version = verdict.version
+        self._version = self._pulse.version = verdict.version if resumed is None else resumed
         self._counter.restart()
         self.save()
         for module in self._modules():
             note_in_sync(module)
+        if self._checkpoints is not None:
+            self._checkpoints.entered(world, rank)
+
+    def _shared(self) -> Shared:
+        return Shared(self._parts, self._values, self._random)
+
+    def _reload(self, shared: Shared) -> int | None:
+        """The step of the checkpoint this state holds now, or None: it is as it was."""
+        if self._checkpoints is None or not (self._torn or self._is_untrained()):
+            return None
+        resumed = self._checkpoints.load_newest(shared)
+        if resumed is None and self._torn:
+            raise StateLostError(
+                "the last worker with the whole state died while sending it, before the first "
+                "checkpoint; start the job again"
+            )
+        self._torn = False
+        return resumed
 
     def _is_untrained(self) -> bool:
         return self._version == UNTRAINED
@@ -257,6 +304,19 @@ class State:
         """A scaler that lowered its scale has skipped the step; its batch is used up though."""
         if any(part.has_skipped() for part in self._parts.values()):
             self._counter.advance()
+
+
+def _checkpoints(
+    folder: str | os.PathLike[str] | None, every: int | None, keep: int | None
+) -> Checkpoints | None:
+    if folder is None:
+        if every is not None or keep is not None:
+            raise UsageError("every= and keep= are of checkpoints: give checkpoint_dir= as well")
+        return None
+    if every is None:
+        raise UsageError("checkpoint_dir= needs every=, the steps from one checkpoint to the next")
+    schedule = Schedule(Path(folder).absolute(), every, KEEP if keep is None else keep)
+    return Checkpoints(schedule)
 
 
 class ObjectState(State):

@@ -77,6 +77,21 @@ def _apart(value: Any, tensors: list[Tensor]) -> Any:
     return ("value", value)
 
 
+def paths(tree: Any, path: str = "") -> list[str]:
+    """The dotted path to each tensor of a value that was taken `apart`, in their order."""
+    kind, content = tree
+    if kind == "tensor":
+        return [path]
+    if kind == "dict":
+        inside = [(str(key), item) for key, item in content]
+    elif kind in ("list", "tuple"):
+        inside = [(str(index), item) for index, item in enumerate(content)]
+    else:
+        return []
+    dotted = f"{path}." if path else ""
+    return [name for key, item in inside for name in paths(item, dotted + key)]
+
+
 def join(tree: Any, tensors: Sequence[Tensor]) -> Any:
     """The value that was taken `apart`."""
     kind, content = tree

@@ -1,0 +1,138 @@
+"""Tensors to and from files, in the format of `torch.distributed.checkpoint` (DCP).
+
+DCP's writer and reader do the work; this module does without collectives what DCP's `save` and
+`load` do around them with some. Every rank knows the split of the tensors, so each writes its own
+share (`write_share`), and whoever has all reports writes DCP's index (`write_index`): the folder
+then is an ordinary DCP checkpoint, which any tool can read. We read it through our own manifest
+(`read_into`): DCP's index is a pickle, and nothing is unpickled here.
+
+Importing DCP takes about a second; only those who write or read import this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from elastic_driver.worker.checkpoint_folder import Chunk, Kind, Manifest, Mark, Report, mark_of
+from elastic_driver.worker.checkpoint_split import Piece
+from elastic_driver.worker.checkpoint_staging import Staging, dtype_of
+
+INDEX = ".metadata"  # DCP's name for it
+
+
+def write_share(folder: Path, staging: Staging) -> Report:
+    """Write a staged share into the folder, to disk; what was written.
+
+    Raises OSError or RuntimeError, whatever the disk and torch make of a failure.
+    """
+    items = [_write_item(name, piece, staging.kinds[name]) for name, piece in staging.pieces]
+    staged = _Staged(dict(zip((item.index for item in items), staging.room, strict=True)))
+    # No copying ahead: the tensors are on the CPU, and a GPU must not be touched from here.
+    writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
+    plans = [SavePlan([])] * staging.rank + [SavePlan(items)]  # a rank's place gives its file name
+    results = writer.write_data(writer.prepare_global_plan(plans)[-1], staged).value()
+    boxes = {item.index: item.tensor_data.chunk for item in items}
+    chunks = tuple(_chunk(result, boxes[result.index]) for result in results)
+    files = {name: mark_of(folder / name) for name in sorted({c.file for c in chunks})}
+    return Report(staging.layout, files, chunks)
+
+
+class _Staged:
+    """What DCP's writer asks of a planner: the data of an item."""
+
+    def __init__(self, data: dict[MetadataIndex, Tensor]) -> None:
+        self._data = data
+
+    def resolve_data(self, item: WriteItem) -> Tensor:
+        """The staged tensor of one item."""
+        return self._data[item.index]
+
+
+def write_index(folder: Path, manifest: Manifest) -> Mark:
+    """Write DCP's own index beside the files, so that other tools can read the checkpoint."""
+    metadata = _metadata(manifest)
+    written = [
+        WriteResult(index, where.length, where) for index, where in metadata.storage_data.items()
+    ]
+    FileSystemWriter(folder).finish(metadata, [written])
+    return mark_of(folder / INDEX)
+
+
+def read_into(folder: Path, manifest: Manifest, targets: Sequence[Tensor]) -> None:
+    """Fill tensors of the manifest's kinds, in its order, from the files of a checkpoint."""
+    wanted = dict(zip(manifest.tensors, targets, strict=True))
+    filled = {name: tensor for name, tensor in wanted.items() if tensor.numel()}
+    if not filled:
+        return
+    metadata = _metadata(manifest)
+    planner, reader = DefaultLoadPlanner(), FileSystemReader(folder)
+    planner.set_up_planner(filled, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    plan = planner.finish_plan(reader.prepare_global_plan(plans)[0])
+    with torch.no_grad():
+        reader.read_data(plan, planner).wait()
+
+
+# ---- our words for DCP's -----------------------------------------------------------------
+
+
+def _write_item(name: str, piece: Piece, kind: Kind) -> WriteItem:
+    rest = kind.shape[1:]
+    offsets = (piece.start, *(0 for _ in rest)) if kind.shape else ()
+    sizes = (piece.stop - piece.start, *rest) if kind.shape else ()
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, _properties(kind), torch.Size(kind.shape))
+    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _chunk(result: WriteResult, box: ChunkStorageMetadata) -> Chunk:
+    where = result.storage_data
+    return Chunk(
+        tensor=result.index.fqn,
+        offsets=tuple(box.offsets),
+        sizes=tuple(box.sizes),
+        file=where.relative_path,
+        start=where.offset,
+        length=where.length,
+    )
+
+
+def _metadata(manifest: Manifest) -> Metadata:
+    tensors = {
+        name: TensorStorageMetadata(_properties(kind), torch.Size(kind.shape), [])
+        for name, kind in manifest.tensors.items()
+    }
+    places = {}
+    for chunk in manifest.chunks:
+        box = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        tensors[chunk.tensor].chunks.append(box)
+        where = _StorageInfo(chunk.file, chunk.start, chunk.length)
+        places[MetadataIndex(chunk.tensor, chunk.offsets)] = where
+    # How tools that load without a template nest the tensors: by attribute of the state.
+    nesting = {name: tuple(name.split(".", 1)) for name in tensors}
+    return Metadata(tensors, planner_data=nesting, storage_data=places)
+
+
+def _properties(kind: Kind) -> TensorProperties:
+    return TensorProperties(dtype=dtype_of(kind.dtype))

@@ -1,0 +1,231 @@
+"""Writes checkpoints in the background: one daemon thread a process, started with the first one.
+
+Every rank writes its share and reports it; the lowest rank also waits for all reports, without
+holding up its next share, and then completes the checkpoint. Ranks learn of each other through the
+shared folder only: no collective, no message. Whatever goes wrong is said in one line, once until
+it goes well again, and never reaches the training thread. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from msgspec import Struct
+
+from elastic_driver.worker import checkpoint_folder as folders
+from elastic_driver.worker.checkpoint_folder import DamagedError, Manifest, Report
+from elastic_driver.worker.checkpoint_staging import Staging
+from elastic_driver.worker.notes import say
+
+PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may take
+FIRST_LOOK_S = 0.02  # after other ranks' reports; then ever less often
+LONGEST_LOOK_S = 1.0
+GROWTH = 1.5
+EXIT_S = 60.0  # a process that ends waits this long for its own share …
+EXIT_OTHERS_S = 10.0  # … and this long for the others'
+
+
+class Share(Struct, frozen=True):
+    """One rank's part of one checkpoint: what is staged, and what is no tensor (lowest rank)."""
+
+    folder: Path
+    version: int
+    staging: Staging
+    values: bytes | None
+
+
+class _Awaited(Struct):
+    """A checkpoint of which other ranks' reports are missing yet."""
+
+    share: Share
+    deadline: float
+
+
+class Writer:
+    """The background thread and what it is at.
+
+    Args:
+        root: the folder of all checkpoints.
+        keep: how many complete ones to keep.
+    """
+
+    def __init__(self, root: Path, keep: int) -> None:
+        self._root, self._keep = root, keep
+        self._changed = threading.Condition()
+        self._share: Share | None = None  # handed over, and not written yet
+        self._awaited: list[_Awaited] = []
+        self._thread: threading.Thread | None = None
+        self._owner = os.getpid()
+        self._in_trouble = False  # the last attempt failed, and that was said
+
+    # ---- called by the training thread ---------------------------------------------------
+
+    def is_free(self, within: float) -> bool:
+        """Whether the share handed over last is written, if need be waiting `within` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._share is None, within)
+
+    def submit(self, share: Share) -> None:
+        """Hand a share over; its staging must not be touched until the writer is free again."""
+        with self._changed:
+            self._share = share
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="elastic-checkpoints", daemon=True
+            )
+            self._thread.start()
+            atexit.register(self.drain)
+
+    def drain(self, own: float = EXIT_S, others: float = EXIT_OTHERS_S) -> bool:
+        """Wait for what is under way: for this rank's share, then for the others'; whether all is.
+
+        Called when the process ends, so that the checkpoint of its last step is not lost.
+        """
+        if os.getpid() != self._owner:
+            return True  # a forked child has no part in this
+        if not self.is_free(own):
+            return False
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._awaited, others)
+
+    # ---- the thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause = FIRST_LOOK_S
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._share is not None, pause if self._awaited else None
+                )
+                share = self._share
+            pause = min(pause * GROWTH, LONGEST_LOOK_S)
+            if share is not None:
+                self._write(share)
+                pause = FIRST_LOOK_S
+            for awaited in list(self._awaited):
+                self._look_at(awaited)
+
+    def _write(self, share: Share) -> None:
+        from elastic_driver.worker.checkpoint_format import write_share  # noqa: PLC0415 - see there
+
+        rank = share.staging.rank
+        awaited = None
+        try:
+            share.folder.mkdir(parents=True, exist_ok=True)
+            report = write_share(share.folder, share.staging)
+            if share.values is not None:
+                with folders.replacing(share.folder / folders.VALUES) as fresh:
+                    fresh.write_bytes(share.values)
+                report.files[folders.VALUES] = folders.mark_of(share.folder / folders.VALUES)
+            folders.write_document(folders.report_path(share.folder, rank), report)
+            if rank == 0:
+                awaited = _Awaited(share, time.monotonic() + PATIENCE_S)
+            else:
+                self._in_trouble = False
+        except Exception as error:  # a checkpoint that fails must not end the training
+            self._could_not_write(share, describe(error))
+        with self._changed:
+            if awaited is not None:
+                self._awaited.append(awaited)
+            self._share = None
+            self._changed.notify_all()
+
+    def _could_not_write(self, share: Share, reason: str) -> None:
+        """Free the space, and have the lowest rank speak for all, if it can be reached."""
+        if share.staging.rank == 0:
+            self._give_up(share, reason)
+            return
+        with suppress(OSError):
+            for path in share.folder.glob(f"__{share.staging.rank}_*"):  # as DCP names them
+                path.unlink()
+        try:
+            folders.trouble_path(share.folder, share.staging.rank).write_text(reason)
+        except OSError:
+            self._complain(share, reason)
+
+    def _give_up(self, share: Share, reason: str) -> None:
+        folders.remove(share.folder)
+        self._complain(share, reason)
+
+    def _complain(self, share: Share, reason: str) -> None:
+        if not self._in_trouble:
+            say(
+                f"the checkpoint of step {share.version} in {self._root} is not written: {reason}; "
+                "training goes on, and every later checkpoint is tried again"
+            )
+        self._in_trouble = True
+
+    # ---- the lowest rank's part ----------------------------------------------------------
+
+    def _look_at(self, awaited: _Awaited) -> None:
+        share = awaited.share
+        try:
+            done = self._finish_if_reported(share)
+            if not done and time.monotonic() >= awaited.deadline:
+                raise DamagedError(f"not every rank has written its part within {PATIENCE_S:g} s")
+        except Exception as error:  # as above
+            self._give_up(share, describe(error))
+            done = True
+        if done:
+            with self._changed:
+                # Ranks write in the order of steps: what is older now stays half-written.
+                at = self._awaited.index(awaited)
+                del self._awaited[: at + 1]
+                self._changed.notify_all()
+
+    def _finish_if_reported(self, share: Share) -> bool:
+        """Complete the checkpoint if all ranks have reported; whether they have."""
+        folder, size = share.folder, share.staging.size
+        there = set(os.listdir(folder))
+        for rank in range(size):
+            trouble = folders.trouble_path(folder, rank)
+            if trouble.name in there:
+                raise DamagedError(f"rank {rank}: {trouble.read_text()}")
+        paths = [folders.report_path(folder, rank) for rank in range(size)]
+        if any(path.name not in there for path in paths):
+            return False
+        self._finish(share, [folders.read_document(path, Report) for path in paths])
+        return True
+
+    def _finish(self, share: Share, reports: list[Report]) -> None:
+        from elastic_driver.worker import checkpoint_format  # noqa: PLC0415 - see there
+
+        for rank, report in enumerate(reports):
+            if report.layout != share.staging.layout:
+                raise DamagedError(
+                    f"rank {rank} has other tensors than rank 0; give the state the same on each"
+                )
+        manifest = Manifest(
+            version=share.version,
+            world_size=share.staging.size,
+            tensors=share.staging.kinds,
+            chunks=tuple(chunk for report in reports for chunk in report.chunks),
+            files={name: mark for report in reports for name, mark in report.files.items()},
+            torch=str(torch.__version__),
+        )
+        manifest.files[checkpoint_format.INDEX] = checkpoint_format.write_index(
+            share.folder, manifest
+        )
+        folders.complete(share.folder, manifest)
+        if self._in_trouble:
+            say(f"checkpoints are written again, to {self._root}: step {share.version}")
+        self._in_trouble = False
+        folders.retire(self._root, self._keep)
+
+
+def describe(error: BaseException) -> str:
+    """One line about a failure; torch hides the disk's own words behind its own."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.strerror:
+            return seen.strerror
+        seen = seen.__cause__ or seen.__context__
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
