@@ -8,7 +8,7 @@ were started. Times are monotonic seconds.
 from __future__ import annotations
 
 from elastic_driver.core import placement
-from elastic_driver.core.outcome import Cause, Kind
+from elastic_driver.core.outcome import KILLED, Cause, Kind, Loss
 from elastic_driver.core.registry import ACTIVE, OCCUPYING, Worker, WorkerState
 from elastic_driver.core.rounds import RoundState
 from elastic_driver.core.state import JobState
@@ -110,8 +110,7 @@ def _watch_losses(job: JobState, now: float) -> None:
     """Restart after a failure, once it is known whether the others fail by themselves too."""
     assert job.first_loss_at is not None  # noqa: S101 - set with the first of `losses`
     first = job.losses[0]
-    certain = job.fruitful and first.cause in (Cause.SIGNAL, Cause.HUNG, Cause.AGENT)
-    if not certain and job.registry.count(*ACTIVE):
+    if not _comes_from_outside(job, first) and job.registry.count(*ACTIVE):
         waiting = "to see whether every worker fails"
         if not job.passed(job.first_loss_at + job.settings.settle, now, waiting):
             return
@@ -121,6 +120,16 @@ def _watch_losses(job: JobState, now: float) -> None:
         job.fail(exceeded)
         return
     _restart(job, now, f"{first.failure.worker} {first.reason}")
+
+
+def _comes_from_outside(job: JobState, loss: Loss) -> bool:
+    """Whether a loss is surely not the script's own doing, so that its peers need no watching.
+
+    No program ends itself by SIGKILL; other signals may be a crash that all its peers share.
+    """
+    if loss.cause in (Cause.HUNG, Cause.AGENT):
+        return True
+    return loss.cause is Cause.SIGNAL and (job.fruitful or loss.failure.exit_code == KILLED)
 
 
 def _watch_changes(job: JobState, now: float) -> None:

@@ -45,9 +45,6 @@ def test_a_killed_worker_restarts_all_with_a_fresh_port_and_a_raised_count(
 ) -> None:
     s = _declared(scenario(start_np=2, settle=1.0), a=2)
     s.exit("a.1.1", -9)
-    s.wait(0.9)
-    assert s.in_state("stopping") == []
-    s.wait(0.1)
     assert s.in_state("stopping") == ["a.0.1"]
     assert s.round == (1, "closing")
     s.exit("a.0.1", -15)
@@ -57,6 +54,22 @@ def test_a_killed_worker_restarts_all_with_a_fresh_port_and_a_raised_count(
         ("a.1.2", 2, 1, 5000),
     ]
     assert s.round == (2, "complete")
+
+
+def test_a_kill_is_answered_at_once_but_a_crash_waits_to_see_who_else_crashes(
+    scenario: MakeScenario,
+) -> None:
+    killed = scenario(start_np=2, settle=1.0)
+    killed.hosts(a=2)
+    killed.exit("a.1.1", -9)
+    assert killed.in_state("stopping") == ["a.0.1"]
+    crashed = scenario(start_np=2, settle=1.0)
+    crashed.hosts(a=2)
+    crashed.exit("a.1.1", -11)
+    crashed.wait(0.9)
+    assert crashed.in_state("stopping") == []
+    crashed.wait(0.1)
+    assert crashed.in_state("stopping") == ["a.0.1"]
 
 
 def test_after_half_a_minute_a_kill_is_answered_at_once(scenario: MakeScenario) -> None:
