@@ -45,6 +45,7 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
     task: TaskSettings = TaskSettings()
     command: tuple[str, ...] = TASK  # what a process of a task runs
     env: dict[str, str] = {}  # added to the agents' environment for it
+    warm: int | None = None  # as --warm: a second round then starts in milliseconds
 
 
 @dataclass(slots=True)
@@ -265,7 +266,7 @@ class NodeChecker:
             grace_period=0.0,
             max_restarts=0,
             local_ranks_filter=(),  # what tasks print is for the report, not for the terminal
-            warm=0,  # a round has one process for each device: nothing to be forked twice
+            warm=self._settings.warm,
         )
 
     def _describe(self, groups: tuple[Group, ...]) -> str:
