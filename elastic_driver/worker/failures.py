@@ -1,8 +1,9 @@
 """Which exceptions mean that the world broke, and which are the script's own.
 
-`run` asks for every exception that leaves the training function. Gloo raises plain RuntimeErrors;
-what they have in common is the path of gloo's transport in the message. NCCL and the stores raise
-`DistError`s. Whatever is not recognised is the user's and propagates untouched.
+`run` asks for every exception that leaves the training function. NCCL and the stores raise
+`DistError`s; gloo raises plain RuntimeErrors, which are told by their text, in the same way
+in which the agent tells whether a process that ended was a victim. Whatever is not recognised
+is the script's and propagates untouched.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import traceback
 from torch.distributed import DistError
 
 from elastic_driver.errors import WorldBrokenError
+from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.worker.groups import RoundOverError
 from rendezvous.errors import SealedError
 
-_GLOO_TRANSPORT = "gloo/transport/"
-# The same places also report that ranks disagree about a tensor's size: the script's mistake.
+# Gloo's transport also reports that ranks disagree about a tensor's size: the script's mistake.
 _DISAGREEMENT = "op.preamble"
 
 
@@ -38,7 +39,7 @@ def _is_broken_collective(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     message = str(error)
-    return _GLOO_TRANSPORT in message and _DISAGREEMENT not in message
+    return looks_like_peer_loss(message) and _DISAGREEMENT not in message
 
 
 def describe(error: BaseException) -> str:

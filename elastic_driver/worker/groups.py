@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
 
 from elastic_driver.core.messages import World
-from elastic_driver.worker.sockets import ConnectionsMade
+from elastic_driver.worker.sockets import Connections
 
 BACKEND = "elastic_gloo"
 COLLECTIVE_TIMEOUT_S = (
@@ -46,17 +46,29 @@ class RoundOverError(Exception):
 class Group:
     """The gloo group of one round, with the connections it stands on."""
 
-    def __init__(self, backend: Any, connections: ConnectionsMade) -> None:
+    def __init__(self, backend: Any, connections: Connections) -> None:
         self.backend = backend
-        self.connections = [connections]
+        self.connections = [connections]  # of it and of its subgroups
         self.at_end: Callable[[], None] | None = None
 
-    def cut(self) -> int:
-        """Make every collective that waits in this group raise; any thread may call it."""
-        return sum(connections.cut() for connections in list(self.connections))
+    def stop_hearing(self) -> None:
+        """Make every collective of this process that waits in this group raise; any thread."""
+        for connections in list(self.connections):
+            connections.stop_hearing()
+
+    def hang_up(self) -> None:
+        """Make every collective of a peer that waits for this process raise."""
+        for connections in self.connections:
+            connections.hang_up()
+
+    def let_go(self) -> None:
+        """Forget torch's object, which torch itself is to have the last reference to."""
+        self.backend = None
 
     def end(self) -> None:
-        """Free what the group was built with; after torch has let go of it."""
+        """Free the rest; when every member has left the group."""
+        for connections in self.connections:
+            connections.close()
         if self.at_end is not None:
             self.at_end()
 
@@ -71,7 +83,7 @@ class GroupBuilder:
 
     def __init__(self, store: Store, rank: int, size: int, device: Any, not_to: int | None) -> None:
         self._store, self._rank, self._size, self._device = store, rank, size, device
-        self._connections = ConnectionsMade(not_to)
+        self._connections = Connections(not_to)
         self._outcome: SimpleQueue[Group | Exception] = SimpleQueue()
 
     def build(self, name: str) -> Group:
@@ -88,7 +100,9 @@ class GroupBuilder:
         if isinstance(outcome, Group):
             return outcome
         self._connections.finish()  # what was half built must not keep the others waiting
-        self._connections.cut()
+        self._connections.hang_up()
+        self._connections.stop_hearing()
+        self._connections.close()
         raise RoundOverError(str(outcome).splitlines()[0]) from outcome
 
     def abandon(self, reason: str) -> None:
@@ -178,6 +192,7 @@ def install(group: Group, store: Store, rank: int, size: int, subgroup: Creator)
 
 def uninstall() -> None:
     """Take down torch's process groups, healthy or broken; never waits for a peer."""
+    _Handover.subgroup = None  # it holds the group
     if dist.is_initialized():
         dist.destroy_process_group()
 

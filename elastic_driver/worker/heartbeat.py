@@ -46,11 +46,13 @@ class Heartbeat:
         worker: str,
         client: RendezvousClient,
         pulse: Pulse,
+        *,
         timeout: float,
         on_notice: Callable[[Notice], None],
+        tend: Callable[[], float | None],
     ) -> None:
         self._worker, self._client, self._pulse = worker, client, pulse
-        self._timeout, self._on_notice = timeout, on_notice
+        self._timeout, self._on_notice, self._tend = timeout, on_notice, tend
         self._longest = min(timeout / 3, LONGEST_WAIT_S)
         self._wait = FIRST_WAIT_S
         self._seen = 0  # revision of the newest notice
@@ -87,7 +89,9 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                self._beat(self._next_wait())
+                due = self._tend()
+                wait = self._next_wait()
+                self._beat(wait if due is None else min(wait, due))
                 self._tell()
             except AbortedError:
                 return

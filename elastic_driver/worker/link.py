@@ -46,7 +46,11 @@ class Link:
     """
 
     def __init__(
-        self, born: WorkerContext, pulse: Pulse, on_notice: Callable[[Notice], None]
+        self,
+        born: WorkerContext,
+        pulse: Pulse,
+        on_notice: Callable[[Notice], None],
+        tend: Callable[[], float | None],
     ) -> None:
         self.born = born
         self.port = urlsplit(born.endpoint).port
@@ -54,7 +58,12 @@ class Link:
         self._slice = min(SLICE_S, born.heartbeat_timeout)
         self._seen = 0  # revision of the newest World document
         self._heart = Heartbeat(
-            born.worker, self._client.clone(), pulse, born.heartbeat_timeout, on_notice
+            born.worker,
+            self._client.clone(),
+            pulse,
+            timeout=born.heartbeat_timeout,
+            on_notice=on_notice,
+            tend=tend,
         )
 
     def start(self) -> None:

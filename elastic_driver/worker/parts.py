@@ -98,19 +98,21 @@ class ModulePart(_Steady):
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._module = name, module
+        # Walking the modules at each commit would cost more than the copies themselves.
+        self._owners = [part._buffers for part in module.modules()]
         self._kept: list[tuple[Tensor, Tensor]] = []  # (live buffer, its copy)
         self._large: list[tuple[Tensor, Tensor]] = []
 
     def keep(self) -> None:
         """Copy the buffers, into the same copies as long as the buffers stay the same objects."""
-        buffers = list(self._module.buffers())
-        if len(buffers) != len(self._kept) or any(
-            live is not kept[0] or live.shape != kept[1].shape
-            for live, kept in zip(buffers, self._kept, strict=False)
+        live = [b for owner in self._owners if owner for b in owner.values() if b is not None]
+        if len(live) != len(self._kept) or any(
+            buffer is not kept[0] or buffer.shape != kept[1].shape
+            for buffer, kept in zip(live, self._kept, strict=True)
         ):
-            self._kept = [(buffer, buffer.detach().clone()) for buffer in buffers]
-        else:
-            _copy_all([copy for _, copy in self._kept], [live for live, _ in self._kept])
+            self._kept = [(buffer, buffer.detach().clone()) for buffer in live]
+        elif live:
+            _copy_all([copy for _, copy in self._kept], live)
 
     def roll_back(self) -> None:
         """Put the buffers back, in place."""

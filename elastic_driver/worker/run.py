@@ -85,7 +85,7 @@ class _Course:
         standing = self._state.standing()
         self._member.say_ready(standing, reason, speaker=self._state)
         self._state.restore()
-        self._member.leave(broken=True)
+        self._member.leave()
         self._enter()
 
     def is_stuck(self) -> bool:

@@ -1,9 +1,14 @@
-"""The TCP connections of one process group, and how to end a collective that waits on them.
+"""The TCP connections of one process group, kept open by us so that they end in good order.
 
-Gloo cannot be told to give up a collective: while a peer is stopped or cut off, the call waits for
-the group's timeout, whatever `abort()` says. Shutting down the group's connections makes it raise
-within milliseconds. Which connections those are follows from the descriptors that appeared while
-the group was built. Used by `groups`; Linux only (elsewhere nothing is found, nothing is cut).
+Two things gloo cannot do. It cannot give up a collective: while a peer is stopped or cut off, the
+call waits for the group's timeout, whatever `abort()` says. And it survives a reset badly: a send
+that fails while gloo answers the peer's request for it is forgotten, and who waits for that send
+waits for ever. So we hold a second descriptor of each connection. `stop_hearing` makes our own
+collectives end (gloo reads an end of file), `hang_up` those of our peers (they read one), and
+since the connection itself stays open until `close`, nobody's last data meets a reset.
+
+Which connections belong to a group follows from the descriptors that appeared while it was built.
+Used by `groups`; on Linux only, elsewhere nothing is found.
 """
 
 from __future__ import annotations
@@ -11,13 +16,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
 
 _DESCRIPTORS = "/proc/self/fd"
 
 
-class ConnectionsMade:
-    """Connections opened by this process between `start()` and `finish()`, by inode.
+class Connections:
+    """Connections that this process made between `start()` and `finish()`.
 
     `not_to`: port of a server whose connections are never counted (the rendezvous).
     """
@@ -25,56 +29,75 @@ class ConnectionsMade:
     def __init__(self, not_to: int | None = None) -> None:
         self._not_to = not_to
         self._before: frozenset[int] = frozenset()
-        self._inodes: frozenset[int] = frozenset()
+        self._held: list[socket.socket] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
 
     def start(self) -> None:
         """Remember what is open already."""
         self._before = frozenset(inode for inode, _ in _socket_descriptors())
 
     def finish(self) -> None:
-        """Remember what has been connected since `start()`."""
-        self._inodes = frozenset(
-            inode
-            for inode, descriptor in _socket_descriptors()
-            if inode not in self._before and self._is_peer(descriptor, inode)
-        )
-
-    def __len__(self) -> int:
-        return len(self._inodes)
-
-    def cut(self) -> int:
-        """Shut these connections down, both ways; return how many were still open."""
-        count = 0
+        """Hold what has been connected since `start()`."""
+        self.close()
         for inode, descriptor in _socket_descriptors():
-            if inode in self._inodes:
-                with _borrowed(descriptor, inode) as connection:
-                    if connection is not None:
-                        with contextlib.suppress(OSError):  # the peer was faster
-                            connection.shutdown(socket.SHUT_RDWR)
-                            count += 1
-        return count
+            if inode not in self._before:
+                self._hold(descriptor, inode)
+
+    def stop_hearing(self) -> None:
+        """Let every collective of this process that waits for a peer fail now; any thread."""
+        self._shut(socket.SHUT_RD)
+
+    def hang_up(self) -> None:
+        """Let every collective of a peer that waits for us fail, once it has what we have sent."""
+        self._shut(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Give the connections up; when no peer is in the group any more."""
+        held, self._held = self._held, []
+        for connection in held:
+            connection.close()
 
     def close_in_child(self) -> None:
-        """In a forked child: let go of the copies, or peers would not see the parent's end."""
+        """In a forked child: let go of all copies, or peers would not see the parent's end."""
+        mine = {os.fstat(connection.fileno()).st_ino for connection in self._held}
         null = os.open(os.devnull, os.O_RDWR)
         try:
             for inode, descriptor in _socket_descriptors():
-                if inode in self._inodes:
+                if inode in mine:  # replaced, not closed: gloo's copy of the number stays valid
                     os.dup2(null, descriptor, inheritable=False)
         finally:
             os.close(null)
 
-    def _is_peer(self, descriptor: int, inode: int) -> bool:
-        with _borrowed(descriptor, inode) as connection:
-            if connection is None or connection.type != socket.SOCK_STREAM:
-                return False
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                return False
-            try:
-                port = connection.getpeername()[1]
-            except OSError:
-                return False  # a listener
-            return bool(port != self._not_to)
+    def _shut(self, how: int) -> None:
+        for connection in list(self._held):
+            with contextlib.suppress(OSError):  # the peer was faster
+                connection.shutdown(how)
+
+    def _hold(self, descriptor: int, inode: int) -> None:
+        try:
+            copy = os.dup(descriptor)
+        except OSError:  # closed meanwhile
+            return
+        if os.fstat(copy).st_ino != inode:  # the number belongs to something else by now
+            os.close(copy)
+            return
+        connection = socket.socket(fileno=copy)
+        if self._is_peer(connection):
+            self._held.append(connection)
+        else:
+            connection.close()
+
+    def _is_peer(self, connection: socket.socket) -> bool:
+        if connection.type != socket.SOCK_STREAM:
+            return False
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        try:
+            return bool(connection.getpeername()[1] != self._not_to)
+        except OSError:
+            return False  # a listener
 
 
 def _socket_descriptors() -> list[tuple[int, int]]:
@@ -92,19 +115,3 @@ def _socket_descriptors() -> list[tuple[int, int]]:
         if target.startswith("socket:["):
             found.append((int(target[8:-1]), int(name)))
     return found
-
-
-@contextlib.contextmanager
-def _borrowed(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
-    """The socket behind a descriptor of somebody else; None where it is another one by now."""
-    try:
-        copy = os.dup(descriptor)
-    except OSError:
-        yield None
-        return
-    if os.fstat(copy).st_ino != inode:
-        os.close(copy)
-        yield None
-        return
-    with socket.socket(fileno=copy) as connection:
-        yield connection

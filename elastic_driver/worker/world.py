@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,9 @@ from elastic_driver.worker.link import Link, Standing
 from elastic_driver.worker.pulse import AT_ONCE, Pulse
 from elastic_driver.worker.wrapping import tear_down_wrapped
 
+GRACE_S = 0.25  # for collectives to fail by themselves, once told to leave at once
+LOOK_S = 1.0  # between two looks at a training thread that has not left yet
+
 
 class Membership:
     """This process's part in the job; made once, by the main thread.
@@ -34,13 +38,17 @@ class Membership:
         self.pulse = Pulse()
         self.world: World | None = None
         self.group: Group | None = None
-        self._link = Link(born, self.pulse, self._on_notice) if born is not None else None
+        self._link = (
+            Link(born, self.pulse, self._on_notice, self._tend) if born is not None else None
+        )
         self._left = 0  # the round left last
         self._speaker: object | None = None  # the state that READY was said of
         self._lock = threading.Lock()  # guards what follows: notices come on the heartbeat thread
         self._notice: Notice | None = None
         self._builder: GroupBuilder | None = None
         self._building = 0  # round `_builder` is at work for
+        self._broken_since: float | None = None  # when we were told to leave this round at once
+        self._parting: list[Group] = []  # left, while some peer may still be in it
 
     def speaks_for(self, state: object) -> bool:
         """Whether what this process said of its state when READY was said of this one.
@@ -63,6 +71,7 @@ class Membership:
         self.leave()
         if self._link is not None:
             self._link.stop()
+        self._end_parted()
         current.forget()
 
     # ---- joining -------------------------------------------------------------------------
@@ -135,9 +144,11 @@ class Membership:
         with self._lock:
             self.world, self.group = world, group
             self._left = world.round
+            self._broken_since = None
             self.pulse.entered(world.round, version)
             if self._notice is not None:  # it may have come while the group was built
                 self._obey(self._notice)
+        self._end_parted()  # whoever was in it is in this round, or gone
         current.enter(me.place, world.round)
 
     def _enter_alone(self) -> World:
@@ -156,18 +167,28 @@ class Membership:
 
     # ---- leaving -------------------------------------------------------------------------
 
-    def leave(self, broken: bool = False) -> None:
-        """Take the process group down; `broken`: cut what may still wait in it first."""
+    def leave(self) -> None:
+        """Take the process group down, healthy or broken; never waits for a peer.
+
+        A peer that should leave here too and has not heard of it finds its group broken. The
+        connections themselves stay open until the next round: see `sockets`.
+        """
         with self._lock:
             group, self.group = self.group, None
             self.pulse.left()
+            self._broken_since = None
         if group is None:
             return
-        if broken:
-            group.cut()
+        group.hang_up()
         tear_down_wrapped()
+        group.let_go()
         groups.uninstall()
-        group.end()
+        self._parting.append(group)
+
+    def _end_parted(self) -> None:
+        for group in self._parting:
+            group.end()
+        self._parting.clear()
 
     # ---- notices, on the heartbeat thread ------------------------------------------------
 
@@ -186,10 +207,24 @@ class Membership:
         pulse.leave_reason = notice.reason
         if _at_once(notice, pulse.round):
             pulse.leave_after = AT_ONCE
-            if self.group is not None:
-                self.group.cut()
+            self._broken_since = time.monotonic()
         elif notice.after_step is not None:
             pulse.leave_after = notice.after_step
+
+    def _tend(self) -> float | None:
+        """See that the training thread leaves a broken round; seconds until the next look.
+
+        A lost peer ends collectives by itself, at once. One that is stopped or cut off does not:
+        then we end them. Called by the heartbeat before each beat.
+        """
+        with self._lock:
+            if self._broken_since is None or self.group is None:
+                return None
+            waited = time.monotonic() - self._broken_since
+            if waited < GRACE_S:
+                return GRACE_S - waited
+            self.group.stop_hearing()
+        return LOOK_S
 
 
 def _at_once(notice: Notice, round_id: int) -> bool:

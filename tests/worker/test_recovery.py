@@ -1,0 +1,172 @@
+"""Real workers, really killed, stopped and added: what survives, and how soon."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_driver.core.messages import Notice
+from elastic_driver.worker import groups
+from tests.support.coordinator import Coordinator, eventually
+from tests.worker import training
+
+
+def assert_every_step_once_and_equal_everywhere(job: Coordinator, last: int) -> None:
+    """Each worker counts without gaps or repeats, and all agree on the state after each step."""
+    digests: dict[int, set[str]] = {}
+    for worker in job.processes:
+        lines = [line for line in job.records(worker) if line["step"] <= last]
+        for before, after in pairwise(lines):
+            assert after["step"] == before["step"] + 1, (worker, before, after)
+        for line in lines:
+            assert line["trail"] == line["step"], "an attribute was rolled back with its step"
+            digests.setdefault(line["step"], set()).add(line["digest"])
+    assert sorted(digests) == list(range(1, last + 1))
+    differing = {step: found for step, found in digests.items() if len(found) > 1}
+    assert not differing
+
+
+def test_survivors_go_on_in_the_same_processes_and_lose_no_step(tmp_path: Path) -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    dice = random.Random(seed)
+    with Coordinator(tmp_path, training.steps, 100000) as job:
+        alive = job.start(3)
+        took = []
+        for round_id in (1, 2):
+            job.until_step(dice.randrange(5, 40) + job.furthest(), alive, round_id)
+            victim = alive.pop(dice.randrange(len(alive)))
+            pids = {worker: job.pid(worker) for worker in alive}
+            killed_at = job.kill(victim)
+            job.until_step(1, alive, round_id + 1)
+            first = [
+                next(line["t"] for line in job.records(worker) if line["round"] == round_id + 1)
+                for worker in alive
+            ]
+            took.append(max(first) - killed_at)
+            assert {worker: job.newest(worker)["pid"] for worker in alive} == pids
+        print("kill to next step:", took)
+        last = min(job.newest(worker)["step"] for worker in alive)
+        assert_every_step_once_and_equal_everywhere(job, last)
+
+
+def test_a_newcomer_joins_at_a_boundary_with_the_whole_state(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, training.steps, 120) as job:
+        first = job.start(2)
+        job.until_step(10, first)
+        (newcomer,) = job.start(1, expected=False)
+        boundary = job.let_in([newcomer], margin=10)
+        assert job.wait([*first, newcomer]) == [0, 0, 0]
+        ends = {w: max(r["step"] for r in job.records(w) if r["round"] == 1) for w in first}
+        assert set(ends.values()) == {boundary}, "both left after the same step"
+        begun = job.records(newcomer)[0]
+        assert begun["step"] == boundary + 1
+        assert begun["size"] == 3
+        # Digests cover model, buffers, Adam, schedule and attributes: equal after every step.
+        assert_every_step_once_and_equal_everywhere(job, 120)
+        source = next(r for r in job.records(first[0]) if r["step"] == boundary + 1)
+        assert begun["random"] == source["random"], "its generators are those of its source"
+
+
+def test_a_survivor_that_misses_a_finished_step_receives_it(tmp_path: Path) -> None:
+    # All ranks leave round 1 by a failure; whoever committed further is the source.
+    with Coordinator(tmp_path, training.steps, 100000, 0.0) as job:
+        alive = job.start(4)
+        for round_id in (1, 2):
+            job.until_step(30 * round_id, alive, round_id)
+            job.kill(alive.pop())
+        job.until_step(job.furthest() + 20, alive, 3)
+        assert_every_step_once_and_equal_everywhere(job, min(job.newest(w)["step"] for w in alive))
+
+
+def test_a_mistake_in_the_script_ends_the_worker_with_its_own_traceback(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, training.fails_at, 5) as job:
+        zero, one = job.start(2)
+        assert job.wait([one]) == [1]
+        assert "a mistake of the script" in job.said(one)
+        assert 'raise Stops("a mistake of the script")' in job.said(one)
+        job.forget(one)
+        eventually(lambda: job.newest(zero).get("step", 0) > 5, "the other one goes on")
+
+
+def test_a_construction_is_abandoned_when_a_member_dies_before_it_connects(
+    tmp_path: Path,
+) -> None:
+    with Coordinator(tmp_path, training.steps, 100000) as job:
+        alive = job.start(2)
+        job.function, job.args = training.dies_while_joining, ()
+        (lost,) = job.start(1)
+        assert job.wait([lost]) == [9]
+        died_at = job.newest(lost)["t"]
+        job.forget(lost)
+        job.leave_now(f"{lost} died")
+        job.until_step(3, alive, 2)
+        first = max(job.records(worker)[0]["t"] for worker in alive)
+        print("from its death to the first step:", first - died_at)
+        assert first - died_at < groups.CONNECT_TIMEOUT_S / 10
+
+
+def test_a_stopped_peer_holds_nobody_once_the_driver_says_leave(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, training.steps, 100000) as job:
+        alive = job.start(3)
+        job.until_step(10, alive)
+        stopped = alive.pop()
+        job.stop(stopped)
+        reached = job.furthest()
+        job.forget(stopped)
+        job.leave_now(f"{stopped} is hung")
+        job.until_step(reached + 10, alive, 2)
+        last = min(job.newest(worker)["step"] for worker in alive)
+        assert_every_step_once_and_equal_everywhere(job, last)
+
+
+@pytest.mark.slow
+def test_a_hundred_changes_of_the_world_leak_neither_threads_nor_descriptors(
+    tmp_path: Path,
+) -> None:
+    with Coordinator(tmp_path, training.resumes_for_ever) as job:
+        workers = job.start(2)
+
+        def change(count: int) -> None:
+            for _ in range(count):
+                number = job.worlds[-1].round if job.worlds else 0
+                eventually(lambda n=number: entered(n), f"round {number} runs")
+                job.publish(Notice(number, None if number % 4 == 0 else 0, "a change"))
+                eventually(lambda n=number: job.worlds[-1].round > n, "the next round")
+            eventually(lambda: entered(job.worlds[-1].round), "the last round runs")
+
+        def entered(number: int) -> bool:
+            return all(job.newest(w).get("entered", -1) >= max(number, 1) for w in workers)
+
+        eventually(lambda: entered(1), "the first round runs")
+        change(10)
+        before: dict[str, Any] = {w: job.threads_and_descriptors(w) for w in workers}
+        change(100)
+        for worker in workers:
+            now = job.threads_and_descriptors(worker)
+            assert now[0] <= before[worker][0] + 1, (before[worker], now)
+            assert now[1] <= before[worker][1] + 4, (before[worker], now)
+
+
+def test_the_group_of_init_is_a_whole_torch_process_group(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, training.uses_torch_directly) as job:
+        workers = job.start(3)
+        assert job.wait(workers) == [0, 0, 0]
+        for worker in workers:
+            checks = job.newest(worker)["checks"]
+            assert checks.pop("backend") == groups.BACKEND
+            assert all(checks.values()), checks
+
+
+def test_each_worker_tells_of_its_first_step_once_a_round(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, training.steps, 100000) as job:
+        workers = job.start(2)
+        eventually(lambda: job.stepped(1) == set(workers), "both have told of round 1")
+        job.kill(workers.pop())
+        eventually(lambda: job.stepped(2) == set(workers), "the survivor has told of round 2")
+        told = [(e.worker, e.round) for e in job.events if type(e).__name__ == "WorkerStepped"]
+        assert len(told) == len(set(told))

@@ -1,0 +1,201 @@
+"""What the workers of these tests run: real, small, deterministic trainings.
+
+Each writes down every finished step with a digest of all its state, so that ranks and histories
+can be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import elastic_driver as elastic
+from elastic_driver.worker import session
+from tests.support.coordinator import Recorder
+
+
+class Stops(Exception):
+    """Raised by a script on purpose."""
+
+
+def digest(*things: Any) -> str:
+    """A hash of every tensor and value in these."""
+    found = hashlib.sha256()
+
+    def add(thing: Any) -> None:
+        if isinstance(thing, torch.Tensor):
+            found.update(thing.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        elif isinstance(thing, dict):
+            for key in sorted(thing, key=str):
+                found.update(str(key).encode())
+                add(thing[key])
+        elif isinstance(thing, list | tuple):
+            for item in thing:
+                add(item)
+        else:
+            found.update(repr(thing).encode())
+
+    for thing in things:
+        add(thing)
+    return found.hexdigest()[:16]
+
+
+def random_digest() -> str:
+    """A hash of the generators' states, without moving them."""
+    return digest(torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+
+
+class Everything:
+    """A model with buffers, Adam, a schedule and a counter, under a TorchState."""
+
+    def __init__(self, width: int = 32, **more: Any) -> None:
+        torch.manual_seed(int(os.environ["LOCAL_RANK"]))  # models differ until they are synced
+        self.model = nn.Sequential(
+            nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.1), nn.Linear(width, 1)
+        )
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, gamma=0.9)
+        self.state = elastic.TorchState(
+            model=self.model,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            step=0,
+            trail=[],
+            **more,
+        )
+
+    def digest(self) -> str:
+        state = self.state
+        return digest(
+            self.model.state_dict(),
+            self.optimizer.state_dict(),
+            self.schedule.state_dict(),
+            state.step,
+            state.trail[-5:],
+        )
+
+    def train_a_step(self, ddp: nn.Module) -> None:
+        state = self.state
+        generator = torch.Generator().manual_seed(state.step)
+        x = torch.randn(4, 8, generator=generator)
+        loss = (ddp(x) - x.sum(1, keepdim=True)).pow(2).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        state.step += 1
+        state.trail.append(state.step)
+
+    def note(self, record: Recorder) -> None:
+        record.note(
+            step=self.state.step,
+            version=self.state.version,
+            round=elastic.round_id(),
+            rank=elastic.rank(),
+            size=elastic.size(),
+            digest=self.digest(),
+            trail=len(self.state.trail),
+            random=random_digest(),
+        )
+
+
+def steps(path: str, count: int, pause: float = 0.01) -> None:
+    """Train `count` steps and write each down after its commit."""
+    job, record = Everything(), Recorder(path)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = elastic.wrap(state.model)
+        while state.step < count:
+            job.train_a_step(ddp)
+            try:
+                state.commit()
+            finally:
+                job.note(record)
+            time.sleep(pause)
+
+    train(job.state)
+
+
+def fails_at(path: str, step: int) -> None:
+    """A script with a bug of its own."""
+    job, record = Everything(), Recorder(path)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = elastic.wrap(state.model)
+        while True:
+            job.train_a_step(ddp)
+            state.commit()
+            job.note(record)
+            if state.step == step and elastic.rank() == 1:
+                raise Stops("a mistake of the script")
+
+    train(job.state)
+
+
+def resumes_for_ever(path: str) -> None:
+    """Note each entry into the training function; leave by notices only."""
+    job, record = Everything(width=8), Recorder(path)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = elastic.wrap(state.model)
+        record.note(entered=elastic.round_id(), step=state.step, round=elastic.round_id())
+        while True:
+            job.train_a_step(ddp)
+            state.commit()
+
+    train(job.state)
+
+
+def dies_while_joining(path: str) -> None:
+    """A member that is READY, is given a place, and dies before it connects."""
+    from elastic_driver.worker import context
+    from elastic_driver.worker.link import Link, Standing
+    from elastic_driver.worker.pulse import Pulse
+
+    born = context.from_environment()
+    assert born is not None
+    link = Link(born, Pulse(), lambda _: None, lambda: None)
+    link.start()
+    link.say_ready(0, Standing(), "started")
+    link.await_world(0)
+    Recorder(path).note(dying=True)
+    os._exit(9)
+
+
+def uses_torch_directly(path: str) -> None:
+    """Collectives of every kind on the group that `init()` made."""
+    import torch.distributed as dist
+
+    elastic.init()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    checks = {
+        "backend": dist.get_backend(),
+        "same": (rank, size) == (elastic.rank(), elastic.size()),
+    }
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bfloat16):
+        values = torch.ones(4).to(dtype)
+        dist.all_reduce(values)
+        checks[str(dtype)] = bool((values == size).all())
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank})
+    checks["objects"] = gathered == [{"rank": r} for r in range(size)]
+    part = dist.new_group([0, 1])
+    if rank < 2:
+        values = torch.ones(1)
+        dist.all_reduce(values, group=part)
+        checks["part"] = int(values) == 2
+    dist.barrier()
+    work = dist.broadcast(torch.zeros(1), 0, async_op=True)
+    work.wait()
+    Recorder(path).note(checks=checks)
+    assert session.membership() is not None
