@@ -1,7 +1,7 @@
 """An elastic job with durable checkpoints; knobs come from the environment.
 
-Trains to STEPS in steps of about STEP_MS milliseconds, with a checkpoint every EVERY steps in CHECKPOINTS.
-Its last line and every step record tell a fingerprint of model and optimizer.
+Trains to STEPS in steps of about STEP_MS milliseconds, with a checkpoint every EVERY steps in the
+folder CHECKPOINTS. Each step and its last line tell a fingerprint of model and optimizer.
 """
 
 import hashlib
