@@ -7,6 +7,7 @@ up because the driver is away, only when it refuses us. Times are seconds.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
@@ -22,12 +23,13 @@ from elastic_driver.worker.notes import say
 from elastic_driver.worker.pulse import Pulse
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
-from rendezvous.errors import UnreachableError
+from rendezvous.errors import RendezvousError, UnreachableError
 from rendezvous.torch_store import HTTPStore
-from rendezvous.wire import EVENTS_PATH
+from rendezvous.wire import EVENTS_PATH, Delete
 
 SLICE_S = 10.0  # of a wait for the next world
 MAX_REASON_CHARS = 1000
+GOODBYE_S = 1.0  # for the driver to hear that we stop beating; it may be gone
 
 _encode_event = msgspec.json.Encoder().encode
 
@@ -71,8 +73,12 @@ class Link:
         self._heart.start()
 
     def stop(self) -> None:
-        """Stop beating and close the connections, within a second."""
+        """Stop beating, say that we do so on purpose, and close the connections; soon."""
         self._heart.stop()
+        # A lease that ran out would be taken for a hang: the process may take long to end.
+        with contextlib.suppress(RendezvousError):
+            lease = contract.worker_lease(self.born.worker)
+            self._client.batch(Delete(lease), deadline=GOODBYE_S)
         self._client.close()
 
     def store(self, round_id: int) -> HTTPStore:
