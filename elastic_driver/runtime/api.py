@@ -6,6 +6,7 @@
 | `GET /v1/status` | the run and `core.status.JobStatus` as one JSON object |
 | `GET /v1/events?since=N` | `{"events": […], "last": n}`; with `text/event-stream` it goes on |
 | `POST /v1/scale` | 202; `{"num_proc": N}` within the job's bounds |
+| `/v1/shards/…` | see `runtime.shards` |
 
 Handlers run on the server's loop, decode and bound what arrives, and hand it on; every
 decision about the job is taken on the driver's mailbox thread. Errors have the form of
@@ -24,6 +25,7 @@ from msgspec import Meta, Struct
 
 from elastic_driver.core.events import ScaleRequested, WireEvent
 from elastic_driver.runtime.eventlog import EventLog
+from elastic_driver.runtime.shards import ShardRoutes
 from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import EVENTS_PATH
 
@@ -69,8 +71,10 @@ _ACCEPTED = msgspec.json.encode(Accepted())
 class DriverRoutes:
     """Handlers of the routes above."""
 
-    def __init__(self, driver: DriverPort, log: EventLog) -> None:
-        self._driver, self._log = driver, log
+    def __init__(
+        self, driver: DriverPort, log: EventLog, shards: ShardRoutes | None = None
+    ) -> None:
+        self._driver, self._log, self._shards = driver, log, shards
         self._streams = 0
 
     def add_to(self, app: web.Application) -> None:
@@ -79,6 +83,8 @@ class DriverRoutes:
         app.router.add_get(EVENTS_PATH, self.get_events, allow_head=False)
         app.router.add_get(STATUS_PATH, self.get_status, allow_head=False)
         app.router.add_post(SCALE_PATH, self.scale)
+        if self._shards is not None:
+            self._shards.add_to(app)
 
     async def post_event(self, request: web.Request) -> web.Response:
         """An agent or a worker has something to tell."""

@@ -38,6 +38,7 @@ from elastic_driver.core.events import (
 )
 from elastic_driver.core.job import Job
 from elastic_driver.core.messages import Failure, JobSpec, encode
+from elastic_driver.core.shard_messages import Quarantined
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
@@ -46,6 +47,7 @@ from elastic_driver.runtime.execution import Executor
 from elastic_driver.runtime.mail import AgentEnded, Hurry, LeaseExpired, Message, StatusAsked
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.rundir import RunDir
+from elastic_driver.runtime.shards import ShardRoutes
 from elastic_driver.runtime.starter import AgentStarter, StarterFactory
 from elastic_driver.settings import Settings
 from rendezvous.auth import make_token, write_token_file
@@ -110,6 +112,7 @@ class ElasticDriver:
         self._discovery = DiscoveryThread(
             discovery, interval=self._options.discovery_interval, post=self._mailbox.put
         )
+        self._shards = ShardRoutes(self._shard_quarantined)
         self._server: RendezvousServer | None = None
         self._starter: AgentStarter | None = None
         self._thread: threading.Thread | None = None
@@ -208,7 +211,7 @@ class ElasticDriver:
             self._log.open()
             token = make_token()
             write_token_file(self._run_dir.token_file, token)
-            routes = DriverRoutes(self, self._log)
+            routes = DriverRoutes(self, self._log, self._shards)
             self._server = RendezvousServer(
                 self._options.bind_host,
                 self._options.bind_port,
@@ -318,14 +321,29 @@ class ElasticDriver:
         match event:
             case WorkerStarted():
                 executor.worker_started(event)
+                self._shards.worker_started(event.worker)
             case WorkerExited():
+                blameless = event.exit_code == 0 or event.victim
+                planned = blameless or executor.was_told_to_stop(event.worker)
+                reason = None if planned else f"exit code {event.exit_code}"
+                self._shards.worker_gone(event.worker, reason)
                 executor.worker_exited(event)
+            case WorkerLost(worker=worker, reason=reason):
+                self._shards.worker_gone(worker, reason)
+            case AgentLost(host=host, reason=reason):
+                self._shards.host_gone(host, reason)
             case WorkerReady():
                 executor.tails.spoken = True
             case WorkerStepped(round=round_id):
                 executor.step_finished(round_id)
             case _:
                 pass
+
+    def _shard_quarantined(self, dataset: str, entry: Quarantined) -> None:
+        """On the server's loop: say it where it is seen, for the data will not be complete."""
+        text = f"data set {dataset}: {entry.shard.name} is in quarantine: {entry.reason}"
+        self._log.append("shard_quarantined", dataset=dataset, shard=entry.shard.name, reason=text)
+        self._reporter.note(text)
 
     def _lease_expired(self, key: str, executor: Executor) -> AgentLost | WorkerLost | None:
         """The event that an expired lease stands for."""
