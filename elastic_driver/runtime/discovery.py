@@ -128,7 +128,7 @@ class ScriptDiscovery:
         return parse_host_lines(
             output.decode("utf-8", "backslashreplace"),
             default_slots=self._default_slots,
-            source=f"discovery script {self._path}: line",
+            source=f"discovery script {self._path}",
         )
 
     def cancel(self) -> None:

@@ -50,7 +50,7 @@ class HostListError(UsageError):
 
     def __init__(self, source: str, line: int, text: str, problem: str) -> None:
         shown = text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
-        super().__init__(f"{source}: {line}: {shown!r}: {problem}")
+        super().__init__(f"{source} {line}: {shown!r}: {problem}")
         self.source, self.line, self.text, self.problem = source, line, text, problem
 
 
@@ -63,7 +63,9 @@ def parse_hosts(text: str, *, default_slots: int = 1, source: str = "-H") -> Hos
 def parse_host_lines(text: str, *, default_slots: int = 1, source: str) -> Hosts:
     """The hosts of a hostfile or of a discovery script's output; none at all is a result too."""
     lines = enumerate((line.partition("#")[0] for line in text.splitlines()), start=1)
-    return _collect([(n, line) for n, line in lines if line.strip()], default_slots, source)
+    return _collect(
+        [(n, line) for n, line in lines if line.strip()], default_slots, f"{source}, line"
+    )
 
 
 def check_host(name: str) -> str | None:

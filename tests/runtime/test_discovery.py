@@ -98,7 +98,7 @@ def test_a_script_that_is_missing_or_not_executable_is_a_usage_error(tmp_path: P
 
 def test_a_script_s_garbage_is_refused_whole_by_line_and_text(tmp_path: Path) -> None:
     path = write_script(tmp_path / "hosts.sh", "echo a:1; echo 'b: two'")
-    with pytest.raises(HostListError, match=r"line: 2: 'b: two'"):
+    with pytest.raises(HostListError, match=r"line 2: 'b: two'"):
         ScriptDiscovery(path, timeout=10.0).find()
     write_script(path, "head -c 100 /dev/urandom")
     with pytest.raises(HostListError):
@@ -172,7 +172,7 @@ def test_a_hostfile_must_be_there_and_right_at_the_start(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="not a regular file"):
         HostfileDiscovery(tmp_path / "fifo")
     (tmp_path / "bad").write_text("a:1\nb:x\n")
-    with pytest.raises(UsageError, match="bad: 2: 'b:x'"):
+    with pytest.raises(UsageError, match="bad, line 2: 'b:x'"):
         HostfileDiscovery(tmp_path / "bad")
 
 

@@ -107,7 +107,7 @@ def test_a_line_that_is_no_host_is_refused_by_number_and_text(line: str) -> None
         parse_host_lines(f"good:2\n{line}\n", source="discover.sh")
     error = caught.value
     assert error.line == 2
-    assert str(error).startswith("discover.sh: 2: ")
+    assert str(error).startswith("discover.sh, line 2: ")
     assert line[:20] in error.text
     assert "\n" not in str(error)
     assert "\x1b" not in str(error)
