@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
         if line.values[option]:
             print(render(), flush=True)
             return int(ExitCode.OK)
-    plan = make_plan(line, _facts(line, os.environ))
+    plan = make_plan(line, collect_facts(line, os.environ))
     run_dir = RunDir(Path(plan.state_dir), plan.spec.run_id)
     dry = line.values[o.DRY_RUN]
     check_plan(plan, os.environ, create=not dry)
@@ -50,7 +50,8 @@ def run(argv: Sequence[str]) -> int:
     return submit(plan, run_dir)
 
 
-def _facts(line: CommandLine, environ: Mapping[str, str]) -> Facts:
+def collect_facts(line: CommandLine, environ: Mapping[str, str]) -> Facts:
+    """What planning has to know of this machine; raises UsageError for an unreadable hostfile."""
     values = line.values
     state_dir = values[o.STATE_DIR]
     hostfile = values[o.HOSTFILE]

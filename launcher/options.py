@@ -21,10 +21,11 @@ HOSTS = "Hosts (one of them; default: this machine)"
 SIZE = "Size of the job"
 POLICY = "What to do when workers and hosts fail (times in seconds)"
 START = "Starting workers"
+CHECK = "Checking the nodes before training (docs/node-checks.md)"
 OUTPUT = "Output"
 STATE = "Identity and state"
 OTHER = "Other"
-GROUPS = (HOSTS, SIZE, POLICY, START, OUTPUT, STATE, OTHER)
+GROUPS = (HOSTS, SIZE, POLICY, START, CHECK, OUTPUT, STATE, OTHER)
 
 _DEFAULTS = Settings()
 
@@ -239,6 +240,14 @@ HEARTBEAT_TIMEOUT: Option[float] = Option(
     POLICY,
     "An agent or worker that is silent for this long is lost.",
 )
+HANG_TIMEOUT: Option[float | None] = Option(
+    "hang-timeout",
+    kinds.seconds(positive=False),
+    _DEFAULTS.hang_timeout,
+    POLICY,
+    "A worker that lives but makes no progress for this long hangs; 0: never (docs/hangs.md).",
+    shown="20 times the usual step, at least 60",
+)
 GRACE_PERIOD: Option[float] = Option(
     "grace-period",
     kinds.seconds(positive=False),
@@ -322,6 +331,41 @@ WARM: Option[int | None] = Option(
     START,
     "Processes kept warm on each host for workers to come; 0 starts every worker afresh.",
     shown="auto: one, if the command is Python and imports more than the standard library",
+)
+
+# ---- node check --------------------------------------------------------------------------
+
+NETWORK_CHECK: Option[bool] = Option(
+    "network-check",
+    kinds.flag(),
+    False,
+    CHECK,
+    "Run short tasks on all hosts in pairs before the job starts; it starts without the faulty "
+    "ones.",
+)
+COMM_PERF_TEST: Option[bool] = Option(
+    "comm-perf-test",
+    kinds.flag(),
+    False,
+    CHECK,
+    "The same, and show bandwidth and latency of the network.",
+)
+STRAGGLER_DETECTION: Option[bool] = Option(
+    "straggler-detection",
+    kinds.flag(),
+    False,
+    CHECK,
+    "The same, train a small transformer too, and name hosts more than twice as slow as usual.",
+)
+EXCLUDE_STRAGGLER: Option[bool] = Option(
+    "exclude-straggler", kinds.flag(), False, CHECK, "The same, and start without the slow ones."
+)
+CHECK_TIMEOUT: Option[float] = Option(
+    "check-timeout",
+    kinds.seconds(),
+    120.0,
+    CHECK,
+    "A task that takes longer has failed; also the time for agents to come up for the check.",
 )
 
 # ---- output ------------------------------------------------------------------------------

@@ -62,6 +62,21 @@ class ScriptHosts(Struct, frozen=True):
 HostSource: TypeAlias = FixedHosts | FileHosts | ScriptHosts
 
 
+class NodeCheckPlan(Struct, frozen=True):
+    """How the nodes are to be checked before the job starts."""
+
+    performance: bool  # show bandwidth and latency
+    stragglers: bool  # look for slow nodes
+    exclude_stragglers: bool
+    timeout: float  # seconds for a round's task
+    every_slot: bool  # a process for each slot (a GPU each), not one for each host
+
+    def describe(self) -> str:
+        """What is checked, in words."""
+        slow = "excluded" if self.exclude_stragglers else "named"
+        return f"faulty hosts are excluded{f', slow ones {slow}' if self.stragglers else ''}"
+
+
 class LaunchPlan(Struct, frozen=True):
     """Everything needed to start the job."""
 
@@ -77,6 +92,7 @@ class LaunchPlan(Struct, frozen=True):
     debug: bool
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
+    node_check: NodeCheckPlan | None = None  # None: none was asked for
     interfaces: tuple[str, ...] = ()  # that the workers and the rendezvous are to use
     notes: tuple[str, ...] = ()
     origins: tuple[tuple[str, str, str], ...] = ()  # (option, value, who said so)
@@ -98,6 +114,8 @@ class LaunchPlan(Struct, frozen=True):
             ("events", f"{self.state_dir}/{spec.run_id}/events.jsonl"),
             ("logs", spec.log_dir or "terminal only"),
         ]
+        if self.node_check is not None:
+            lines.append(("check", self.node_check.describe()))
         if spec.env:
             lines.append(("variables", " ".join(sorted(spec.env))))
         lines += [("note", note) for note in self.notes]
@@ -133,6 +151,7 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         backend=_backend(values, hosts),
         ssh_port=values[o.SSH_PORT],
         ssh_identity_file=values[o.SSH_IDENTITY_FILE],
+        node_check=_node_check(values, facts.machine),
         interfaces=() if interfaces is None else interfaces,
         bind=values[o.RDZV_ENDPOINT],
         state_dir=facts.state_dir,
@@ -216,6 +235,7 @@ def _settings(values: Values, size: Size) -> Settings:
         elastic_timeout=values[o.ELASTIC_TIMEOUT],
         start_timeout=values[o.START_TIMEOUT],
         heartbeat_timeout=values[o.HEARTBEAT_TIMEOUT],
+        hang_timeout=values[o.HANG_TIMEOUT],
         grace_period=values[o.GRACE_PERIOD],
         stop_grace=values[o.STOP_GRACE],
         last_call=values[o.LAST_CALL],
@@ -247,6 +267,23 @@ def _spec(values: Values, settings: Settings, facts: Facts, command: tuple[str, 
         timestamp=values[o.PREFIX_OUTPUT_WITH_TIMESTAMP],
         warm=values[o.WARM],
         preload=values[o.PRELOAD],
+        hang_timeout=settings.hang_timeout,
+    )
+
+
+def _node_check(values: Values, machine: Machine) -> NodeCheckPlan | None:
+    """Each of the four flags asks for the check; the later ones for more of it."""
+    exclude = values[o.EXCLUDE_STRAGGLER]
+    slow = values[o.STRAGGLER_DETECTION] or exclude
+    performance = values[o.COMM_PERF_TEST]
+    if not (values[o.NETWORK_CHECK] or performance or slow):
+        return None
+    return NodeCheckPlan(
+        performance=performance,
+        stragglers=slow,
+        exclude_stragglers=exclude,
+        timeout=values[o.CHECK_TIMEOUT],
+        every_slot=machine.gpus > 0,
     )
 
 

@@ -30,6 +30,7 @@ from elastic_driver.runtime.rundir import RunDir
 from launcher.backends.select import make_starter_factory, remote_hosts
 from launcher.backends.ssh_command import SshOptions, alive_interval
 from launcher.network import Whereabouts, decide_whereabouts
+from launcher.nodecheck import WithoutHosts, check_before_training
 from launcher.plan import FileHosts, FixedHosts, HostSource, LaunchPlan, ScriptHosts
 from launcher.precheck import precheck
 
@@ -44,11 +45,23 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     """Run the job; returns its exit status. Raises ElasticError where it cannot be started."""
     discovery = make_discovery(plan.hosts)
     plan, whereabouts = meet_the_hosts(plan, discovery)
+    starter = make_starter_factory(plan.backend, whereabouts)
+    if plan.node_check is not None:
+        hosts = discovery.find()
+        bad = check_before_training(
+            plan,
+            plan.node_check,
+            hosts,
+            starter=starter,
+            bind_host=whereabouts.bind_host,
+            run_dir=run_dir,
+        )
+        plan, discovery = without(plan, hosts, bad), WithoutHosts(discovery, bad)
     driver = ElasticDriver(
         settings=plan.settings,
         spec=plan.spec,
         discovery=discovery,
-        starter=make_starter_factory(plan.backend, whereabouts),
+        starter=starter,
         run_dir=run_dir,
         reporter=Reporter(
             sys.stderr, level=Level(plan.verbosity + 1), as_json=plan.log_format == "json"
@@ -70,22 +83,28 @@ def meet_the_hosts(plan: LaunchPlan, discovery: HostDiscovery) -> tuple[LaunchPl
     A discovery that fails now is no mistake: the driver asks again, and each host is then checked
     as its agent is started. Raises ClusterError where too few hosts are fit.
     """
-    options = SshOptions(
-        port=plan.ssh_port,
-        identity_file=plan.ssh_identity_file,
-        alive_interval=alive_interval(plan.settings.heartbeat_timeout),
-    )
     try:
         hosts = () if plan.backend == "local" else discovery.find()
     except ElasticError:
         hosts = ()
     remote = remote_hosts(plan.backend, hosts)
-    bind = numeric_address(plan.bind[0])
-    whereabouts = decide_whereabouts(bind, remote, plan.interfaces, options)
-    problems = precheck(remote, options, plan.spec.cwd) if remote else {}
+    whereabouts = find_whereabouts(plan, hosts)
+    problems = precheck(remote, whereabouts.options, plan.spec.cwd) if remote else {}
     for problem in problems.values():
         print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
     return without(plan, hosts, problems), whereabouts
+
+
+def find_whereabouts(plan: LaunchPlan, hosts: Hosts) -> Whereabouts:
+    """Where the rendezvous is to be, for these hosts to reach it."""
+    options = SshOptions(
+        port=plan.ssh_port,
+        identity_file=plan.ssh_identity_file,
+        alive_interval=alive_interval(plan.settings.heartbeat_timeout),
+    )
+    remote = remote_hosts(plan.backend, hosts)
+    bind = numeric_address(plan.bind[0])
+    return decide_whereabouts(bind, remote, plan.interfaces, options)
 
 
 def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> LaunchPlan:
