@@ -17,15 +17,19 @@ from typing import Any
 from torch.distributed import HashStore, Store
 
 from elastic_driver.core.messages import Member, Notice, World
+from elastic_driver.errors import ExitCode
 from elastic_driver.worker import current, groups
 from elastic_driver.worker.context import WorkerContext, alone
 from elastic_driver.worker.groups import Group, GroupBuilder, RoundOverError
 from elastic_driver.worker.link import Link, Standing
+from elastic_driver.worker.notes import say
 from elastic_driver.worker.pulse import AT_ONCE, Pulse
+from elastic_driver.worker.stuck import TrainingThread
 from elastic_driver.worker.wrapping import tear_down_wrapped
 
 GRACE_S = 0.25  # for collectives to fail by themselves, once told to leave at once
 LOOK_S = 1.0  # between two looks at a training thread that has not left yet
+HOPELESS_LOOKS = 8  # a collective that is to end does so within milliseconds
 
 
 class Membership:
@@ -48,6 +52,7 @@ class Membership:
         self._builder: GroupBuilder | None = None
         self._building = 0  # round `_builder` is at work for
         self._broken_since: float | None = None  # when we were told to leave this round at once
+        self._thread = TrainingThread()
         self._parting: list[Group] = []  # left, while some peer may still be in it
 
     def speaks_for(self, state: object) -> bool:
@@ -145,6 +150,7 @@ class Membership:
             self.world, self.group = world, group
             self._left = world.round
             self._broken_since = None
+            self._thread.forget()
             self.pulse.entered(world.round, version)
             if self._notice is not None:  # it may have come while the group was built
                 self._obey(self._notice)
@@ -215,7 +221,8 @@ class Membership:
         """See that the training thread leaves a broken round; seconds until the next look.
 
         A lost peer ends collectives by itself, at once. One that is stopped or cut off does not:
-        then we end them. Called by the heartbeat before each beat.
+        then we end them. Where even that does not help, this process is of no more use (see
+        `stuck`) and ends. Called by the heartbeat before each beat.
         """
         with self._lock:
             if self._broken_since is None or self.group is None:
@@ -224,7 +231,13 @@ class Membership:
             if waited < GRACE_S:
                 return GRACE_S - waited
             self.group.stop_hearing()
-        return LOOK_S
+            if self._thread.asleep_in_a_collective() < HOPELESS_LOOKS:
+                return LOOK_S
+        say(
+            f"WorldBrokenError: a collective of round {self.pulse.round} was not ended by the loss "
+            f"of its peer ({self.pulse.leave_reason}); this worker ends, to be replaced"
+        )
+        os._exit(ExitCode.UNAVAILABLE)
 
 
 def _at_once(notice: Notice, round_id: int) -> bool:

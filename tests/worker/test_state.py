@@ -1,0 +1,318 @@
+"""What a state keeps, rolls back, and reports, in one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
+from elastic_driver.worker import session
+from elastic_driver.worker.link import Standing
+from elastic_driver.worker.pulse import AT_ONCE
+from elastic_driver.worker.state import ObjectState, State, TorchState
+
+
+@pytest.fixture
+def alone(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """A world of one in this process."""
+    session.init()
+    yield
+    session.shutdown()
+
+
+class Position:
+    """A sampler in miniature."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.resets = 0
+
+    def advance(self) -> None:
+        self.at += 1
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def job(**more: Any) -> TorchState:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    return TorchState(model=model, optimizer=optimizer, step=0, **more)
+
+
+def step(state: TorchState) -> None:
+    state.optimizer.zero_grad()
+    state.model(torch.randn(8, 3)).sum().backward()
+    state.optimizer.step()
+
+
+def values(module: nn.Module) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in module.state_dict().values()]
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---- attributes --------------------------------------------------------------------------
+
+
+def test_attributes_are_read_and_written_like_any_objects() -> None:
+    state = ObjectState(epoch=0, seen=[])
+    state.epoch += 1
+    state.seen.append(3)
+    assert (state.epoch, state.seen) == (1, [3])
+    with pytest.raises(AttributeError, match=r"no 'batch'; give it to the constructor"):
+        _ = state.batch
+
+
+@pytest.mark.parametrize("name", ["commit", "version", "_values"])
+def test_a_name_of_the_states_own_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="choose another name"):
+        State(**{name: 1})
+
+
+def test_restore_puts_back_values_that_were_changed_in_place() -> None:
+    state = ObjectState(step=1, seen=[1, {"a": [2]}], table={"x": torch.zeros(2)})
+    state.commit()
+    state.step = 2
+    state.seen[1]["a"].append(5)
+    state.table["x"] += 1
+    state.restore()
+    assert state.step == 1
+    assert state.seen == [1, {"a": [2]}]
+    assert torch.equal(state.table["x"], torch.zeros(2))
+    state.seen[1]["a"].append(6)
+    state.restore()
+    assert state.seen == [1, {"a": [2]}], "the copy itself is not handed out"
+
+
+# ---- clean and dirty ---------------------------------------------------------------------
+
+
+def test_a_step_makes_the_state_dirty_and_a_commit_clean() -> None:
+    state = job()
+    assert state.standing() == Standing(version=-1, clean=True)
+    state.commit()
+    assert state.standing() == Standing(version=0, clean=True)
+    step(state)
+    assert not state.clean
+    assert state.standing() == Standing(version=1, clean=False)
+    state.commit()
+    assert state.standing() == Standing(version=1, clean=True)
+
+
+def test_a_step_that_was_interrupted_is_dirty_and_counts_as_no_step() -> None:
+    state = job()
+    state.commit()
+    with pytest.raises(KeyError):
+        state.optimizer.step(lambda: {}["no loss"])
+    assert state.standing() == Standing(version=0, clean=False)
+
+
+def test_restore_of_a_clean_state_touches_no_parameter_but_all_small_things() -> None:
+    state = job(schedule=None)
+    state.schedule = torch.optim.lr_scheduler.StepLR(state.optimizer, 1, gamma=0.5)
+    step(state)
+    state.schedule.step()
+    state.commit()
+    kept = values(state.model)
+    pointers = [p.data_ptr() for p in state.model.parameters()]
+    drawn = (random.random(), float(np.random.rand()), float(torch.rand(1)))
+    state.restore()
+    state.model(torch.randn(8, 3)).sum().backward()  # moves running means, makes gradients
+    state.optimizer.param_groups[0]["lr"] = 9.0
+    state.schedule.last_epoch = 77
+    state.restore()
+    assert equal(values(state.model), kept)
+    assert [p.data_ptr() for p in state.model.parameters()] == pointers
+    assert all(p.grad is None for p in state.model.parameters())
+    assert state.optimizer.param_groups[0]["lr"] == 0.05
+    assert state.schedule.last_epoch == 1
+    assert (random.random(), float(np.random.rand()), float(torch.rand(1))) == drawn
+
+
+def test_restore_of_a_dirty_state_leaves_it_as_it_is() -> None:
+    state = job()
+    state.commit()
+    step(state)
+    state.step = 1
+    kept = values(state.model)
+    state.restore()
+    assert equal(values(state.model), kept)
+    assert state.step == 1
+    assert not state.clean
+
+
+def test_a_snapshot_is_exact_after_any_number_of_steps() -> None:
+    state = job(snapshot=True)
+    step(state)
+    state.commit()
+    kept, moments = (
+        values(state.model),
+        [s["exp_avg"].clone() for s in state.optimizer.state.values()],
+    )
+    for _ in range(3):
+        step(state)
+    assert state.clean, "it can be put back"
+    state.restore()
+    assert equal(values(state.model), kept)
+    assert equal([s["exp_avg"] for s in state.optimizer.state.values()], moments)
+
+
+def test_a_model_without_an_optimizer_is_kept_as_a_snapshot() -> None:
+    state = TorchState(model=nn.Linear(2, 2))
+    state.commit()
+    kept = values(state.model)
+    with torch.no_grad():
+        state.model.weight += 1
+    state.restore()
+    assert equal(values(state.model), kept)
+
+
+def test_an_optimizer_that_is_exchanged_is_followed() -> None:
+    state = job()
+    state.commit()
+    old = state.optimizer
+    state.optimizer = torch.optim.SGD(state.model.parameters(), lr=0.1)
+    old.step()
+    assert state.clean
+    step(state)
+    assert not state.clean
+
+
+# ---- positions ---------------------------------------------------------------------------
+
+
+def test_a_position_moves_with_the_step_and_goes_back_with_the_commit() -> None:
+    state = job(sampler=Position())
+    step(state)
+    assert state.sampler.at == 1, "no moment in which weights and position disagree"
+    state.commit()
+    state.sampler.at = 50
+    state.restore()
+    assert state.sampler.at == 1
+    state.on_reset()
+    assert state.sampler.resets == 1
+
+
+def test_of_two_optimizers_the_first_moves_the_position() -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    state = TorchState(model=model, sampler=Position(), a=optimizers[0], b=optimizers[1])
+    model(torch.ones(1, 2)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert state.sampler.at == 1
+
+
+class Scaler:
+    """The public face of `torch.amp.GradScaler`, without a device."""
+
+    def __init__(self) -> None:
+        self.scale = 8.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
+def test_a_step_that_the_scaler_skipped_has_used_its_batch_up() -> None:
+    state = job(sampler=Position(), scaler=Scaler())
+    state.commit()
+    state.scaler.scale = 4.0  # infinite gradients: no optimizer step, a lower scale
+    state.commit()
+    assert state.sampler.at == 1
+    state.commit()  # the end of an epoch, say
+    assert state.sampler.at == 1
+
+
+# ---- commits -----------------------------------------------------------------------------
+
+
+def test_a_commit_interrupts_at_the_named_step_and_not_before() -> None:
+    state = ObjectState(step=0)
+    state.commit()
+    state._pulse.leave_reason, state._pulse.leave_after = "a host joins", 2
+    state.commit()
+    state.check_host_updates()
+    with pytest.raises(HostsUpdatedInterrupt, match="a host joins"):
+        state.commit()
+    assert (state.version, state.clean) == (2, True)
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.check_host_updates()
+
+
+def test_told_to_leave_at_once_any_commit_interrupts() -> None:
+    state = ObjectState(step=0)
+    state._pulse.leave_after = AT_ONCE
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.commit()
+
+
+def test_commit_copies_no_parameter_and_no_optimizer_tensor() -> None:
+    state = job()
+    step(state)
+    state.commit()
+    large = {p.data_ptr() for p in state.model.parameters()}
+    large |= {t.data_ptr() for s in state.optimizer.state.values() for t in s.values()}
+    with _Recorder() as seen:
+        state.commit()
+    assert not large & seen.touched
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the memory of every tensor that an operation reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.touched: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for arg in args:
+            for tensor in arg if isinstance(arg, list | tuple) else [arg]:
+                if isinstance(tensor, torch.Tensor):
+                    self.touched.add(tensor.data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+# ---- alone -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_first_sync_counts_as_committed_and_later_ones_do_nothing() -> None:
+    state = job()
+    state.sync()
+    assert state.standing() == Standing(version=0, clean=True)
+    step(state)
+    state.sync()
+    assert not state.clean, "once a round"
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_attribute_that_could_not_be_sent_is_named_at_the_first_sync() -> None:
+    class Odd:
+        pass
+
+    state = ObjectState(step=0, helper=Odd())
+    with pytest.raises(UsageError, match=r"attribute 'helper' cannot be sent.*state_dict\(\)"):
+        state.sync()

@@ -1,0 +1,61 @@
+"""What counts as a training thread that sleeps in a collective for good."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from elastic_driver.worker.stuck import TrainingThread
+from tests.support.coordinator import eventually
+
+
+def watched(filename: str, wait: Callable[[], object]) -> TrainingThread:
+    """A thread that waits in a function of a file of this name, seen from outside."""
+    made: list[TrainingThread] = []
+    namespace = {"wait": wait, "made": made, "TrainingThread": TrainingThread}
+    code = "def run():\n    made.append(TrainingThread())\n    while not wait(): pass\n"
+    exec(compile(code, filename, "exec"), namespace)  # noqa: S102 - a frame with a chosen name
+    run = namespace["run"]
+    assert callable(run)
+    threading.Thread(target=run, daemon=True).start()
+    return eventually(lambda: made, "the thread runs")[0]
+
+
+@pytest.mark.parametrize(
+    "filename",
+    ["/x/torch/distributed/distributed_c10d.py", "/x/torch/nn/parallel/distributed.py"],
+)
+def test_a_thread_that_sleeps_in_a_collective_is_counted(filename: str) -> None:
+    end = threading.Lock()
+    with end:
+        thread = watched(filename, end.acquire)
+        eventually(lambda: thread.asleep_in_a_collective() >= 3, "three looks in a row", 5)
+        thread.forget()
+        assert thread.asleep_in_a_collective() == 0
+
+
+def test_a_thread_that_waits_elsewhere_is_not() -> None:
+    end = threading.Lock()
+    with end:
+        thread = watched("/x/train.py", end.acquire)
+        assert {thread.asleep_in_a_collective() for _ in range(20)} == {0}
+
+
+def test_a_thread_that_computes_is_not() -> None:
+    end = threading.Event()
+    thread = watched("/x/torch/distributed/x.py", end.is_set)
+    try:
+        looks = []
+
+        def ran() -> bool:
+            before = thread._processor_time()
+            eventually(lambda: thread._processor_time() > before, "it computes", 10)
+            looks.append(thread.asleep_in_a_collective())
+            return len(looks) == 5
+
+        eventually(ran, "five looks", 30)
+        assert set(looks) == {0}
+    finally:
+        end.set()
