@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from elastic_driver.worker.run import run
     from elastic_driver.worker.sampler import ElasticSampler
     from elastic_driver.worker.session import init, shutdown
+    from elastic_driver.worker.signs import busy, report_progress
+    from elastic_driver.worker.sharded import ShardedDataset
+    from elastic_driver.worker.shards import IncompleteDataError, ShardClient
     from elastic_driver.worker.state import ObjectState, State, TorchState
     from elastic_driver.worker.wrapping import wrap
 
@@ -34,11 +37,15 @@ __all__ = [
     "ElasticSampler",
     "FixedBatch",
     "HostsUpdatedInterrupt",
+    "IncompleteDataError",
     "ObjectState",
+    "ShardClient",
+    "ShardedDataset",
     "State",
     "TorchState",
     "WorldBrokenError",
     "allocate_microbatches",
+    "busy",
     "cross_rank",
     "cross_size",
     "init",
@@ -46,6 +53,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "report_progress",
     "round_id",
     "run",
     "shutdown",
@@ -58,12 +66,17 @@ _HOME = {
     "ElasticSampler": "worker.sampler",
     "FixedBatch": "worker.batches",
     "HostsUpdatedInterrupt": "errors",
+    "IncompleteDataError": "worker.shards",
     "ObjectState": "worker.state",
+    "ShardClient": "worker.shards",
+    "ShardedDataset": "worker.sharded",
     "State": "worker.state",
     "TorchState": "worker.state",
     "WorldBrokenError": "errors",
     "allocate_microbatches": "core.batch",
+    "busy": "worker.signs",
     "init": "worker.session",
+    "report_progress": "worker.signs",
     "run": "worker.run",
     "shutdown": "worker.session",
     "wrap": "worker.wrapping",

@@ -160,6 +160,11 @@ class RendezvousClient:
         within = self.timeout if deadline is None else deadline
         return json.loads(self._call("GET", path, None, within, self.timeout))
 
+    def put_json(self, path: str, body: bytes, deadline: float | None = None) -> None:
+        """PUT a JSON document (as bytes); repeats are harmless, a PUT being what it is."""
+        within = self.timeout if deadline is None else deadline
+        self._call("PUT", path, body, within, self.timeout)
+
     # ---- life ----------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -93,9 +93,9 @@ class ResumeRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Resumed(Struct, frozen=True):
-    """The tokens of a `ResumeRequest` that still are the worker's."""
+    """The tokens of a `ResumeRequest` that are not the worker's any more."""
 
-    tokens: tuple[int, ...]
+    lost: tuple[int, ...]
 
 
 class ExtendRequest(Struct, frozen=True, forbid_unknown_fields=True):

@@ -81,7 +81,7 @@ class ShardLedger:
         self._last_done: dict[str, tuple[Shard, int]] = {}  # so that a repeated report is no error
         self._epoch = 0
         self._done = self._done_records = 0
-        self._next_token = 1
+        self._first_token = self._next_token = 1  # first: of those that still count
 
     # ---- what workers ask ----------------------------------------------------------------
 
@@ -182,25 +182,25 @@ class ShardLedger:
         return [self._lock_up(shard, past.losses, f"a member of {worker}: {reason}")]
 
     def resume(self, worker: str, held: Mapping[int, int], now: float) -> list[int]:
-        """What of the shards in `held` (token → records trained) the worker still has: tokens.
+        """Agree with `worker` on what it holds, as token → records trained; tokens to let go.
 
-        All others it had go back to the front: nobody knows of them any more.
+        Those are the ones that others have, or will get, or that are in quarantine. What it has
+        and does not name goes back to the front: nobody knows of it any more. A token that was
+        reported done may be named again, by a world that rolled back; it trains the records anew.
         """
-        mine = self._holders.get(worker)
-        if mine is None:
-            return []
         self.renew(worker, now)
-        kept = [token for token in mine.tokens.values() if token in held]
-        forgotten = [shard for shard, token in mine.tokens.items() if token not in held]
-        for shard, token in mine.tokens.items():
+        mine = self._holders.get(worker, _Holder(expires=now)).tokens
+        for shard, token in mine.items():
             past = self._past.get(shard)
             if past is not None and held.get(token, 0) > past.progress:
                 past.progress, past.losses = held[token], min(past.losses, 1)
+        forgotten = [shard for shard, token in mine.items() if token not in held]
         for shard in forgotten:
-            self._past.setdefault(shard, _Past()).tokens.add(mine.tokens[shard])
+            self._past.setdefault(shard, _Past()).tokens.add(mine[shard])
             self._drop(worker, shard)
         self._returned.extendleft(reversed(forgotten))
-        return kept
+        lost = {token for past in self._past.values() for token in past.tokens}
+        return [token for token in held if token in lost or token < self._first_token]
 
     # ---- what is known -------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class ShardLedger:
         self._poison = {_records(entry.shard): entry for entry in state.quarantined}
         self._done, self._done_records = state.done, state.done_records
         self._epoch = max((shard.epoch for shard in state.outstanding), default=self._epoch)
-        self._next_token = max(self._next_token, state.next_token)
+        self._first_token = self._next_token = max(self._next_token, state.next_token)
 
     # ---- inside --------------------------------------------------------------------------
 

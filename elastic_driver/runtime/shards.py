@@ -229,13 +229,13 @@ class ShardRoutes:
         return json_answer(verdict)
 
     async def resume(self, request: web.Request) -> web.Response:
-        """Which shards a holder still has."""
+        """Which shards a holder has no more."""
         asked = await read_json(request, _decode_resume)
         _, data = self._open(request, asked.dataset)
         now = asyncio.get_running_loop().time()
-        kept = data.ledger.resume(asked.worker, asked.held, now)
+        lost = data.ledger.resume(asked.worker, asked.held, now)
         data.changed()
-        return json_answer(Resumed(tuple(kept)))
+        return json_answer(Resumed(tuple(lost)))
 
     async def extend(self, request: web.Request) -> web.Response:
         """A stream has more records, or a partition's last one is known."""
