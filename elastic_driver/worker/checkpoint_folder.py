@@ -147,16 +147,15 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_document(path: Path, document: Struct) -> None:
-    """Put a document in place: a line with its checksum, a line of JSON."""
+    """Put a document in place: a line with its checksum, then JSON."""
     body = msgspec.json.encode(document)
     with replacing(path) as fresh:
-        fresh.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body + b"\n")
+        fresh.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
 
 
 def read_document(path: Path, kind: type[T]) -> T:
     """The document in a file; raises `DamagedError` where it is another, OSError unreadable."""
     digest, _, body = path.read_bytes().partition(b"\n")
-    body = body.removesuffix(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise DamagedError(f"{path.name} does not have the checksum it was written with")
     try:

@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background: one daemon thread a process, started with the first one.
+"""Writes checkpoints in the background, on a daemon thread that lives while there is work for it.
 
 Every rank writes its share and reports it; the lowest rank also waits for all reports, without
 holding up its next share, and then completes the checkpoint. Ranks learn of each other through the
@@ -62,6 +62,7 @@ class Writer:
         self._awaited: list[_Awaited] = []
         self._thread: threading.Thread | None = None
         self._owner = os.getpid()
+        self._waited_for_at_exit = False
         self._in_trouble = False  # the last attempt failed, and that was said
 
     # ---- called by the training thread ---------------------------------------------------
@@ -76,11 +77,13 @@ class Writer:
         with self._changed:
             self._share = share
             self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="elastic-checkpoints", daemon=True
-            )
-            self._thread.start()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="elastic-checkpoints", daemon=True
+                )
+                self._thread.start()
+        if not self._waited_for_at_exit:
+            self._waited_for_at_exit = True
             atexit.register(self.drain)
 
     def drain(self, own: float = EXIT_S, others: float = EXIT_OTHERS_S) -> bool:
@@ -101,6 +104,9 @@ class Writer:
         pause = FIRST_LOOK_S
         while True:
             with self._changed:
+                if self._share is None and not self._awaited:
+                    self._thread = None
+                    return
                 self._changed.wait_for(
                     lambda: self._share is not None, pause if self._awaited else None
                 )

@@ -1,0 +1,266 @@
+"""Ranks that share the writing, meeting in the folder only: here as objects in one process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_driver.core.messages import Member, SlotInfo, World
+from elastic_driver.worker import checkpoint, checkpoint_writer
+from elastic_driver.worker import checkpoint_folder as folders
+from elastic_driver.worker.checkpoint import Checkpoints, Schedule
+from elastic_driver.worker.parts import part_for
+from elastic_driver.worker.rng import RandomStates
+from elastic_driver.worker.sharing import Shared
+from tests.support.coordinator import eventually
+
+
+def world(size: int, round_id: int = 1) -> World:
+    members = tuple(
+        Member(f"host.{rank}.1", SlotInfo("host", rank, rank, rank, 0, size, size, 1, 0, 1))
+        for rank in range(size)
+    )
+    return World(round_id, members, "test")
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test leaves half-written is not waited for when the tests end."""
+    monkeypatch.setattr(checkpoint_writer, "PATIENCE_S", 20.0)
+    monkeypatch.setattr(checkpoint_writer.atexit, "register", lambda _: None)
+
+
+def shared(seed: int, **more: Any) -> Shared:
+    """A state with tensors of many kinds: dtypes, scalars, strides, one without elements."""
+    make = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, dtype=torch.float64))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=make))
+    values: dict[str, Any] = {
+        "model": model,
+        "half": torch.rand(11, 2, generator=make).bfloat16(),
+        "flags": torch.rand(13, generator=make) > 0.5,
+        "turned": torch.rand(4, 6, generator=make).t(),
+        "scalar": torch.tensor(seed),
+        "none": torch.zeros(0, 4),
+        "nested": {"list": [torch.rand(2, 2, 2, generator=make), seed], "a.b": "text"},
+        **more,
+    }
+    found = {name: part_for(name, value) for name, value in values.items()}
+    parts = {name: part for name, part in found.items() if part is not None}
+    return Shared(parts, values, RandomStates())
+
+
+def contents(state: Shared) -> list[Any]:
+    plain: list[Any] = [(n, v.tolist()) for n, v in state.values["model"].state_dict().items()]
+    for name in ("half", "flags", "turned", "scalar", "none"):
+        plain.append((name, state.values[name].dtype, state.values[name].tolist()))
+    inner = state.values["nested"]
+    return [*plain, inner["list"][0].tolist(), inner["list"][1], inner["a.b"]]
+
+
+class Ranks:
+    """The members of one world."""
+
+    def __init__(self, root: Path, size: int, round_id: int = 1, keep: int = 3) -> None:
+        self.root = root
+        self.each = [Checkpoints(Schedule(root, every=10, keep=keep)) for _ in range(size)]
+        self.enter(world(size, round_id))
+
+    def enter(self, new: World) -> None:
+        for rank, one in enumerate(self.each[: new.size]):
+            one.entered(new, rank)
+
+    def take(self, version: int, state: Shared) -> None:
+        for one in self.each:
+            one.take(state, version)
+
+    def drain(self) -> bool:
+        """Wait for all, rank 0 last; whether nothing is under way any more."""
+        drained = [one.drain() for one in reversed(self.each)]
+        return all(drained)
+
+    def complete(self) -> list[int | None]:
+        found = folders.checkpoints(self.root) if self.root.exists() else []
+        return [folders.version_of(path) for path in found if folders.is_complete(path)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
+def test_whatever_the_number_of_writers_one_reader_gets_the_same(tmp_path: Path, size: int) -> None:
+    state = shared(1)
+    ranks = Ranks(tmp_path, size)
+    ranks.take(10, state)
+    assert ranks.drain()
+    found = shared(2)
+    assert Checkpoints(Schedule(tmp_path, 10)).load_newest(found) == 10
+    assert contents(found) == contents(state)
+
+
+def test_each_rank_writes_its_share_only(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 4)
+    ranks.take(10, shared(1, big=torch.zeros(1000, 1000)))
+    assert ranks.drain()
+    sizes = [path.stat().st_size for path in tmp_path.glob("step-*/__*_0.distcp")]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.05 * 1_000_000
+    assert min(sizes) > 0.95 * 1_000_000
+
+
+def test_what_is_written_is_the_state_at_the_commit(tmp_path: Path) -> None:
+    state = shared(1)
+    expected = contents(state)
+    ranks = Ranks(tmp_path, 2)
+    ranks.take(10, state)
+    with torch.no_grad():
+        for parameter in state.values["model"].parameters():
+            parameter.zero_()  # the training goes on at once
+    state.values["scalar"].fill_(0)
+    assert ranks.drain()
+    found = shared(2)
+    ranks.each[0].load_newest(found)
+    assert contents(found) == expected
+
+
+def test_a_checkpoint_is_complete_when_the_last_rank_has_reported(tmp_path: Path) -> None:
+    ranks, state = Ranks(tmp_path, 3), shared(1)
+    ranks.each[0].take(state, 10)
+    ranks.each[2].take(state, 10)
+    assert ranks.each[0]._writer.is_free(10)
+    assert ranks.each[2].drain()
+    assert ranks.complete() == []
+    ranks.each[1].take(state, 10)
+    assert ranks.drain()
+    assert ranks.complete() == [10]
+
+
+def test_one_that_lost_a_writer_stays_half_written_and_goes_with_the_next(tmp_path: Path) -> None:
+    ranks, state = Ranks(tmp_path, 2), shared(1)
+    ranks.each[0].take(state, 10)  # rank 1 was killed before its share
+    ranks.each[0].entered(world(1, round_id=2), 0)
+    ranks.each[0].take(state, 20)
+    assert ranks.each[0].drain()
+    assert ranks.complete() == [20]
+    assert len(folders.checkpoints(tmp_path)) == 1
+
+
+def test_the_rests_of_an_earlier_attempt_at_the_same_step_are_not_taken_for_ours(
+    tmp_path: Path,
+) -> None:
+    before = Ranks(tmp_path, 2)
+    before.each[1].take(shared(1), 10)
+    assert before.each[1].drain()
+    after = Ranks(tmp_path, 2, round_id=2)
+    after.each[0].take(shared(2), 10)
+    assert after.each[0]._writer.is_free(10)
+    assert after.complete() == []
+    after.each[1].take(shared(2), 10)
+    assert after.drain()
+    found = shared(3)
+    after.each[0].load_newest(found)
+    assert contents(found) == contents(shared(2))
+
+
+def test_a_failing_rank_is_named_once_and_so_is_its_recovery(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from elastic_driver.worker import checkpoint_format
+
+    write, full = checkpoint_format.write_share, True
+
+    def fails_on_rank_1(folder: Path, staging: Any) -> Any:
+        if staging.rank == 1 and full:
+            raise OSError(28, os.strerror(28))
+        return write(folder, staging)
+
+    monkeypatch.setattr(checkpoint_format, "write_share", fails_on_rank_1)
+    ranks, state = Ranks(tmp_path / "c", 2), shared(1)
+    for version in (10, 20):
+        ranks.take(version, state)
+        assert ranks.drain()
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "step 10" in said[0]
+    assert "rank 1: No space left on device" in said[0]
+    assert folders.checkpoints(tmp_path / "c") == []
+    full = False
+    for version in (30, 40):
+        ranks.take(version, state)
+        assert ranks.drain()
+    assert ranks.complete() == [40, 30]
+    assert "checkpoints are written again" in capsys.readouterr().err
+
+
+def test_ranks_with_different_tensors_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = Ranks(tmp_path, 2)
+    ranks.each[0].take(shared(1), 10)
+    ranks.each[1].take(shared(1, more=torch.zeros(2)), 10)
+    assert ranks.drain()
+    assert ranks.complete() == []
+    assert "rank 1 has other tensors than rank 0" in capsys.readouterr().err
+
+
+def test_reports_that_never_come_are_given_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_writer, "PATIENCE_S", 0.2)
+    ranks = Ranks(tmp_path, 2)
+    ranks.each[0].take(shared(1), 10)
+    assert ranks.each[0].drain()
+    assert folders.checkpoints(tmp_path) == []
+    assert "not every rank has written its part" in capsys.readouterr().err
+
+
+def test_a_disk_that_hangs_holds_training_up_once_and_not_for_ever(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from elastic_driver.worker import checkpoint_format
+
+    write, answers = checkpoint_format.write_share, threading.Event()
+
+    def hangs(folder: Path, staging: Any) -> Any:
+        assert answers.wait(30)
+        return write(folder, staging)
+
+    monkeypatch.setattr(checkpoint_format, "write_share", hangs)
+    monkeypatch.setattr(checkpoint, "HOLD_UP_S", 0.1)
+    ranks, state = Ranks(tmp_path, 1), shared(1)
+    for version in (10, 20, 30):
+        ranks.take(version, state)
+    assert capsys.readouterr().err.count("has not answered for 0.1 s") == 1
+    answers.set()
+    eventually(lambda: ranks.complete() == [10], "the disk answers")
+    assert ranks.drain()
+    ranks.take(40, state)
+    assert ranks.drain()
+    assert ranks.complete() == [40, 10]
+
+
+def test_no_thread_is_left_when_all_is_written(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 3)
+    for version in (10, 20):
+        ranks.take(version, shared(1))
+    assert ranks.drain()
+    eventually(
+        lambda: not any(t.name == "elastic-checkpoints" for t in threading.enumerate()),
+        "every thread has ended",
+        within=10,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_its_parents_writer(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2)
+    ranks.each[0].take(shared(1), 10)  # never complete
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if ranks.each[0].drain() else 1)
+    assert os.waitpid(child, 0)[1] == 0
