@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import statistics
@@ -42,7 +43,7 @@ def test_survivors_keep_their_process_and_the_world_grows_back_after_each_kill()
     args = ("-np", "3", "--min-np", "1", "--", TRAIN)
     with elasticrun(*args, env={"STEPS": "100000"}) as job:
         took = []
-        for _ in range(5):
+        for _ in range(int(os.environ.get("E2E_KILLS", "5"))):
             pids = set(job.until_size(3, steps=dice.randrange(2, 40)))
             victim = dice.choice(sorted(pids))
             killed_at = job.kill(victim)
