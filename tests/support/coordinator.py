@@ -64,9 +64,9 @@ class Coordinator:
         self.automatic = True  # whether a round forms as soon as it can
         self._lock = threading.RLock()
         self._born = 0
-        token = make_token()
-        self._token_file = write_token_file(folder / "token", token)
-        self.server = RendezvousServer(token=token, routes=self._routes)
+        self._token = make_token()
+        self._token_file = write_token_file(folder / "token", self._token)
+        self.server = RendezvousServer(token=self._token, routes=self._routes)
 
     def __enter__(self) -> Coordinator:
         self.server.start()
@@ -85,6 +85,16 @@ class Coordinator:
             process.kill()
             process.join()
         self.server.stop()
+
+    def come_back(self) -> None:
+        """A new server at the place of the one that was stopped, without its memory."""
+        self.server = RendezvousServer(
+            port=self.server.port,
+            token=self._token,
+            routes=self._routes,
+            first_revision=1 << 32,
+        )
+        self.server.start()
 
     # ---- workers -------------------------------------------------------------------------
 

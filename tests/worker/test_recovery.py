@@ -170,3 +170,44 @@ def test_each_worker_tells_of_its_first_step_once_a_round(tmp_path: Path) -> Non
         eventually(lambda: job.stepped(2) == set(workers), "the survivor has told of round 2")
         told = [(e.worker, e.round) for e in job.events if type(e).__name__ == "WorkerStepped"]
         assert len(told) == len(set(told))
+
+
+def test_training_goes_on_without_a_driver_and_obeys_the_next_one(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, training.steps, 100000) as job:
+        workers = job.start(2)
+        job.until_step(5, workers)
+        port = job.server.port
+        job.server.stop()
+        job.until_step(max(job.newest(w)["step"] for w in workers) + 30, workers)
+        job.come_back()
+        assert job.server.port == port
+        job.kill(workers.pop())
+        job.until_step(1, workers, 2)
+        assert_every_step_once_and_equal_everywhere(job, job.newest(workers[0])["step"])
+
+
+def test_children_of_a_data_loader_neither_beat_nor_keep_a_dead_workers_connections(
+    tmp_path: Path,
+) -> None:
+    with Coordinator(tmp_path, training.loads_data_in_children) as job:
+        workers = job.start(2)
+        job.until_step(5, workers)
+        victim = workers.pop()
+        children = job.newest(victim)["children"]
+        assert children
+        killed_at = job.kill(victim, notice=False)
+        # Nobody says that it is gone: only the end of its connections tells.
+        job.until_step(1, workers, 2)
+        first = next(r["t"] for r in job.records(workers[0]) if r["round"] == 2)
+        assert first - killed_at < 5
+        assert not any(r["connected"] for r in job.records(workers[0]) if "connected" in r)
+
+
+def test_members_that_break_again_and_again_without_a_step_end_with_the_error(
+    tmp_path: Path,
+) -> None:
+    with Coordinator(tmp_path, training.disagrees) as job:
+        workers = job.start(2)
+        assert 1 in job.wait(workers)
+        assert any("gloo/transport" in job.said(worker) for worker in workers)
+        assert len(job.worlds) <= 4

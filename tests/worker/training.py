@@ -199,3 +199,49 @@ def uses_torch_directly(path: str) -> None:
     work.wait()
     Recorder(path).note(checks=checks)
     assert session.membership() is not None
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    """A data set whose samples say whether the process that read them held on to the group."""
+
+    def __len__(self) -> int:
+        return 100000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.002)
+        return torch.tensor([os.getpid(), int(session.membership() is not None)])
+
+
+def loads_data_in_children(path: str) -> None:
+    """Train with two loader processes, forked while the group stands."""
+    job, record = Everything(), Recorder(path)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = elastic.wrap(state.model)
+        loader = torch.utils.data.DataLoader(
+            Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork"
+        )
+        for batch in loader:
+            job.train_a_step(ddp)
+            state.commit()
+            record.note(
+                step=state.step,
+                round=elastic.round_id(),
+                children=sorted(set(batch[:, 0].tolist()) - {os.getpid()}),
+                connected=bool(batch[:, 1].any()),
+            )
+
+    train(job.state)
+
+
+def disagrees(path: str) -> None:
+    """Raise what a broken group raises, in every round, before any step."""
+    job, record = Everything(width=8), Recorder(path)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        record.note(step=state.step, round=elastic.round_id())
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer, always")
+
+    train(job.state)
