@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from elastic_driver.worker.run import run
     from elastic_driver.worker.sampler import ElasticSampler
     from elastic_driver.worker.session import init, shutdown
-    from elastic_driver.worker.signs import busy, report_progress
     from elastic_driver.worker.sharded import ShardedDataset
     from elastic_driver.worker.shards import IncompleteDataError, ShardClient
+    from elastic_driver.worker.signs import busy, report_progress
     from elastic_driver.worker.state import ObjectState, State, TorchState
     from elastic_driver.worker.wrapping import wrap
 

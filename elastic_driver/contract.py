@@ -14,6 +14,7 @@ ROUND = "ELASTIC_ROUND"
 RENDEZVOUS = "ELASTIC_RENDEZVOUS"  # http://host:port
 TOKEN_FILE = "ELASTIC_TOKEN_FILE"  # noqa: S105 - the path of a 0600 file, never the token
 HEARTBEAT_TIMEOUT = "ELASTIC_HEARTBEAT_TIMEOUT"  # seconds
+HANG_TIMEOUT = "ELASTIC_HANG_TIMEOUT"  # seconds; 0: off, not set: adapts to the step time
 VIRTUAL_WORKERS = "ELASTIC_VIRTUAL_WORKERS"  # --virtual-workers, by default --max-np
 
 # ---- variables of a worker (torchrun's) --------------------------------------------------

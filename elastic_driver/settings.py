@@ -28,6 +28,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     elastic_timeout: float = 600.0  # below min_np for this long: give up
     start_timeout: float = 600.0
     heartbeat_timeout: float = 30.0
+    hang_timeout: float | None = None  # no progress for this long; None: adapts to the step, 0: off
     grace_period: float = 30.0  # after the first success for the rest; before SIGKILL: stop_grace
     stop_grace: float = 5.0
     last_call: float = 0.02  # coalesces changes that arrive together

@@ -7,7 +7,7 @@ monotonic seconds.
 
 from __future__ import annotations
 
-from elastic_driver.core import placement
+from elastic_driver.core import hangs, placement
 from elastic_driver.core.endings import record_loss
 from elastic_driver.core.messages import Failure
 from elastic_driver.core.outcome import KILLED, Cause
@@ -21,6 +21,8 @@ def advance(job: JobState, now: float) -> None:
     for worker in job.registry.having(WorkerState.STARTING, WorkerState.READY):
         if worker.leaving and worker.admitted is None:  # it never took part: nothing to leave
             job.stop_worker(worker, worker.leaving)
+    if job.round.stalls:
+        _end_hangs(job, now)
     if job.round.state is RoundState.COMPLETE:
         _watch_changes(job, now)
     if job.round.state is RoundState.CLOSING:
@@ -106,13 +108,18 @@ def _hurry_stragglers(job: JobState, now: float) -> None:
         job.leave_round(now, reason, at_boundary=False)
 
 
-def give_up_worker(job: JobState, worker: Worker, reason: str, now: float) -> bool:
+def _end_hangs(job: JobState, now: float) -> None:
+    for worker, reason, stall in hangs.culprits(job, now):
+        give_up_worker(job, worker, reason, now, stack=stall.stack)
+
+
+def give_up_worker(job: JobState, worker: Worker, reason: str, now: float, **evidence: str) -> bool:
     """A worker hangs: have it killed, and go on without it; False where that is no news."""
     if not job.registry.apply(worker, News.LOST):
         return False
     job.order_kill(worker, reason)
     heard = job.fleet.is_ready(worker.host)
-    job.announce("worker_hung" if heard else "worker_lost", reason, worker)
+    job.announce("worker_hung" if heard else "worker_lost", reason, worker, **evidence)
     failure = Failure(worker.id, worker.place.rank, worker.host, worker.pid, KILLED)
     record_loss(job, worker, failure, Cause.HUNG, now)
     return True

@@ -6,7 +6,7 @@ are not in them: `Job.handle(event, now)` is told the time, in monotonic seconds
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -61,6 +61,27 @@ class WorkerStepped(Struct, frozen=True, tag="worker_stepped", forbid_unknown_fi
     worker: WorkerId
     round: Count
     step: Count
+
+
+class WorkerStalled(Struct, frozen=True, tag="worker_stalled", forbid_unknown_fields=True):
+    """A worker lives, but its training thread has made no progress for longer than its limit.
+
+    Told when the limit passes, and again each time `seconds` has doubled. `where` the thread
+    stands: "collective" means that it waits for peers. `stack`: the thread's, innermost last.
+    """
+
+    worker: WorkerId
+    round: Count
+    seconds: Annotated[float, Meta(ge=0.0, le=1e9)]
+    where: Literal["collective", "elsewhere"]
+    stack: Text
+
+
+class WorkerResumed(Struct, frozen=True, tag="worker_resumed", forbid_unknown_fields=True):
+    """A worker that said it had stalled makes progress again."""
+
+    worker: WorkerId
+    round: Count
 
 
 class WorkerExited(Struct, frozen=True, tag="worker_exited", forbid_unknown_fields=True):
@@ -122,7 +143,15 @@ class Tick(Struct, frozen=True, tag="tick"):
     """Nothing but time has passed; sent when `Job.deadline()` is reached."""
 
 
-WireEvent = AgentReady | WorkerStarted | WorkerReady | WorkerStepped | WorkerExited
+WireEvent = (
+    AgentReady
+    | WorkerStarted
+    | WorkerReady
+    | WorkerStepped
+    | WorkerStalled
+    | WorkerResumed
+    | WorkerExited
+)
 Event = (
     WireEvent
     | HostsDiscovered

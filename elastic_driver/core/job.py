@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elastic_driver.core import elastic, endings, placement, plain
+from elastic_driver.core import elastic, endings, hangs, placement, plain
 from elastic_driver.core.events import (
     AgentLost,
     AgentReady,
@@ -27,6 +27,8 @@ from elastic_driver.core.events import (
     WorkerExited,
     WorkerLost,
     WorkerReady,
+    WorkerResumed,
+    WorkerStalled,
     WorkerStarted,
     WorkerStepped,
 )
@@ -56,6 +58,8 @@ class Job:
             WorkerStarted: self._worker_started,
             WorkerReady: self._worker_ready,
             WorkerStepped: self._worker_stepped,
+            WorkerStalled: self._worker_stalled,
+            WorkerResumed: self._worker_resumed,
             WorkerExited: self._worker_exited,
             WorkerLost: self._worker_lost,
             ScaleRequested: self._scale_requested,
@@ -281,9 +285,20 @@ class Job:
             job.ignore(f"step of {worker.id} in round {event.round}, which is over")
             return
         worker.stepped = job.fruitful = True
+        job.mismatches = 0
         job.round.stepped = job.round.stepped or in_round
         job.budget.step_finished()
         job.hosts.step_finished(worker.host)
+
+    def _worker_stalled(self, event: WorkerStalled, now: float) -> None:
+        worker = self._known(event.worker, "stall")
+        if worker is not None and not hangs.stalled(self.state, worker, event, now):
+            self.state.ignore(f"{worker.id} stalled in round {event.round}, which it has left")
+
+    def _worker_resumed(self, event: WorkerResumed, _now: float) -> None:
+        worker = self._known(event.worker, "progress")
+        if worker is not None and not hangs.resumed(self.state, worker, event):
+            self.state.ignore(f"{worker.id} goes on, and was not known to stand still")
 
     def _worker_exited(self, event: WorkerExited, now: float) -> None:
         job = self.state

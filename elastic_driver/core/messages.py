@@ -90,6 +90,7 @@ class JobSpec(Struct, frozen=True):
     timestamp: bool = False  # prefix output lines with the time
     warm: int | None = None  # processes kept warm on each host; 0: none, None: the agent decides
     preload: tuple[str, ...] = ("torch",)  # modules a warm parent imports
+    hang_timeout: float | None = None  # seconds without progress; None: adapts, 0: never
 
 
 class StartWorkerOrder(Struct, frozen=True, tag="start_worker"):

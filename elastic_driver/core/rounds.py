@@ -8,8 +8,12 @@ Who may be a member and when a round is complete is decided by `elastic` and `pl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_driver.core.hangs import Stall
 
 
 class RoundState(str, Enum):
@@ -47,6 +51,7 @@ class Round:
     placed_at: float | None = None  # FORMING: `placed` was decided then
     need: int = 0  # the number of workers it settled for when they were placed
     started_at: float | None = None  # FORMING: the last of `placed` is up since then
+    stalls: dict[str, Stall] = field(default_factory=dict)  # members that stand still
 
     def enter(self, state: RoundState, now: float) -> None:
         """Move on; raises ValueError where the table does not allow it."""

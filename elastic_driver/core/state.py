@@ -62,6 +62,7 @@ class JobState:
     first_loss_at: float | None = None  # of `losses`
     last_loss_at: float | None = None
     vacated: list[tuple[str, int]] = field(default_factory=list)  # slots to fill again first
+    mismatches: int = 0  # rounds broken for collectives that do not match, without a step since
     first_success: float | None = None  # when the first member finished its script
     grace_over: bool = False  # the others' grace period has passed, and it was said
     end: EndJob | None = None

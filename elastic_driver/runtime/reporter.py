@@ -54,6 +54,8 @@ _WORDS: dict[str, tuple[Level, str]] = {
     "worker_exited": (Level.VERBOSE, "worker {worker} exited"),
     "worker_lost": (Level.NORMAL, "worker {worker} lost"),
     "worker_hung": (Level.NORMAL, "worker {worker} hangs"),
+    "worker_stalled": (Level.NORMAL, "worker {worker} stands still"),
+    "worker_resumed": (Level.NORMAL, "worker {worker} goes on"),
     "round_opened": (Level.VERBOSE, "round {round} opened"),
     "round_completed": (Level.NORMAL, "round {round} complete: {world}"),
     "round_closed": (Level.VERBOSE, "round {round} closed"),

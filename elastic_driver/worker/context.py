@@ -35,6 +35,7 @@ class WorkerContext(Struct, frozen=True, kw_only=True):
     endpoint: str  # http://host:port
     token_file: str
     heartbeat_timeout: float
+    hang_timeout: float | None = None  # None: adapts to the step time; 0: off
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext | None:
@@ -75,6 +76,11 @@ def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext 
         token_file=env[contract.TOKEN_FILE],
         heartbeat_timeout=_number(
             env, contract.HEARTBEAT_TIMEOUT, DEFAULT_HEARTBEAT_TIMEOUT_S, float
+        ),
+        hang_timeout=(
+            _number(env, contract.HANG_TIMEOUT, 0.0, float)
+            if env.get(contract.HANG_TIMEOUT)
+            else None
         ),
     )
 

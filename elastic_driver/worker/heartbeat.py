@@ -12,6 +12,7 @@ worker) has no such thread and never beats. Times are seconds.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -21,6 +22,7 @@ from elastic_driver.core.events import WorkerStepped
 from elastic_driver.core.messages import Notice, Progress, decode, encode
 from elastic_driver.worker.notes import say
 from elastic_driver.worker.pulse import Pulse
+from elastic_driver.worker.watch import StallWatch
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import AbortedError, RendezvousError
 from rendezvous.wire import EVENTS_PATH, Entries, Set, Watch
@@ -50,9 +52,11 @@ class Heartbeat:
         timeout: float,
         on_notice: Callable[[Notice], None],
         tend: Callable[[], float | None],
+        watch: StallWatch,
     ) -> None:
         self._worker, self._client, self._pulse = worker, client, pulse
         self._timeout, self._on_notice, self._tend = timeout, on_notice, tend
+        self._watch = watch
         self._longest = min(timeout / 3, LONGEST_WAIT_S)
         self._wait = FIRST_WAIT_S
         self._seen = 0  # revision of the newest notice
@@ -89,9 +93,8 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                due = self._tend()
-                wait = self._next_wait()
-                self._beat(wait if due is None else min(wait, due))
+                due = [self._tend(), self._look(), self._next_wait()]
+                self._beat(min(wait for wait in due if wait is not None))
                 self._tell()
             except AbortedError:
                 return
@@ -116,6 +119,13 @@ class Heartbeat:
         if entry is not None and entry.revision > self._seen:
             self._seen = entry.revision
             self._on_notice(decode(Notice, entry.value))
+
+    def _look(self) -> float | None:
+        """Tell the driver where the training thread stands still; seconds to the next look."""
+        news = self._watch.look(time.monotonic())
+        if news is not None:
+            self._client.post_json(EVENTS_PATH, _events.encode(news))
+        return self._watch.due(time.monotonic())
 
     def _progress(self) -> tuple[Set, ...]:
         pulse = self._pulse

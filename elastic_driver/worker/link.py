@@ -21,6 +21,7 @@ from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat import Heartbeat
 from elastic_driver.worker.notes import say
 from elastic_driver.worker.pulse import Pulse
+from elastic_driver.worker.watch import StallWatch
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError, UnreachableError
@@ -66,6 +67,7 @@ class Link:
             timeout=born.heartbeat_timeout,
             on_notice=on_notice,
             tend=tend,
+            watch=StallWatch(born.worker, pulse, born.hang_timeout),
         )
 
     def start(self) -> None:

@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 
 NEVER = sys.maxsize  # leave after this step: not before the end of time
 AT_ONCE = -1  # any commit is late enough
+KEPT_TIMES = 101  # step times from which the usual one is taken
 
 
 class Pulse:
     """How far this process is, and when it has been asked to leave its round."""
 
     __slots__ = (
+        "alive_at",
+        "busy_until",
         "committed_at",
         "leave_after",
         "leave_reason",
         "round",
+        "signs",
         "step_time",
+        "step_times",
         "steps",
         "version",
     )
@@ -34,6 +40,10 @@ class Pulse:
         self.version = -1  # committed steps in all; written by the training thread at each commit
         self.committed_at = time.monotonic()  # likewise
         self.step_time = 0.0  # seconds the last step took; likewise
+        self.alive_at = self.committed_at  # last sign of life of the training thread; its own
+        self.busy_until = 0.0  # until then it may be silent, as it said; its own
+        self.signs = 0  # commits and reported steps in this round; its own
+        self.step_times: deque[float] = deque(maxlen=KEPT_TIMES)  # of all rounds; its own
         self.leave_after = NEVER  # written by the heartbeat thread
         self.leave_reason = ""  # written before `leave_after`, so that it is there when needed
 
@@ -42,12 +52,20 @@ class Pulse:
         now = time.monotonic()
         self.step_time, self.committed_at, self.version = now - self.committed_at, now, version
         self.steps += 1
+        self.reported(now)
         return version >= self.leave_after
+
+    def reported(self, now: float) -> None:
+        """Note a step, committed or only reported, at this moment."""
+        self.step_times.append(now - self.alive_at)
+        self.alive_at = now
+        self.signs += 1
 
     def entered(self, round_id: int, version: int) -> None:
         """Note a new round, in which no step was committed and nobody was asked to leave yet."""
-        self.committed_at, self.version = time.monotonic(), version
-        self.leave_after, self.steps = NEVER, 0
+        self.committed_at = self.alive_at = time.monotonic()
+        self.version = version
+        self.leave_after, self.steps, self.signs = NEVER, 0, 0
         self.round = round_id
 
     def left(self) -> None:

@@ -28,6 +28,7 @@ _NOT_INHERITED = frozenset(
         contract.RENDEZVOUS,
         contract.TOKEN_FILE,
         contract.HEARTBEAT_TIMEOUT,
+        contract.HANG_TIMEOUT,
         contract.VIRTUAL_WORKERS,
     )
 )
@@ -55,6 +56,8 @@ def worker_environment(
     for name, value in _defaults(order, meeting.interface).items():
         env.setdefault(name, value)
     env.update(_torchrun_names(spec, order))
+    if spec.hang_timeout is not None:
+        env[contract.HANG_TIMEOUT] = repr(spec.hang_timeout)
     env.update(
         {
             contract.RUN_ID: spec.run_id,
