@@ -44,6 +44,7 @@ AT_ONCE = 32  # connections being set up; sshd and our cores are spared
 START_S = 60.0  # from the connection to the agent's first sign
 END_S = 15.0  # for one attempt to kill an agent
 CLOSE_S = 6.0  # the same, when the job is over
+SURELY_UP_S = 3.0  # an agent that is not known to be gone after this time has lost its connection
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 _LAST_WORDS_S = 3.0
 _MAX_SAID = 4096
@@ -180,12 +181,8 @@ class SshBackend:
         if code != CONNECTION_FAILED:
             # A shell's way of telling a signal.
             return describe_end(agent.host, 128 - code if code > 128 else code)
-        self._say(
-            f"lost the ssh connection to {agent.host}; its agent goes on, what its workers print "
-            "is not shown any more"
-        )
         await self._await_end(agent)
-        return f"the agent on {agent.host} has ended, its ssh connection was lost before"
+        return f"the agent on {agent.host} was killed, or ended after its ssh connection was lost"
 
     async def _connect(self, agent: _RemoteAgent) -> asyncio.Task[int]:
         """Return when the agent is up, or will never be; its ssh client's end."""
@@ -236,14 +233,22 @@ class SshBackend:
     async def _await_end(self, agent: _RemoteAgent) -> None:
         """Over new connections, wait until the agent is gone; for ever if need be.
 
+        ssh's status says neither whether the connection broke nor whether the agent was killed.
         An agent whose host is gone too is ended by `kill`, when its lease has expired.
         """
+        patience = asyncio.get_running_loop().call_later(
+            SURELY_UP_S,
+            self._say,
+            f"lost the ssh connection to {agent.host}; its agent goes on, what its workers print "
+            "is not shown any more",
+        )
         delay = FIRST_RETRY_S
-        while True:
-            await asyncio.sleep(delay)
-            if await self._run(agent.host, "wait", agent.name) == 0:
-                return
-            delay = min(2 * delay, LONGEST_RETRY_S)
+        try:
+            while await self._run(agent.host, "wait", agent.name) != 0:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LONGEST_RETRY_S)
+        finally:
+            patience.cancel()
 
     async def _kill(self, key: tuple[str, int], patience: float) -> None:
         """End an agent on its host; where that fails, it is as good as gone for the driver."""

@@ -204,13 +204,18 @@ class Node:
         except FileNotFoundError:
             return None
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it was turned on, and not killed since."""
+        return self._outer is not None
+
     def console(self) -> str:
         """What sshd has said."""
         return self._console.read_text(errors="replace")[-2000:]
 
     def inside(self, *argv: str, cwd: str = "/") -> list[str]:
         """`argv` as a command that runs in the node."""
-        if self.pid is None or self._outer is None:
+        if self.pid is None or not self.is_up:
             raise RuntimeError(f"{self.name} is off")
         return [
             *("nsenter", f"--target={self.pid}", "--mount", "--uts", "--ipc", "--net", "--pid"),
@@ -219,7 +224,7 @@ class Node:
 
     def processes(self) -> list[psutil.Process]:
         """Every process of the node but its sshd's."""
-        if self._outer is None:
+        if not self.is_up:
             return []
         found = []
         mine = os.stat(f"/proc/{self.pid}/ns/pid").st_ino

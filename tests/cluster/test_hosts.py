@@ -1,0 +1,209 @@
+"""Hosts are lost in every way a host can be lost; the others go on, and lost ones come back.
+
+Real sshds, agents and gloo groups on four hosts. Bounds: a loss that the host's kernel tells of is
+known at once, a silent one within the heartbeat timeout; `SLACK_S` is for a busy test machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.support.cluster import Cluster, Node
+from tests.support.cluster_job import HEARTBEAT_S, ClusterJob, elasticrun_on, now
+from tests.support.job import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SLACK_S = 3.0
+FOUR = ("-np", "4", "--min-np", "1", "-H", "node[0-3]:1")
+ALL = {"node0", "node1", "node2", "node3"}
+
+
+def lose(job: ClusterJob, fault: Callable[[], None], host: str) -> tuple[float, float, int]:
+    """Break a host; seconds until the driver knew and until all others had trained on, and the
+    round that was lost."""
+    before = job.newest_round()
+    at = now()
+    fault()
+    job.together(3, above=before)
+    known = job.wait_event("agent_lost", host, since=at)["t"] - at
+    trained = job.first_step_after(before, ALL - {host}) - at
+    print(f"known after {known:.2f} s, trained on after {trained:.2f} s")
+    return known, trained, before
+
+
+def assert_clean_end(job: ClusterJob) -> None:
+    """Interrupt the job; it ends as it should, and nothing of it is left on any host."""
+    job.signal(signal.SIGINT)
+    assert job.wait(30) == 130, job.describe()
+    eventually(
+        lambda: not job.left_behind(),
+        within=10,
+        what="nothing is left on any host",
+        context=lambda: f"{job.left_behind()}\n{job.describe()}",
+    )
+
+
+def kill_processes(node: Node) -> None:
+    for process in node.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def test_a_job_on_four_hosts_trains_to_its_end_and_leaves_nothing(cluster: Cluster) -> None:
+    with elasticrun_on(cluster, "-np", "8", "-H", "node[0-3]:2", steps=50) as job:
+        assert job.wait(120) == 0, job.describe()
+        done = [line for line in job.stdout.splitlines() if "done step=50" in line]
+        assert sorted(line[:12] for line in done) == [f"[{n}]<stdout>:" for n in range(8)]
+        assert len({line.split("digest=")[1].split()[0] for line in done}) == 1
+        job.check_steps(set())
+        assert job.left_behind() == {}
+
+
+def test_all_processes_of_a_host_are_killed(cluster: Cluster) -> None:
+    with elasticrun_on(cluster, *FOUR) as job:
+        job.together(4)
+        known, trained, _ = lose(job, lambda: kill_processes(cluster.node("node1")), "node1")
+        assert known < SLACK_S
+        assert trained < SLACK_S
+        job.together(4, above=job.newest_round())
+        job.check_steps({"node1"})
+        assert_clean_end(job)
+
+
+def test_a_host_without_power_is_lost_in_time_and_comes_back(cluster: Cluster) -> None:
+    with elasticrun_on(cluster, *FOUR) as job:
+        job.together(4)
+        node = cluster.node("node2")
+        known, trained, _ = lose(job, node.poweroff, "node2")
+        assert known < HEARTBEAT_S + SLACK_S
+        assert trained < HEARTBEAT_S + SLACK_S
+        node.heal()
+        node.boot()
+        job.together(4, above=job.newest_round())
+        job.check_steps({"node2"})
+        assert_clean_end(job)
+
+
+def test_a_host_that_was_cut_off_and_healed_disturbs_nobody(cluster: Cluster) -> None:
+    with elasticrun_on(cluster, *FOUR) as job:
+        job.together(4)
+        node = cluster.node("node3")
+        old = {process.pid for process in node.processes()}
+        known, trained, before = lose(job, node.cut, "node3")
+        assert known < HEARTBEAT_S + SLACK_S
+        assert trained < HEARTBEAT_S + SLACK_S
+        node.heal()
+        job.together(4, above=before + 1)
+        eventually(
+            lambda: not old & {process.pid for process in node.processes()},
+            within=HEARTBEAT_S + SLACK_S,
+            what="the agent that was cut off, and its workers, are gone",
+            context=job.describe,
+        )
+        job.check_steps({"node3"})
+        assert_clean_end(job)
+
+
+def test_a_host_that_stays_cut_off_ends_its_workers_by_itself(cluster: Cluster) -> None:
+    with elasticrun_on(cluster, *FOUR) as job:
+        job.together(4)
+        node = cluster.node("node0")
+        lose(job, node.cut, "node0")
+        eventually(
+            lambda: not node.processes() and not any("elastic-" in f for f in node.files()),
+            within=2 * HEARTBEAT_S + 8,
+            what="nothing is left on the host",
+            context=lambda: f"{node.processes()} {node.files()} {job.describe()}",
+        )
+
+
+def test_a_host_that_hears_nothing_is_lost_in_time(cluster: Cluster) -> None:
+    with elasticrun_on(cluster, *FOUR) as job:
+        job.together(4)
+        node = cluster.node("node1")
+        known, trained, _ = lose(job, node.deafen, "node1")
+        assert known < HEARTBEAT_S + SLACK_S
+        assert trained < HEARTBEAT_S + SLACK_S
+        node.heal()
+        job.together(4, above=job.newest_round())
+        job.check_steps({"node1"})
+        assert_clean_end(job)
+
+
+def test_a_frozen_host_is_lost_in_time_and_its_old_agent_ends(cluster: Cluster) -> None:
+    with elasticrun_on(cluster, *FOUR) as job:
+        job.together(4)
+        node = cluster.node("node2")
+        old = {process.pid for process in node.processes()}
+        known, trained, _ = lose(job, node.freeze, "node2")
+        assert known < HEARTBEAT_S + SLACK_S
+        assert trained < HEARTBEAT_S + SLACK_S
+        node.thaw()
+        job.together(4, above=job.newest_round())
+        eventually(
+            lambda: not old & {process.pid for process in node.processes()},
+            within=HEARTBEAT_S + SLACK_S,
+            what="the old agent and its workers are gone",
+            context=job.describe,
+        )
+        job.check_steps({"node2"})
+        assert_clean_end(job)
+
+
+def test_the_job_does_not_depend_on_sshd(cluster: Cluster) -> None:
+    with elasticrun_on(cluster, *FOUR) as job:
+        trained = job.together(4)
+        sessions = cluster.run("node1", "pkill", "-f", "sshd: root")
+        assert sessions.returncode == 0
+        eventually(
+            lambda: "lost the ssh connection to node1" in job.stderr,
+            within=10,
+            what="it is said",
+            context=job.describe,
+        )
+        step = max(r.step for r in trained)
+        job.until(lambda: min(r.step for r in job.steps()[-4:]) > step + 50, "training goes on")
+        assert job.newest_round() == trained[0].round
+        assert not job.events("agent_lost")
+        assert_clean_end(job)
+
+
+def test_a_killed_driver_leaves_nothing_on_any_host(cluster: Cluster) -> None:
+    with elasticrun_on(cluster, *FOUR) as job:
+        job.together(4)
+        job.signal(signal.SIGKILL)
+        eventually(
+            lambda: not job.left_behind(),
+            within=2 * HEARTBEAT_S + 10,
+            what="nothing is left on any host",
+            context=lambda: str(job.left_behind()),
+        )
+
+
+def test_a_host_that_discovery_drops_leaves_at_a_step_boundary(cluster: Cluster) -> None:
+    listing, script = cluster.folder / "hosts", cluster.folder / "discover"
+    listing.write_text("".join(f"{host}:1\n" for host in sorted(ALL)))
+    script.write_text(f"#!/bin/sh\nexec cat {listing}\n")
+    script.chmod(0o755)
+    args = ("-np", "4", "--min-np", "1", "--host-discovery-script", str(script))
+    with elasticrun_on(cluster, *args, "--discovery-interval", "0.2") as job:
+        before = job.together(4)[0].round
+        fresh = cluster.folder / "hosts.new"
+        fresh.write_text("".join(f"{host}:1\n" for host in sorted(ALL - {"node1"})))
+        fresh.replace(listing)
+        job.together(3, above=before)
+        eventually(
+            lambda: not cluster.node("node1").processes(),
+            within=15,
+            what="nothing runs on the host that was dropped",
+            context=job.describe,
+        )
+        job.check_steps(set())
+        assert not job.events("agent_lost", "worker_lost")
+        assert_clean_end(job)
