@@ -21,20 +21,22 @@ from msgspec import Struct, field
 from elastic_driver.core.shard_messages import (
     Accepted,
     Answer,
+    Description,
     End,
     Granted,
     LedgerState,
     Quarantined,
+    RangeDescription,
     Refusal,
     Refused,
     ShardCounts,
     Verdict,
     Wait,
 )
-from elastic_driver.core.shard_sources import Shard, Source
+from elastic_driver.core.shard_sources import RangeSource, Shard, Source, StreamSource
 from elastic_driver.errors import UsageError
 
-__all__ = ["ShardLedger"]
+__all__ = ["ShardLedger", "open_ledger"]
 
 
 class _Holder(Struct):
@@ -330,3 +332,28 @@ class ShardLedger:
 def _records(shard: Shard) -> tuple[str, int, int]:
     """What a shard has in common with its like in other epochs."""
     return shard.partition, shard.start, shard.stop
+
+
+def open_ledger(
+    dataset: Description, *, lease: float, max_held: int
+) -> tuple[ShardLedger, StreamSource | None]:
+    """A fresh ledger of the described data set, and its source where that can be extended.
+
+    Raises `UsageError` for a description that makes no sense.
+    """
+    source: RangeSource | StreamSource
+    if isinstance(dataset, RangeDescription):
+        source, stream = (
+            RangeSource(
+                dataset.records,
+                dataset.shard_records,
+                epochs=dataset.epochs,
+                shuffle=dataset.shuffle,
+                seed=dataset.seed,
+            ),
+            None,
+        )
+    else:
+        source = stream = StreamSource(dataset.partitions, dataset.shard_records)
+    ledger = ShardLedger(source, lease=lease, max_losses=dataset.max_losses, max_held=max_held)
+    return ledger, stream

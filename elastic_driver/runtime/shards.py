@@ -36,19 +36,17 @@ from elastic_driver.core.shard_messages import (
     ExtendRequest,
     NextRequest,
     Quarantined,
-    RangeDescription,
     Resumed,
     ResumeRequest,
     ShardCheckpoint,
     ShardCounts,
     Wait,
 )
-from elastic_driver.core.shard_sources import RangeSource, StreamSource
-from elastic_driver.core.shards import ShardLedger
+from elastic_driver.core.shards import open_ledger
 from elastic_driver.errors import UsageError
 from rendezvous.web import Problem, json_answer, read_json
 
-__all__ = ["LEASE_S", "ShardRoutes", "ShardStatus", "open_ledger"]
+__all__ = ["LEASE_S", "ShardRoutes", "ShardStatus"]
 
 LEASE_S = 60.0
 MAX_DATASETS = 256
@@ -76,34 +74,12 @@ _decode_resume, _decode_extend = _decoder(ResumeRequest), _decoder(ExtendRequest
 _decode_checkpoint = _decoder(ShardCheckpoint)
 
 
-def open_ledger(dataset: Description) -> tuple[ShardLedger, StreamSource | None]:
-    """A fresh ledger of this data set, and its source where that can be extended.
-
-    Raises `UsageError` for a description that makes no sense.
-    """
-    if isinstance(dataset, RangeDescription):
-        records = RangeSource(
-            dataset.records,
-            dataset.shard_records,
-            epochs=dataset.epochs,
-            shuffle=dataset.shuffle,
-            seed=dataset.seed,
-        )
-        return _ledger(records, dataset), None
-    stream = StreamSource(dataset.partitions, dataset.shard_records)
-    return _ledger(stream, dataset), stream
-
-
-def _ledger(source: RangeSource | StreamSource, dataset: Description) -> ShardLedger:
-    return ShardLedger(source, lease=LEASE_S, max_losses=dataset.max_losses, max_held=MAX_HELD)
-
-
 class _DataSet:
     """One data set: what it is, its ledger, and who waits for a change."""
 
     def __init__(self, dataset: Description) -> None:
         self.description = dataset
-        self.ledger, self.stream = open_ledger(dataset)
+        self.ledger, self.stream = open_ledger(dataset, lease=LEASE_S, max_held=MAX_HELD)
         self.news = asyncio.Event()
 
     def changed(self) -> None:

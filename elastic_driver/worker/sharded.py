@@ -321,14 +321,12 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
             known = {held.token: held.trained for held in (*progress.held, *progress.finished)}
             lost = set(self.client.resume(known))
             progress.held = [held for held in progress.held if held.token not in lost]
-        done = [held for held in progress.finished if self._may_report(held)]
-        for held in done:
-            self.client.done(Granted(held.shard, held.token, 0.0))
-        news = News(progress if first else None, [held.token for held in done], [], None)
+        news = News(progress if first else None, [], [], None)
+        self._report(news, everything=False)
         wanted -= sum(held.left for held in progress.held)
         while wanted > 0 and news.end is None:
             idle = not news.granted and not progress.held
-            answer = self.client.poll(LINGER_S if idle or self._streams else 0.0)
+            answer = self.client.poll(LINGER_S if self._streams or idle else 0.0)
             if isinstance(answer, Granted):
                 news.granted.append(answer)
                 wanted -= answer.shard.records
@@ -336,9 +334,27 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
                 news.end = answer
             elif not idle:
                 break
-            else:
+            elif not self._report(news, everything=True):
                 self._stand_aside()
         return news
+
+    def _report(self, news: News, *, everything: bool) -> bool:
+        """Tell the driver which shards are done: those whose last step is committed; whether any.
+
+        `everything`, once nothing else is left to train: waiting for a commit would be for ever.
+        Should that step be rolled back after all, its records are trained again from the state.
+        """
+        committed = self._committed
+        done = [
+            held
+            for held in self.progress.finished
+            if everything or committed is None or held.token in committed
+            if held.token not in news.reported
+        ]
+        for held in done:
+            self.client.done(Granted(held.shard, held.token, 0.0))
+            news.reported.append(held.token)
+        return bool(done)
 
     def take_in(self, news: News) -> None:
         """On every rank: go by what rank 0 has learnt."""
@@ -347,15 +363,6 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
         progress = self.progress
         progress.finished = [h for h in progress.finished if h.token not in news.reported]
         progress.held.extend(Held(one.shard, one.token) for one in news.granted)
-
-    def _may_report(self, held: Held) -> bool:
-        """A finished shard is done when its last step is committed, or nothing else is left.
-
-        Waiting for a commit with nothing to train would wait for ever. Should that step be rolled
-        back after all, its records are trained again from the state, done or not.
-        """
-        idle = not self.progress.held
-        return idle or self._committed is None or held.token in self._committed
 
     def _stand_aside(self) -> None:
         """While there is nothing to train, a change of the world need not wait for a step."""

@@ -38,8 +38,8 @@ from elastic_driver.core.shard_messages import (
     Verdict,
     Wait,
 )
-from elastic_driver.core.shard_sources import RangeSource, Shard, StreamSource
-from elastic_driver.core.shards import ShardLedger
+from elastic_driver.core.shard_sources import Shard
+from elastic_driver.core.shards import open_ledger
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.worker import context
 from elastic_driver.worker.notes import say
@@ -50,6 +50,7 @@ from rendezvous.errors import UnreachableError
 __all__ = ["IncompleteDataError", "ShardClient", "describe"]
 
 SLICE_S = 2.0  # of a wait, so that the driver is not left with waits of the dead
+MAX_HELD = 1024  # shards of a process alone
 LONGEST_S = 24 * 3600.0  # no wait is for ever
 _encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
@@ -257,18 +258,7 @@ class _OwnDesk:
 
     def __init__(self, dataset: Description) -> None:
         self._dataset = dataset
-        source: RangeSource | StreamSource
-        if isinstance(dataset, RangeDescription):
-            source = RangeSource(
-                dataset.records,
-                dataset.shard_records,
-                epochs=dataset.epochs,
-                shuffle=dataset.shuffle,
-                seed=dataset.seed,
-            )
-        else:
-            source = StreamSource(dataset.partitions, dataset.shard_records)
-        self._source, self._ledger = source, ShardLedger(source, max_held=1024)
+        self._ledger, self._stream = open_ledger(dataset, lease=LONGEST_S, max_held=MAX_HELD)
 
     def next(self, worker: str, wait: float) -> Answer:
         answer = self._ledger.next(worker, time.monotonic())
@@ -283,11 +273,11 @@ class _OwnDesk:
         return tuple(self._ledger.resume(worker, held, time.monotonic()))
 
     def extend(self, told: ExtendRequest) -> None:
-        if not isinstance(self._source, StreamSource):
+        if self._stream is None:
             raise UsageError("this data set has a length and does not grow")
-        self._source.extend(told.partition, told.end)
+        self._stream.extend(told.partition, told.end)
         if told.closed:
-            self._source.close(told.partition)
+            self._stream.close(told.partition)
 
     def checkpoint(self) -> ShardCheckpoint:
         return ShardCheckpoint(self._dataset, self._ledger.checkpoint())
