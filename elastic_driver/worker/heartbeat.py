@@ -18,7 +18,7 @@ from collections.abc import Callable
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.events import WorkerStepped
+from elastic_driver.core.events import WorkerResumed, WorkerStalled, WorkerStepped
 from elastic_driver.core.messages import Notice, Progress, decode, encode
 from elastic_driver.worker.notes import say
 from elastic_driver.worker.pulse import Pulse
@@ -57,6 +57,7 @@ class Heartbeat:
         self._worker, self._client, self._pulse = worker, client, pulse
         self._timeout, self._on_notice, self._tend = timeout, on_notice, tend
         self._watch = watch
+        self._news: WorkerStalled | WorkerResumed | None = None
         self._longest = min(timeout / 3, LONGEST_WAIT_S)
         self._wait = FIRST_WAIT_S
         self._seen = 0  # revision of the newest notice
@@ -122,9 +123,11 @@ class Heartbeat:
 
     def _look(self) -> float | None:
         """Tell the driver where the training thread stands still; seconds to the next look."""
-        news = self._watch.look(time.monotonic())
-        if news is not None:
-            self._client.post_json(EVENTS_PATH, _events.encode(news))
+        if self._news is None:
+            self._news = self._watch.look(time.monotonic())
+        if self._news is not None:  # kept until it is told: the driver may be away
+            self._client.post_json(EVENTS_PATH, _events.encode(self._news))
+            self._news = None
         return self._watch.due(time.monotonic())
 
     def _progress(self) -> tuple[Set, ...]:

@@ -288,7 +288,7 @@ class Cluster:
             return
         if len(members) < group.size and not any(w.alive for w in members):
             return
-        if any(w.frozen or w.agent.cut for w in members):
+        if group.stands_still():
             self.clock.after(STEP_S, lambda: self._step(group))  # stalled, until told to leave
             return
         version = members[0].version + 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Literal
 
 from elastic_driver.core import events as ev
 from tests.sim.cluster import Cluster
-from tests.sim.workers import SimWorker
+from tests.sim.workers import Group, SimWorker
 
 HEARTBEAT_S = 2.0
+HANG_S = 1.5
 
 
 class Faults:
@@ -25,6 +28,8 @@ class Faults:
             (5, self._kill),
             (2, self._freeze),
             (1, self._thaw),
+            (2, self._deadlock),
+            (1, self._mismatch),
             (1, self._kill_agent),
             (1, self._cut_host),
             (2, self._remove_host),
@@ -91,9 +96,42 @@ class Faults:
         if worker.alive and worker.frozen:
             self.cluster.deliver(ev.WorkerLost(worker.id, "no heartbeat"))
 
+    def _deadlock(self) -> None:
+        """One training thread stops while its heartbeat goes on."""
+        worker = self._pick()
+        if worker is None or worker.frozen or worker.group is None or not self.cluster.elastic:
+            return
+        worker.frozen = worker.beats = True
+        self._tell_stalls(worker.group, {worker.id})
+
+    def _mismatch(self) -> None:
+        """All wait in collectives that do not match, until told to leave."""
+        worker = self._pick()
+        if worker is None or worker.group is None or not self.cluster.elastic:
+            return
+        worker.group.stuck = True
+        self._tell_stalls(worker.group, set())
+
+    def _tell_stalls(self, group: Group, elsewhere: set[str]) -> None:
+        """Members still in this round after a while say where they stand, each in its time."""
+
+        def tell(worker: SimWorker, seconds: float) -> None:
+            still_in = worker.alive and worker.group is group and not worker.agent.cut
+            if not still_in or worker.frozen > worker.beats or not group.stands_still():
+                return
+            where: Literal["collective", "elsewhere"] = (
+                "elsewhere" if worker.id in elsewhere else "collective"
+            )
+            stalled = ev.WorkerStalled(worker.id, group.round, seconds, where, "a stack")
+            self.cluster.post(worker.agent, stalled)
+            self.cluster.clock.after(seconds, partial(tell, worker, 2 * seconds))
+
+        for worker in list(group.members.values()):
+            self.cluster.clock.after(HANG_S + worker.soon(0.0, 0.2), partial(tell, worker, HANG_S))
+
     def _thaw(self) -> None:
         for worker in self.cluster.living():
-            worker.frozen = False
+            worker.frozen = worker.beats = False
 
     # ---- agents and hosts ------------------------------------------------------------
 

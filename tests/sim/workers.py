@@ -27,6 +27,11 @@ class Group:
     members: dict[str, SimWorker] = field(default_factory=dict)
     training: bool = False
     broken: bool = False
+    stuck: bool = False  # its members wait for each other, and nobody finishes a step
+
+    def stands_still(self) -> bool:
+        """Whether no member can finish a step."""
+        return self.stuck or any(w.frozen or w.agent.cut for w in self.members.values())
 
 
 class SimWorker:
@@ -37,6 +42,7 @@ class SimWorker:
         self.id = order.worker
         self.alive = True
         self.frozen = False
+        self.beats = False  # though frozen: only its training thread stands still
         self.doomed = False  # told to stop: peers and checks do not count on it
         self.group: Group | None = None
         self.left = 0
