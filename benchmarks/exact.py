@@ -6,7 +6,9 @@ their median is the figure.
 
     python -m benchmarks.exact [--ranks 2] [--blocks 15] [--steps 20] [--models digits wide]
 
-`accumulation` is what one writes by hand: DDP, `no_sync()` for all micro-batches but the last.
+On a machine that others use too, look at the processor's time as well: waiting for a turn is not
+in it. `accumulation` is what one writes by hand: DDP, with `no_sync()` for all micro-batches but
+the last.
 `one batch` is DDP with the rank's whole share as a single batch.
 """
 
@@ -31,7 +33,13 @@ from elastic_driver.worker.batches import FixedBatch
 
 VIRTUAL, MICRO = 8, 16
 WAYS = ("one batch", "accumulation", "FixedBatch", "deterministic")
+PAIRS = (
+    ("FixedBatch", "accumulation"),
+    ("deterministic", "accumulation"),
+    ("deterministic", "one batch"),
+)
 Epochs = Iterator[None]
+Times = dict[str, list[tuple[float, float]]]  # seconds a step by the clock, and of the processor
 
 
 def digits() -> tuple[nn.Module, TensorDataset]:
@@ -107,16 +115,17 @@ def measure(rank: int, ranks: int, store: str, args: argparse.Namespace, results
             "FixedBatch": fixed(*make(), deterministic=False),
             "deterministic": fixed(*make(), deterministic=True),
         }
-        times: dict[str, list[float]] = {way: [] for way in runs}
+        times: Times = {way: [] for way in runs}
         for block in range(args.blocks + 1):
             for way, steps in runs.items():
                 torch.use_deterministic_algorithms(way == "deterministic")
                 dist.barrier()
-                began = time.perf_counter()
+                wall, cpu = time.perf_counter(), time.process_time()
                 for _ in range(args.steps):
                     next(steps)
+                wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
                 if block:  # the first one warms up
-                    times[way].append((time.perf_counter() - began) / args.steps)
+                    times[way].append((wall / args.steps, cpu / args.steps))
         if rank == 0:
             results.put((name, times))
         dist.barrier()
@@ -142,16 +151,14 @@ def main() -> None:
         mp.spawn(measure, shared, nprocs=args.ranks)
         for _ in args.models:
             name, times = results.get()
-            for way in WAYS:
-                figures.append(Figure(way, f"{name}: step", "s", tuple(times[way])))
-            for way, against in (
-                ("FixedBatch", "accumulation"),
-                ("deterministic", "accumulation"),
-                ("deterministic", "one batch"),
-            ):
-                pairs = zip(times[way], times[against], strict=True)
-                samples = tuple(a / b for a, b in pairs)
-                ratios.append(Figure(way, f"{name}: against {against}", "x", samples))
+            for kind, index in (("wall", 0), ("cpu", 1)):
+                taken = {way: [pair[index] for pair in times[way]] for way in WAYS}
+                for way in WAYS:
+                    figures.append(Figure(way, f"{name}: {kind}", "s", tuple(taken[way])))
+                for way, against in PAIRS:
+                    pairs = zip(taken[way], taken[against], strict=True)
+                    samples = tuple(a / b for a, b in pairs)
+                    ratios.append(Figure(way, f"{name}: {kind} against {against}", "x", samples))
     report("exact", [*figures, *ratios])
     for ratio in ratios:
         low, *_, high = statistics.quantiles(ratio.samples, n=4)

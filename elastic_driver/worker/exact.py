@@ -42,7 +42,14 @@ def seed_everything(*identity: int) -> None:
     """Seed all global generators of this process from whole numbers."""
     seed = mix(*identity)
     random.seed(seed)
-    torch.manual_seed(seed)  # CUDA's generators too
+    # Not torch.manual_seed: for each kind of device that was not used yet it formats a traceback,
+    # to seed it later, which costs more than a small micro-batch.
+    torch.default_generator.manual_seed(seed)
+    for device in (torch.cuda, torch.xpu):
+        if device.is_initialized():
+            device.manual_seed_all(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(seed & 0xFFFFFFFF)
 

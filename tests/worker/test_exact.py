@@ -1,0 +1,40 @@
+"""Chance is seeded from what is computed, and cheaply."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from elastic_driver.core.permutation import mix
+from elastic_driver.worker.exact import seed_everything
+
+
+def test_the_same_identity_draws_the_same_numbers() -> None:
+    def draws(*identity: int) -> tuple[list[float], float]:
+        seed_everything(*identity)
+        return torch.rand(3).tolist(), random.random()
+
+    assert draws(1, 2, 3) == draws(1, 2, 3)
+    assert draws(1, 2, 3)[0] != draws(1, 2, 4)[0]
+    assert draws(1, 2, 3)[1] != draws(1, 2, 4)[1]
+
+
+def test_the_numbers_are_those_of_torchs_own_seeding() -> None:
+    seed_everything(7)
+    drawn = torch.rand(3)
+    torch.manual_seed(mix(7))
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_seeding_leaves_nothing_behind_for_devices_that_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a traceback is formatted for every micro-batch")
+
+    if torch.cuda.is_initialized():
+        pytest.skip("CUDA is in use in this process")
+    monkeypatch.setattr("traceback.format_stack", fail)
+    seed_everything(1)
