@@ -99,7 +99,6 @@ def check_hosts(
                 timeout=wish.timeout, performance=wish.performance, model=wish.stragglers
             ),
             env=plan.spec.env,
-            warm=plan.spec.warm,
         ),
         starter=starter,
         run_dir=run_dir,

@@ -45,7 +45,6 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
     task: TaskSettings = TaskSettings()
     command: tuple[str, ...] = TASK  # what a process of a task runs
     env: dict[str, str] = {}  # added to the agents' environment for it
-    warm: int | None = None  # as --warm: a second round then starts in milliseconds
 
 
 @dataclass(slots=True)
@@ -266,7 +265,9 @@ class NodeChecker:
             grace_period=0.0,
             max_restarts=0,
             local_ranks_filter=(),  # what tasks print is for the report, not for the terminal
-            warm=self._settings.warm,
+            # A healthy cluster needs one round: to import everything twice, once for a warm
+            # parent and once for the process, would take longer than it saves.
+            warm=0,
         )
 
     def _describe(self, groups: tuple[Group, ...]) -> str:

@@ -1,0 +1,84 @@
+"""The node check's task on real gloo groups."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from elastic_driver.core.check_messages import TaskSettings
+from elastic_driver.worker.check_task import Task
+from tests.support.gloo import run_ranks
+
+SMALL = TaskSettings(matrix=32, products=3, payload=4096, exchanges=3, model_steps=1)
+LATE_S = 0.3
+
+
+def exchange_with_a_slow_third(rank: int, _size: int) -> float:
+    """Seconds that this rank's fastest exchange took; rank 2 comes late to each of its own."""
+    gather = dist.all_gather
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(LATE_S)
+        return gather(*args, **kwargs)
+
+    if rank == 2:
+        dist.all_gather = late
+    return Task(SMALL, rank, [0, 1, 2])._exchange()
+
+
+def test_in_a_group_of_three_the_slow_one_does_not_make_the_others_slow(tmp_path: Path) -> None:
+    times = run_ranks(3, exchange_with_a_slow_third, tmp_path)
+    assert times[2] >= SMALL.exchanges * LATE_S
+    assert times[0] < times[2]
+    assert times[1] < times[2]
+
+
+def exchange_with_two_processes_a_node(rank: int, _size: int) -> float:
+    return Task(SMALL, rank // 2, [0, 0, 1, 1])._exchange()
+
+
+def test_all_processes_of_two_nodes_exchange_together(tmp_path: Path) -> None:
+    times = run_ranks(4, exchange_with_two_processes_a_node, tmp_path)
+    assert all(seconds > 0 for seconds in times)
+
+
+def everything(rank: int, _size: int) -> tuple[float | int | None, ...]:
+    settings = TaskSettings(
+        matrix=32, products=3, payload=4096, exchanges=2, model=True, model_steps=1
+    )
+    result = Task(settings, rank, list(range(dist.get_world_size()))).measure()
+    measured = (result.compute, result.network, result.step, result.bandwidth, result.latency)
+    return (*measured, result.parameters)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_everything_that_is_asked_for_is_measured(tmp_path: Path, size: int) -> None:
+    for measured in run_ranks(size, everything, tmp_path):
+        compute, network, step, bandwidth, latency, parameters = measured
+        assert compute > 0
+        assert step > 0
+        assert parameters == 532_992
+        for between_nodes in (network, bandwidth, latency):
+            assert bool(between_nodes) is (size > 1)
+
+
+def broken_numbers(rank: int, _size: int) -> str:
+    gather = dist.all_gather
+
+    def corrupt(taken: list[Any], given: Any, **kwargs: Any) -> None:
+        gather(taken, given, **kwargs)
+        taken[0][-1] = 7.0
+
+    dist.all_gather = corrupt
+    with pytest.raises(ArithmeticError) as error:
+        Task(SMALL, rank, [0, 1])._exchange()
+    return str(error.value)
+
+
+def test_numbers_that_change_on_the_way_are_a_failure(tmp_path: Path) -> None:
+    said = run_ranks(2, broken_numbers, tmp_path)
+    assert said == ["the exchange brought other numbers than were sent"] * 2
