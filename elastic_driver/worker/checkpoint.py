@@ -22,9 +22,9 @@ from elastic_driver.errors import UsageError
 from elastic_driver.worker import checkpoint_folder as folders
 from elastic_driver.worker.checkpoint_folder import DamagedError, Manifest
 from elastic_driver.worker.checkpoint_staging import Staging, kinds_of
-from elastic_driver.worker.checkpoint_writer import Share, Writer, describe
+from elastic_driver.worker.checkpoint_writer import Share, Values, Writer, describe
 from elastic_driver.worker.notes import say
-from elastic_driver.worker.sharing import Envelope, Shared, make_room, seal
+from elastic_driver.worker.sharing import Envelope, Shared, make_room, taken_apart
 
 KEEP = 3
 HOLD_UP_S = 30.0  # longest that training waits for the checkpoint before
@@ -86,13 +86,15 @@ class Checkpoints:
         place = self._place
         if place is None or not self._is_ready(version):
             return
-        envelope, tensors = seal(shared)
-        kinds = kinds_of(tensors)
+        contents = taken_apart(shared)
+        kinds = kinds_of(contents.tensors)
         old = self._staging
         if old is None or (old.kinds, old.rank, old.size) != (kinds, place.rank, place.size):
             self._staging = old = Staging(kinds, place.rank, place.size)
-        old.copy(tensors)
-        values = msgspec.msgpack.encode(envelope) if place.rank == 0 else None
+        old.copy(contents.tensors)
+        values = None
+        if place.rank == 0:
+            values = Values(contents.without_ties(), shared.random.portable())
         folder = self._root / folders.folder_name(version, place.attempt)
         self._writer.submit(Share(folder, version, old, values))
 

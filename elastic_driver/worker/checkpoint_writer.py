@@ -14,7 +14,9 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 from msgspec import Struct
 
@@ -22,6 +24,7 @@ from elastic_driver.worker import checkpoint_folder as folders
 from elastic_driver.worker.checkpoint_folder import DamagedError, Manifest, Report
 from elastic_driver.worker.checkpoint_staging import Staging
 from elastic_driver.worker.notes import say
+from elastic_driver.worker.sharing import Contents
 
 PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may take
 FIRST_LOOK_S = 0.02  # after other ranks' reports; then ever less often
@@ -31,13 +34,24 @@ EXIT_S = 60.0  # a process that ends waits this long for its own share …
 EXIT_OTHERS_S = 10.0  # … and this long for the others'
 
 
+class Values(Struct, frozen=True):
+    """What is no tensor: one rank writes it for all. Packing it takes longer than copying it."""
+
+    contents: Contents
+    random: dict[str, Any]
+
+    def packed(self) -> bytes:
+        """The bytes of the file; raises `UsageError` for what could not be read back safely."""
+        return msgspec.msgpack.encode(self.contents.envelope(self.random))
+
+
 class Share(Struct, frozen=True):
-    """One rank's part of one checkpoint: what is staged, and what is no tensor (lowest rank)."""
+    """One rank's part of one checkpoint: its staged tensors, and on rank 0 the values."""
 
     folder: Path
     version: int
     staging: Staging
-    values: bytes | None
+    values: Values | None
 
 
 class _Awaited(Struct):
@@ -128,7 +142,7 @@ class Writer:
             report = write_share(share.folder, share.staging)
             if share.values is not None:
                 with folders.replacing(share.folder / folders.VALUES) as fresh:
-                    fresh.write_bytes(share.values)
+                    fresh.write_bytes(share.values.packed())
                 report.files[folders.VALUES] = folders.mark_of(share.folder / folders.VALUES)
             folders.write_document(folders.report_path(share.folder, rank), report)
             if rank == 0:

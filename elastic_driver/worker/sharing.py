@@ -14,7 +14,8 @@ from msgspec import Struct
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.parts import Parcel, Part, Spec
+from elastic_driver.worker.copying import copied
+from elastic_driver.worker.parts import Part, Spec
 from elastic_driver.worker.rng import RandomStates
 from elastic_driver.worker.transfer import (
     apart,
@@ -65,14 +66,15 @@ class Envelope(Struct, frozen=True):
 
 def check_sendable(shared: Shared) -> None:
     """Raise `UsageError`, naming the attribute, where one could not be sent."""
-    seal(shared)
+    taken_apart(shared).envelope(shared.random.portable())
 
 
 def send(shared: Shared, rank: int, resumed: int | None = None) -> None:
     """Send all of it from this rank; `resumed` as in `Envelope`."""
-    envelope, tensors = seal(shared, resumed)
+    contents = taken_apart(shared)
+    envelope = contents.envelope(shared.random.portable(), resumed)
     broadcast_bytes(msgspec.msgpack.encode(envelope), rank)
-    broadcast_tensors(list(tensors.values()), rank, receiving=False)
+    broadcast_tensors(list(contents.tensors.values()), rank, receiving=False)
 
 
 def stand_by(source: int) -> None:
@@ -139,28 +141,58 @@ def make_room(shared: Shared, envelope: Envelope) -> Room:
     return Room(envelope, documents, places, fresh)
 
 
-def seal(shared: Shared, resumed: int | None = None) -> tuple[Envelope, dict[str, Tensor]]:
-    """The envelope, and all tensors by name, in the order of its specs.
+class Contents(Struct, frozen=True):
+    """A state with its tensors taken out: a document of each attribute, and the tensors by name.
+
+    `held` says how many tensors each document refers to, in their order.
+    """
+
+    documents: dict[str, Any]
+    held: dict[str, int]
+    tensors: dict[str, Tensor]
+    parts: frozenset[str]  # attributes that are handled by a part; the others go by value
+
+    def without_ties(self) -> Contents:
+        """The same, with documents that no later change of the state reaches; tensors are live."""
+        return msgspec.structs.replace(self, documents=copied(self.documents))
+
+    def envelope(self, random: dict[str, Any], resumed: int | None = None) -> Envelope:
+        """What is sent first, together with the states of the random generators.
+
+        Raises `UsageError`, naming the attribute, where one could not be read safely.
+        """
+        specs = iter([Spec.of(tensor) for tensor in self.tensors.values()])
+        sealed = {}
+        for name, document in self.documents.items():
+            what = f"the state of {name!r}" if name in self.parts else f"the attribute {name!r}"
+            own = tuple(next(specs) for _ in range(self.held[name]))
+            sealed[name] = Sealed(packed(document, what), own)
+        return Envelope(
+            parts={name: one for name, one in sealed.items() if name in self.parts},
+            plain={name: one for name, one in sealed.items() if name not in self.parts},
+            random=packed(random, "the random state"),
+            resumed=resumed,
+        )
+
+
+def taken_apart(shared: Shared) -> Contents:
+    """The contents of a state; the tensors are the live ones, parts' before those of the rest.
 
     A tensor's name is the attribute and its path in there, as `torch.distributed.checkpoint` would
     name it: `model.0.weight`, `optimizer.state.0.exp_avg`.
     """
+    parcels = {name: part.outgoing() for name, part in shared.parts.items()}
+    parcels |= {name: apart(value) for name, value in shared.plain().items()}
     tensors: dict[str, Tensor] = {}
-
-    def add(name: str, parcel: Parcel) -> Sealed:
-        document, own = parcel
+    for name, (document, own) in parcels.items():
         tree = document["tensors"] if isinstance(document, dict) else document
         for path, tensor in zip(paths(tree, name), own, strict=True):
             while path in tensors:  # keys with dots in them can make two paths look alike
                 path += "+"  # noqa: PLW2901
             tensors[path] = tensor
-        what = f"the state of {name!r}" if name in shared.parts else f"the attribute {name!r}"
-        return Sealed(packed(document, what), tuple(Spec.of(tensor) for tensor in own))
-
-    envelope = Envelope(
-        parts={name: add(name, part.outgoing()) for name, part in shared.parts.items()},
-        plain={name: add(name, apart(value)) for name, value in shared.plain().items()},
-        random=packed(shared.random.portable(), "the random state"),
-        resumed=resumed,
+    return Contents(
+        documents={name: document for name, (document, _) in parcels.items()},
+        held={name: len(own) for name, (_, own) in parcels.items()},
+        tensors=tensors,
+        parts=frozenset(shared.parts),
     )
-    return envelope, tensors
