@@ -48,6 +48,7 @@ SURELY_UP_S = 3.0  # an agent that is not known to be gone after this time has l
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 _LAST_WORDS_S = 3.0
 _MAX_SAID = 4096
+_OURS = (b"[", b"elasticrun:")  # how lines of workers and agents begin
 
 
 @dataclass(eq=False)
@@ -61,6 +62,7 @@ class _RemoteAgent:
     ssh: SshProcess | None = None
     up: asyncio.Event = field(default_factory=asyncio.Event)
     said: bytes = b""  # on stderr, before it was up
+    ssh_spoke: bool = False  # since it is up: of a broken connection
     life: asyncio.Task[None] | None = None
 
 
@@ -181,8 +183,11 @@ class SshBackend:
         if code != CONNECTION_FAILED:
             # A shell's way of telling a signal.
             return describe_end(agent.host, 128 - code if code > 128 else code)
+        if not agent.ssh_spoke:
+            # ssh says why a connection broke, and nothing when what ran there was killed.
+            return f"the agent on {agent.host} was killed"
         await self._await_end(agent)
-        return f"the agent on {agent.host} was killed, or ended after its ssh connection was lost"
+        return f"the agent on {agent.host} has ended, its ssh connection was lost before"
 
     async def _connect(self, agent: _RemoteAgent) -> asyncio.Task[int]:
         """Return when the agent is up, or will never be; its ssh client's end."""
@@ -227,13 +232,14 @@ class SshBackend:
                 return
             else:
                 return
+        elif stream == 2 and not all(line.startswith(_OURS) for line in lines):
+            agent.ssh_spoke = True
         if lines:
             self._open_consoles()[stream - 1].write(b"\n".join(lines) + b"\n")
 
     async def _await_end(self, agent: _RemoteAgent) -> None:
         """Over new connections, wait until the agent is gone; for ever if need be.
 
-        ssh's status says neither whether the connection broke nor whether the agent was killed.
         An agent whose host is gone too is ended by `kill`, when its lease has expired.
         """
         patience = asyncio.get_running_loop().call_later(

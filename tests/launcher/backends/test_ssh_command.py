@@ -1,0 +1,115 @@
+"""What is typed to reach a host: compared word by word, and run by real shells."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_driver.errors import ClusterError
+from launcher.backends.ssh import SshBackend
+from launcher.backends.ssh_command import (
+    SshOptions,
+    alive_interval,
+    explain,
+    remote_command,
+    ssh_argv,
+)
+
+PLAIN = SshOptions(alive_interval=2)
+
+
+def test_the_command_line_asks_nothing_and_has_deadlines() -> None:
+    assert ssh_argv(PLAIN, "node1", "true") == (
+        *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+        *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"),
+        *("-o", "ClearAllForwardings=yes", "-o", "ControlMaster=no", "--", "node1", "true"),
+    )
+
+
+def test_port_and_key_are_passed_on() -> None:
+    argv = ssh_argv(SshOptions(port=2222, identity_file="/k e y"), "2001:db8::7", "true")
+    assert argv[-7:] == ("-p", "2222", "-i", "/k e y", "--", "2001:db8::7", "true")
+
+
+@pytest.mark.parametrize("name", ["-oProxyCommand=x", "a b", "a;b", "", "a\nb", "$(x)"])
+def test_a_name_that_is_none_never_reaches_ssh(name: str) -> None:
+    with pytest.raises(ClusterError, match="cannot reach"):
+        ssh_argv(PLAIN, name, "true")
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "csh", "fish"])
+def test_words_reach_the_agent_unchanged_whatever_the_login_shell(
+    shell: str, tmp_path: Path
+) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    echo = tmp_path / "an 'echo'"
+    echo.write_text(f"#!/bin/sh\nshift 2\nexec {sys.executable} -c '{_SHOW}' \"$@\"\n")
+    echo.chmod(0o755)
+    words = ("keep", "a b", "it's", '"$HOME"', "*", "é;#")
+    command = remote_command(str(echo), tmp_path, *words)
+    done = subprocess.run([shell, "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout == repr([str(tmp_path), *words]) + "\n", done.stderr
+
+
+_SHOW = "import os, sys; print([os.getcwd(), *sys.argv[1:]])"
+
+
+def test_a_host_without_our_folder_runs_in_the_root_folder_instead(tmp_path: Path) -> None:
+    where = tmp_path / "where"
+    where.write_text("#!/bin/sh\npwd\n")
+    where.chmod(0o755)
+    command = remote_command(str(where), tmp_path / "missing", "look", "/")
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout == "/\n", done.stderr
+
+
+def test_a_missing_python_is_told_with_its_path() -> None:
+    command = remote_command("/no/python", Path("/"), "look", "/")
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 127
+    assert "no Python at /no/python" in done.stderr
+    said = explain("node1", done.returncode, done.stderr, "/no/python")
+    assert said == "node1: there is no Python at /no/python; install the same environment there"
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning"),
+    [
+        ("ssh: connect to host n port 22: Connection refused", "nothing listens on ssh's port"),
+        ("ssh: connect to host n port 22: Connection timed out", "did not answer in time"),
+        ("ssh: connect to host n port 22: No route to host", "no way to it"),
+        ("ssh: Could not resolve hostname n: Name or service not known", "has no address"),
+        ("root@n: Permission denied (publickey).", "no key it accepts"),
+        ("x\nHost key verification failed.", "host key is unknown"),
+        ("something else", "try: ssh n true"),
+        ("", "ssh failed"),
+    ],
+)
+def test_what_ssh_says_becomes_one_line_with_what_to_try(said: str, meaning: str) -> None:
+    line = explain("n", 255, said, "/py")
+    assert line.startswith("n: ")
+    assert meaning in line
+    assert "\n" not in line
+
+
+def test_a_silent_connection_is_given_up_after_the_heartbeat_timeout() -> None:
+    assert [alive_interval(timeout) for timeout in (0.5, 3.0, 30.0)] == [1, 1, 10]
+
+
+def test_the_plan_of_an_agent_holds_no_token(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    backend = SshBackend(lambda host: f"http://10.0.0.1:7/{host}", token, PLAIN, python="/py")
+    plan = backend.plan("node1", 3, "cafe")
+    assert plan.env == {}
+    assert "secret" not in " ".join(plan.argv)
+    assert str(token) not in " ".join(plan.argv)
+    assert (
+        "exec /py -m launcher.agent.remote keep cafe --endpoint http://10.0.0.1:7/node1 "
+        "--host node1 --incarnation 3"
+    ) in plan.argv[-1]
