@@ -6,8 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -103,72 +102,64 @@ class Training:
         return digest.hexdigest()
 
 
-def train(rank: int, size: int, exact: bool, options: dict[str, Any]) -> tuple[str, list[Tensor]]:
+def weighted(virtual_workers: int, workers: int) -> list[int]:
+    return allocate_weighted(virtual_workers, [1.0 + rank for rank in range(workers)])
+
+
+class Case(NamedTuple):
+    """One training, repeated in worlds of several sizes."""
+
+    sizes: tuple[int, ...]
+    exact: bool
+    options: dict[str, Any]
+
+
+FULL = {"samples": 8 * 4 * STEPS}
+SHORT = {"samples": 8 * 4 * STEPS - 3}  # a last step with micro-batches of 4 and 3
+TINY = {"samples": 8 * 4 * (STEPS - 1) + 5}  # one in which two virtual workers have samples
+FEW = {"samples": 40, "virtual_workers": 2}
+TWO_STEPS = {"samples": 8 * 4 * 2}
+CASES = {
+    "plain": Case((8, 4, 3, 2, 1), False, SHORT),
+    "plain standby": Case((3, 1), False, FEW),
+    "full": Case((8, 4, 3, 2, 1), True, FULL),
+    "short": Case((3, 1), True, SHORT),
+    "tiny": Case((3, 1), True, TINY),
+    "standby": Case((3, 1), True, FEW),
+    "two steps": Case((1,), True, TWO_STEPS),
+    "loaders": Case((2,), True, {**TWO_STEPS, "num_workers": 2}),
+    "by speed": Case((2,), True, {**TWO_STEPS, "shares": weighted}),
+}
+HISTORIES = ([(3, 2), (1, 1), (4, 9)], [(4, 1), (2, 1), (3, 1), (1, 9)])
+Trained = tuple[str, list[Any]]  # digest, tensors as arrays
+
+
+def train_all(rank: int, _size: int) -> tuple[dict[tuple[str, int], Trained], list[str]]:
+    """Every case and every history, by as many of the ranks as each needs."""
+    groups = {size: dist.new_group(list(range(size))) for size in (8, 4, 3, 2, 1)}
+    found = {}
+    for name, case in CASES.items():
+        for members in case.sizes:
+            if rank < members:
+                with world_of(groups[members], rank, members):
+                    found[name, members] = train(case.exact, case.options)
+    return found, [train_through(rank, worlds, groups) for worlds in HISTORIES]
+
+
+def train(exact: bool, options: dict[str, Any]) -> Trained:
     training = Training(exact, **options)
     done = list(training.steps())
     assert done == list(range(len(training.batches)))
     return training.digest(), [tensor.clone().numpy() for tensor in training.tensors()]
 
 
-@pytest.mark.parametrize(
-    ("samples", "sizes"),
-    [
-        (8 * 4 * STEPS, (8, 4, 3, 2, 1)),
-        (8 * 4 * STEPS - 3, (3, 1)),  # a last step with micro-batches of 4 and 3
-        (8 * 4 * (STEPS - 1) + 5, (3, 1)),  # one in which only two virtual workers have samples
-    ],
-)
-def test_exact_mode_gives_the_same_bits_for_every_number_of_workers(
-    tmp_path: Path, samples: int, sizes: tuple[int, ...]
-) -> None:
-    digests = {
-        size: [digest for digest, _ in run_ranks(size, train, tmp_path, True, {"samples": samples})]
-        for size in sizes
-    }
-    expected = digests[1][0]
-    assert digests == {size: [expected] * size for size in sizes}
-
-
-def test_plain_mode_differs_by_rounding_only_for_every_number_of_workers(tmp_path: Path) -> None:
-    options = {"samples": 8 * 4 * STEPS - 3}
-    results = {size: run_ranks(size, train, tmp_path, False, options) for size in (8, 4, 3, 2, 1)}
-    _, expected = results[1][0]
-    for ranks in results.values():
-        assert len({digest for digest, _ in ranks}) == 1, "the ranks differ among each other"
-        for tensor, wanted in zip(ranks[0][1], expected, strict=True):
-            torch.testing.assert_close(
-                torch.from_numpy(tensor), torch.from_numpy(wanted), atol=1e-5, rtol=1e-5
-            )
-
-
-def weighted(virtual_workers: int, workers: int) -> list[int]:
-    return allocate_weighted(virtual_workers, [1.0 + rank for rank in range(workers)])
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_worker_without_micro_batches_takes_part_and_holds_nobody_up(
-    tmp_path: Path, exact: bool
-) -> None:
-    options = {"samples": 40, "virtual_workers": 2}
-    (expected, _), *_ = run_ranks(1, train, tmp_path, exact, options)
-    digests = [digest for digest, _ in run_ranks(3, train, tmp_path, exact, options)]
-    assert len(set(digests)) == 1
-    assert not exact or digests[0] == expected
-
-
-def test_neither_loader_processes_nor_shares_by_speed_change_a_bit(tmp_path: Path) -> None:
-    samples = {"samples": 8 * 4 * 2}
-    (expected, _), *_ = run_ranks(1, train, tmp_path, True, samples)
-    for options in ({"num_workers": 2}, {"shares": weighted}):
-        ranks = run_ranks(2, train, tmp_path, True, {**samples, **options})
-        assert [digest for digest, _ in ranks] == [expected] * 2
-
-
-def train_through(rank: int, size: int, worlds: list[tuple[int, int]]) -> str:
+def train_through(
+    rank: int, worlds: list[tuple[int, int]], groups: dict[int, dist.ProcessGroup]
+) -> str:
     """Train in worlds of changing size; whoever comes (back) in receives rank 0's state."""
     training = Training(exact=True)
     for members, steps in worlds:
-        group = dist.new_group(list(range(members)))
+        group = groups[members]
         if rank < members:
             states = [training.state()]
             dist.broadcast_object_list(states, src=0, group=group)
@@ -176,8 +167,7 @@ def train_through(rank: int, size: int, worlds: list[tuple[int, int]]) -> str:
             with world_of(group, rank, members):
                 for _ in islice(training.steps(), steps):
                     pass
-        dist.barrier()
-    return training.digest() if rank == 0 else ""
+    return training.digest()
 
 
 @contextmanager
@@ -191,8 +181,56 @@ def world_of(group: dist.ProcessGroup, rank: int, members: int) -> Iterator[None
         dist.group.WORLD = whole
 
 
-def test_exact_mode_gives_the_same_bits_for_every_history(tmp_path: Path) -> None:
-    (expected, _), *_ = run_ranks(1, train, tmp_path, True, {})
-    for worlds in ([(3, 2), (1, 1), (4, 9)], [(4, 1), (2, 1), (3, 1), (1, 9)]):
-        digest, *_ = run_ranks(4, train_through, tmp_path, worlds)
-        assert digest == expected, worlds
+class Results:
+    """What eight ranks found, in one go: starting processes takes longer than the training."""
+
+    def __init__(self, ranks: list[tuple[dict[tuple[str, int], Trained], list[str]]]) -> None:
+        self._found = [found for found, _ in ranks]
+        self.histories = ranks[0][1]
+
+    def ranks(self, name: str, size: int) -> list[Trained]:
+        return [self._found[rank][name, size] for rank in range(size)]
+
+    def digests(self, name: str) -> dict[int, list[str]]:
+        """By world size, of each rank."""
+        return {n: [digest for digest, _ in self.ranks(name, n)] for n in CASES[name].sizes}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Results(run_ranks(8, train_all, tmp_path_factory.mktemp("ranks")))
+
+
+@pytest.mark.parametrize("name", ["full", "short", "tiny", "standby"])
+def test_exact_mode_gives_the_same_bits_for_every_number_of_workers(
+    results: Results, name: str
+) -> None:
+    digests = results.digests(name)
+    expected = digests[1][0]
+    assert digests == {size: [expected] * size for size in CASES[name].sizes}
+
+
+@pytest.mark.parametrize("name", ["plain", "plain standby"])
+def test_plain_mode_differs_by_rounding_only_for_every_number_of_workers(
+    results: Results, name: str
+) -> None:
+    _, expected = results.ranks(name, 1)[0]
+    for size, digests in results.digests(name).items():
+        assert len(set(digests)) == 1, "the ranks differ among each other"
+        for tensor, wanted in zip(results.ranks(name, size)[0][1], expected, strict=True):
+            torch.testing.assert_close(
+                torch.from_numpy(tensor), torch.from_numpy(wanted), atol=1e-5, rtol=1e-5
+            )
+
+
+@pytest.mark.parametrize("name", ["loaders", "by speed"])
+def test_neither_loader_processes_nor_shares_by_speed_change_a_bit(
+    results: Results, name: str
+) -> None:
+    expected = results.digests("two steps")[1][0]
+    assert results.digests(name) == {2: [expected] * 2}
+
+
+def test_exact_mode_gives_the_same_bits_for_every_history(results: Results) -> None:
+    expected = results.digests("full")[1][0]
+    assert results.histories == [expected] * len(HISTORIES)
