@@ -24,7 +24,7 @@ from elastic_driver.core.events import AgentLost, AgentReady, WireEvent, WorkerE
 from elastic_driver.core.messages import JobSpec, StartWorkerOrder, StopWorkerOrder
 from elastic_driver.core.nodecheck import Group, Measurement, NodeCheck, failed
 from elastic_driver.core.slots import Seat, assign
-from elastic_driver.runtime.check_fleet import INCARNATION, CheckFleet
+from elastic_driver.runtime.check_fleet import CheckFleet
 from elastic_driver.runtime.hostlist import Hosts
 from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.starter import StarterFactory
@@ -288,6 +288,3 @@ def _last_words(event: WorkerExited) -> str:
     what = f"exit code {code}" if code > 0 else f"signal {-code}"
     lines = [line.strip() for line in event.log_tail.splitlines() if line.strip()]
     return f"{what}: {lines[-1][:_LAST_WORDS_CHARS]}" if lines else what
-
-
-__all__ = ["INCARNATION", "TASK", "CheckSettings", "NodeChecker"]
