@@ -16,6 +16,7 @@ TOKEN_FILE = "ELASTIC_TOKEN_FILE"  # noqa: S105 - the path of a 0600 file, never
 HEARTBEAT_TIMEOUT = "ELASTIC_HEARTBEAT_TIMEOUT"  # seconds
 HANG_TIMEOUT = "ELASTIC_HANG_TIMEOUT"  # seconds; 0: off, not set: adapts to the step time
 VIRTUAL_WORKERS = "ELASTIC_VIRTUAL_WORKERS"  # --virtual-workers, by default --max-np
+BALANCE = "ELASTIC_BALANCE"  # "1" with --balance: shares of a step follow measured speed
 
 # ---- variables of a worker (torchrun's) --------------------------------------------------
 TORCHRUN_NAMES = (

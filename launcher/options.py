@@ -171,6 +171,13 @@ VIRTUAL_WORKERS: Option[int | None] = Option(
     "trains what N would.",
     shown="--max-np",
 )
+BALANCE: Option[bool] = Option(
+    "balance",
+    kinds.flag(),
+    False,
+    SIZE,
+    "For elastic.FixedBatch: faster workers train more of each step; the result stays the same.",
+)
 
 # ---- policy ------------------------------------------------------------------------------
 

@@ -252,6 +252,8 @@ def _spec(values: Values, settings: Settings, facts: Facts, command: tuple[str, 
     virtual = values[o.VIRTUAL_WORKERS] or settings.max_np
     if virtual is not None:
         env[contract.VIRTUAL_WORKERS] = str(virtual)
+    if values[o.BALANCE]:
+        env[contract.BALANCE] = "1"
     return JobSpec(
         run_id=facts.run_id,
         command=command,

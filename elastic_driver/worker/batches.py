@@ -33,6 +33,7 @@ evenly over as few virtual workers as can hold them, and the others have none in
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict
 
@@ -44,6 +45,7 @@ from elastic_driver.core.batch import allocate_microbatches, virtual_ranges
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.exact import fix_kernels, seed_everything
 from elastic_driver.worker.gradients import ExactSum, PlainSum, StepSum
+from elastic_driver.worker.pace import Pace, balanced_shares
 from elastic_driver.worker.schedule import Schedule, load
 from elastic_driver.worker.whereabouts import whereabouts
 
@@ -67,7 +69,8 @@ class _Round:
     def __init__(self, batches: FixedBatch) -> None:
         self._batches = batches
         self.rank, size = whereabouts()
-        self.ranges = virtual_ranges(batches.shares(batches.virtual_workers, size))
+        self.ranges = virtual_ranges(batches.allocate(size))
+        self.pace = batches.pace
         self.mine = self.ranges[self.rank]
         self.schedule = batches.schedule()
         self.steps = range(batches.step, len(batches))
@@ -137,11 +140,13 @@ class Step:
 
     def _micro_batches(self, sums: StepSum) -> Iterator[Any]:
         for virtual_worker, weight in self._weights.items():
+            began = time.perf_counter()
             micro_batch = next(self._turn.loader)
             self._turn.seed(self.number, virtual_worker)
             sums.before(weight)
             yield micro_batch
             sums.after(virtual_worker, weight)
+            self._turn.pace.note(time.perf_counter() - began, round(weight * self.samples))
 
     def require_summed(self, what: str) -> None:
         """Raise `UsageError` naming `what` was done before the inner loop had ended."""
@@ -180,6 +185,8 @@ class FixedBatch:
         threads: intra-op threads in deterministic mode; the bits depend on them, so they are
             not left to the machine.
         shares: micro-batches of each rank from (N, number of workers), equal on every rank.
+        balance: share them by measured speed instead, anew with each epoch and after each
+            change of the world; None: as the job says (`--balance`).
         collate_fn, num_workers, **loader: as for `torch.utils.data.DataLoader`.
     """
 
@@ -196,6 +203,7 @@ class FixedBatch:
         deterministic: bool = False,
         threads: int = 1,
         shares: Callable[[int, int], list[int]] = allocate_microbatches,
+        balance: bool | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         **loader: Any,
@@ -206,6 +214,8 @@ class FixedBatch:
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.deterministic = deterministic
         self.shares = shares
+        self.balance = os.environ.get(contract.BALANCE) == "1" if balance is None else balance
+        self.pace = Pace()
         self.loader_options = {"collate_fn": collate_fn, "num_workers": num_workers, **loader}
         self.sums: StepSum = ExactSum(model) if deterministic else PlainSum(model)
         self.epoch = 0
@@ -223,6 +233,12 @@ class FixedBatch:
     def virtual_workers(self) -> int:
         """N: how many micro-batches a full step has; settled when training starts."""
         return self._virtual_workers or whereabouts()[1]
+
+    def allocate(self, size: int) -> list[int]:
+        """Micro-batches of each of `size` ranks; collective where they follow the speeds."""
+        if self.balance:
+            return balanced_shares(self.virtual_workers, size, self.pace)
+        return self.shares(self.virtual_workers, size)
 
     def schedule(self) -> Schedule:
         """Which samples the steps of the current epoch are made of."""

@@ -30,6 +30,7 @@ _NOT_INHERITED = frozenset(
         contract.HEARTBEAT_TIMEOUT,
         contract.HANG_TIMEOUT,
         contract.VIRTUAL_WORKERS,
+        contract.BALANCE,
     )
 )
 

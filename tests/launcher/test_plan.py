@@ -202,6 +202,11 @@ def test_virtual_workers_are_the_most_there_may_be_unless_somebody_says() -> Non
     assert plan("--virtual-workers", "6").spec.env["ELASTIC_VIRTUAL_WORKERS"] == "6"
 
 
+def test_balance_is_off_unless_asked_for() -> None:
+    assert "ELASTIC_BALANCE" not in plan().spec.env
+    assert plan("--balance").spec.env["ELASTIC_BALANCE"] == "1"
+
+
 def test_the_specification_carries_what_workers_need() -> None:
     spec = plan(
         *("--env", "A=1", "--network-interfaces", "eth0,eth1", "--log-dir", "logs", "--tee", "1"),

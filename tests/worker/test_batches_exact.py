@@ -129,6 +129,7 @@ CASES = {
     "two steps": Case((1,), True, TWO_STEPS),
     "loaders": Case((2,), True, {**TWO_STEPS, "num_workers": 2}),
     "by speed": Case((2,), True, {**TWO_STEPS, "shares": weighted}),
+    "balanced": Case((3,), True, {**FULL, "balance": True}),
 }
 HISTORIES = ([(3, 2), (1, 1), (4, 9)], [(4, 1), (2, 1), (3, 1), (1, 9)])
 Trained = tuple[str, list[Any]]  # digest, tensors as arrays
@@ -148,6 +149,9 @@ def train_all(rank: int, _size: int) -> tuple[dict[tuple[str, int], Trained], li
 
 def train(exact: bool, options: dict[str, Any]) -> Trained:
     training = Training(exact, **options)
+    if options.get("balance"):  # as if measured in an earlier epoch
+        training.batches.pace.note(1.0 + 2.0 * dist.get_rank(), 1)
+        assert training.batches.allocate(dist.get_world_size()) == [5, 2, 1]
     done = list(training.steps())
     assert done == list(range(len(training.batches)))
     return training.digest(), [tensor.clone().numpy() for tensor in training.tensors()]
@@ -221,6 +225,11 @@ def test_plain_mode_differs_by_rounding_only_for_every_number_of_workers(
             torch.testing.assert_close(
                 torch.from_numpy(tensor), torch.from_numpy(wanted), atol=1e-5, rtol=1e-5
             )
+
+
+def test_balancing_by_measured_speed_changes_no_bit(results: Results) -> None:
+    expected = results.digests("full")[1][0]
+    assert results.digests("balanced") == {3: [expected] * 3}
 
 
 @pytest.mark.parametrize("name", ["loaders", "by speed"])
