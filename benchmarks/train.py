@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import elastic_driver as elastic
 from benchmarks.peers.floor import make_model
 
-RECORDS = Path(os.environ["RECORDS"])
+RECORDS = Path(os.environ.get("RECORDS", "."))
 STEP_S = float(os.environ.get("STEP_MS", "15")) / 1000
 STEPS = int(os.environ.get("STEPS", "1000000"))
 STATE_MB = float(os.environ.get("STATE_MB", "0"))
