@@ -138,7 +138,7 @@ class Writer:
         rank = share.staging.rank
         awaited = None
         try:
-            share.folder.mkdir(parents=True, exist_ok=True)
+            self._make_folder(share)
             report = write_share(share.folder, share.staging)
             if share.values is not None:
                 with folders.replacing(share.folder / folders.VALUES) as fresh:
@@ -156,6 +156,17 @@ class Writer:
                 self._awaited.append(awaited)
             self._share = None
             self._changed.notify_all()
+
+    def _make_folder(self, share: Share) -> None:
+        """Rank 0 alone creates the folder of all: where it is not shared, that shows."""
+        if share.staging.rank == 0:
+            self._root.mkdir(parents=True, exist_ok=True)
+        elif not self._root.is_dir():
+            raise DamagedError(
+                f"rank {share.staging.rank} does not see the folder; give a checkpoint_dir that is "
+                "the same on every host"
+            )
+        share.folder.mkdir(exist_ok=True)
 
     def _could_not_write(self, share: Share, reason: str) -> None:
         """Free the space, and have the lowest rank speak for all, if it can be reached."""

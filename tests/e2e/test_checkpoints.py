@@ -101,6 +101,7 @@ def test_a_job_whose_workers_are_all_killed_goes_on_from_the_newest_checkpoint(
         job.until(lambda: complete(checkpoints)[-1] > written, "checkpoints go on")
 
 
+@pytest.mark.slow
 def test_a_new_job_of_any_size_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     last: set[str] = set()

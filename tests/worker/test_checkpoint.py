@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -16,9 +17,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import elastic_driver as elastic
+from elastic_driver.core.messages import Member, SlotInfo, World
 from elastic_driver.errors import UsageError
 from elastic_driver.worker import checkpoint_folder as folders
+from elastic_driver.worker.agreement import StateLostError, agree
 from elastic_driver.worker.state import State
+from tests.support.coordinator import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -258,3 +262,88 @@ def test_a_script_that_ends_waits_for_its_last_checkpoint(tmp_path: Path) -> Non
     assert (done.returncode, done.stdout) == (0, "done 10\n"), done.stderr
     assert versions(tmp_path)[0] == 10
     assert "not written" not in done.stderr
+
+
+# ---- every holder of the state was lost, but some half-received it -----------------------
+
+
+def torn(size: int) -> World:
+    """A round of workers whose sender died while they received from it."""
+    places = [SlotInfo("host", r, r, r, 0, size, size, 1, 0, 1) for r in range(size)]
+    members = [Member(f"host.{p.rank}.1", p, version=-1, clean=False) for p in places]
+    return World(7, tuple(members), "test")
+
+
+def test_half_received_states_are_no_end_where_there_is_a_checkpoint(tmp_path: Path) -> None:
+    verdict = agree(torn(2), reloads=True)
+    assert (verdict.source, verdict.receivers, verdict.fresh) == (0, {1}, True)
+    before = Job(tmp_path).train(5)
+    job = Job(tmp_path)
+    job.state._torn = True
+    with torch.no_grad():
+        for parameter in job.model.parameters():
+            parameter.fill_(float("nan"))
+    assert job.train(5).contents() == before.contents()
+    assert not job.state._torn
+
+
+def test_half_received_states_without_a_checkpoint_end_the_job_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(StateLostError, match="checkpoint_dir"):
+        agree(torn(2))
+    job = Job(tmp_path)
+    job.state._torn = True
+    with pytest.raises(StateLostError, match="before the first checkpoint"):
+        job.train(5)
+
+
+ENDLESS = """
+import sys, torch, elastic_driver as elastic
+model = torch.nn.Linear(2000, 500)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state = elastic.TorchState(model=model, optimizer=optimizer, step=0,
+                           checkpoint_dir=sys.argv[1], every=1)
+@elastic.run
+def train(state):
+    weight = float(model.weight.detach().mean())
+    assert state.step == 0 or weight == state.step, (state.step, weight)
+    print(state.step, flush=True)
+    while True:
+        optimizer.step()
+        with torch.no_grad():
+            model.weight.fill_(state.step + 1)
+        state.step += 1
+        state.commit()
+train(state)
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_of_writing_leaves_the_newest_complete_one_usable(
+    tmp_path: Path,
+) -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    dice, newest = random.Random(seed), 0
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", ENDLESS, str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            started_at = process.stdout.readline()
+            assert started_at, process.communicate(timeout=10)[1]
+            assert int(started_at) >= newest
+            wanted = int(started_at) + dice.randrange(3, 9)
+            # Not after it is written but in the middle of it: its folder has just appeared.
+            eventually(lambda n=wanted: list(tmp_path.glob(f"step-{n:012d}-*")), "it is begun")
+        finally:
+            process.kill()
+            process.communicate(timeout=10)
+        newest = max(v for v in versions(tmp_path) if v is not None)
+        assert newest >= wanted - 1

@@ -180,7 +180,7 @@ def test_a_failing_rank_is_named_once_and_so_is_its_recovery(
         return write(folder, staging)
 
     monkeypatch.setattr(checkpoint_format, "write_share", fails_on_rank_1)
-    ranks, state = Ranks(tmp_path / "c", 2), shared(1)
+    ranks, state = Ranks(tmp_path, 2), shared(1)
     for version in (10, 20):
         ranks.take(version, state)
         assert ranks.drain()
@@ -188,13 +188,27 @@ def test_a_failing_rank_is_named_once_and_so_is_its_recovery(
     assert len(said) == 1
     assert "step 10" in said[0]
     assert "rank 1: No space left on device" in said[0]
-    assert folders.checkpoints(tmp_path / "c") == []
+    assert folders.checkpoints(tmp_path) == []
     full = False
     for version in (30, 40):
         ranks.take(version, state)
         assert ranks.drain()
     assert ranks.complete() == [40, 30]
     assert "checkpoints are written again" in capsys.readouterr().err
+
+
+def test_a_host_that_does_not_see_the_folder_says_so_and_makes_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = tmp_path / "not mounted here"
+    rank_1 = Ranks(elsewhere, 2).each[1]
+    for version in (10, 20):
+        rank_1.take(shared(1), version)
+        assert rank_1.drain()
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "rank 1 does not see the folder" in said[0]
+    assert not elsewhere.exists()
 
 
 def test_ranks_with_different_tensors_are_told(
