@@ -122,15 +122,19 @@ class Whereabouts:
 
     def address_towards(self, host: str) -> str:
         """Our address on the way to a host, by the name that ssh's configuration gives it."""
-        towards = address_towards(_name_for_ssh(self.options, host))
-        # Behind a jump host its name may mean nothing here: the default route is the best guess.
-        address = towards or address_towards(_SOMEWHERE)
+        address = self.find_address(host)
         if address is None:
             raise ClusterError(
                 f"no way to {host}: its name has no address here, and there is no default route; "
                 "say where the rendezvous is to listen with --rdzv-endpoint"
             )
         return address
+
+    def find_address(self, host: str) -> str | None:
+        """The same, or None where there is no way to the host."""
+        towards = address_towards(_name_for_ssh(self.options, host))
+        # Behind a jump host its name may mean nothing here: the default route is the best guess.
+        return towards or address_towards(_SOMEWHERE)
 
     @property
     def own_address(self) -> str | None:
@@ -162,7 +166,9 @@ def decide_whereabouts(
             )
         return Whereabouts(named[1], options)
     with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:
-        found = set(pool.map(given.address_towards, remote))
+        found = {address for address in pool.map(given.find_address, remote) if address}
+    if not found:  # what is wrong with each of them is the pre-check's to say
+        return given
     if len(found) == 1:
         return Whereabouts(found.pop(), options)
     return Whereabouts("::" if any(":" in address for address in found) else "0.0.0.0", options)  # noqa: S104

@@ -49,6 +49,15 @@ def test_loopback_gives_way_to_the_address_that_the_hosts_reach(tmp_path: Path) 
     assert where.endpoint_for("http://127.0.0.1:7", "localhost") == "http://127.0.0.1:7"
 
 
+def test_a_host_that_there_is_no_way_to_does_not_keep_the_others_from_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "_SOMEWHERE", "no-default-route.invalid")
+    options = fake_ssh(tmp_path, {"a": "::1", "gone": "gone.invalid"})
+    assert decide_whereabouts("127.0.0.1", ["gone", "a"], (), options).bind_host == "::1"
+    assert decide_whereabouts("127.0.0.1", ["gone"], (), options).bind_host == "127.0.0.1"
+
+
 def test_an_interface_that_is_not_here_is_told_with_those_that_are() -> None:
     with pytest.raises(UsageError, match=r"none of nosuch0 has an address here; there are .*lo"):
         decide_whereabouts("127.0.0.1", ["a"], ("nosuch0",), SSH)

@@ -1,0 +1,40 @@
+"""What is wrong with hosts is said before anything starts, and the others are enough or not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.cluster_job import elasticrun_on
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def test_too_few_fit_hosts_are_told_one_line_each_and_end_with_75(cluster: Cluster) -> None:
+    cluster.node("node1").kill()
+    with elasticrun_on(cluster, "-np", "3", "-H", "node[0-1]:1,nosuch:1") as job:
+        assert job.wait(60) == 75
+        lines = job.stderr.splitlines()
+        assert sum(line.startswith("elasticrun: node1: ") for line in lines) == 1
+        assert sum(line.startswith("elasticrun: nosuch: ") for line in lines) == 1
+        assert "1 slots are left and 3 are needed" in lines[-1]
+        assert not job.events()
+
+
+def test_a_job_begins_without_a_host_that_failed_the_check_when_it_may(cluster: Cluster) -> None:
+    cluster.node("node2").kill()
+    args = ("-np", "4", "--min-np", "3", "-H", "node[0-3]:1")
+    with elasticrun_on(cluster, *args, steps=30) as job:
+        assert job.wait(90) == 0, job.describe()
+        assert job.rounds()[0] == 3
+        assert "elasticrun: node2: " in job.stderr
+
+
+def test_workers_talk_over_the_interface_that_leads_to_the_rendezvous(cluster: Cluster) -> None:
+    with elasticrun_on(cluster, "-np", "2", "-H", "node0:1,node1:1") as job:
+        job.together(2)
+        born_with = [process.environ() for process in cluster.node("node1").processes()]
+        variables = next(env for env in born_with if "ELASTIC_WORKER_ID" in env)
+        assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "eth0"
+        assert variables["MASTER_ADDR"] == cluster.node("node0").address
+        assert variables["ELASTIC_RENDEZVOUS"].startswith("http://10.99.0.1:")
