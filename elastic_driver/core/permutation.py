@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from math import isqrt
 
-__all__ = ["Permutation", "mix"]
+__all__ = ["FACTOR", "Permutation", "mix"]
 
 _ROUNDS = 8
 _ROUNDS_IF_SMALL = 24  # few distinct round functions exist on few elements: take more of them
 _SMALL = 256
 _MASK = (1 << 64) - 1
+FACTOR = 0xD6E8FEB86659FD93  # of the hash
 
 
 def mix(*numbers: int) -> int:
@@ -36,14 +37,17 @@ def mix(*numbers: int) -> int:
 
 
 class Permutation:
-    """A shuffled order of 0 … size − 1: `order[position]` is what stands at that position."""
+    """A shuffled order of 0 … size − 1: `order[position]` is what stands at that position.
+
+    `sides` and `keys` are those of the cipher, for whoever computes many positions at once.
+    """
 
     def __init__(self, size: int, key: int) -> None:
         self.size = size
-        self._a = isqrt(max(0, size - 1)) + 1
-        self._b = -(-size // self._a) if size else 1
+        a = isqrt(max(0, size - 1)) + 1
+        self.sides = a, -(-size // a) if size else 1
         rounds = _ROUNDS if size > _SMALL else _ROUNDS_IF_SMALL
-        self._keys = [mix(key, turn) for turn in range(rounds)]
+        self.keys = [(mix(key, turn), mix(key, turn + 1)) for turn in range(0, rounds, 2)]
 
     def __len__(self) -> int:
         return self.size
@@ -57,15 +61,15 @@ class Permutation:
         return found
 
     def _encipher(self, index: int) -> int:
-        left, right = divmod(index, self._b)
-        a, b = self._a, self._b
-        for turn in range(0, len(self._keys), 2):
-            left = (left + _hash(right, self._keys[turn])) % a
-            right = (right + _hash(left, self._keys[turn + 1])) % b
+        a, b = self.sides
+        left, right = divmod(index, b)
+        for first, second in self.keys:
+            left = (left + _hash(right, first)) % a
+            right = (right + _hash(left, second)) % b
         return left * b + right
 
 
 def _hash(value: int, key: int) -> int:
-    value = ((value + key) * 0xD6E8FEB86659FD93) & _MASK
-    value = ((value ^ (value >> 32)) * 0xD6E8FEB86659FD93) & _MASK
+    value = ((value + key) * FACTOR) & _MASK
+    value = ((value ^ (value >> 32)) * FACTOR) & _MASK
     return value ^ (value >> 32)

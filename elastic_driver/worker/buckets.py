@@ -32,6 +32,7 @@ class Bucket:
         self._like = tensors[entries[0]].new_empty(0)
         self._parts = [sum(self._sizes), len(self._entries)]
         self._spare: list[Tensor] = []
+        self._known: tuple[tuple[bool, ...], Tensor] | None = None
         self.length = sum(self._parts)
 
     def empty(self, length: int) -> Tensor:
@@ -57,8 +58,14 @@ class Bucket:
                 raise UsageError(
                     "FixedBatch cannot add sparse gradients; use Embedding(sparse=False)"
                 )
-        flags.copy_(torch.tensor([tensors[entry] is not None for entry in self._entries]))
+        flags.copy_(self._flags(tuple(tensors[entry] is not None for entry in self._entries)))
         return flat
+
+    def _flags(self, present: tuple[bool, ...]) -> Tensor:
+        """These flags as a tensor; nearly always those of the last time."""
+        if self._known is None or self._known[0] != present:
+            self._known = present, self._like.new_tensor(present)
+        return self._known[1]
 
     def unflatten(self, flat: Tensor) -> list[tuple[int, Tensor | None]]:
         """(entry, its view into `flat`, or None where nobody had it) of each tensor."""

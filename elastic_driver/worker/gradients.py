@@ -159,40 +159,68 @@ class ExactSum(StepSum):
 
     def finish(self) -> None:
         """Collective: leave the sums in `parameter.grad` and in the buffers."""
-        blocks = [tree_blocks(leaves) for leaves in self._ranges]
-        flats = []
-        for index, (bucket, _) in enumerate(self._targets):
-            own = self._trees[index].blocks()
-            if len(self._ranges) == 1:
-                flats.append(
-                    finish_tree(dict(own), self._leaves, partial(_add_and_recycle, bucket))
-                )
-            else:
-                flats.append(self._exchange(bucket, [part for _, part in own], blocks))
-                for _, part in own:
-                    bucket.recycle(part)
+        buckets = [bucket for bucket, _ in self._targets]
+        owns = [tree.blocks() for tree in self._trees]
+        if len(self._ranges) == 1:
+            flats = [
+                finish_tree(dict(own), self._leaves, partial(_add_and_recycle, bucket))
+                for bucket, own in zip(buckets, owns, strict=True)
+            ]
+        else:
+            flats = self._exchange(buckets, [[part for _, part in own] for own in owns])
         self._trees = []
         self._put(flats)
 
     def _exchange(
+        self, buckets: Sequence[Bucket], owns: Sequence[Sequence[Tensor]]
+    ) -> list[Tensor]:
+        """Each bucket's root of the tree, from this rank's partial sums and the others'.
+
+        All buckets travel at the same time: a small one costs no more than its waiting.
+        """
+        blocks = [tree_blocks(leaves) for leaves in self._ranges]
+        exchanges = [
+            _Exchange(bucket, own, blocks) for bucket, own in zip(buckets, owns, strict=True)
+        ]
+        for exchange in exchanges:
+            exchange.finish_part(self._leaves)
+        for bucket, own in zip(buckets, owns, strict=True):
+            for part in own:
+                bucket.recycle(part)
+        return [exchange.whole() for exchange in exchanges]
+
+
+class _Exchange:
+    """One bucket on its way; the constructor sends this rank's partial sums out."""
+
+    def __init__(
         self, bucket: Bucket, own: Sequence[Tensor], blocks: Sequence[Sequence[Block]]
-    ) -> Tensor:
-        """The root of the tree, from this rank's partial sums and the others'."""
-        size = len(self._ranges)
+    ) -> None:
+        size = len(blocks)
         chunk = -(-bucket.length // size)  # elements of each rank's part, the last one padded
         sent = bucket.empty(size * len(own) * chunk).zero_().view(size, len(own), chunk)
         for place, part in enumerate(own):
             padded = torch.nn.functional.pad(part, (0, size * chunk - bucket.length))
             sent[:, place] = padded.view(size, chunk)
         counts = [len(theirs) * chunk for theirs in blocks]
-        received = bucket.empty(sum(counts))
-        _all_to_all(received, counts, sent.reshape(-1), [len(own) * chunk] * size)
-        names = [block for theirs in blocks for block in theirs]
-        parts = dict(zip(names, received.view(-1, chunk).unbind(), strict=True))
-        root = finish_tree(parts, self._leaves, _add)
-        whole = bucket.empty(size * chunk)
-        _all_gather(_as_bytes(whole), _as_bytes(root))
-        return whole[: bucket.length]
+        self._blocks, self._bucket, self._chunk = blocks, bucket, chunk
+        self._sent = sent.reshape(-1)  # kept until it has arrived
+        self._received = bucket.empty(sum(counts))
+        self._whole = bucket.empty(size * chunk)
+        self._work = _all_to_all(self._received, counts, self._sent, [len(own) * chunk] * size)
+
+    def finish_part(self, leaves: int) -> None:
+        """Add up this rank's part of the elements, and send the result to all."""
+        self._work.wait()
+        names = [block for theirs in self._blocks for block in theirs]
+        parts = dict(zip(names, self._received.view(-1, self._chunk).unbind(), strict=True))
+        self._root = finish_tree(parts, leaves, _add)
+        self._work = _all_gather(_as_bytes(self._whole), _as_bytes(self._root), async_op=True)
+
+    def whole(self) -> Tensor:
+        """The summed bucket."""
+        self._work.wait()
+        return self._whole[: self._bucket.length]
 
 
 # torch 2.13 renamed it; the older name warns there.
@@ -209,16 +237,15 @@ def _add_and_recycle(bucket: Bucket, left: Tensor, right: Tensor) -> Tensor:
     return left
 
 
-def _all_to_all(
-    received: Tensor, receive: Sequence[int], sent: Tensor, send: Sequence[int]
-) -> None:
-    """Uneven all-to-all of elements, moved as bytes so that every dtype is supported."""
+def _all_to_all(received: Tensor, receive: Sequence[int], sent: Tensor, send: Sequence[int]) -> Any:
+    """Begin an uneven all-to-all of elements, moved as bytes so that every dtype is supported."""
     width = sent.element_size()
-    dist.all_to_all_single(
+    return dist.all_to_all_single(
         _as_bytes(received),
         _as_bytes(sent),
         [count * width for count in receive],
         [count * width for count in send],
+        async_op=True,
     )
 
 

@@ -7,6 +7,7 @@ worker fetches a micro-batch, and how far ahead, makes no difference.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from torch.utils.data import DataLoader
 from elastic_driver.core.batch import sample_counts
 from elastic_driver.core.permutation import Permutation, mix
 from elastic_driver.worker.exact import SeededData, SeededIndices
+from elastic_driver.worker.order import shuffled
 
 __all__ = ["Schedule", "load"]
+
+_AHEAD = 4096  # samples whose places are computed together, which costs a tenth
 
 
 class Schedule(Struct, frozen=True):
@@ -43,6 +47,15 @@ class Schedule(Struct, frozen=True):
     def micro_batches(self, steps: range, mine: range) -> Iterator[SeededIndices]:
         """The indices of every non-empty micro-batch of the virtual workers `mine`, in order."""
         order = Permutation(self.samples, mix(self.seed, self.epoch)) if self.shuffle else None
+        places = self._places(steps, mine)
+        while ahead := list(islice(places, max(1, _AHEAD // self.micro_batch_size))):
+            positions = [position for _, span in ahead for position in span]
+            indices = iter(positions if order is None else shuffled(order, positions))
+            for identity, span in ahead:
+                yield SeededIndices(list(islice(indices, len(span))), identity)
+
+    def _places(self, steps: range, mine: range) -> Iterator[tuple[tuple[int, ...], range]]:
+        """Identity and positions in the epoch's order of each of these micro-batches."""
         for step in steps:
             counts = self.counts(step)
             start = step * self.batch + sum(counts[: mine.start])
@@ -50,9 +63,7 @@ class Schedule(Struct, frozen=True):
                 positions = range(start, start + counts[virtual_worker])
                 start = positions.stop
                 if positions:
-                    indices = positions if order is None else [order[p] for p in positions]
-                    identity = (self.seed, self.epoch, step, virtual_worker)
-                    yield SeededIndices(indices, identity)
+                    yield (self.seed, self.epoch, step, virtual_worker), positions
 
 
 class _MicroBatches:
