@@ -1,0 +1,226 @@
+"""Leaving one process group and building the next, with 2 … 16 local ranks; and a thousand times.
+
+Each rank tears down the group it is in and builds another over the rendezvous, as `worker.world`
+does at a change of the world, up to its first all-reduce. The peer is torch's own way in the same
+processes: `destroy_process_group` and `init_process_group` over a TCPStore. Afterwards two ranks
+change groups 1,000 times in one process, and what that left behind is counted.
+
+    python -m benchmarks.group_change [--ranks 2,4,8,16] [--changes 15] [--many 1000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
+
+from benchmarks.common import Figure, report
+from elastic_driver import contract
+from elastic_driver.worker import groups
+from elastic_driver.worker.groups import Group, GroupBuilder
+from rendezvous.auth import make_token
+from rendezvous.client import RendezvousClient
+from rendezvous.server import RendezvousServer
+from rendezvous.torch_store import HTTPStore
+
+CONTEXT = multiprocessing.get_context("fork")
+TIMEOUT = timedelta(seconds=120)
+WARM_UP = 5  # changes before the first count, in which lazy things are made
+Place: TypeAlias = tuple[int, str, int]  # port of our rendezvous, its token, TCPStore's port
+
+
+class Ours:
+    """Groups over our rendezvous, one after the other."""
+
+    def __init__(self, place: Place, rank: int, size: int) -> None:
+        port, token, _ = place
+        self._client = RendezvousClient(f"http://127.0.0.1:{port}", token)
+        self._port, self._rank, self._size = port, rank, size
+        self._group: Group | None = None
+        self._parting: list[Group] = []
+
+    def enter(self, number: int) -> None:
+        store = HTTPStore(self._client, contract.round_prefix(number))
+        device = ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        builder = GroupBuilder(store, self._rank, self._size, device, not_to=self._port)
+        self._group = builder.build(f"group-{number}")
+        self._group.at_end = store.close
+        groups.install(self._group, store, self._rank, self._size, groups.make_gloo)
+        for group in self._parting:
+            group.end()
+        self._parting.clear()
+
+    def leave(self) -> None:
+        group, self._group = self._group, None
+        assert group is not None
+        group.hang_up()
+        group.let_go()
+        groups.uninstall()
+        self._parting.append(group)
+
+    def close(self) -> None:
+        for group in self._parting:
+            group.end()
+        self._client.close()
+
+
+class Torchs:
+    """Torch's own groups over a TCPStore."""
+
+    def __init__(self, place: Place, rank: int, size: int) -> None:
+        self._store = dist.TCPStore("127.0.0.1", place[2], is_master=False, timeout=TIMEOUT)
+        self._rank, self._size = rank, size
+
+    def enter(self, number: int) -> None:
+        store = dist.PrefixStore(f"round{number}", self._store)
+        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size)
+
+    def leave(self) -> None:
+        dist.destroy_process_group()
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+def change_often(
+    make: Callable[[Place, int, int], Ours | Torchs],
+    place: Place,
+    rank: int,
+    size: int,
+    rounds: range,
+) -> list[float]:
+    """Seconds of each change, from before leaving to after the first all-reduce."""
+    ways = make(place, rank, size)
+    took = []
+    one = torch.ones(1)
+    ways.enter(rounds[0])
+    dist.all_reduce(one)
+    for number in rounds[1:]:
+        started = time.perf_counter()
+        ways.leave()
+        ways.enter(number)
+        dist.all_reduce(one)
+        took.append(time.perf_counter() - started)
+    ways.leave()
+    ways.close()
+    return took
+
+
+# ---- processes ---------------------------------------------------------------------------
+
+
+def compare(pipe: Connection, rank: int, size: int, changes: int) -> None:
+    """A rank: torch's changes and ours in turn, twice."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"
+    place = pipe.recv()
+    ours: list[float] = []
+    theirs: list[float] = []
+    for turn in range(2):
+        rounds = range(1 + turn * 1000, 1 + turn * 1000 + changes)
+        theirs += change_often(Torchs, place, rank, size, rounds)
+        ours += change_often(Ours, place, rank, size, rounds)
+    pipe.send((ours, theirs))
+    pipe.recv()  # the others may still need our sockets
+
+
+def usage() -> dict[str, float]:
+    """What this process holds: MiB resident, threads, open descriptors."""
+    gc.collect()
+    me = psutil.Process()
+    return {
+        "memory": me.memory_info().rss / 2**20,
+        "threads": me.num_threads(),
+        "descriptors": me.num_fds(),
+    }
+
+
+def change_very_often(pipe: Connection, rank: int, size: int, changes: int) -> None:
+    """A rank: many changes in one process, its belongings before and after."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"
+    place = pipe.recv()
+    change_often(Ours, place, rank, size, range(1, WARM_UP + 1))
+    before = usage()
+    change_often(Ours, place, rank, size, range(10, 10 + changes))
+    pipe.send((before, usage(), threading.active_count()))
+    pipe.recv()
+
+
+def in_ranks(work: Callable[..., None], size: int, changes: int) -> list[Any]:
+    """Run `work` in so many forked processes; what each sent back."""
+    pipes, processes = [], []
+    for rank in range(size):  # before any thread is started here
+        ours, theirs = CONTEXT.Pipe()
+        processes.append(CONTEXT.Process(target=work, args=(theirs, rank, size, changes)))
+        processes[-1].start()
+        pipes.append(ours)
+    token = make_token()
+    try:
+        with RendezvousServer("127.0.0.1", 0, token=token) as server:
+            torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            for pipe in pipes:
+                pipe.send((server.port, token, torchs.port))
+            found = [pipe.recv() if pipe.poll(300) else None for pipe in pipes]
+            for pipe in pipes:
+                with contextlib.suppress(OSError):
+                    pipe.send("end")
+            for process in processes:
+                process.join(20)
+            return found
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join(5)
+
+
+def alone(work: Callable[..., None], size: int, changes: int) -> list[Any]:
+    """`in_ranks` in a process of its own: each measurement forks a parent without threads."""
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=lambda: theirs.send(in_ranks(work, size, changes)))
+    process.start()
+    found = ours.recv()
+    process.join(30)
+    return list(found)
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    sizes = [2, 4, 8, 16]
+    parser.add_argument("--ranks", type=lambda t: [int(w) for w in t.split(",")], default=sizes)
+    parser.add_argument("--changes", type=int, default=15)
+    parser.add_argument("--many", type=int, default=1000)
+    options = parser.parse_args()
+    figures = []
+    for size in options.ranks:
+        ours, theirs = alone(compare, size, options.changes)[0]
+        figure = f"leave, build, all-reduce: {size} ranks"
+        figures.append(Figure("torch, TCPStore", figure, "s", tuple(theirs)))
+        figures.append(Figure("elasticrun", figure, "s", tuple(ours)))
+    if options.many:
+        before, after, _ = alone(change_very_often, 2, options.many)[0]
+        for what, unit in (("memory", "MiB"), ("threads", ""), ("descriptors", "")):
+            name = f"{what} left by {options.many} changes"
+            note = f"{before[what]:.0f} before, {after[what]:.0f} after"
+            figures.append(Figure("elasticrun", name, unit, (after[what] - before[what],), note))
+    report("group_change", figures, baseline="torch, TCPStore")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

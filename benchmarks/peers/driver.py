@@ -1,0 +1,83 @@
+"""A whole driver without agents, for members that a benchmark simulates.
+
+Its hosts' agents say that they are up and nothing else, so that the driver expects N workers,
+h0.0.1 to h<k>.7.1, eight a host. Prints a JSON line with the endpoint and the token's file once it
+expects them, and runs until its stdin closes.
+
+    python -m benchmarks.peers.driver N FOLDER
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from pathlib import Path
+from queue import SimpleQueue
+
+from elastic_driver.core.events import AgentReady
+from elastic_driver.core.messages import JobSpec
+from elastic_driver.runtime.discovery import FixedDiscovery
+from elastic_driver.runtime.driver import ElasticDriver
+from elastic_driver.runtime.reporter import Level, Reporter
+from elastic_driver.runtime.rundir import RunDir
+from elastic_driver.runtime.starter import OnLost
+from elastic_driver.settings import Settings
+
+SLOTS = 8  # a host's
+
+
+class SilentAgents:
+    """Starts nothing; `asked` says which agents the driver wants."""
+
+    def __init__(self) -> None:
+        self.asked: SimpleQueue[tuple[str, int]] = SimpleQueue()
+        self.token_file = Path()
+
+    def __call__(self, _endpoint: str, token_file: Path) -> SilentAgents:
+        self.token_file = token_file
+        return self
+
+    def start(self, host: str, incarnation: int, _on_lost: OnLost) -> None:
+        self.asked.put((host, incarnation))
+
+    def kill(self, host: str, incarnation: int) -> None:
+        """There is nothing to kill."""
+
+    def close(self, grace: float) -> None:
+        """There is nothing to close."""
+
+
+def main() -> None:
+    """Bring the driver to where it waits for its workers' READY, say so, and stay."""
+    count, folder = int(sys.argv[1]), Path(sys.argv[2])
+    agents = SilentAgents()
+    driver = ElasticDriver(
+        settings=Settings(start_np=count, min_np=1, heartbeat_timeout=30.0),
+        spec=JobSpec("bench", ("true",), "/", {}, 30.0, 30.0, 3),
+        discovery=FixedDiscovery(tuple((f"h{i}", SLOTS) for i in range(-(-count // SLOTS)))),
+        starter=agents,
+        run_dir=RunDir(folder, "bench"),
+        reporter=Reporter(io.StringIO(), level=Level.QUIET),
+    )
+    driver.start()
+    for _ in range(-(-count // SLOTS)):
+        host, incarnation = agents.asked.get(timeout=60)
+        driver.post(AgentReady(host, incarnation, 1, "127.0.0.1", (5000, 5001)))
+    answers: SimpleQueue[bytes] = SimpleQueue()
+    while True:
+        driver.ask_status(answers.put)
+        if answers.get(timeout=60).count(b'"state":"starting"') >= count:
+            break
+        time.sleep(0.05)
+    place = {"endpoint": driver.endpoint, "token_file": str(agents.token_file)}
+    print(json.dumps(place), flush=True)
+    sys.stdin.read()
+    for _ in range(2):  # the second time without waiting for agents that do not exist
+        driver.request_stop("the benchmark is over", 143)
+    driver.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Simulated workers: each speaks the real protocol on a connection of its own, and does no more.
+
+A member says READY and waits for the world it is in; `rest` lets it beat on like an idle worker.
+Plain asyncio streams, so that many fit into one process and little of what is measured is theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Iterable
+
+import msgspec
+
+from elastic_driver import contract
+from elastic_driver.core.events import WorkerReady
+from elastic_driver.core.messages import World, decode
+from rendezvous.wire import (
+    BATCH_PATH,
+    EVENTS_PATH,
+    Batch,
+    Entries,
+    Operation,
+    Result,
+    Set,
+    Watch,
+    decode_reply,
+    encode,
+)
+
+WAIT_S = 60.0
+CONNECTING = 64  # at a time
+
+
+class Member:
+    """One simulated worker."""
+
+    def __init__(self, name: str, port: int, token: str) -> None:
+        self.name, self._port, self._token = name, port, token
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+
+    async def connect(self) -> None:
+        """Open the connection."""
+        limit = 1 << 24
+        self._reader, self._writer = await asyncio.open_connection(
+            "127.0.0.1", self._port, limit=limit
+        )
+
+    async def meet(self, parse: bool) -> int:
+        """Say READY, wait for the world; its size. `parse`: also read who is in it."""
+        ready = WorkerReady(self.name, 0, -1, True, "started")
+        await self._post(EVENTS_PATH, msgspec.json.encode(ready), request_id=True)
+        (found,) = await self._batch(Watch({contract.JOB_WORLD: 0}, WAIT_S))
+        assert isinstance(found, Entries)
+        document = found.entries[contract.JOB_WORLD].value
+        if not parse:
+            return document.count(b'"worker":')
+        world = decode(World, document)
+        assert world.member(self.name) is not None
+        return world.size
+
+    async def rest(self, heartbeat_timeout: float, longest: float) -> None:
+        """Beat as an idle worker does, until cancelled."""
+        wait = min(heartbeat_timeout / 3, longest)
+        lease = Set(contract.worker_lease(self.name), b"", heartbeat_timeout)
+        while True:
+            await self._batch(lease, Watch({contract.JOB_NOTICE: 0}, wait))
+
+    async def _batch(self, *operations: Operation) -> tuple[Result, ...]:
+        body = encode(Batch(operations, uuid.uuid4().hex))
+        return decode_reply(await self._post(BATCH_PATH, body)).results
+
+    async def _post(self, path: str, body: bytes, *, request_id: bool = False) -> bytes:
+        more = f"X-Request-Id: {uuid.uuid4().hex}\r\n" if request_id else ""
+        self._writer.write(
+            f"POST {path} HTTP/1.1\r\nHost: driver\r\nAuthorization: Bearer {self._token}\r\n"
+            f"Content-Type: application/json\r\n{more}Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        status = int(head.split(b" ", 2)[1])
+        lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-le")]
+        answer = await self._reader.readexactly(int(lengths[0].split(b":")[1]))
+        if status >= 400:
+            raise RuntimeError(f"{path}: {status} {json.loads(answer)}")
+        return answer
+
+
+async def connected(names: Iterable[str], port: int, token: str) -> list[Member]:
+    """Members with open connections."""
+    members = [Member(name, port, token) for name in names]
+    gate = asyncio.Semaphore(CONNECTING)
+
+    async def connect(member: Member) -> None:
+        async with gate:
+            await member.connect()
+
+    await asyncio.gather(*(connect(member) for member in members))
+    return members
