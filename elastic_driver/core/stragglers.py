@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from elastic_driver.core.robust import median, usual
 
-_OPEN_STEPS = 4096  # steps that are remembered while a rank has not reported them
+_OPEN_STEPS = 256  # steps that are remembered while a rank has not reported them
 
 
 class Slowness(str, Enum):
@@ -66,6 +66,9 @@ class Change(Struct, frozen=True):
     over: bool = False
 
 
+_Times = tuple[float, float | None]  # what a rank reported of a step: compute, network
+
+
 @dataclass(slots=True)
 class _Track:
     """One rank's times of one kind."""
@@ -90,7 +93,7 @@ class StragglerWatch:
     first_step: int = 0
     false_alarms: int = 0  # alarms that were soon withdrawn
     _tracks: dict[Slowness, list[_Track]] = field(init=False)
-    _reported: dict[int, int] = field(init=False, default_factory=dict)  # step → ranks
+    _reported: dict[int, dict[int, _Times]] = field(init=False, default_factory=dict)
     _latest: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,19 +133,25 @@ class StragglerWatch:
         if not 0 <= rank < len(self.hosts) or step <= self._latest[rank]:
             return ()
         self._latest[rank] = step
-        self._tracks[Slowness.COMPUTE][rank].times.append(compute)
-        if network is not None:
-            self._tracks[Slowness.NETWORK][rank].times.append(network)
-        self._reported[step] = self._reported.get(step, 0) + 1
-        if self._reported[step] < len(self.hosts):
+        reported = self._reported.setdefault(step, {})
+        reported[rank] = (compute, network)
+        if len(reported) < len(self.hosts):
             if len(self._reported) > _OPEN_STEPS:
                 del self._reported[min(self._reported)]
             return ()
+        self._take(reported)
         # Everybody is past the earlier steps: a report that was lost for one will not come.
-        self._reported = {s: count for s, count in self._reported.items() if s > step}
+        self._reported = {s: ranks for s, ranks in self._reported.items() if s > step}
         return tuple(change for kind in Slowness for change in self._look(kind, step))
 
     # ---- one look ------------------------------------------------------------------------
+
+    def _take(self, reported: dict[int, _Times]) -> None:
+        """Count a step that all have reported: the same steps of every rank are compared."""
+        for rank, (compute, network) in reported.items():
+            self._tracks[Slowness.COMPUTE][rank].times.append(compute)
+            if network is not None:
+                self._tracks[Slowness.NETWORK][rank].times.append(network)
 
     def _look(self, kind: Slowness, step: int) -> list[Change]:
         tracks = self._tracks[kind]
