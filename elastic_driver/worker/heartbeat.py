@@ -11,6 +11,7 @@ worker) has no such thread and never beats. Times are seconds.
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -61,6 +62,8 @@ class Heartbeat:
         self._longest = min(timeout / 3, LONGEST_WAIT_S)
         self._wait = FIRST_WAIT_S
         self._seen = 0  # revision of the newest notice
+        self._world = 0  # revision of the newest world
+        self._entering = False  # a new world may be ours: its first step is near
         self._told = 0  # the round whose first step has been told
         self._silent = False
         self._stopping = threading.Event()
@@ -111,11 +114,17 @@ class Heartbeat:
 
     def _beat(self, wait: float) -> None:
         lease = Set(contract.worker_lease(self._worker), b"", self._timeout)
-        watch = Watch({contract.JOB_NOTICE: self._seen}, wait)
-        results = self._client.batch(lease, *self._progress(), watch)
+        keys = {contract.JOB_NOTICE: self._seen}
+        if self._pulse.round == 0:
+            # A beat must not sleep through the start of a round: its first step is news.
+            keys[contract.JOB_WORLD] = self._world
+        results = self._client.batch(lease, *self._progress(), Watch(keys, wait))
         found = results[-1]
         if not isinstance(found, Entries) or found.timed_out:
             return
+        world = found.entries.get(contract.JOB_WORLD)
+        if world is not None and world.revision > self._world:
+            self._world, self._entering = world.revision, True
         entry = found.entries.get(contract.JOB_NOTICE)
         if entry is not None and entry.revision > self._seen:
             self._seen = entry.revision
@@ -140,12 +149,21 @@ class Heartbeat:
         )
         if round_id == 0 or steps == 0:
             return ()
-        document = Progress(round=round_id, step=version, step_time=step_time)
+        times = tuple(pulse.step_times)
+        usual = statistics.median(times) if times else step_time
+        document = Progress(
+            round=round_id,
+            step=version,
+            step_time=step_time,
+            samples=pulse.samples.collect(round_id, usual),
+        )
         return (Set(contract.worker_progress(self._worker), encode(document)),)
 
     def _next_wait(self) -> float:
         """Short while a round's first step is awaited, growing with the time it takes."""
-        if self._pulse.round in (0, self._told):
+        round_id = self._pulse.round
+        settled = not self._entering if round_id == 0 else round_id == self._told
+        if settled:
             self._wait = FIRST_WAIT_S
             return self._longest
         wait = min(self._wait, self._longest)
@@ -161,4 +179,4 @@ class Heartbeat:
     def _post_stepped(self, client: RendezvousClient, round_id: int, step: int) -> None:
         event = WorkerStepped(worker=self._worker, round=round_id, step=step)
         client.post_json(EVENTS_PATH, _events.encode(event))
-        self._told = round_id
+        self._told, self._entering = round_id, False

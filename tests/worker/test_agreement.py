@@ -64,7 +64,9 @@ def test_where_all_are_dirty_the_furthest_is_taken_as_it_is() -> None:
 
 def test_a_half_received_state_is_never_what_others_get() -> None:
     assert agree(world((-1, False), (-1, True))).source == 1
-    with pytest.raises(StateLostError, match="the last worker with the whole state died while sending it"):
+    with pytest.raises(
+        StateLostError, match="the last worker with the whole state died while sending it"
+    ):
         agree(world((-1, False), (-1, False)))
 
 
