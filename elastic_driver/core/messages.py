@@ -65,12 +65,21 @@ class Notice(Struct, frozen=True):
     reason: str
 
 
+MAX_SAMPLES = 32  # of measured steps in one message
+Sample = tuple[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=0.0, le=1e9)]]
+"""A committed step, and the seconds it took this rank without waiting for others."""
+
+
 class Progress(Struct, frozen=True):
-    """How far a worker is: `step` committed steps in all, seconds for one, in round `round`."""
+    """How far a worker is: `step` committed steps in all, seconds for one, in round `round`.
+
+    `samples` are its last measured steps, oldest first, each told several times.
+    """
 
     round: int
     step: int
     step_time: float
+    samples: Annotated[tuple[Sample, ...], Meta(max_length=MAX_SAMPLES)] = ()
 
 
 class JobSpec(Struct, frozen=True):
@@ -91,6 +100,7 @@ class JobSpec(Struct, frozen=True):
     warm: int | None = None  # processes kept warm on each host; 0: none, None: the agent decides
     preload: tuple[str, ...] = ("torch",)  # modules a warm parent imports
     hang_timeout: float | None = None  # seconds without progress; None: adapts, 0: never
+    leave_notice: float = 0.0  # an agent told of its host's end leaves within this; 0: at once
 
 
 class StartWorkerOrder(Struct, frozen=True, tag="start_worker"):

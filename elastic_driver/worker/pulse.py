@@ -12,6 +12,8 @@ import sys
 import time
 from collections import deque
 
+from elastic_driver.worker.samples import StepSamples
+
 NEVER = sys.maxsize  # leave after this step: not before the end of time
 AT_ONCE = -1  # any commit is late enough
 KEPT_TIMES = 101  # step times from which the usual one is taken
@@ -27,6 +29,7 @@ class Pulse:
         "leave_after",
         "leave_reason",
         "round",
+        "samples",
         "signs",
         "step_time",
         "step_times",
@@ -44,6 +47,7 @@ class Pulse:
         self.busy_until = 0.0  # until then it may be silent, as it said; its own
         self.signs = 0  # commits and reported steps in this round; its own
         self.step_times: deque[float] = deque(maxlen=KEPT_TIMES)  # of all rounds; its own
+        self.samples = StepSamples()  # what steps cost this rank; see there who writes
         self.leave_after = NEVER  # written by the heartbeat thread
         self.leave_reason = ""  # written before `leave_after`, so that it is there when needed
 

@@ -26,6 +26,7 @@ from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current, session
 from elastic_driver.worker.agreement import Agreement, StateLostError, agree, agree_afresh
 from elastic_driver.worker.checkpoint import KEEP, Checkpoints, Schedule
+from elastic_driver.worker.computing import ComputeClock
 from elastic_driver.worker.copying import copied
 from elastic_driver.worker.following import Advancing, StepCounter
 from elastic_driver.worker.link import Standing
@@ -78,6 +79,7 @@ class State:
         self._kept_random: dict[str, Any] | None = None
         self._random = RandomStates()
         self._counter = StepCounter()
+        self._clock = ComputeClock()
         self._callbacks: list[Callable[[], None]] = []
         self._pulse = Pulse()  # one of our own until we are in a world
         self._round = 0  # the round this state was last synchronised in
@@ -121,6 +123,7 @@ class State:
         optimizers = self._optimizers()
         advancing = [v for v in self._values.values() if isinstance(v, Advancing)]
         self._counter.watch(optimizers, advancing)
+        self._clock.watch(optimizers)
         self._snapshot = self._wants_snapshot or (bool(self._modules()) and not optimizers)
 
     def _optimizers(self) -> list[Optimizer]:
@@ -153,6 +156,9 @@ class State:
         if self._checkpoints is not None and self._checkpoints.due(self._version):
             self._checkpoints.take(self._shared(), self._version)
         pulse = self._pulse
+        computed = self._clock.lap()
+        if computed is not None:
+            pulse.samples.note(pulse.round, self._version, computed)
         if pulse.committed(self._version):
             raise HostsUpdatedInterrupt(pulse.leave_reason)
 
@@ -218,6 +224,7 @@ class State:
             verdict = agree_afresh(world, self._pulse.version, reloads=reloads)
         self._come_to(verdict, world)
         self._round = world.round
+        self._clock.restart()
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Call these, in order, after every change of the world (to adapt a learning rate, …)."""

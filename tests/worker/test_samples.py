@@ -1,0 +1,62 @@
+"""Which measured steps a heartbeat tells."""
+
+from __future__ import annotations
+
+from elastic_driver.core.messages import MAX_SAMPLES, Progress, decode, encode
+from elastic_driver.worker.samples import COVERED_S, StepSamples, stride
+
+
+def steps_of(samples: StepSamples, step_time: float, round_id: int = 1) -> list[int]:
+    return [step for step, _ in samples.collect(round_id, step_time)]
+
+
+def test_of_long_steps_all_are_told_and_told_again() -> None:
+    samples = StepSamples()
+    for step in (1, 2, 3):
+        samples.note(1, step, 0.5)
+    assert samples.collect(1, 1.0) == ((1, 0.5), (2, 0.5), (3, 0.5))
+    samples.note(1, 4, 0.5)
+    assert steps_of(samples, 1.0) == [1, 2, 3, 4]
+
+
+def test_a_message_is_bounded_and_reaches_back_over_several_beats_whatever_a_step_takes() -> None:
+    for step_time in (0.0005, 0.003, 0.01, 0.1, 1.0):
+        samples = StepSamples()
+        beat = max(int(2.0 / step_time), 1)
+        told: list[int] = []
+        for first in range(0, 10 * beat, beat):
+            for step in range(first, first + beat):
+                samples.note(1, step, 0.001)
+            told = steps_of(samples, step_time)
+        assert len(told) <= MAX_SAMPLES
+        reach = told[-1] - told[0] + stride(step_time)
+        assert reach * step_time >= min(COVERED_S, 10 * beat * step_time)
+        message = Progress(1, 10 * beat, step_time, samples.collect(1, step_time))
+        assert decode(Progress, encode(message)) == message
+
+
+def test_ranks_that_time_a_step_differently_tell_steps_in_common() -> None:
+    told = []
+    for step_time in (0.0117, 0.0118):  # to either side of a power of two
+        samples = StepSamples()
+        for step in range(800):
+            samples.note(1, step, 0.01)
+        told.append(steps_of(samples, step_time))
+    assert stride(0.0117) != stride(0.0118)
+    assert len(set(told[0]) & set(told[1])) >= MAX_SAMPLES // 2
+
+
+def test_steps_of_another_round_are_not_told() -> None:
+    samples = StepSamples()
+    samples.note(1, 7, 0.5)
+    assert steps_of(samples, 1.0) == [7]
+    samples.note(1, 8, 0.5)
+    samples.note(2, 8, 0.25)
+    assert samples.collect(2, 1.0) == ((8, 0.25),)
+
+
+def test_steps_that_nobody_collects_do_not_fill_the_memory() -> None:
+    samples = StepSamples()
+    for step in range(20_000):
+        samples.note(1, step, 0.0)
+    assert len(samples._noted) == 4096
