@@ -235,12 +235,13 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
                 "a ShardedDataset makes its own loader; iterate it directly, and give num_workers "
                 "to it and not to a DataLoader around it"
             )
-        while True:
-            turn = _Pass(self)
-            if turn.end is not None and not self.progress.held:
-                self.client.require_complete(turn.end)
-                return
-            yield from self._batches(turn)
+        with self.client:  # a loop that is left leaves no connection behind
+            while True:
+                turn = _Pass(self)
+                if turn.end is not None and not self.progress.held:
+                    self.client.require_complete(turn.end)
+                    return
+                yield from self._batches(turn)
 
     def _batches(self, turn: _Pass) -> Iterator[Any]:
         """The batches of one pass; the process's global generators are not drawn from."""

@@ -79,6 +79,7 @@ class Desk(Protocol):
     def extend(self, told: ExtendRequest) -> None: ...
     def checkpoint(self) -> ShardCheckpoint: ...
     def restore(self, saved: ShardCheckpoint) -> None: ...
+    def close(self) -> None: ...
 
 
 def describe(
@@ -197,6 +198,16 @@ class ShardClient:
         """Go back to a checkpoint: what was not done when it was made is to do."""
         self._desk.restore(saved)
 
+    def close(self) -> None:
+        """Close the connection; a later call opens another."""
+        self._desk.close()
+
+    def __enter__(self) -> ShardClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 class _DriversDesk:
     """The driver's ledger, over HTTP. A data set is opened by asking, so any call may do it."""
@@ -234,6 +245,9 @@ class _DriversDesk:
     def restore(self, saved: ShardCheckpoint) -> None:
         path = f"{self._path}/checkpoint"
         self._patiently(partial(self._client.put_json, path, _encode(saved)))
+
+    def close(self) -> None:
+        self._client.close()
 
     def _post(self, what: str, body: bytes) -> bytes:
         return self._patiently(partial(self._client.post_json, f"{self._path}:{what}", body))
@@ -284,3 +298,6 @@ class _OwnDesk:
 
     def restore(self, saved: ShardCheckpoint) -> None:
         self._ledger.restore(saved.state)
+
+    def close(self) -> None:
+        """There is nothing to close."""
