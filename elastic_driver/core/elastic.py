@@ -7,7 +7,7 @@ monotonic seconds.
 
 from __future__ import annotations
 
-from elastic_driver.core import hangs, placement
+from elastic_driver.core import drain, hangs, placement
 from elastic_driver.core.endings import record_loss
 from elastic_driver.core.messages import Failure
 from elastic_driver.core.outcome import KILLED, Cause
@@ -48,12 +48,15 @@ def _watch_changes(job: JobState, now: float) -> None:
     if job.round.change_since is None:
         job.round.change_since = now
     reason = leavers[0].leaving if leavers else f"{newcomers[0].id} is ready to join"
-    delay = job.settings.last_call
+    at = job.round.change_since + job.settings.last_call
     all_leave = not newcomers and len(leavers) == job.registry.count(WorkerState.RUNNING)
     if all_leave and _newcomers_in_sight(job):
         # Whoever leaves now takes the state along: train on until somebody can take it over.
-        delay, reason = job.settings.elastic_timeout, f"{reason}; nobody to take over yet"
-    if job.passed(job.round.change_since + delay, now, f"change is coming: {reason}"):
+        at = job.round.change_since + job.settings.elastic_timeout
+        reason = f"{reason}; nobody to take over yet"
+    elif (until := drain.waits_until(job, leavers)) is not None:
+        at, reason = max(at, until), f"{reason}; its replacements are booting"
+    if job.passed(at, now, f"change is coming: {reason}"):
         job.leave_round(now, reason, at_boundary=True)
 
 

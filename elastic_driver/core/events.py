@@ -96,6 +96,15 @@ class WorkerExited(Struct, frozen=True, tag="worker_exited", forbid_unknown_fiel
     victim: bool = False
 
 
+class HostLeaving(Struct, frozen=True, tag="host_leaving", forbid_unknown_fields=True):
+    """An agent was told that its host goes away (a preemption notice) in `deadline` seconds."""
+
+    host: Host
+    incarnation: Count
+    deadline: Annotated[float, Meta(ge=0.0, le=1e9)]
+    reason: Text
+
+
 # ---- events from the driver's own shell --------------------------------------------------
 
 
@@ -132,6 +141,24 @@ class ScaleRequested(Struct, frozen=True, tag="scale_requested"):
     num_proc: int
 
 
+class DrainRequested(Struct, frozen=True, tag="drain_requested"):
+    """Somebody wants this host left in good order, and not used again until told otherwise.
+
+    `deadline`: seconds in which it has to be empty; None: there is no hurry.
+    """
+
+    host: str
+    reason: str
+    deadline: float | None = None
+
+
+class DrainCancelled(Struct, frozen=True, tag="drain_cancelled"):
+    """A host that was drained, or is being drained, may be used again."""
+
+    host: str
+    reason: str
+
+
 class StopRequested(Struct, frozen=True, tag="stop_requested"):
     """End the job now, with this exit status (Ctrl-C, SIGTERM, `elasticctl stop`)."""
 
@@ -151,6 +178,7 @@ WireEvent = (
     | WorkerStalled
     | WorkerResumed
     | WorkerExited
+    | HostLeaving
 )
 Event = (
     WireEvent
@@ -159,6 +187,8 @@ Event = (
     | AgentLost
     | WorkerLost
     | ScaleRequested
+    | DrainRequested
+    | DrainCancelled
     | StopRequested
     | Tick
 )

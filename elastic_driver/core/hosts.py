@@ -3,7 +3,8 @@
 Discovery reports hosts, failures put them in cool-down, time brings them back. This module
 only decides; `runtime.discovery` asks the cluster. Nothing here reads a clock: methods that
 depend on time take `now`, in monotonic seconds. A host in cool-down keeps its healthy
-workers; it only gets no new ones.
+workers; it only gets no new ones. A host that is drained is there, gets nothing, and its
+workers leave: until it is told otherwise, or has been away and is found again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """Why a host is drained, and until when its workers may wait for their replacements."""
+
+    reason: str
+    replace_until: float  # monotonic seconds
+
+
+@dataclass(frozen=True, slots=True)
 class HostChanges:
     """What a discovery changed: (host, slots), (host), (host, slots before, slots now)."""
 
@@ -54,6 +63,7 @@ class HostManager:
         self._hosts: dict[str, Host] = {}
         self._positions = 0
         self._cooling: dict[str, Host] = {}
+        self._drains: dict[str, Drain] = {}  # of hosts that are there
         # A host that is removed and added again keeps its record: flapping heals nothing.
         self._records: dict[str, Host] = {}
 
@@ -66,6 +76,7 @@ class HostManager:
         removed = tuple(name for name in self._hosts if name not in found)
         for name in removed:
             self._records[name] = self._hosts.pop(name)
+            self._drains.pop(name, None)
         added, resized = [], []
         for name, slots in found.items():
             known = self._hosts.get(name)
@@ -101,8 +112,29 @@ class HostManager:
         return host.slots if host else 0
 
     def usable(self, name: str) -> bool:
-        """Whether the host is there and not in cool-down."""
-        return name in self._hosts and name not in self._cooling
+        """Whether the host is there, not in cool-down and not drained."""
+        return name in self._hosts and name not in self._cooling and name not in self._drains
+
+    def drain(self, name: str, drain: Drain) -> bool:
+        """Keep a host from being used; False where it is not there, or nothing is new.
+
+        Of several drains the one that hurries most counts.
+        """
+        known = self._drains.get(name)
+        if name not in self._hosts:
+            return False
+        if known is not None and known.replace_until <= drain.replace_until:
+            return False
+        self._drains[name] = drain
+        return True
+
+    def undrain(self, name: str) -> bool:
+        """Let a drained host be used again; False where it is not drained."""
+        return self._drains.pop(name, None) is not None
+
+    def drained(self, name: str) -> Drain | None:
+        """The host's drain, if it is drained."""
+        return self._drains.get(name)
 
     def cooldown_left(self, name: str, now: float) -> float:
         """Seconds until the host may receive workers again; 0 outside cool-down."""

@@ -12,14 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elastic_driver.core import elastic, endings, hangs, placement, plain
+from elastic_driver.core import drain, elastic, endings, hangs, placement, plain
 from elastic_driver.core.events import (
     AgentLost,
     AgentReady,
     Announce,
     Decision,
     DiscoveryFailed,
+    DrainCancelled,
+    DrainRequested,
     Event,
+    HostLeaving,
     HostsDiscovered,
     ScaleRequested,
     StopRequested,
@@ -63,6 +66,9 @@ class Job:
             WorkerExited: self._worker_exited,
             WorkerLost: self._worker_lost,
             ScaleRequested: self._scale_requested,
+            DrainRequested: self._drain_requested,
+            DrainCancelled: self._drain_cancelled,
+            HostLeaving: self._host_leaving,
             StopRequested: self._stop_requested,
             Tick: self._tick,
         }
@@ -220,6 +226,8 @@ class Job:
         """The agent is gone: start it again in place, or put its host in cool-down."""
         job = self.state
         job.capacity_changed = True
+        if job.hosts.drained(agent.host) is not None:
+            return  # it went early, and was to go: no trouble of the host's
         was_up = agent.state is AgentState.READY
         cooldown = job.hosts.agent_failed(agent.host, now, reason, started=was_up)
         if cooldown is not None:
@@ -367,6 +375,15 @@ class Job:
         job.target = wish
         job.capacity_changed = True
         job.announce("scale_requested", f"{wish} workers (asked for {event.num_proc})")
+
+    def _drain_requested(self, event: DrainRequested, now: float) -> None:
+        drain.requested(self.state, event, now)
+
+    def _drain_cancelled(self, event: DrainCancelled, _now: float) -> None:
+        drain.cancelled(self.state, event)
+
+    def _host_leaving(self, event: HostLeaving, now: float) -> None:
+        drain.noticed(self.state, event, now)
 
     def _stop_requested(self, event: StopRequested, _now: float) -> None:
         self.state.finish(event.exit_code, event.reason)

@@ -29,8 +29,11 @@ def mark_leavers(job: JobState) -> None:
     for worker in sorted(job.registry.having(*ACTIVE), key=lambda worker: worker.age):
         slots = job.hosts.slots(worker.host)
         taken = on_host.get(worker.host, 0)
+        drain = job.hosts.drained(worker.host)
         if slots == 0:
             worker.leaving = f"host {worker.host} was removed"
+        elif drain is not None:
+            worker.leaving = f"host {worker.host} is drained: {drain.reason}"
         elif taken >= slots:
             worker.leaving = f"host {worker.host} has only {slots} slots now"
         else:
@@ -46,10 +49,8 @@ def mark_leavers(job: JobState) -> None:
 
 
 def plan_fleet(job: JobState, now: float) -> None:
-    """Stop agents of removed hosts once empty; start agents where more slots are needed."""
-    for host in [host for host in job.fleet.agents if host not in job.hosts]:
-        if not job.registry.on_host(host):
-            stop_agent(job, job.fleet.agents[host], f"host {host} was removed")
+    """Stop agents of hosts that go once empty; start agents where more slots are needed."""
+    _release_hosts(job)
     need = float("inf") if job.wanted is None else job.wanted - job.registry.active()
     without: list[str] = []
     for known in job.hosts.order:
@@ -69,6 +70,18 @@ def plan_fleet(job: JobState, now: float) -> None:
         start_agent(job, name, now, "its slots are needed")
         if not job.hosts.suspect(name, now):
             need -= _room(job, name)
+
+
+def _release_hosts(job: JobState) -> None:
+    for host, agent in list(job.fleet.agents.items()):
+        drain = job.hosts.drained(host)
+        if job.registry.on_host(host) or (host in job.hosts and drain is None):
+            continue
+        if drain is None:
+            stop_agent(job, agent, f"host {host} was removed")
+        else:
+            stop_agent(job, agent, f"host {host} is drained: {drain.reason}")
+            job.announce("host_drained", f"nothing runs there any more: {drain.reason}", host=host)
 
 
 def _room(job: JobState, host: str) -> int:

@@ -7,7 +7,7 @@ Called by the job machine only; decides nothing about rounds, hosts or budgets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -198,6 +198,6 @@ class WorkerStateRegistry:
         """Workers that take part or are going to, without those who have to leave."""
         return sum(1 for worker in self.having(*ACTIVE) if not worker.leaving)
 
-    def on_host(self, host: str) -> Iterable[Worker]:
+    def on_host(self, host: str) -> tuple[Worker, ...]:
         """Workers whose process may exist on this host."""
         return tuple(self._by_host.get(host, {}).values())

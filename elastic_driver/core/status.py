@@ -29,9 +29,9 @@ class HostStatus(Struct, frozen=True):
 
     host: str
     slots: int
-    state: str  # usable | cool-down | removed
+    state: str  # usable | cool-down | draining (workers are on it) | drained | removed
     cooldown_left: float
-    reason: str  # why it is in cool-down
+    reason: str  # why it is in cool-down, or drained
     agent: str  # none | starting | ready
     agent_incarnation: int  # 0: none
     workers: int  # processes on it
@@ -133,14 +133,23 @@ def _hosts(job: JobState, now: float) -> tuple[HostStatus, ...]:
 def _host(job: JobState, name: str, slots: int, now: float) -> HostStatus:
     agent = job.fleet.agents.get(name)
     left = job.hosts.cooldown_left(name, now)
-    state = "usable" if job.hosts.usable(name) else "cool-down" if name in job.hosts else "removed"
+    drain = job.hosts.drained(name)
+    workers = len(job.registry.on_host(name))
     return HostStatus(
         host=name,
         slots=slots,
-        state=state,
+        state=_host_state(job, name, workers),
         cooldown_left=left,
-        reason=job.hosts.cooldown_reason(name),
+        reason=drain.reason if drain else job.hosts.cooldown_reason(name),
         agent=agent.state.value if agent else "none",
         agent_incarnation=agent.incarnation if agent else 0,
-        workers=len(tuple(job.registry.on_host(name))),
+        workers=workers,
     )
+
+
+def _host_state(job: JobState, name: str, workers: int) -> str:
+    if name not in job.hosts:
+        return "removed"
+    if job.hosts.drained(name) is not None:
+        return "draining" if workers else "drained"
+    return "usable" if job.hosts.usable(name) else "cool-down"

@@ -39,6 +39,8 @@ class Faults:
             (1, self._add_host),
             (1, self._exchange_hosts),
             (1, self._scale),
+            (1, self._drain),
+            (1, self._undrain),
             (1, self._discovery_fails),
             (2 if own_exits else 0, self._exit),
         ]
@@ -67,6 +69,10 @@ class Faults:
         self.cluster.agent_trouble = 0.0
         self.hosts, self.gone = dict(self.all_hosts), {}
         self.discover()
+        # Again a little later: an agent's notice may still be under way.
+        for delay in (0.0, 1.0):
+            for host in self.hosts:
+                self.cluster.clock.after(delay, partial(self._let_back, host))
 
     # ---- workers ---------------------------------------------------------------------
 
@@ -199,6 +205,31 @@ class Faults:
 
     def _scale(self) -> None:
         self.cluster.deliver(ev.ScaleRequested(self.random.randint(1, 8)))
+
+    def _drain(self) -> None:
+        """By hand, or by the agent that was told of its host's end and then ends with it."""
+        host = self.random.choice([*self.hosts, "none"])
+        deadline = self.random.choice([None, 0.0, 1.0, 10.0])
+        agent = self.cluster.agents.get(host)
+        if agent is None or not agent.alive or deadline is None:
+            self.cluster.deliver(ev.DrainRequested(host, "maintenance", deadline))
+            return
+        notice = ev.HostLeaving(host, agent.incarnation, deadline, "got SIGTERM")
+        self.cluster.post(agent, notice)
+
+        def end() -> None:
+            if agent.alive:
+                agent.die()
+                lost = ev.AgentLost(host, agent.incarnation, "the agent exited")
+                self.cluster.deliver(lost)
+
+        self.cluster.clock.after(deadline, end)
+
+    def _undrain(self) -> None:
+        self._let_back(self.random.choice([*self.hosts, "none"]))
+
+    def _let_back(self, host: str) -> None:
+        self.cluster.deliver(ev.DrainCancelled(host, "it may be used again"))
 
     def _discovery_fails(self) -> None:
         self.cluster.deliver(ev.DiscoveryFailed("script exited 1"))
