@@ -47,8 +47,8 @@ def check_before_training(
     starter: StarterFactory,
     bind_host: str,
     run_dir: RunDir,
-) -> dict[str, str]:
-    """Check the hosts; those the job is not to use → why. The report is kept in the run's folder.
+) -> tuple[CheckReport, dict[str, str]]:
+    """Check the hosts: the report, kept in the run's folder too, and hosts not to use → why.
 
     Raises ClusterError where no host is left, CheckStoppedError on a signal.
     """
@@ -71,7 +71,7 @@ def check_before_training(
             f"all {len(excluded)} nodes failed the check; the first: {report.nodes[0].node} "
             f"{next(iter(excluded.values()))}; repair them, or start without --network-check"
         )
-    return excluded
+    return report, excluded
 
 
 def check_hosts(

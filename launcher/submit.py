@@ -16,6 +16,7 @@ from types import FrameType
 
 from msgspec.structs import replace
 
+from elastic_driver.core.check_report import CheckReport
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode, UsageError
 from elastic_driver.runtime.discovery import (
     FixedDiscovery,
@@ -46,9 +47,10 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     discovery = make_discovery(plan.hosts)
     plan, whereabouts = meet_the_hosts(plan, discovery)
     starter = make_starter_factory(plan.backend, whereabouts)
+    report: CheckReport | None = None
     if plan.node_check is not None:
         hosts = discovery.find()
-        bad = check_before_training(
+        report, bad = check_before_training(
             plan,
             plan.node_check,
             hosts,
@@ -72,6 +74,7 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
             discovery_interval=plan.discovery_interval,
             debug=plan.debug,
         ),
+        node_check=report,
     )
     with stop_on_signals(driver):
         return driver.run().exit_code

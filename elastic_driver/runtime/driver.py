@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core import invariants
+from elastic_driver.core.check_report import CheckReport
 from elastic_driver.core.events import (
     AgentLost,
     Announce,
@@ -91,6 +92,7 @@ class ElasticDriver:
         run_dir: RunDir,
         reporter: Reporter,
         options: DriverOptions | None = None,
+        node_check: CheckReport | None = None,
     ) -> None:
         """Starts nothing, opens nothing.
 
@@ -102,10 +104,12 @@ class ElasticDriver:
             run_dir: the run's folder, not yet created; removed files are this object's to remove.
             reporter: what the user sees.
             options: how the driver itself is to run.
+            node_check: what the check before the job found; shown with the job.
         """
         self._settings, self._spec, self._run_dir = settings, spec, run_dir
         self._make_starter, self._reporter = starter, reporter
         self._options = options or DriverOptions()
+        self._node_check = node_check
         self._mailbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._job = Job(settings)
         self._log = EventLog(run_dir.events_file, clock=time.time, on_broken=reporter.note)
@@ -253,8 +257,11 @@ class ElasticDriver:
         end: EndJob | None = None
         try:
             executor.execute(Announce("job_started", f"run {self._spec.run_id}"))
+            if self._node_check is not None:
+                executor.execute(Announce("nodes_checked", self._node_check.summary()))
             while end is None:
-                end = self._handle(self._next_message(), executor)
+                end = self._handle(self._next_message(executor), executor)
+                executor.look_at_ranks()
             self._wind_down(end, executor)
         except BaseException:  # nothing may leave agents behind, and nothing is swallowed
             self._reporter.bug(traceback.format_exc())
@@ -272,13 +279,13 @@ class ElasticDriver:
         finally:
             self._outcome = Outcome(end.exit_code, end.reason, end.failure)
 
-    def _next_message(self) -> Message:
-        """The next message, or a Tick when the core wants to be woken."""
-        deadline = self._job.deadline()
+    def _next_message(self, executor: Executor) -> Message:
+        """The next message, or a Tick when the core or the watch for slow ranks is due."""
+        deadlines = [d for d in (self._job.deadline(), executor.slow.due) if d is not None]
         try:
-            if deadline is None:
+            if not deadlines:
                 return self._mailbox.get()
-            return self._mailbox.get(timeout=max(_SPIN_GUARD_S, deadline - time.monotonic()))
+            return self._mailbox.get(timeout=max(_SPIN_GUARD_S, min(deadlines) - time.monotonic()))
         except queue.Empty:
             return Tick()
 
@@ -287,7 +294,7 @@ class ElasticDriver:
         event: Event | None
         match message:
             case StatusAsked(reply):
-                reply(self._status())
+                reply(self._status(executor))
                 return None
             case Hurry():
                 self._hurried = True
@@ -374,7 +381,7 @@ class ElasticDriver:
                 case Hurry():
                     return
                 case StatusAsked(reply):
-                    reply(self._status())
+                    reply(self._status(executor))
                 case AgentEnded(lost):
                     executor.agent_ended(lost.host, lost.incarnation)
                 case WorkerExited():
@@ -382,15 +389,18 @@ class ElasticDriver:
                 case _:
                     pass
 
-    def _status(self) -> bytes:
-        """The run, and the core's picture of the job, as one JSON object."""
+    def _status(self, executor: Executor) -> bytes:
+        """The run, the core's picture of the job, and what was measured, as one JSON object."""
         document = {
             "run_id": self._spec.run_id,
             "endpoint": self.endpoint,
             "started": self._began,
             "command": self._spec.command,
             **msgspec.to_builtins(self._job.snapshot(time.monotonic())),
+            "slow": executor.slow.status(),
+            "node_check": self._node_check,
         }
+        document["counters"]["false_alarms"] = executor.slow.false_alarms
         return msgspec.json.encode(document)
 
 

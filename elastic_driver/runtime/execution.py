@@ -7,6 +7,7 @@ the store of those that are gone. Decides nothing.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from elastic_driver.runtime.boundary import UNREACHABLE_STEP, Reading, leave_aft
 from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.reporter import Reporter
+from elastic_driver.runtime.slow_ranks import LOOK_S, SlowRanks
 from elastic_driver.runtime.starter import AgentStarter
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Delete, DeletePrefix, Entries, Get, Operation, Set, Written
@@ -98,6 +100,7 @@ class Executor:
         self._exit_codes: dict[str, tuple[int, bool]] = {}  # of the event being handled
         self._last_event: Announce | None = None
         self.tails = HeldTails()
+        self.slow = SlowRanks(functools.partial(server.apply, timeout=LOOK_S), time.monotonic)
 
     @property
     def agents(self) -> tuple[AgentRecord, ...]:
@@ -167,6 +170,7 @@ class Executor:
 
     def _publish_world(self, world: World) -> None:
         self._world = world
+        self.slow.enter(world)
         for member in world.members:
             if member.worker in self._workers:
                 record = self._workers[member.worker]
@@ -276,6 +280,13 @@ class Executor:
         """Clear the store of a worker whose lease has expired after its end was reported."""
         if worker not in self._workers:
             self._server.post([DeletePrefix(contract.worker_prefix(worker))])
+
+    def look_at_ranks(self) -> None:
+        """Tell of ranks that have become slow, or no longer are, when it is time to look."""
+        due = self.slow.due
+        if due is not None and time.monotonic() >= due:
+            for event in self.slow.look():
+                self._tell(event)
 
     def step_finished(self, round_id: int) -> None:
         """A round has got somewhere: the job goes on after what went wrong before."""

@@ -108,6 +108,9 @@ def test_a_job_trains_without_the_faulty_host(
     kept = json.loads((tmp_path / "state" / "run" / nodecheck.REPORT_FILE).read_bytes())
     assert [node["verdict"] for node in kept["nodes"]] == ["good", "faulty"]
     assert len(kept["nodes"][1]["history"]) == kept["rounds"] == 2
+    log = (tmp_path / "state" / "run" / "events.jsonl").read_text().splitlines()
+    (checked,) = [event for event in map(json.loads, log) if event["event"] == "nodes_checked"]
+    assert "1 good, 1 faulty (127.0.0.2)" in checked["reason"]
 
 
 @pytest.mark.usefixtures("quick_tasks")

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.messages import (
-    JobSpec,
-)
+from elastic_driver.core.check_report import CheckReport
+from elastic_driver.core.messages import JobSpec
 from elastic_driver.runtime.driver import DriverOptions, ElasticDriver
 from elastic_driver.runtime.hostlist import Hosts
 from elastic_driver.runtime.reporter import Level, Reporter
@@ -32,6 +31,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
         cluster: Cluster | None = None,
         options: DriverOptions | None = None,
         level: Level = Level.NORMAL,
+        node_check: CheckReport | None = None,
         **settings: object,
     ) -> JobUnderTest:
         values: dict[str, object] = {"start_np": sum(s for _, s in hosts), "stop_grace": 1.0}
@@ -47,6 +47,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
             run_dir=run_dir,
             reporter=Reporter(stderr, level=level),
             options=options or DriverOptions(discovery_interval=0.02, debug=True),
+            node_check=node_check,
         )
         jobs.append(JobUnderTest(driver, cluster, source, run_dir, stderr))
         driver.start()

@@ -1,0 +1,139 @@
+"""Which ranks hold a running job up: reads what workers measured, tells what changes.
+
+The driver's mailbox thread owns one, tells it of each new world and lets it look when it is due.
+The verdict is `core.stragglers`', one watch for each complete round; here its reports are read
+from the store. It stands beside the job machine and not in it: no decision about the job follows
+from it, and step times need neither be journalled nor pass through the mailbox.
+
+A look reads one key of each worker and takes at most a twentieth of the thread's time, however many
+there are. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from elastic_driver import contract
+from elastic_driver.core.events import Announce
+from elastic_driver.core.messages import Progress, World, decode
+from elastic_driver.core.stragglers import Change, StragglerWatch
+from rendezvous.errors import RendezvousError
+from rendezvous.wire import Entries, Get, Operation, Result
+
+LOOK_S = 1.0  # workers beat about every two
+SHARE = 20.0  # a look that took long is followed by so many times as long without one
+
+Apply = Callable[[Sequence[Operation]], tuple[Result, ...]]
+
+
+class SlowStatus(Struct, frozen=True):
+    """A slow rank, as `/v1/status` shows it."""
+
+    rank: int
+    host: str
+    worker: str
+    kind: str  # compute | network
+    ratio: float  # its time over the usual one, when it was noticed
+    step: int  # when that was
+
+
+class SlowRanks:
+    """Watches the ranks of the newest round.
+
+    `apply` carries out operations on the job's store, within a second or it raises
+    RendezvousError; `clock` is monotonic.
+    """
+
+    def __init__(self, apply: Apply, clock: Callable[[], float]) -> None:
+        self._apply, self._clock = apply, clock
+        self._world: World | None = None
+        self._watch: StragglerWatch | None = None
+        self._due = 0.0
+        self._seen = 0  # the newest revision that was read
+        self._false_alarms = 0  # of earlier rounds
+
+    @property
+    def due(self) -> float | None:
+        """When to look next; None: there is nobody to compare."""
+        return None if self._watch is None else self._due
+
+    @property
+    def false_alarms(self) -> int:
+        """Alarms that were withdrawn so soon that nothing was wrong, in the whole job."""
+        return self._false_alarms + (self._watch.false_alarms if self._watch else 0)
+
+    def status(self) -> tuple[SlowStatus, ...]:
+        """The ranks that are slow now."""
+        world, watch = self._world, self._watch
+        if world is None or watch is None:
+            return ()
+        return tuple(
+            SlowStatus(s.rank, s.host, world.members[s.rank].worker, s.kind.value, s.ratio, s.step)
+            for s in watch.slow
+        )
+
+    def enter(self, world: World) -> None:
+        """A round is complete: forget the one before, and watch this one."""
+        self._false_alarms = self.false_alarms
+        self._world, self._watch = world, None
+        if world.size > 1:
+            base = max(member.version for member in world.members)
+            hosts = [member.place.host for member in world.members]
+            self._watch = StragglerWatch(hosts, first_step=base + 1)
+            self._due = self._clock() + LOOK_S
+
+    def look(self) -> list[Announce]:
+        """Read what the workers have written; what there is to tell about it."""
+        world, watch = self._world, self._watch
+        if world is None or watch is None:
+            return []
+        began = self._clock()
+        changes: list[Change] = []
+        for rank, progress in enumerate(self._read(world)):
+            for step, compute in progress.samples if progress is not None else ():
+                changes += watch.report(rank, step, compute)
+        ended = self._clock()
+        self._due = ended + max(LOOK_S, SHARE * (ended - began))
+        return [_announce(change, world) for change in changes]
+
+    def _read(self, world: World) -> list[Progress | None]:
+        """By rank, what each has written in this round; None where that is nothing new."""
+        keys = [contract.worker_progress(member.worker) for member in world.members]
+        try:
+            (found,) = self._apply([Get(tuple(keys))])
+        except RendezvousError:  # the store has more to do than it can: it is asked again
+            return []
+        entries = found.entries if isinstance(found, Entries) else {}
+        seen, self._seen = self._seen, max([self._seen, *(e.revision for e in entries.values())])
+        new = {key: entry for key, entry in entries.items() if entry.revision > seen}
+        read = [_progress(new[key].value) if key in new else None for key in keys]
+        return [p if p is not None and p.round == world.round else None for p in read]
+
+
+def _announce(change: Change, world: World) -> Announce:
+    slow = change.slow
+    member = world.members[slow.rank]
+    if change.over:
+        event, reason = "rank_recovered", f"rank {slow.rank} on {slow.host} is no longer slow"
+    else:
+        event, reason = "rank_slow", slow.describe()
+    return Announce(
+        event,
+        reason,
+        round=world.round,
+        host=slow.host,
+        slot=member.place.slot,
+        rank=slow.rank,
+        worker=member.worker,
+        detail={"kind": slow.kind.value, "ratio": round(slow.ratio, 3), "step": slow.step},
+    )
+
+
+def _progress(document: bytes) -> Progress | None:
+    try:
+        return decode(Progress, document)
+    except msgspec.DecodeError:
+        return None
