@@ -260,7 +260,8 @@ GRACE_PERIOD: Option[float] = Option(
     kinds.seconds(positive=False),
     _DEFAULTS.grace_period,
     POLICY,
-    "After the first worker finished: time for the others to finish too.",
+    "After the first worker finished: time for the others to finish too. After an agent was sent "
+    "SIGTERM, SIGUSR1 or SIGUSR2 (preemption, Slurm's --signal): time for its host to be left.",
 )
 STOP_GRACE: Option[float] = Option(
     "stop-grace",

@@ -270,6 +270,7 @@ def _spec(values: Values, settings: Settings, facts: Facts, command: tuple[str, 
         warm=values[o.WARM],
         preload=values[o.PRELOAD],
         hang_timeout=settings.hang_timeout,
+        leave_notice=settings.grace_period,
     )
 
 

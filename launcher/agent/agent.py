@@ -3,7 +3,8 @@
 One asyncio loop and no threads of its own. It ends for one of these reasons, and each way it
 first stops its workers and then whatever they left behind: the driver orders it, a signal
 asks for it, or the driver is gone (its pipe closed, no answer within the heartbeat timeout, a
-token that is not known any more, keys that were sealed).
+token that is not known any more, keys that were sealed). A signal that announces the host's end
+(`leaving`) first lets the driver take the workers away in good order.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from elastic_driver.errors import ExitCode
 from launcher.agent.console import Console
 from launcher.agent.descendants import become_subreaper
 from launcher.agent.environment import Meeting, common_environment
+from launcher.agent.leaving import ANNOUNCING, Leaving
 from launcher.agent.outbox import Outbox
 from launcher.agent.ports import free_ports
 from launcher.agent.warm import WarmStarter
@@ -81,6 +83,7 @@ class Agent:
         self._starter = WarmStarter(self._say)
         self._endings: asyncio.Queue[Ending] = asyncio.Queue()
         self._signals = 0
+        self._leaving: Leaving | None = None  # once there is somebody to tell
         self._shutting_down = False
         self._workers: Workers | None = None
         self._err: Console | None = None
@@ -111,13 +114,15 @@ class Agent:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_bug)
         loop.add_signal_handler(signal.SIGCHLD, self._on_child)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGHUP, *ANNOUNCING):
             loop.add_signal_handler(number, self._on_signal, number)
         if self._config.lifeline:
             loop.add_reader(0, self._on_lifeline)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """End; a second signal does not wait for the workers."""
+        """Leave in good order if that is what it means, else end; a second end is at once."""
+        if self._leaving is not None and not self._shutting_down and self._leaving.takes(number):
+            return
         self._signals += 1
         grace = ORPHAN_GRACE_S if self._signals == 1 else 0.0
         self._end(f"got {number.name}", 128 + number, grace)
@@ -178,6 +183,7 @@ class Agent:
             say=self._say,
         )
         self._workers = workers
+        self._leaving = self._leaving_of(spec, outbox)
         self._warm_up(spec)
         outbox.put(self._introduction(address))
         loops = [
@@ -186,6 +192,8 @@ class Agent:
         ]
         ending = await self._endings.get()
         self._shutting_down = True
+        if self._leaving is not None:
+            self._leaving.over()
         ending = await self._stop_workers(workers, ending)
         if not ending.driver_gone:
             await outbox.emptied(LAST_WORDS_S)
@@ -194,6 +202,18 @@ class Agent:
         await asyncio.wait(loops)
         await workers.end_strays()
         return self._leave(ending)
+
+    def _leaving_of(self, spec: JobSpec, outbox: Outbox) -> Leaving | None:
+        if not spec.leave_notice:
+            return None
+        return Leaving(
+            self._config.host,
+            self._config.incarnation,
+            spec.leave_notice,
+            tell=outbox.put,
+            end=lambda number, reason, grace: self._end(reason, 128 + number, grace),
+            say=self._say,
+        )
 
     async def _first_contact(self, client: AsyncRendezvousClient) -> JobSpec | Ending:
         """The job's specification, or what came before it."""

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
+from elastic_driver.core.events import AgentReady, HostLeaving, WorkerExited, WorkerStarted
 from rendezvous.aclient import AsyncRendezvousClient
 from rendezvous.errors import RequestError
 from rendezvous.wire import EVENTS_PATH
 
-AgentEvent = AgentReady | WorkerStarted | WorkerExited
+AgentEvent = AgentReady | WorkerStarted | WorkerExited | HostLeaving
 
 
 class Outbox:

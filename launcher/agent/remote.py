@@ -93,7 +93,7 @@ def _keep(name: str, folder: Path, token: str, arguments: Sequence[str]) -> int:
         stdin=subprocess.PIPE,  # the lifeline
         start_new_session=True,
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda received, _frame: agent.send_signal(received))
     try:
         print(UP, name, flush=True)

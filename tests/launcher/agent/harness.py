@@ -18,7 +18,13 @@ import psutil
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.core.events import AgentReady, WireEvent, WorkerExited, WorkerStarted
+from elastic_driver.core.events import (
+    AgentReady,
+    HostLeaving,
+    WireEvent,
+    WorkerExited,
+    WorkerStarted,
+)
 from elastic_driver.core.messages import (
     JobSpec,
     Order,
@@ -34,7 +40,7 @@ from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Get, Set
 
 T = TypeVar("T")
-E = TypeVar("E", AgentReady, WorkerStarted, WorkerExited)
+E = TypeVar("E", AgentReady, HostLeaving, WorkerStarted, WorkerExited)
 ROOT = Path(__file__).resolve().parents[3]
 TOKEN = "a-token-for-tests"
 HOST = "localhost"
