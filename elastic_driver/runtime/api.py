@@ -6,6 +6,9 @@
 | `GET /v1/status` | the run and `core.status.JobStatus` as one JSON object |
 | `GET /v1/events?since=N` | `{"events": […], "last": n}`; with `text/event-stream` it goes on |
 | `POST /v1/scale` | 202; `{"num_proc": N}` within the job's bounds |
+| `POST /v1/hosts/{host}:drain` | 202; the host is left in good order; 404 where it is not there |
+| `POST /v1/hosts/{host}:undrain` | 202; it may be used again; 404, 409 `not_drained` |
+| `POST /v1/stop` | 202; the job ends with status 143; asked a second time, at once |
 | `/v1/shards/…` | see `runtime.shards` |
 
 Handlers run on the server's loop, decode and bound what arrives, and hand it on; every
@@ -17,13 +20,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from elastic_driver.core.events import ScaleRequested, WireEvent
+from elastic_driver.core.events import (
+    DrainCancelled,
+    DrainRequested,
+    ScaleRequested,
+    WireEvent,
+)
+from elastic_driver.errors import ExitCode
 from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.shards import ShardRoutes
 from rendezvous.web import JSON, Problem, read_json
@@ -31,16 +40,48 @@ from rendezvous.wire import EVENTS_PATH
 
 STATUS_PATH = "/v1/status"
 SCALE_PATH = "/v1/scale"
+STOP_PATH = "/v1/stop"
+DRAIN_PATH = "/v1/hosts/{host}:drain"
+UNDRAIN_PATH = "/v1/hosts/{host}:undrain"
 STATUS_WAIT_S = 5.0  # for the mailbox thread to draw a picture of the job
 MAX_STREAMS = 64  # readers that follow the event log at the same time
 _KEEP_ALIVE_S = 15.0
+T = TypeVar("T")
 _EVENT_STREAM = "text/event-stream"
+
+
+Reason = Annotated[str, Meta(min_length=1, max_length=500)]
+Request = WireEvent | ScaleRequested | DrainRequested | DrainCancelled  # what a route may post
 
 
 class ScaleRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """The wish for another number of workers."""
 
     num_proc: Annotated[int, Meta(ge=1, le=10**6)]
+
+
+class DrainRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Why a host is drained, and within how many seconds it has to be empty (None: no hurry)."""
+
+    reason: Reason = "somebody asked for it"
+    deadline: Annotated[float, Meta(ge=0.0, le=1e9)] | None = None
+
+
+class ReasonGiven(Struct, frozen=True, forbid_unknown_fields=True):
+    """Why somebody wants what they ask for."""
+
+    reason: Reason = "somebody asked for it"
+
+
+class _HostSeen(Struct, frozen=True):
+    host: str
+    state: str
+
+
+class _HostsSeen(Struct, frozen=True):
+    """The part of the status document that says which hosts there are."""
+
+    hosts: tuple[_HostSeen, ...]
 
 
 class Accepted(Struct, frozen=True):
@@ -56,8 +97,11 @@ class DriverPort(Protocol):
     def size_bounds(self) -> tuple[int, int | None]:
         """The fewest and (None: no limit) the most workers the job may have."""
 
-    def post(self, event: WireEvent | ScaleRequested) -> bool:
+    def post(self, event: Request) -> bool:
         """Put an event into the mailbox; False when it is full or the job is over."""
+
+    def request_stop(self, reason: str, exit_code: int) -> None:
+        """Ask for the job's end; asked a second time, at once."""
 
     def ask_status(self, reply: Callable[[bytes], None]) -> None:
         """Have `reply` called with the status document, soon and on another thread."""
@@ -65,6 +109,8 @@ class DriverPort(Protocol):
 
 _decode_event: Callable[[bytes], WireEvent] = msgspec.json.Decoder(WireEvent).decode
 _decode_scale = msgspec.json.Decoder(ScaleRequest).decode
+_decode_drain = msgspec.json.Decoder(DrainRequest).decode
+_decode_reason = msgspec.json.Decoder(ReasonGiven).decode
 _ACCEPTED = msgspec.json.encode(Accepted())
 
 
@@ -83,6 +129,9 @@ class DriverRoutes:
         app.router.add_get(EVENTS_PATH, self.get_events, allow_head=False)
         app.router.add_get(STATUS_PATH, self.get_status, allow_head=False)
         app.router.add_post(SCALE_PATH, self.scale)
+        app.router.add_post(DRAIN_PATH, self.drain)
+        app.router.add_post(UNDRAIN_PATH, self.undrain)
+        app.router.add_post(STOP_PATH, self.stop)
         if self._shards is not None:
             self._shards.add_to(app)
 
@@ -111,8 +160,44 @@ class DriverRoutes:
             )
         return self._accept(ScaleRequested(wished))
 
+    async def drain(self, request: web.Request) -> web.Response:
+        """A host is to be left in good order; the body may be empty."""
+        wish = await _read_optional(request, _decode_drain, DrainRequest())
+        host = await self._host_named(request)
+        return self._accept(DrainRequested(host.host, wish.reason, wish.deadline))
+
+    async def undrain(self, request: web.Request) -> web.Response:
+        """A drained host may be used again; the body may be empty."""
+        wish = await _read_optional(request, _decode_reason, ReasonGiven())
+        host = await self._host_named(request)
+        if host.state not in ("draining", "drained"):
+            problem = f"host {host.host} is not drained, it is {host.state}"
+            raise Problem(409, "not_drained", problem, "GET /v1/status shows the hosts")
+        return self._accept(DrainCancelled(host.host, wish.reason))
+
+    async def stop(self, request: web.Request) -> web.Response:
+        """The job is to end now; the body may be empty."""
+        wish = await _read_optional(request, _decode_reason, ReasonGiven())
+        self._driver.request_stop(f"told to stop: {wish.reason}", int(ExitCode.TERMINATED))
+        return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
+
+    async def _host_named(self, request: web.Request) -> _HostSeen:
+        """The host in the path, as the job knows it now."""
+        name = request.match_info["host"]
+        seen = msgspec.json.decode(await self._status(), type=_HostsSeen).hosts
+        hosts = {host.host: host for host in seen if host.state != "removed"}
+        if name in hosts:
+            return hosts[name]
+        known = ", ".join(list(hosts)[:8]) or "none"
+        raise Problem(
+            404, "unknown_host", f"the job knows no host {name[:80]!r}", f"it knows {known}"
+        )
+
     async def get_status(self, _request: web.Request) -> web.Response:
         """The job at this moment."""
+        return web.Response(body=await self._status(), content_type=JSON)
+
+    async def _status(self) -> bytes:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[bytes] = loop.create_future()
 
@@ -122,12 +207,11 @@ class DriverRoutes:
 
         self._driver.ask_status(lambda document: _call_on(loop, settle, document))
         try:
-            body = await asyncio.wait_for(answer, STATUS_WAIT_S)
+            return await asyncio.wait_for(answer, STATUS_WAIT_S)
         except asyncio.TimeoutError:
             raise Problem(
                 503, "busy", f"no status within {STATUS_WAIT_S:g} s", "ask again in a moment"
             ) from None
-        return web.Response(body=body, content_type=JSON)
 
     async def get_events(self, request: web.Request) -> web.StreamResponse:
         """The events after number `since` that memory still has."""
@@ -171,12 +255,17 @@ class DriverRoutes:
             unsubscribe()
         return response
 
-    def _accept(self, event: WireEvent | ScaleRequested) -> web.Response:
+    def _accept(self, event: Request) -> web.Response:
         if not self._driver.post(event):
             raise Problem(
                 503, "not_accepting", "the job is over or has too much to do", "try again later"
             )
         return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
+
+
+async def _read_optional(request: web.Request, decode: Callable[[bytes], T], otherwise: T) -> T:
+    """The request's body, decoded; `otherwise` where it is empty."""
+    return await read_json(request, decode) if await request.read() else otherwise
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:

@@ -10,8 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic_driver.core.events import ScaleRequested, WireEvent, WorkerStarted
-from elastic_driver.runtime.api import DriverRoutes
+from elastic_driver.core.events import (
+    DrainCancelled,
+    DrainRequested,
+    ScaleRequested,
+    WorkerStarted,
+)
+from elastic_driver.runtime.api import DriverRoutes, Request
 from elastic_driver.runtime.eventlog import EventLog
 from rendezvous.server import RendezvousServer
 from tests.runtime.waiting import until
@@ -23,17 +28,26 @@ class NotingDriver:
     """Keeps what is posted; answers for its status at once."""
 
     def __init__(self) -> None:
-        self.posted: list[WireEvent | ScaleRequested] = []
+        self.posted: list[Request] = []
+        self.stops: list[tuple[str, int]] = []
         self.accepting = True
+        self.hosts = [
+            {"host": "a", "state": "usable"},
+            {"host": "b", "state": "drained"},
+            {"host": "c", "state": "removed"},
+        ]
         self.size_bounds: tuple[int, int | None] = (2, 8)
 
-    def post(self, event: WireEvent | ScaleRequested) -> bool:
+    def post(self, event: Request) -> bool:
         if self.accepting:
             self.posted.append(event)
         return self.accepting
 
+    def request_stop(self, reason: str, exit_code: int) -> None:
+        self.stops.append((reason, exit_code))
+
     def ask_status(self, reply: Callable[[bytes], None]) -> None:
-        reply(b'{"state":"running"}')
+        reply(json.dumps({"state": "running", "hosts": self.hosts}).encode())
 
 
 class Api:
@@ -131,7 +145,45 @@ def test_scaling_is_bounded_by_the_job_s_sizes(api: Api) -> None:
 
 
 def test_the_status_is_what_the_driver_answers(api: Api) -> None:
-    assert api.call("GET", "/v1/status") == (200, {"state": "running"})
+    status, answer = api.call("GET", "/v1/status")
+    assert (status, answer["state"]) == (200, "running")
+
+
+def test_a_host_is_drained_with_or_without_a_reason_and_a_deadline(api: Api) -> None:
+    assert api.call("POST", "/v1/hosts/a:drain")[0] == 202
+    body = b'{"reason":"new disks","deadline":60}'
+    assert api.call("POST", "/v1/hosts/b:drain", body)[0] == 202
+    assert api.driver.posted == [
+        DrainRequested("a", "somebody asked for it", None),
+        DrainRequested("b", "new disks", 60.0),
+    ]
+
+
+@pytest.mark.parametrize("host", ["z", "c", "a%20b"])
+def test_a_host_that_is_not_there_cannot_be_drained(api: Api, host: str) -> None:
+    status, answer = api.call("POST", f"/v1/hosts/{host}:drain")
+    assert (status, answer["error"]["code"]) == (404, "unknown_host")
+    assert answer["error"]["hint"] == "it knows a, b"
+    assert api.driver.posted == []
+
+
+@pytest.mark.parametrize("body", [b'{"deadline":-1}', b'{"reason":""}', b'{"more":1}', b"[]"])
+def test_a_drain_of_another_form_is_refused(api: Api, body: bytes) -> None:
+    assert api.call("POST", "/v1/hosts/a:drain", body)[0] == 422
+    assert api.driver.posted == []
+
+
+def test_only_a_drained_host_is_given_back(api: Api) -> None:
+    assert api.call("POST", "/v1/hosts/b:undrain", b'{"reason":"repaired"}')[0] == 202
+    assert api.driver.posted == [DrainCancelled("b", "repaired")]
+    status, answer = api.call("POST", "/v1/hosts/a:undrain")
+    assert (status, answer["error"]["code"]) == (409, "not_drained")
+    assert api.call("POST", "/v1/hosts/z:undrain")[0] == 404
+
+
+def test_a_stop_ends_the_job_with_143_and_says_why(api: Api) -> None:
+    assert api.call("POST", "/v1/stop", b'{"reason":"enough"}') == (202, {"accepted": True})
+    assert api.driver.stops == [("told to stop: enough", 143)]
 
 
 def test_a_driver_that_does_not_answer_is_a_503_in_bounded_time(
