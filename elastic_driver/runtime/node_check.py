@@ -2,7 +2,7 @@
 
 `elasticrun --network-check` runs one before the driver starts, `elasticctl check` without a job.
 Agents are started on all hosts; each round, the processes of a group meet through the
-rendezvous, run `worker.check_task` and report. A task that fails, falls silent or runs out of time
+rendezvous, run `worker.checks.task` and report. A task that fails, falls silent or runs out of time
 is a failed one; what that means is decided in the core. Times are seconds.
 """
 
@@ -30,7 +30,7 @@ from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.starter import StarterFactory
 
 PACKAGES = Path(__file__).resolve().parents[2]
-TASK = (sys.executable, "-m", "elastic_driver.worker.check_task")
+TASK = (sys.executable, "-m", "elastic_driver.worker.checks.task")
 STOP_S = 10.0  # for an agent to report the end of a process that is killed
 _LAST_WORDS_CHARS = 200
 

@@ -8,7 +8,7 @@ Small things (buffers, learning rates, schedulers, scalers, sampler positions, r
 plain attributes) are copied at a commit and put back by `restore()`.
 
 Scripts make one; `run` drives it. `version` counts committed steps, of all rounds together. With a
-`checkpoint_dir` it is kept on disk as well (`checkpoint`), for when every holder is gone.
+`checkpoint_dir` it is kept on disk as well (`keeper`), for when every holder is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic_driver.core.messages import World
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current, session
 from elastic_driver.worker.agreement import Agreement, StateLostError, agree, agree_afresh
-from elastic_driver.worker.checkpoint import KEEP, Checkpoints, Schedule
+from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints, Schedule
 from elastic_driver.worker.computing import ComputeClock
 from elastic_driver.worker.copying import copied
 from elastic_driver.worker.following import Advancing, StepCounter

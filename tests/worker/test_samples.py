@@ -35,14 +35,21 @@ def test_a_message_is_bounded_and_reaches_back_over_several_beats_whatever_a_ste
         assert decode(Progress, encode(message)) == message
 
 
+def test_of_steps_longer_than_that_the_last_eight_are_told() -> None:
+    samples = StepSamples()
+    for step in range(100):
+        samples.note(1, step, 9.0)
+    assert steps_of(samples, 10.0) == list(range(92, 100))
+
+
 def test_ranks_that_time_a_step_differently_tell_steps_in_common() -> None:
     told = []
-    for step_time in (0.0117, 0.0118):  # to either side of a power of two
+    for step_time in (0.0156, 0.0157):  # to either side of a power of two
         samples = StepSamples()
         for step in range(800):
             samples.note(1, step, 0.01)
         told.append(steps_of(samples, step_time))
-    assert stride(0.0117) != stride(0.0118)
+    assert stride(0.0156) != stride(0.0157)
     assert len(set(told[0]) & set(told[1])) >= MAX_SAMPLES // 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_driver.worker.check_model import (
+from elastic_driver.worker.checks.model import (
     ROOM,
     SIZES,
     SMALLEST,

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic_driver.core.check_messages import TaskSettings
-from elastic_driver.worker.check_task import Task
+from elastic_driver.worker.checks.task import Task
 from tests.support.gloo import run_ranks
 
 SMALL = TaskSettings(matrix=32, products=3, payload=4096, exchanges=3, model_steps=1)

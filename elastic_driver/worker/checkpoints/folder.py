@@ -4,7 +4,7 @@ A checkpoint is one folder below the `checkpoint_dir`, named after its step and 
 Each rank adds its files and, last, a report of them (`part-<rank>.json`). Complete is a folder with
 a manifest, which names the size and checksum of every file and is put in place by one rename when
 all reports are there. Nothing here knows what is in the files; torch is never imported, nothing
-is unpickled. Called from the background thread of `checkpoint_writer`, and by `checkpoint` to load.
+is unpickled. Called from the background thread of `writer`, and by `keeper` to load.
 """
 
 from __future__ import annotations

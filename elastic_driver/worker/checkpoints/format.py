@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from elastic_driver.worker.checkpoint_folder import Chunk, Kind, Manifest, Mark, Report, mark_of
-from elastic_driver.worker.checkpoint_split import Piece
-from elastic_driver.worker.checkpoint_staging import Staging, dtype_of
+from elastic_driver.worker.checkpoints.folder import Chunk, Kind, Manifest, Mark, Report, mark_of
+from elastic_driver.worker.checkpoints.split import Piece
+from elastic_driver.worker.checkpoints.staging import Staging, dtype_of
 
 INDEX = ".metadata"  # DCP's name for it
 

@@ -1,6 +1,6 @@
 """The transformer a node check trains on made-up data, as large as the device has room for.
 
-Only `check_task` uses it. Sizes are GPT-2's (Radford et al. 2019, table 2); on a CPU a small one
+Only `task` uses it. Sizes are GPT-2's (Radford et al. 2019, table 2); on a CPU a small one
 that takes seconds. There is no optimizer: parameters, gradients and activations are what it
 takes to load the device and the links as training does.
 """

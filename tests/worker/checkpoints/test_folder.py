@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.worker import checkpoint_folder as folders
-from elastic_driver.worker.checkpoint_folder import Chunk, DamagedError, Manifest
+from elastic_driver.worker.checkpoints import folder as folders
+from elastic_driver.worker.checkpoints.folder import Chunk, DamagedError, Manifest
 
 
 def make(root: Path, version: int, *, complete: bool = True, attempt: str = "1-abc") -> Path:

@@ -1,7 +1,7 @@
 """The copy of its share that a rank takes of the live tensors: the only pause of training.
 
-`checkpoint` copies on the training thread, `checkpoint_format` writes from the copy in the
-background. Who copies what follows from `checkpoint_split`.
+`keeper` copies on the training thread, `format` writes from the copy in the
+background. Who copies what follows from `split`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from elastic_driver.worker.checkpoint_folder import Kind
-from elastic_driver.worker.checkpoint_split import Extent, Piece, share
+from elastic_driver.worker.checkpoints.folder import Kind
+from elastic_driver.worker.checkpoints.split import Extent, Piece, share
 
 
 def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:

@@ -20,9 +20,9 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from elastic_driver.worker import checkpoint_folder as folders
-from elastic_driver.worker.checkpoint_folder import DamagedError, Manifest, Report
-from elastic_driver.worker.checkpoint_staging import Staging
+from elastic_driver.worker.checkpoints import folder as folders
+from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest, Report
+from elastic_driver.worker.checkpoints.staging import Staging
 from elastic_driver.worker.notes import say
 from elastic_driver.worker.sharing import Contents
 
@@ -133,7 +133,7 @@ class Writer:
                 self._look_at(awaited)
 
     def _write(self, share: Share) -> None:
-        from elastic_driver.worker.checkpoint_format import write_share  # noqa: PLC0415 - see there
+        from elastic_driver.worker.checkpoints.format import write_share  # noqa: PLC0415 - see there
 
         rank = share.staging.rank
         awaited = None
@@ -226,7 +226,7 @@ class Writer:
         return True
 
     def _finish(self, share: Share, reports: list[Report]) -> None:
-        from elastic_driver.worker import checkpoint_format  # noqa: PLC0415 - see there
+        from elastic_driver.worker.checkpoints import format as dcp_format  # noqa: PLC0415 - see there
 
         for rank, report in enumerate(reports):
             if report.layout != share.staging.layout:
@@ -241,9 +241,7 @@ class Writer:
             files={name: mark for report in reports for name, mark in report.files.items()},
             torch=str(torch.__version__),
         )
-        manifest.files[checkpoint_format.INDEX] = checkpoint_format.write_index(
-            share.folder, manifest
-        )
+        manifest.files[dcp_format.INDEX] = dcp_format.write_index(share.folder, manifest)
         folders.complete(share.folder, manifest)
         if self._in_trouble:
             say(f"checkpoints are written again, to {self._root}: step {share.version}")

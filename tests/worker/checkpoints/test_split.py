@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.worker.checkpoint_split import Extent, Piece, share
+from elastic_driver.worker.checkpoints.split import Extent, Piece, share
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 extents = st.lists(st.builds(Extent, shapes, st.sampled_from([1, 2, 4, 8])), max_size=12)

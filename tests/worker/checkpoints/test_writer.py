@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from elastic_driver.core.messages import Member, SlotInfo, World
-from elastic_driver.worker import checkpoint, checkpoint_writer
-from elastic_driver.worker import checkpoint_folder as folders
-from elastic_driver.worker.checkpoint import Checkpoints, Schedule
+from elastic_driver.worker.checkpoints import folder as folders
+from elastic_driver.worker.checkpoints import keeper, writer
+from elastic_driver.worker.checkpoints.keeper import Checkpoints, Schedule
 from elastic_driver.worker.parts import part_for
 from elastic_driver.worker.rng import RandomStates
 from elastic_driver.worker.sharing import Shared
@@ -32,8 +32,8 @@ def world(size: int, round_id: int = 1) -> World:
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test leaves half-written is not waited for when the tests end."""
-    monkeypatch.setattr(checkpoint_writer, "PATIENCE_S", 20.0)
-    monkeypatch.setattr(checkpoint_writer.atexit, "register", lambda _: None)
+    monkeypatch.setattr(writer, "PATIENCE_S", 20.0)
+    monkeypatch.setattr(writer.atexit, "register", lambda _: None)
 
 
 def shared(seed: int, **more: Any) -> Shared:
@@ -170,16 +170,16 @@ def test_the_rests_of_an_earlier_attempt_at_the_same_step_are_not_taken_for_ours
 def test_a_failing_rank_is_named_once_and_so_is_its_recovery(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elastic_driver.worker import checkpoint_format
+    from elastic_driver.worker.checkpoints import format as dcp_format
 
-    write, full = checkpoint_format.write_share, True
+    write, full = dcp_format.write_share, True
 
     def fails_on_rank_1(folder: Path, staging: Any) -> Any:
         if staging.rank == 1 and full:
             raise OSError(28, os.strerror(28))
         return write(folder, staging)
 
-    monkeypatch.setattr(checkpoint_format, "write_share", fails_on_rank_1)
+    monkeypatch.setattr(dcp_format, "write_share", fails_on_rank_1)
     ranks, state = Ranks(tmp_path, 2), shared(1)
     for version in (10, 20):
         ranks.take(version, state)
@@ -225,7 +225,7 @@ def test_ranks_with_different_tensors_are_told(
 def test_reports_that_never_come_are_given_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_writer, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(writer, "PATIENCE_S", 0.2)
     ranks = Ranks(tmp_path, 2)
     ranks.each[0].take(shared(1), 10)
     assert ranks.each[0].drain()
@@ -236,16 +236,16 @@ def test_reports_that_never_come_are_given_up(
 def test_a_disk_that_hangs_holds_training_up_once_and_not_for_ever(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elastic_driver.worker import checkpoint_format
+    from elastic_driver.worker.checkpoints import format as dcp_format
 
-    write, answers = checkpoint_format.write_share, threading.Event()
+    write, answers = dcp_format.write_share, threading.Event()
 
     def hangs(folder: Path, staging: Any) -> Any:
         assert answers.wait(30)
         return write(folder, staging)
 
-    monkeypatch.setattr(checkpoint_format, "write_share", hangs)
-    monkeypatch.setattr(checkpoint, "HOLD_UP_S", 0.1)
+    monkeypatch.setattr(dcp_format, "write_share", hangs)
+    monkeypatch.setattr(keeper, "HOLD_UP_S", 0.1)
     ranks, state = Ranks(tmp_path, 1), shared(1)
     for version in (10, 20, 30):
         ranks.take(version, state)

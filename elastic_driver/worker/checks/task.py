@@ -1,6 +1,6 @@
 """The task of a node check: multiply matrices, exchange data with the partner, time both.
 
-An agent starts it as `python -m elastic_driver.worker.check_task`, one process for each device of
+An agent starts it as `python -m elastic_driver.worker.checks.task`, one process for each device of
 the nodes that are paired. It meets the others through the job's rendezvous, writes one
 `TaskResult` and ends. Whatever goes wrong ends it with a traceback and exit status 1; the check
 reads both. It never judges. Times are seconds.
@@ -32,7 +32,7 @@ from elastic_driver.core.check_messages import (
     result_key,
 )
 from elastic_driver.errors import ClusterError
-from elastic_driver.worker.check_model import SIZES, Transformer, largest_that_fits
+from elastic_driver.worker.checks.model import SIZES, Transformer, largest_that_fits
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.torch_store import HTTPStore

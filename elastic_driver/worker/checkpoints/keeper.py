@@ -1,7 +1,7 @@
 """Durable checkpoints of a state: for the day when every process that held it is gone.
 
 `state` owns one where `checkpoint_dir=` is given. At every `every`-th commit each rank copies its
-share of the tensors (the pause), and the background thread of `checkpoint_writer` does the rest.
+share of the tensors (the pause), and the background thread of `writer` does the rest.
 When a world starts in which nobody holds a trained state, the rank that the others will
 receive from loads the newest complete checkpoint here. Bytes, steps (committed ones) and seconds.
 """
@@ -19,10 +19,10 @@ from msgspec import Struct
 from elastic_driver import contract
 from elastic_driver.core.messages import World
 from elastic_driver.errors import UsageError
-from elastic_driver.worker import checkpoint_folder as folders
-from elastic_driver.worker.checkpoint_folder import DamagedError, Manifest
-from elastic_driver.worker.checkpoint_staging import Staging, kinds_of
-from elastic_driver.worker.checkpoint_writer import Share, Values, Writer, describe
+from elastic_driver.worker.checkpoints import folder as folders
+from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest
+from elastic_driver.worker.checkpoints.staging import Staging, kinds_of
+from elastic_driver.worker.checkpoints.writer import Share, Values, Writer, describe
 from elastic_driver.worker.notes import say
 from elastic_driver.worker.sharing import Envelope, Shared, make_room, taken_apart
 
@@ -157,7 +157,7 @@ class Checkpoints:
 
 
 def _restore(shared: Shared, path: Path, manifest: Manifest) -> None:
-    from elastic_driver.worker.checkpoint_format import read_into  # noqa: PLC0415 - see there
+    from elastic_driver.worker.checkpoints.format import read_into  # noqa: PLC0415 - see there
 
     envelope = msgspec.msgpack.decode((path / folders.VALUES).read_bytes(), type=Envelope)
     try:

@@ -1,7 +1,7 @@
 """Which rows of which tensors each rank writes: an even share of the bytes, without a word.
 
 In data parallelism every rank holds everything, so any rank can write any part. All ranks compute
-the same split from the shapes alone; `checkpoint_format` writes one share each. Pure arithmetic.
+the same split from the shapes alone; `format` writes one share each. Pure arithmetic.
 """
 
 from __future__ import annotations

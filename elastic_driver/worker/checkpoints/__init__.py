@@ -1,0 +1,1 @@
+"""Durable checkpoints: taken by all ranks together, written in the background."""

@@ -1,0 +1,1 @@
+"""What a node check runs in a worker: timed products, gathers and a small transformer."""
