@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 SEEDS  ?= 200
 TESTS  ?= tests
+BENCH  ?=
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.installed
@@ -30,8 +31,8 @@ check: $(READY) ## formatting, lint, types, and which package may import which
 sim: $(READY) ## simulate SEEDS clusters full of failures against the job's core
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
-bench: $(READY) ## kill workers: how long until training goes on, here and elsewhere
-	$(BIN)/python -m benchmarks.recovery
+bench: $(READY) ## all benchmarks beside their peers, in minutes (BENCH=recovery for one of them)
+	$(BIN)/python -m benchmarks $(BENCH)
 
 format: $(READY) ## rewrite the sources in the project's format
 	$(BIN)/ruff format .

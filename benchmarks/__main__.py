@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "step_time": ("--blocks 3", "--blocks 20"),
     "rendezvous": ("--members 8,64,1024 --simulated 1000,4000 --repeats 2", ""),
     "group_change": ("--ranks 2,8,16 --changes 8", "--changes 30"),
+    "exact": ("--blocks 5", ""),
 }
 LONGEST_S = 1800.0
 

@@ -88,6 +88,10 @@ def main() -> None:
             figures.append(Figure(name, NEXT, "s", tuple(nexts), note))
             figures.append(Figure(name, FULL, "s", tuple(fulls), note))
         figures.append(Figure(name, ALL, "s", tuple(fulls if restarting else nexts), note))
+    heavy = {**env, "STATE_MB": "100"}
+    name, nexts, fulls, note = measure(lambda: elasticrun(3, env=heavy), 3, max(3, kills // 2))
+    figures.append(Figure(name, f"{NEXT}, 100 MB of state", "s", tuple(nexts), note))
+    figures.append(Figure(name, f"{FULL}, 100 MB of state", "s", tuple(fulls), note))
     report("recovery", sorted(figures, key=lambda f: f.figure), baseline="floor")
 
 

@@ -61,9 +61,9 @@ class Member:
         assert world.member(self.name) is not None
         return world.size
 
-    async def rest(self, heartbeat_timeout: float, longest: float) -> None:
+    async def rest(self, heartbeat_timeout: float) -> None:
         """Beat as an idle worker does, until cancelled."""
-        wait = min(heartbeat_timeout / 3, longest)
+        wait = heartbeat_timeout / 3
         lease = Set(contract.worker_lease(self.name), b"", heartbeat_timeout)
         while True:
             await self._batch(lease, Watch({contract.JOB_NOTICE: 0}, wait))

@@ -28,7 +28,7 @@ from rendezvous.client import RendezvousClient
 from rendezvous.errors import AbortedError, RendezvousError
 from rendezvous.wire import EVENTS_PATH, Entries, Set, Watch
 
-LONGEST_WAIT_S = 2.0  # so that the progress the driver reads is never older
+LONGEST_WAIT_S = 2.0  # while steps are made, so that the progress the driver reads is never older
 FIRST_WAIT_S = 0.05  # until the first step of a round is told, wait this long, then ever longer
 GROWTH = 1.5
 STOP_S = 1.0  # for the thread to end; it is a daemon, so a process never hangs on it
@@ -59,7 +59,9 @@ class Heartbeat:
         self._timeout, self._on_notice, self._tend = timeout, on_notice, tend
         self._watch = watch
         self._news: WorkerStalled | WorkerResumed | None = None
-        self._longest = min(timeout / 3, LONGEST_WAIT_S)
+        self._idle = timeout / 3  # a lease survives two lost requests
+        self._longest = min(self._idle, LONGEST_WAIT_S)
+        self._said = (0, 0)  # round and step of the progress told last
         self._wait = FIRST_WAIT_S
         self._seen = 0  # revision of the newest notice
         self._world = 0  # revision of the newest world
@@ -149,6 +151,7 @@ class Heartbeat:
         )
         if round_id == 0 or steps == 0:
             return ()
+        self._said = (round_id, version)
         times = tuple(pulse.step_times)
         usual = statistics.median(times) if times else step_time
         document = Progress(
@@ -160,12 +163,16 @@ class Heartbeat:
         return (Set(contract.worker_progress(self._worker), encode(document)),)
 
     def _next_wait(self) -> float:
-        """Short while a round's first step is awaited, growing with the time it takes."""
+        """Short while a round's first step is awaited, growing with the time it takes.
+
+        As long as the lease allows where there was nothing new to tell.
+        """
         round_id = self._pulse.round
         settled = not self._entering if round_id == 0 else round_id == self._told
         if settled:
             self._wait = FIRST_WAIT_S
-            return self._longest
+            trains = round_id != 0 and self._said != (round_id, self._pulse.version)
+            return self._longest if trains else self._idle
         wait = min(self._wait, self._longest)
         self._wait = wait * GROWTH
         return wait
