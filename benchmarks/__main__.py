@@ -22,7 +22,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "scale_out": ("--rounds 3", "--rounds 10"),
     "plain_restart": ("", ""),
     "step_time": ("--blocks 3", "--blocks 20"),
-    "rendezvous": ("--members 8,64,1024 --simulated 1000,4000 --repeats 2", ""),
+    "meeting": ("--members 8,64,1024 --simulated 1000,4000 --repeats 2", ""),
     "group_change": ("--ranks 2,8,16 --changes 8", "--changes 30"),
     "exact": ("--blocks 5", ""),
 }

@@ -5,7 +5,7 @@ real clients in a few more, each with a connection, saying READY and waiting for
 is torch's TCPStore, where as many C++ clients set their record and read everybody's. Then 1,000
 members rest, beating as idle workers do, while the driver's processor time and memory are taken.
 
-    python -m benchmarks.rendezvous [--members 8,64,256,1024] [--simulated 1000,10000] [--idle 1000]
+    python -m benchmarks.meeting [--members 8,64,256,1024] [--simulated 1000,10000] [--idle 1000]
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def main() -> None:
     figures = meetings(options.members, options.repeats, options.tcp_store_most)
     if options.idle:
         figures += cost_of_idling(options.idle)
-    report("rendezvous", figures + costs_of_many(options.simulated), baseline="TCPStore")
+    report("meeting", figures + costs_of_many(options.simulated), baseline="TCPStore")
 
 
 if __name__ == "__main__":
