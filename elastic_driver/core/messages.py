@@ -65,9 +65,10 @@ class Notice(Struct, frozen=True):
     reason: str
 
 
-MAX_SAMPLES = 32  # of measured steps in one message
+MAX_SAMPLES = 64  # of measured steps in one message
 Sample = tuple[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=0.0, le=1e9)]]
-"""A committed step, and the seconds it took this rank without waiting for others."""
+"""A committed step, and the seconds it took this rank without waiting for others: the mean
+over the steps since the sample before, where those are short."""
 
 
 class Progress(Struct, frozen=True):

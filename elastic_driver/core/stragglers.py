@@ -6,7 +6,8 @@ side of the network, both without the time they waited for others: in a synchron
 
 A rank's time is the median of its last steps; it is compared with the usual time of all ranks
 (`robust.usual`). Hysteresis and a number of looks that must agree keep jitter from raising an
-alarm. Pure: the driver feeds reports in and passes the alarms on. Times are seconds.
+alarm; where most ranks would be slow, the difference must be larger. Pure: the driver feeds
+reports in and passes the alarms on. Times are seconds.
 """
 
 from __future__ import annotations
@@ -161,30 +162,33 @@ class StragglerWatch:
         normal = usual(times, self.settings.factor)
         if normal <= 0:
             return []
+        factor = self.settings.factor
+        if 2 * sum(time > factor * normal for time in times) > len(times):
+            factor *= factor  # rather are a few fast: they have a processor to themselves
         changes = []
         for rank, (track, time) in enumerate(zip(tracks, times, strict=True)):
-            change = self._judge(track, rank, kind, time / normal, step)
+            found = SlowRank(rank, self.hosts[rank], kind, time / normal, step)
+            change = self._judge(track, found, factor)
             if change is not None:
                 changes.append(change)
         return changes
 
-    def _judge(
-        self, track: _Track, rank: int, kind: Slowness, ratio: float, step: int
-    ) -> Change | None:
-        if track.alarm is None:
-            contradicts = ratio > self.settings.factor
-        else:
-            contradicts = ratio < self.settings.recovered
+    def _judge(self, track: _Track, found: SlowRank, factor: float) -> Change | None:
+        raised = track.alarm
+        contradicts = found.ratio > factor if raised is None else self._recovered(found)
         track.agree = track.agree + 1 if contradicts else 0
         if track.agree < self.settings.confirm:
             return None
         track.agree = 0
-        if track.alarm is None:
-            track.alarm = SlowRank(rank, self.hosts[rank], kind, ratio, step)
-            return Change(track.alarm)
-        over, track.alarm = track.alarm, None
-        self.false_alarms += step - over.step <= self.settings.brief
-        return Change(over, over=True)
+        if raised is None:
+            track.alarm = found
+            return Change(found)
+        track.alarm = None
+        self.false_alarms += found.step - raised.step <= self.settings.brief
+        return Change(raised, over=True)
+
+    def _recovered(self, found: SlowRank) -> bool:
+        return found.ratio < self.settings.recovered
 
 
 def balance(virtual_workers: int, seconds: Sequence[float]) -> list[int]:

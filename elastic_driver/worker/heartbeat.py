@@ -32,6 +32,7 @@ LONGEST_WAIT_S = 2.0  # while steps are made, so that the progress the driver re
 FIRST_WAIT_S = 0.05  # until the first step of a round is told, wait this long, then ever longer
 GROWTH = 1.5
 STOP_S = 1.0  # for the thread to end; it is a daemon, so a process never hangs on it
+RECENT_STEPS = 11  # from which the step time of the moment is taken
 RETRY_S = 0.5  # after a refused or unanswered beat
 
 _events = msgspec.json.Encoder()
@@ -152,7 +153,7 @@ class Heartbeat:
         if round_id == 0 or steps == 0:
             return ()
         self._said = (round_id, version)
-        times = tuple(pulse.step_times)
+        times = tuple(pulse.step_times)[-RECENT_STEPS:]
         usual = statistics.median(times) if times else step_time
         document = Progress(
             round=round_id,

@@ -1,8 +1,10 @@
-"""Which of a rank's measured steps its heartbeat tells, so that the driver can compare ranks.
+"""What a rank's heartbeat tells of its measured steps, so that the driver can compare ranks.
 
-Steps may be a millisecond long, beats are seconds apart and their messages small: of short steps
-only every 2ⁿth is told. All ranks keep the same ones, as n follows from the step time they share
-(and where it differs, every second kept step of the one is one of the other's). The last few are
+Steps may be a millisecond long, beats are seconds apart and their messages small: of steps shorter
+than a tenth of a second, the mean over each 2ⁿ steps is told. A mean, because a processor that is
+taken away now and then slows some of these steps far and the others not at all. All ranks end
+their blocks at the same steps, as n follows from the step time they share (and where it
+differs, every second block of the one ends with one of the other's). Those of the last seconds are
 told again with each beat, so that no message has to arrive.
 
 The training thread notes, the heartbeat thread collects: a deque's `append` and `popleft` are
@@ -11,11 +13,14 @@ atomic, so no lock is needed. Times are seconds.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from elastic_driver.core.messages import MAX_SAMPLES, Sample
 
-COVERED_S = 6.0  # what the samples of one message reach back: three beats, or as many looks
+BLOCK_S = 0.1  # the least time of the steps that a sample stands for
+COVERED_S = 4.0  # what the samples of one message reach back: two beats, or several looks
+LEAST = 8  # samples of a message, however long steps are
 LARGEST_BACKLOG = 4096  # steps between two beats
 
 
@@ -24,8 +29,10 @@ class StepSamples:
 
     def __init__(self) -> None:
         self._noted: deque[tuple[int, Sample]] = deque(maxlen=LARGEST_BACKLOG)
-        self._kept: deque[Sample] = deque(maxlen=MAX_SAMPLES)  # the heartbeat thread's own
-        self._round = 0  # likewise
+        # What follows is the heartbeat thread's own.
+        self._kept: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self._round = 0
+        self._steps, self._seconds = 0, 0.0  # of the block that has not ended
 
     def note(self, round_id: int, step: int, seconds: float) -> None:
         """A committed step of this round took this rank so long; for the training thread."""
@@ -39,18 +46,26 @@ class StepSamples:
         if round_id != self._round:
             self._round = round_id
             self._kept.clear()
-        every = stride(step_time)
+            self._steps, self._seconds = 0, 0.0
+        every = block(step_time)
         while self._noted:
             noted_in, (step, seconds) = self._noted.popleft()
-            if noted_in == round_id and step % every == 0:
-                self._kept.append((step, round(seconds, 6)))
-        return tuple(self._kept)
+            if noted_in == round_id:
+                self._count(step, seconds, every)
+        needed = COVERED_S / (every * step_time) if step_time > 0 else MAX_SAMPLES
+        return tuple(self._kept)[-max(LEAST, math.ceil(needed)) :]
+
+    def _count(self, step: int, seconds: float, every: int) -> None:
+        self._steps += 1
+        self._seconds += seconds
+        if step % every == 0:
+            self._kept.append((step, round(self._seconds / self._steps, 6)))
+            self._steps, self._seconds = 0, 0.0
 
 
-def stride(step_time: float) -> int:
-    """Of how many steps one is told: the smallest power of two with which a message reaches back
-    far enough."""
+def block(step_time: float) -> int:
+    """How many steps one sample stands for: the smallest power of two that takes long enough."""
     every = 1
-    while every * MAX_SAMPLES * step_time < COVERED_S and every < LARGEST_BACKLOG:
+    while every * step_time < BLOCK_S and every < LARGEST_BACKLOG:
         every *= 2
     return every

@@ -92,6 +92,12 @@ def test_exactly_the_factor_is_not_slow() -> None:
     assert train(watch, range(60), lambda r, _s: (1.5 if r == 2 else 1.0, None)) == []
 
 
+def test_where_three_ranks_share_two_processors_the_one_that_is_alone_makes_nobody_slow() -> None:
+    watch = StragglerWatch(("a", "a", "a"))
+    assert train(watch, range(60), lambda r, _s: (0.1 if r == 0 else 0.2, None)) == []
+    assert len(train(watch, range(60, 120), lambda r, _s: (0.1 if r < 2 else 0.2, None))) == 1
+
+
 def test_an_alarm_ends_when_the_rank_has_clearly_recovered_and_not_before() -> None:
     watch = StragglerWatch(("a", "b", "c"))
     train(watch, range(60), lambda r, _s: (2.0 if r == 0 else 1.0, None))
