@@ -19,36 +19,15 @@ A member that is busy and said so sends no word, so nobody is blamed for waiting
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from elastic_driver.core.events import WorkerResumed, WorkerStalled
 from elastic_driver.core.registry import Worker, WorkerState
-from elastic_driver.core.rounds import RoundState
+from elastic_driver.core.rounds import RoundState, Stall
 from elastic_driver.core.state import JobState
 
 LEAVE_S = 5.0  # to leave a round that was broken; who can leave does so in well under a second
 LONG_STALL = 8.0  # times as long as first told: then even an evaluation is taken for a hang
 MAX_STACK_CHARS = 8000  # of one worker's stack in the event log
-_NOT_THE_SCRIPT = ("/torch/", "/elastic_driver/", "/threading.py", "/contextlib.py")
-
-
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """A member's word that its training thread stands still."""
-
-    waits: bool  # in a collective
-    seconds: float  # without progress, when it was said
-    at: float  # when it was said first
-    first_seconds: float
-    stack: str
-
-    @property
-    def place(self) -> str:
-        """The innermost place in the script itself, for a sentence."""
-        lines = [line.strip() for line in self.stack.splitlines()]
-        places = [line for line in lines if line.startswith("File ")]
-        own = [line for line in places if not any(name in line for name in _NOT_THE_SCRIPT)]
-        return (own or places or ["an unknown place"])[-1]
 
 
 def stalled(job: JobState, worker: Worker, event: WorkerStalled, now: float) -> bool:

@@ -10,10 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from elastic_driver.core.hangs import Stall
 
 
 class RoundState(str, Enum):
@@ -31,6 +27,28 @@ ROUND_TRANSITIONS: dict[RoundState, tuple[RoundState, ...]] = {
     RoundState.CLOSING: (RoundState.CLOSED,),
     RoundState.CLOSED: (),
 }
+
+
+_NOT_THE_SCRIPT = ("/torch/", "/elastic_driver/", "/threading.py", "/contextlib.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A member's word that its training thread stands still."""
+
+    waits: bool  # in a collective
+    seconds: float  # without progress, when it was said
+    at: float  # when it was said first
+    first_seconds: float
+    stack: str
+
+    @property
+    def place(self) -> str:
+        """The innermost place in the script itself, for a sentence."""
+        lines = [line.strip() for line in self.stack.splitlines()]
+        places = [line for line in lines if line.startswith("File ")]
+        own = [line for line in places if not any(name in line for name in _NOT_THE_SCRIPT)]
+        return (own or places or ["an unknown place"])[-1]
 
 
 @dataclass(slots=True)
