@@ -35,6 +35,13 @@ TORCHRUN_NAMES = (
     "TORCHELASTIC_MAX_RESTARTS",
 )
 
+# ---- routes of the driver, besides those of the store (`rendezvous.wire`) -----------------
+STATUS_PATH = "/v1/status"
+SCALE_PATH = "/v1/scale"
+STOP_PATH = "/v1/stop"
+DRAIN_PATH = "/v1/hosts/{host}:drain"  # {host}: a name as it stands in a URL
+UNDRAIN_PATH = "/v1/hosts/{host}:undrain"
+
 # ---- keys of the store: "<scope>/<key>" --------------------------------------------------
 JOB_SPEC = "job/spec"  # messages.JobSpec, written once
 JOB_WORLD = "job/world"  # messages.World of the newest complete round

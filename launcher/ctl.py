@@ -1,50 +1,76 @@
 """The `elasticctl` command: from argv to an exit status.
 
-`elasticctl check HOSTS…` checks nodes without a job. Every subcommand is a function of the words
-behind its name; errors become a line and a status here.
+Every subcommand is a function of the words behind its name (`launcher.control`), imported when it
+is called; errors become a line and a status here.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from importlib import import_module
 
 _HELP = """\
-usage: elasticctl check [OPTIONS] [HOSTS…]
+usage: elasticctl COMMAND [OPTIONS]
 
-Runs short tasks on HOSTS in changing pairs, and says which of them are faulty or slow. HOSTS are
-written as for elasticrun -H (n1, n[01-04]:8); without any, those of --hostfile or
---host-discovery-script are checked, or this machine. OPTIONS are elasticrun's and stand before
-the hosts, among them:
-  --comm-perf-test       also measure bandwidth and latency of the network
-  --straggler-detection  also train a small transformer, and look for slow nodes
-  --exclude-straggler    the same; and let a slow node count as a bad one
-  --check-timeout S      time for one round
-  --log-format json      the report as one JSON object
+A running job
+  status [--json] [--watch]   the job, its hosts and its workers
+  events [-f] [--since N]     what has happened, and what happens
+  hosts [--json]              its hosts
+  scale N                     wish another number of workers
+  drain HOST [--deadline S]   have a host's workers leave in good order; --cancel takes it back
+  stop                        end it; elasticrun returns 143
+It is the only one running below the state directory, or the one named by --run-id ID,
+--state-dir D, or --endpoint URL with --token-file F.
 
-Exit status
-  0 no bad node; 1 some; 64 wrong usage; 75 nothing could be checked; 130/143 interrupted.
+Without a job
+  check [OPTIONS] [HOSTS…]    which of these hosts are faulty or slow
+  config show [OPTIONS]       the value of every option of elasticrun, and who said so
+
+`elasticctl COMMAND --help` says more. Exit status: 0; 1 where check found a bad node; 64 wrong
+usage; 75 no such job is running, or it does not answer; 130/143 interrupted.
 """
+
+# Where each subcommand lives: module and function.
+_COMMANDS = {
+    "status": ("running", "status"),
+    "events": ("running", "events"),
+    "hosts": ("running", "hosts"),
+    "scale": ("running", "scale"),
+    "drain": ("running", "drain"),
+    "stop": ("running", "stop"),
+    "check": ("check", "check"),
+    "config": ("config", "config"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `elasticctl` with these arguments (default: the process's); returns the exit status."""
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output (`elasticctl events | head`) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _main(words: list[str]) -> int:
     from launcher import own_packages  # noqa: PLC0415 - see pin: nothing of ours before it
 
     own_packages.pin()
     from elastic_driver.errors import ElasticError, ExitCode  # noqa: PLC0415
 
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        return _dispatch(words)
     except ElasticError as error:
         print(f"elasticctl: {error}", file=sys.stderr)
         return int(error.exit_code)
-    except KeyboardInterrupt:
-        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        raise
     except Exception:
         traceback.print_exc()
         print("elasticctl: this is a bug of elasticctl; please report it", file=sys.stderr)
@@ -57,63 +83,15 @@ def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_HELP, end="")
         return 0 if words else 64
-    command = _COMMANDS.get(words[0])
-    if command is None:
+    if words[0] not in _COMMANDS:
         known = ", ".join(_COMMANDS)
         raise UsageError(f"{words[0]!r} is no command; there is {known} (elasticctl --help)")
-    return command(words[1:])
-
-
-def check(words: list[str]) -> int:
-    """`elasticctl check`: 1 when a node is faulty (or slow, where that is to count)."""
-    from elastic_driver.runtime.rundir import RunDir  # noqa: PLC0415 - not for --help
-    from launcher import nodecheck  # noqa: PLC0415
-    from launcher.backends.select import make_starter_factory  # noqa: PLC0415
-    from launcher.commandline import resolve, split  # noqa: PLC0415
-    from launcher.job import collect_facts  # noqa: PLC0415
-    from launcher.options import HELP, NETWORK_CHECK  # noqa: PLC0415
-    from launcher.plan import make_plan  # noqa: PLC0415
-    from launcher.submit import find_whereabouts, make_discovery  # noqa: PLC0415
-
-    given, hosts = split(words)
-    if HELP in given:
-        print(_HELP, end="")
-        return 0
-    options = words[: len(words) - len(hosts)]
-    if options and options[-1] == "--":
-        options.pop()
-    named = ["--hosts", ",".join(hosts)] if hosts else []
-    # The rest of a plan needs a command; it is not run.
-    line = resolve([*options, NETWORK_CHECK.long, *named, "--", "true"], os.environ)
-    plan = make_plan(line, collect_facts(line, os.environ))
-    if plan.node_check is None:
-        raise AssertionError("--network-check was given")
-    discovery = make_discovery(plan.hosts)
-    found = discovery.find()
-    whereabouts = find_whereabouts(plan, found)
-    with tempfile.TemporaryDirectory(prefix="elasticctl-") as folder:
-        report = nodecheck.check_hosts(
-            plan,
-            plan.node_check,
-            found,
-            starter=make_starter_factory(plan.backend, whereabouts),
-            bind_host=whereabouts.bind_host,
-            run_dir=RunDir(Path(folder), "check"),
-            say=_say if plan.verbosity >= 0 else _say_nothing,
-        )
-    print(nodecheck.show(report, as_json=plan.log_format == "json"), flush=True)
-    return 1 if report.excluded(stragglers=plan.node_check.exclude_stragglers) else 0
-
-
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {"check": check}
-
-
-def _say(line: str) -> None:
-    print(f"elasticctl: {line}", file=sys.stderr, flush=True)
-
-
-def _say_nothing(_line: str) -> None:
-    pass
+    module, name = _COMMANDS[words[0]]
+    command: Callable[[list[str]], int] = getattr(import_module(f"launcher.control.{module}"), name)
+    try:
+        return command(words[1:])
+    except SystemExit as leaving:  # argparse has shown the help that was asked for
+        return int(leaving.code or 0)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,13 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
+from elastic_driver.contract import (
+    DRAIN_PATH,
+    SCALE_PATH,
+    STATUS_PATH,
+    STOP_PATH,
+    UNDRAIN_PATH,
+)
 from elastic_driver.core.events import (
     DrainCancelled,
     DrainRequested,
@@ -38,11 +45,6 @@ from elastic_driver.runtime.shards import ShardRoutes
 from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import EVENTS_PATH
 
-STATUS_PATH = "/v1/status"
-SCALE_PATH = "/v1/scale"
-STOP_PATH = "/v1/stop"
-DRAIN_PATH = "/v1/hosts/{host}:drain"
-UNDRAIN_PATH = "/v1/hosts/{host}:undrain"
 STATUS_WAIT_S = 5.0  # for the mailbox thread to draw a picture of the job
 MAX_STREAMS = 64  # readers that follow the event log at the same time
 _KEEP_ALIVE_S = 15.0

@@ -20,7 +20,7 @@ from elastic_driver.core.check_messages import TASK_SETTINGS, TaskSettings
 from elastic_driver.core.events import AgentLost, AgentReady, WireEvent
 from elastic_driver.core.messages import JobSpec, Order, ShutdownOrder, encode
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.api import STATUS_PATH, Accepted
+from elastic_driver.runtime.api import Accepted
 from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.starter import AgentStarter, StarterFactory
 from rendezvous.auth import make_token, write_token_file
@@ -176,7 +176,7 @@ class CheckFleet:
 
     def _add_routes(self, app: web.Application) -> None:
         app.router.add_post(EVENTS_PATH, self._post_event)
-        app.router.add_get(STATUS_PATH, self._get_status, allow_head=False)
+        app.router.add_get(contract.STATUS_PATH, self._get_status, allow_head=False)
 
     async def _post_event(self, request: web.Request) -> web.Response:
         event = await read_json(request, _decode_event)

@@ -1,0 +1,135 @@
+"""How `elasticctl` shows a job to people: pure, from the driver's documents to lines of text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from elastic_driver.core.status import CounterStatus, HostStatus, MemberStatus
+
+
+class JobDocument(Struct, frozen=True):
+    """What `GET /v1/status` answers, as far as it is shown."""
+
+    run_id: str
+    endpoint: str
+    started: float  # unix seconds
+    state: str
+    kind: str
+    reason: str
+    round: int
+    size: int
+    wanted: int | None
+    min_np: int
+    max_np: int | None
+    members: tuple[MemberStatus, ...]
+    hosts: tuple[HostStatus, ...]
+    counters: CounterStatus
+
+
+class Event(Struct, frozen=True):
+    """A line of the event log, as far as it is shown."""
+
+    n: int
+    t: float  # unix seconds
+    event: str
+    reason: str = ""
+    worker: str | None = None
+    host: str | None = None
+
+
+read_job = msgspec.json.Decoder(JobDocument).decode
+read_event = msgspec.json.Decoder(Event).decode
+
+
+def job(document: JobDocument, now: float) -> str:
+    """The whole job in some lines; `now`: unix seconds."""
+    counters = document.counters
+    most = "any" if document.max_np is None else document.max_np
+    wanted = "any" if document.wanted is None else document.wanted
+    head = [
+        f"run {document.run_id} at {document.endpoint}",
+        f"{document.state} for {duration(now - document.started)}, round {document.round}: "
+        f"{document.size} workers ({wanted} wanted, {document.min_np} to {most})",
+        f"failures {counters.failures}{_of(counters.max_restarts)}, "
+        f"changes {counters.resets}{_of(counters.reset_limit)}",
+    ]
+    if document.reason:
+        head.append(f"now: {document.reason}")
+    return "\n".join([*head, "", hosts(document), "", workers(document)])
+
+
+def hosts(document: JobDocument) -> str:
+    """A line for each host."""
+    rows = [
+        (
+            host.host,
+            host.state,
+            str(host.slots),
+            str(host.workers),
+            host.agent,
+            _host_note(host),
+        )
+        for host in document.hosts
+    ]
+    return table(("HOST", "STATE", "SLOTS", "WORKERS", "AGENT", "WHY"), rows)
+
+
+def workers(document: JobDocument) -> str:
+    """A line for each worker's process, by rank."""
+    rows = [
+        (
+            str(worker.rank),
+            worker.state,
+            worker.host,
+            str(worker.slot),
+            str(worker.pid or "-"),
+            worker.worker,
+            worker.leaving and f"leaves: {worker.leaving}",
+        )
+        for worker in document.members
+    ]
+    return table(("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", ""), rows)
+
+
+def event(found: Event) -> str:
+    """An event in one line, in local time."""
+    when = time.strftime("%H:%M:%S", time.localtime(found.t))
+    about = found.worker or found.host or ""
+    name = f"{found.event} {about}".rstrip()
+    reason = " ".join(found.reason.split())
+    return f"{when} {found.n:>5} {name}: {reason}" if reason else f"{when} {found.n:>5} {name}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Aligned columns; nothing but the head where there are no rows."""
+    lines = [tuple(head), *(tuple(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: `12 s`, `3 min`, `5 h 20 min`, `2 d 4 h`."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes, hours, days = whole // 60 % 60, whole // 3600 % 24, whole // 86400
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def _host_note(host: HostStatus) -> str:
+    if host.cooldown_left > 0:
+        return f"{duration(host.cooldown_left)} left: {host.reason}"
+    return host.reason
+
+
+def _of(limit: int | None) -> str:
+    return "" if limit is None else f" of {limit}"
