@@ -16,8 +16,11 @@ WorkerId = Annotated[str, Meta(min_length=1, max_length=300)]
 Text = Annotated[str, Meta(max_length=65536)]
 
 
-class SlotInfo(Struct, frozen=True):
-    """One worker's place in a round (meaning of the six numbers as in Horovod)."""
+class SlotInfo(Struct, frozen=True, array_like=True):
+    """One worker's place in a round (meaning of the six numbers as in Horovod).
+
+    JSON arrays without names, as a `World` of a thousand members goes to each of them.
+    """
 
     host: str
     slot: int  # names the device; never changes in a process's life
@@ -31,7 +34,7 @@ class SlotInfo(Struct, frozen=True):
     node_count: int
 
 
-class Member(Struct, frozen=True):
+class Member(Struct, frozen=True, array_like=True):
     """A worker of a complete round, with the state it brought along."""
 
     worker: str
