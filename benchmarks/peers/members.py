@@ -56,7 +56,7 @@ class Member:
         assert isinstance(found, Entries)
         document = found.entries[contract.JOB_WORLD].value
         if not parse:
-            return document.count(b'"worker":')
+            return document.count(b'",["')  # between a worker's name and its place
         world = decode(World, document)
         assert world.member(self.name) is not None
         return world.size
