@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec import Struct
 
-from elastic_driver.core.status import CounterStatus, HostStatus, MemberStatus
+from elastic_driver.core.status import CounterStatus, HostStatus, MemberStatus, SlowStatus
 
 
 class JobDocument(Struct, frozen=True):
@@ -28,6 +28,7 @@ class JobDocument(Struct, frozen=True):
     members: tuple[MemberStatus, ...]
     hosts: tuple[HostStatus, ...]
     counters: CounterStatus
+    slow: tuple[SlowStatus, ...] = ()
 
 
 class Event(Struct, frozen=True):
@@ -58,7 +59,7 @@ def job(document: JobDocument, now: float) -> str:
         f"changes {counters.resets}{_of(counters.reset_limit)}",
     ]
     if document.reason:
-        head.append(f"now: {document.reason}")
+        head.append(f"now: {printable(document.reason)}")
     return "\n".join([*head, "", hosts(document), "", workers(document)])
 
 
@@ -80,6 +81,7 @@ def hosts(document: JobDocument) -> str:
 
 def workers(document: JobDocument) -> str:
     """A line for each worker's process, by rank."""
+    slow = {s.worker: f"slow in {s.kind}: {s.ratio:.1f} times the usual" for s in document.slow}
     rows = [
         (
             str(worker.rank),
@@ -88,7 +90,7 @@ def workers(document: JobDocument) -> str:
             str(worker.slot),
             str(worker.pid or "-"),
             worker.worker,
-            worker.leaving and f"leaves: {worker.leaving}",
+            f"leaves: {worker.leaving}" if worker.leaving else slow.get(worker.worker, ""),
         )
         for worker in document.members
     ]
@@ -100,18 +102,24 @@ def event(found: Event) -> str:
     when = time.strftime("%H:%M:%S", time.localtime(found.t))
     about = found.worker or found.host or ""
     name = f"{found.event} {about}".rstrip()
-    reason = " ".join(found.reason.split())
+    reason = printable(found.reason)
     return f"{when} {found.n:>5} {name}: {reason}" if reason else f"{when} {found.n:>5} {name}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Aligned columns; nothing but the head where there are no rows."""
-    lines = [tuple(head), *(tuple(row) for row in rows)]
+    lines = [tuple(head), *(tuple(map(printable, row)) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
+
+
+def printable(text: str) -> str:
+    """Text from a script or a host as one line that a terminal takes for nothing else."""
+    line = " ".join(text.split())
+    return "".join(char if char.isprintable() else "?" for char in line)
 
 
 def duration(seconds: float) -> str:

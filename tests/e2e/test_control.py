@@ -1,0 +1,167 @@
+"""`elasticctl` with a job that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.job import JOBS, ROOT, RunningJob, elasticrun, eventually
+
+TRAIN = str(JOBS / "train.py")
+
+
+def ctl(*words: str, code: int = 0) -> str:
+    """What `elasticctl WORDS…` says: stdout, or stderr where it is to fail."""
+    argv = [sys.executable, "-m", "launcher.ctl", *words]
+    ran = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == code, ran
+    assert "Traceback" not in ran.stderr
+    return ran.stderr if code else ran.stdout
+
+
+def follow(job: RunningJob, into: Path, *words: str) -> subprocess.Popen[bytes]:
+    """`elasticctl WORDS…` in the background; marked as the job's, so that it is not left behind."""
+    env = {**os.environ, "TEST_RUN_ID": job.run_id}
+    argv = [sys.executable, "-m", "launcher.ctl", *words, *here(job)]
+    with into.open("wb") as out:
+        return subprocess.Popen(argv, cwd=ROOT, stdout=out, env=env)
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[RunningJob]:
+    """Two workers of at most three, that train until they are stopped."""
+    args = ("-H", "localhost:3", "-np", "2", "--min-np", "1", "--max-np", "2", "--", TRAIN)
+    with elasticrun(*args, env={"STEPS": "100000"}) as running:
+        running.until_size(2)
+        yield running
+
+
+def here(job: RunningJob) -> tuple[str, str]:
+    return "--state-dir", str(job.run_dir.parent)
+
+
+def test_the_status_shows_the_job_its_host_and_its_workers(job: RunningJob) -> None:
+    text = ctl("status", *here(job))
+    assert f"run {job.run_id} at http://" in text
+    assert "2 workers (2 wanted, 1 to 2)" in text
+    assert re.search(r"^localhost +usable +3 +2 +ready$", text, re.MULTILINE)
+    for pid, record in job.live().items():
+        assert re.search(rf"^{record.rank} +running +localhost +\d +{pid} ", text, re.MULTILINE)
+
+
+def test_the_status_as_json_is_the_driver_s_own_document(job: RunningJob) -> None:
+    document = json.loads(ctl("status", "--json", "--run_id", job.run_id, *here(job)))
+    assert (document["run_id"], document["state"]) == (job.run_id, "running")
+    assert json.loads(ctl("hosts", "--json", *here(job))) == document["hosts"]
+    assert ctl("hosts", *here(job)).startswith("HOST ")
+
+
+def test_the_job_is_found_by_its_address_and_token(job: RunningJob, tmp_path: Path) -> None:
+    url = json.loads((job.run_dir / "endpoint.json").read_text())["url"]
+    elsewhere = ("--state-dir", str(tmp_path))
+    token = ("--token-file", str(job.run_dir / "token"))
+    assert job.run_id in ctl("status", *elsewhere, "--endpoint", url, *token)
+    assert "name its token" in ctl("status", *elsewhere, "--endpoint", url, code=64)
+    wrong = tmp_path / "wrong"
+    wrong.write_text("not the token\n")
+    wrong.chmod(0o600)
+    refused = ctl("status", "--endpoint", url, "--token-file", str(wrong), code=75)
+    assert "refused our token" in refused
+
+
+def test_the_events_are_those_of_the_log(job: RunningJob) -> None:
+    listed = [json.loads(x) for x in ctl("events", "--json", *here(job)).splitlines()]
+    assert listed == job.events()[: len(listed)]
+    assert listed[0]["event"] == "job_started"
+    some = ctl("events", "--since", str(listed[2]["n"]), *here(job)).splitlines()
+    assert listed[3]["event"] in some[0]
+
+
+def test_what_the_job_refuses_is_one_line_and_64(job: RunningJob) -> None:
+    told = ctl("scale", "9", *here(job), code=64)
+    assert told.startswith("elasticctl: 9 workers are more than the job's maximum of 2")
+    assert len(told.splitlines()) == 1
+    assert "knows no host 'z'; it knows localhost" in ctl("drain", "z", *here(job), code=64)
+    assert "not drained" in ctl("drain", "localhost", "--cancel", *here(job), code=64)
+
+
+def test_the_job_is_scaled_and_back(job: RunningJob) -> None:
+    pids = set(job.live())
+    assert "1 workers are wished" in ctl("scale", "1", *here(job))
+    job.until_size(1)
+    ctl("scale", "2", *here(job))
+    assert set(job.until_size(2)) & pids
+
+
+def test_a_job_that_is_stopped_ends_with_143_and_whoever_follows_sees_it(tmp_path: Path) -> None:
+    args = ("-np", "1", "--", TRAIN)
+    with elasticrun(*args, env={"STEPS": "100000"}) as job:
+        job.until_size(1)
+        events, status = tmp_path / "events", tmp_path / "status"
+        followers = [
+            follow(job, events, "events", "-f"),
+            follow(job, status, "status", "--watch", "--interval", "0.1"),
+        ]
+        both = (events, status)
+        eventually(lambda: all(f.stat().st_size for f in both), within=30, what="both have begun")
+        assert "is stopping" in ctl("stop", "--reason", "enough", *here(job))
+        assert job.wait(30) == 143
+        assert "told to stop: enough" in job.stderr
+        assert [f.wait(30) for f in followers] == [0, 0]
+        assert "job_failed: told to stop: enough" in events.read_text()
+        assert f"run {job.run_id} at" in status.read_text()
+        job.assert_nothing_left()
+        over = ctl("status", "--run-id", job.run_id, *here(job), code=75)
+        assert f"run {job.run_id} is over; what happened stands in" in over
+        assert "no job of this user is running" in ctl("status", *here(job), code=75)
+
+
+def test_a_driver_that_was_killed_is_recognised(tmp_path: Path) -> None:
+    with elasticrun("-np", "1", "--", TRAIN, env={"STEPS": "100000"}) as job:
+        job.until_size(1)
+        left = (job.run_dir / "endpoint.json").read_bytes()
+        job.process.kill()
+        job.process.wait(10)
+        job.assert_nothing_left(within=20)
+        (job.run_dir / "endpoint.json").write_bytes(left)  # as when its agents died with it
+        told = ctl("status", "--run-id", job.run_id, *here(job), code=75)
+        assert f"its driver (process {job.process.pid}" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nonsense"], "is no command"),
+        (["scale", "many"], "invalid number"),
+        (["drain"], "required: HOST"),
+        (["status", "--nonsense"], "--nonsense"),
+        (["events", "--since", "-1"], "--since"),
+        (["config"], "config show"),
+    ],
+)
+def test_wrong_words_are_one_line_and_64(words: list[str], said: str) -> None:
+    told = ctl(*words, code=64)
+    assert said in told
+    assert len(told.splitlines()) == 1
+
+
+def test_every_command_explains_itself() -> None:
+    commands = re.findall(r"^  ([a-z]+) ", ctl("--help"), re.MULTILINE)
+    assert {"status", "events", "hosts", "scale", "drain", "stop", "check", "config"} <= set(
+        commands
+    )
+    for command in commands:
+        assert "usage: elasticctl" in ctl(command, "--help")
+
+
+def test_config_show_says_who_said_so() -> None:
+    lines = ctl("config", "show", "-np", "2").splitlines()
+    assert lines[1].split() == ["--num-proc", "2", "command", "line"]
+    assert any(line.split() == ["--stop-grace", "5", "default"] for line in lines)
