@@ -37,6 +37,17 @@ class HostStatus(Struct, frozen=True):
     workers: int  # processes on it
 
 
+class SlowStatus(Struct, frozen=True):
+    """A rank that holds the others up; beside the job's picture, as the core does not decide it."""
+
+    rank: int
+    host: str
+    worker: str
+    kind: str  # compute | network
+    ratio: float  # its time over the usual one, when it was noticed
+    step: int  # when that was
+
+
 class CounterStatus(Struct, frozen=True):
     """What has been used up, and the limits (None: no limit)."""
 

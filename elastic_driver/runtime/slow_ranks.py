@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
-from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core.events import Announce
 from elastic_driver.core.messages import Progress, World, decode
+from elastic_driver.core.status import SlowStatus
 from elastic_driver.core.stragglers import Change, StragglerWatch
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Entries, Get, Operation, Result
@@ -27,17 +27,6 @@ LOOK_S = 1.0  # workers beat about every two
 SHARE = 20.0  # a look that took long is followed by so many times as long without one
 
 Apply = Callable[[Sequence[Operation]], tuple[Result, ...]]
-
-
-class SlowStatus(Struct, frozen=True):
-    """A slow rank, as `/v1/status` shows it."""
-
-    rank: int
-    host: str
-    worker: str
-    kind: str  # compute | network
-    ratio: float  # its time over the usual one, when it was noticed
-    step: int  # when that was
 
 
 class SlowRanks:

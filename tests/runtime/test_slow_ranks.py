@@ -10,7 +10,8 @@ from elastic_driver import contract
 from elastic_driver.core.check_report import CheckReport
 from elastic_driver.core.messages import Member, Progress, Sample, SlotInfo, World, encode
 from elastic_driver.core.nodecheck import NodeVerdict, Verdict
-from elastic_driver.runtime.slow_ranks import LOOK_S, SHARE, SlowRanks, SlowStatus
+from elastic_driver.core.status import SlowStatus
+from elastic_driver.runtime.slow_ranks import LOOK_S, SHARE, SlowRanks
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Entries, Entry, Get, Operation, Result, Set
 from tests.runtime.cluster import Cluster
