@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec import Struct
 
-from elastic_driver.core.status import CounterStatus, HostStatus, MemberStatus, SlowStatus, SlowStatus
+from elastic_driver.core.status import CounterStatus, HostStatus, MemberStatus, SlowStatus
 
 
 class JobDocument(Struct, frozen=True):
@@ -81,7 +81,6 @@ def hosts(document: JobDocument) -> str:
 
 def workers(document: JobDocument) -> str:
     """A line for each worker's process, by rank."""
-    slow = {s.worker: f"slow in {s.kind}: {s.ratio:.1f} times the usual" for s in document.slow}
     slow = {s.worker: f"slow in {s.kind}: {s.ratio:.1f} times the usual" for s in document.slow}
     rows = [
         (
