@@ -220,6 +220,9 @@ class State:
         reloads = self._checkpoints is not None
         if known:
             verdict = agree(world, reloads=reloads)
+            if verdict.fresh and not reloads and not all(m.clean for m in world.members):
+                # Whatever was trained died with its sender: nobody is to find out by the loss.
+                say("a worker died while it sent the only state; training starts afresh")
         else:
             verdict = agree_afresh(world, self._pulse.version, reloads=reloads)
         self._come_to(verdict, world)
