@@ -175,6 +175,19 @@ def test_a_drain_that_is_cancelled_in_time_changes_nothing(scenario: MakeScenari
     assert host(s, "b").state == "usable"
 
 
+def test_a_drain_that_is_cancelled_on_the_way_out_keeps_the_workers(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, min_np=1).training(a=1, b=1)
+    drain(s, "b")
+    s.wait(0.1)
+    assert s.notice.at_boundary
+    s.send(ev.DrainCancelled("b", "it stays after all"))
+    s.ready("a.0.1", "b.0.1", version=3)
+    assert s.members == ["a.0.1", "b.0.1"]
+    assert s.orders(msg.StopWorkerOrder) == []
+
+
 def test_a_drained_host_may_be_given_back(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, min_np=1).training(a=1, b=1)
     drain(s, "b")

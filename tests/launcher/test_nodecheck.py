@@ -191,7 +191,7 @@ def test_elasticctl_check_of_healthy_hosts_succeeds(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["chek"], "'chek' is no command; there is check"),
+        (["chek"], "'chek' is no command; there is status, "),
         (["check", "--no-such-option", "a"], "unknown option --no-such-option"),
         (["check", "a b"], "'b' after the host"),
     ],
@@ -206,7 +206,6 @@ def test_a_mistake_is_one_line_and_status_64(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["check", "--help"]])
-def test_help_is_shown(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert ctl.main(argv) == 0
+def test_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl.main(["check", "--help"]) == 0
     assert "usage: elasticctl check [OPTIONS] [HOSTS…]" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
+from elastic_driver.core.events import AgentReady, HostLeaving, WorkerExited, WorkerStarted
 from launcher.agent import remote
 from launcher.agent.descendants import variables
 from launcher.backends.ssh import SshBackend
@@ -90,6 +90,17 @@ def test_an_agent_comes_up_its_output_arrives_and_its_end_is_told_once(
     said = capfd.readouterr()
     assert said.out == "[0]<stdout>:hello\n", "and neither a banner nor our own marks"
     assert "Warning" not in said.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_notice_to_the_agent_s_keeper_reaches_the_driver(
+    driver: Driver, backend: SshBackend, number: signal.Signals
+) -> None:
+    driver.python(WAIT, leave_notice=20.0)
+    backend.start(HOST, 1, lambda _reason: None)
+    keeper, _ = keeper_and_agent(driver)
+    keeper.send_signal(number)
+    assert number.name in driver.wait(HostLeaving).reason
 
 
 def test_the_token_stands_in_a_private_file_and_in_no_argument_or_variable(
