@@ -111,13 +111,14 @@ class Step:
         self.samples = sum(counts)
         self.summed = False
         self._turn = turn
-        self._weights = {v: counts[v] / self.samples for v in turn.mine if counts[v]}
-        self._leaves = sum(1 for count in counts if count)
+        self._counts = [count for count in counts if count]  # the first ones, by virtual worker
+        self._weights = [count / self.samples for count in self._counts]
+        self._mine = [v for v in turn.mine if counts[v]]
         self._begun = False
 
     def __len__(self) -> int:
         """Micro-batches of this worker in this step; 0 for a standby."""
-        return len(self._weights)
+        return len(self._mine)
 
     def __iter__(self) -> Iterator[Any]:
         """Each micro-batch as the collate function made it; call `backward()` once for each.
@@ -128,7 +129,7 @@ class Step:
             raise UsageError(f"{self} was iterated twice; it can be trained only once")
         self._begun = True
         sums = self._turn.sums
-        sums.begin(self._turn.ranges, self._leaves, self._turn.rank)
+        sums.begin(self._turn.ranges, self._weights, self._turn.rank)
         try:
             yield from self._micro_batches(sums)
             sums.finish()
@@ -139,14 +140,14 @@ class Step:
         self.summed = True
 
     def _micro_batches(self, sums: StepSum) -> Iterator[Any]:
-        for virtual_worker, weight in self._weights.items():
+        for virtual_worker in self._mine:
             began = time.perf_counter()
             micro_batch = next(self._turn.loader)
             self._turn.seed(self.number, virtual_worker)
-            sums.before(weight)
+            sums.before(virtual_worker)
             yield micro_batch
-            sums.after(virtual_worker, weight)
-            self._turn.pace.note(time.perf_counter() - began, round(weight * self.samples))
+            sums.after(virtual_worker)
+            self._turn.pace.note(time.perf_counter() - began, self._counts[virtual_worker])
 
     def require_summed(self, what: str) -> None:
         """Raise `UsageError` naming `what` was done before the inner loop had ended."""

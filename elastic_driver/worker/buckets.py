@@ -7,11 +7,10 @@ here communicates or decides weights. Sizes are elements unless a name says byte
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from elastic_driver.errors import UsageError
 
 __all__ = ["BUCKET_BYTES", "Bucket", "BufferChanges", "make_buckets"]
 
@@ -31,7 +30,6 @@ class Bucket:
         self._sizes = [shape.numel() for shape in self._shapes]
         self._like = tensors[entries[0]].new_empty(0)
         self._parts = [sum(self._sizes), len(self._entries)]
-        self._spare: list[Tensor] = []
         self._known: tuple[tuple[bool, ...], Tensor] | None = None
         self.length = sum(self._parts)
 
@@ -39,26 +37,24 @@ class Bucket:
         """A new flat tensor of the bucket's dtype and device."""
         return self._like.new_empty(length)
 
-    def recycle(self, flat: Tensor) -> None:
-        """Take back a tensor that `flatten` made: fresh memory costs more than the copying."""
-        self._spare.append(flat)
+    def flatten(
+        self, tensors: Sequence[Tensor | None], weight: float = 1, room: int | None = None
+    ) -> Tensor:
+        """weight · (this bucket's tensors, one behind the other), then the flags: (length,).
 
-    def flatten(self, tensors: Sequence[Tensor | None], weight: float = 1) -> Tensor:
-        """weight · (this bucket's tensors, one behind the other), then the flags: (length,)."""
-        flat = self._spare.pop() if self._spare else self.empty(self.length)
-        values, flags = flat.split(self._parts)
+        With `room` for more elements the rest is 0.
+        """
+        flat = self.empty(room or self.length)
+        values, flags, rest = flat.split([*self._parts, len(flat) - self.length])
         places = values.split(self._sizes)
-        for place, entry, size in zip(places, self._entries, self._sizes, strict=True):
+        for place, entry in zip(places, self._entries, strict=True):
             tensor = tensors[entry]
             if tensor is None:
                 place.zero_()
-            elif tensor.layout == torch.strided and tensor.numel() == size:
-                torch.mul(tensor.reshape(-1), weight, out=place)
             else:
-                raise UsageError(
-                    "FixedBatch cannot add sparse gradients; use Embedding(sparse=False)"
-                )
+                torch.mul(tensor.reshape(-1), weight, out=place)
         flags.copy_(self._flags(tuple(tensors[entry] is not None for entry in self._entries)))
+        rest.zero_()
         return flat
 
     def _flags(self, present: tuple[bool, ...]) -> Tensor:
@@ -98,54 +94,88 @@ def make_buckets(tensors: Sequence[Tensor], limit: int) -> list[Bucket]:
 class BufferChanges:
     """A model's buffers: their values at the start of a step, and what micro-batches change.
 
-    Counters and flags (BatchNorm's `num_batches_tracked`) are added as 64-bit integers.
+    All of one kind travel as one flat tensor. Counters and flags (BatchNorm's
+    `num_batches_tracked`) are counted as 64-bit integers, apart from those that move by a mean.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers: list[Tensor] = list(model.buffers())
-        self._start: list[Tensor] = []
+        kinds: dict[tuple[Any, torch.device], list[Tensor]] = {}
+        for buffer in model.buffers():
+            kind = buffer.dtype if _floats(buffer) else torch.int64
+            kinds.setdefault((kind, buffer.device), []).append(buffer)
+        groups = [_BufferGroup(dtype, buffers) for (dtype, _), buffers in kinds.items()]
+        self._moving = [group for group in groups if _floats(group.start)]
+        self._counting = [group for group in groups if not _floats(group.start)]
+        self._counts: list[Tensor] = []
+        self._touched = False
 
-    def __len__(self) -> int:
-        return len(self._buffers)
-
-    def as_numbers(self) -> list[Tensor]:
-        """The buffers in the dtype in which their changes are added."""
-        return [_as_number(buffer) for buffer in self._buffers]
+    def values(self) -> list[Tensor]:
+        """Per kind of floating-point buffer, all values in one flat tensor: (elements,)."""
+        return [group.start for group in self._moving]
 
     def begin(self) -> None:
         """Note the values at the start of the step."""
-        self._start = [buffer.detach().clone() for buffer in self._buffers]
+        for group in self._moving + self._counting:
+            group.begin()
+        self._counts = []
+        self._touched = False
 
     def rewind(self) -> None:
-        """Put the noted values back."""
-        for buffer, start in zip(self._buffers, self._start, strict=True):
-            buffer.copy_(start)
+        """Put the noted values back, if a micro-batch may have changed them."""
+        if self._touched:
+            for group in self._moving + self._counting:
+                group.put(group.start)
+        self._touched = True
 
-    def measure(self, virtual_worker: int, weight: float) -> list[Tensor | None]:
-        """weight · change of each buffer since the start of the step; None where there is none.
+    def changes(self, virtual_worker: int) -> list[Tensor]:
+        """What this micro-batch has changed, in new tensors of the layout of `values`.
 
         Counters count virtual worker 0 only: one step adds what one micro-batch adds.
         """
-        changes: list[Tensor | None] = []
-        for buffer, start in zip(self._buffers, self._start, strict=True):
-            if torch.equal(buffer, start) or (virtual_worker != 0 and not _floats(buffer)):
-                changes.append(None)
-                continue
-            # Where nothing changed the difference is 0, also between two infinities (masks).
-            change = torch.where(buffer == start, 0, _as_number(buffer) - _as_number(start))
-            changes.append(change.mul_(weight) if _floats(buffer) else change)
-        return changes
+        if virtual_worker == 0:
+            self._counts = [group.change() for group in self._counting]
+        return [group.change() for group in self._moving]
 
-    def apply(self, entry: int, change: Tensor | None) -> None:
-        """Set a buffer to its value at the start plus the summed change."""
-        start = self._start[entry]
-        self._buffers[entry].copy_(start if change is None else _as_number(start) + change)
+    def counts(self) -> list[Tensor]:
+        """This worker's part of what the step adds to the counters: integers, to be summed."""
+        return self._counts or [torch.zeros_like(group.start) for group in self._counting]
 
-
-def _as_number(buffer: Tensor) -> Tensor:
-    """The buffer itself if it holds floating-point numbers, else as 64-bit integers."""
-    return buffer if _floats(buffer) else buffer.to(torch.int64)
+    def apply(self, changes: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
+        """Set the buffers to their values at the start plus these sums over all workers."""
+        self._touched = True
+        for group, change in zip(self._moving, changes, strict=True):
+            group.put(group.start + change)
+        for group, count in zip(self._counting, counts, strict=True):
+            group.put(group.start + count)
 
 
-def _floats(buffer: Tensor) -> bool:
-    return bool(buffer.is_floating_point() or buffer.is_complex())
+class _BufferGroup:
+    """The buffers of one kind on one device: `start` has their values when the step began."""
+
+    def __init__(self, dtype: torch.dtype, buffers: Sequence[Tensor]) -> None:
+        self._dtype, self._buffers = dtype, list(buffers)
+        self._sizes = [buffer.numel() for buffer in buffers]
+        self.begin()
+
+    def begin(self) -> None:
+        self.start = self._flat()
+        # A difference of two infinities (masks) is no number: look out for them once a step.
+        self._finite = not _floats(self.start) or bool(torch.isfinite(self.start).all())
+
+    def change(self) -> Tensor:
+        flat = self._flat()
+        if self._finite:
+            return flat.sub_(self.start)
+        return torch.where(flat == self.start, 0, flat - self.start)
+
+    def put(self, flat: Tensor) -> None:
+        values = flat.split(self._sizes)
+        shaped = [value.view(b.shape) for value, b in zip(values, self._buffers, strict=True)]
+        torch._foreach_copy_(self._buffers, shaped)
+
+    def _flat(self) -> Tensor:
+        return torch.cat([buffer.reshape(-1).to(self._dtype) for buffer in self._buffers])
+
+
+def _floats(tensor: Tensor) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())

@@ -16,8 +16,7 @@ Two ways to add: `PlainSum` (all-reduce; the last bits depend on the number of w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,25 +31,24 @@ __all__ = ["ExactSum", "PlainSum", "StepSum"]
 
 
 class StepSum(ABC):
-    """What both ways of adding share: the layout, and putting the result in place."""
+    """What both ways of adding share: the layout, and putting the result in place.
+
+    What is added is a list of *entries*: the gradients, None where there is none, then the
+    changes of the floating-point buffers.
+    """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
         if not self._parameters:
             raise UsageError("FixedBatch was given a model without trainable parameters")
         self._buffers = BufferChanges(model)
-        gradients = make_buckets(self._parameters, bucket_bytes)
-        buffers = make_buckets(self._buffers.as_numbers(), bucket_bytes)
-        self._gradient_buckets, self._buffer_buckets = gradients, buffers
-        self._targets: list[tuple[Bucket, Callable[[int, Tensor | None], None]]] = [
-            *((bucket, self._put_gradient) for bucket in gradients),
-            *((bucket, self._buffers.apply) for bucket in buffers),
-        ]
+        self._buckets = make_buckets([*self._parameters, *self._buffers.values()], bucket_bytes)
 
-    def begin(self, ranges: Sequence[range], leaves: int, rank: int) -> None:
-        """Start a step of `leaves` micro-batches; `ranges[r]` are rank r's virtual workers."""
+    def begin(self, ranges: Sequence[range], weights: Sequence[float], rank: int) -> None:
+        """Start a step of these micro-batches' weights; `ranges[r]` are rank r's of them."""
+        leaves = len(weights)
         self._ranges = [range(min(r.start, leaves), min(r.stop, leaves)) for r in ranges]
-        self._leaves, self._rank = leaves, rank
+        self._weights, self._rank = weights, rank
         self._drop_gradients()
         self._buffers.begin()
 
@@ -59,33 +57,52 @@ class StepSum(ABC):
         self._buffers.rewind()
         self._drop_gradients()
 
-    def before(self, weight: float) -> None:  # noqa: ARG002 - PlainSum needs it
-        """The next micro-batch, of this weight, is about to be run."""
+    def before(self, virtual_worker: int) -> None:  # noqa: ARG002 - PlainSum needs it
+        """The micro-batch of this virtual worker is about to be run."""
         self._buffers.rewind()
 
     @abstractmethod
-    def after(self, virtual_worker: int, weight: float) -> None:
+    def after(self, virtual_worker: int) -> None:
         """The backward pass of this virtual worker's micro-batch is done."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Collective: leave the sums in `parameter.grad` and in the buffers."""
+        counts = self._buffers.counts()
+        works = []
+        if self._shared:  # sums of whole numbers are exact in any order
+            works = [dist.all_reduce(count, async_op=True) for count in counts]
+        entries = self._sum()
+        for work in works:
+            work.wait()
+        for parameter, gradient in zip(self._parameters, entries, strict=False):
+            parameter.grad = gradient
+        changes = [change for change in entries[len(self._parameters) :] if change is not None]
+        self._buffers.apply(changes, counts)
+
+    @abstractmethod
+    def _sum(self) -> list[Tensor | None]:
+        """Collective: the entries of the whole step."""
+
+    @property
+    def _shared(self) -> bool:
+        """Whether there are other workers to add with."""
+        return len(self._ranges) > 1
 
     def _gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self._parameters]
-
-    def _put_gradient(self, entry: int, gradient: Tensor | None) -> None:
-        self._parameters[entry].grad = gradient
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _put(self, flats: Sequence[Tensor]) -> None:
-        """Empty the summed buckets into gradients and buffers."""
-        for (bucket, put), flat in zip(self._targets, flats, strict=True):
-            for entry, tensor in bucket.unflatten(flat):
-                put(entry, tensor)
+    def _unflatten(self, flats: Sequence[Tensor]) -> list[Tensor | None]:
+        """The entries in the summed buckets."""
+        found = dict(
+            pair
+            for bucket, flat in zip(self._buckets, flats, strict=True)
+            for pair in bucket.unflatten(flat)
+        )
+        return [found[entry] for entry in range(len(found))]
 
 
 class PlainSum(StepSum):
@@ -96,38 +113,44 @@ class PlainSum(StepSum):
     applies the last weight.
     """
 
-    def begin(self, ranges: Sequence[range], leaves: int, rank: int) -> None:
+    def begin(self, ranges: Sequence[range], weights: Sequence[float], rank: int) -> None:
         """Start a step without gradients."""
-        super().begin(ranges, leaves, rank)
+        super().begin(ranges, weights, rank)
         self._weight = 0.0
-        self._changes: list[Tensor | None] = [None] * len(self._buffers)
+        self._changes: list[Tensor] = []
 
-    def before(self, weight: float) -> None:
+    def before(self, virtual_worker: int) -> None:
         """Bring the sum so far to the scale of the next micro-batch."""
-        super().before(weight)
+        super().before(virtual_worker)
+        weight = self._weights[virtual_worker]
         if weight != self._weight:
-            for gradient in self._gradients():
-                if gradient is not None:
-                    gradient.mul_(self._weight / weight)
+            _scale(self._entries(), self._weight / weight)
             self._weight = weight
 
-    def after(self, virtual_worker: int, weight: float) -> None:
-        """Note the buffers' changes; autograd has added the gradients itself."""
-        for entry, change in enumerate(self._buffers.measure(virtual_worker, weight)):
-            before = self._changes[entry]
-            if change is not None:
-                self._changes[entry] = change if before is None else before.add_(change)
+    def after(self, virtual_worker: int) -> None:
+        """Add the buffers' changes; autograd has added the gradients itself."""
+        changes = self._buffers.changes(virtual_worker)
+        if self._changes:
+            for total, change in zip(self._changes, changes, strict=True):
+                total.add_(change)
+        else:
+            self._changes = changes
 
-    def finish(self) -> None:
-        """Collective: leave the sums in `parameter.grad` and in the buffers."""
-        gradients = self._gradients()
-        flats = [bucket.flatten(gradients, self._weight) for bucket in self._gradient_buckets]
-        flats += [bucket.flatten(self._changes) for bucket in self._buffer_buckets]
-        if len(self._ranges) > 1:
-            works = [dist.all_reduce(flat, async_op=True) for flat in flats]
-            for work in works:
-                work.wait()
-        self._put(flats)
+    def _entries(self) -> list[Tensor | None]:
+        if self._changes:
+            return [*self._gradients(), *self._changes]
+        return [*self._gradients(), *(None for _ in self._buffers.values())]
+
+    def _sum(self) -> list[Tensor | None]:
+        entries = _dense(self._entries())
+        if not self._shared:
+            _scale(entries, self._weight)
+            return entries
+        flats = [bucket.flatten(entries, self._weight) for bucket in self._buckets]
+        works = [dist.all_reduce(flat, async_op=True) for flat in flats]
+        for work in works:
+            work.wait()
+        return self._unflatten(flats)
 
 
 class ExactSum(StepSum):
@@ -137,56 +160,42 @@ class ExactSum(StepSum):
     bucket's elements among them: each receives its part of everybody's partial sums (one
     all-to-all), finishes the tree there, and an all-gather gives the result to all. Every
     element is thus added by one rank only, in an order that names no rank.
+
+    Leaves are weighed against the step's first one, whose weight the root is multiplied with:
+    in a full step, all alike, no leaf need be scaled. The tree adds the very tensors that autograd
+    made; nothing is copied before it travels.
     """
 
-    def begin(self, ranges: Sequence[range], leaves: int, rank: int) -> None:
+    def begin(self, ranges: Sequence[range], weights: Sequence[float], rank: int) -> None:
         """Start a step without gradients."""
-        super().begin(ranges, leaves, rank)
-        first = self._ranges[rank].start
-        self._trees: list[TreeSum[Tensor]] = [
-            TreeSum(first, partial(_add_and_recycle, bucket)) for bucket, _ in self._targets
-        ]
+        super().begin(ranges, weights, rank)
+        self._tree: TreeSum[list[Tensor | None]] = TreeSum(self._ranges[rank].start, _add_entries)
 
-    def after(self, virtual_worker: int, weight: float) -> None:
+    def after(self, virtual_worker: int) -> None:
         """Take the gradients and changes as the next leaf."""
-        gradients = self._gradients()
-        leaves = [bucket.flatten(gradients, weight) for bucket in self._gradient_buckets]
+        leaf = [*self._gradients(), *self._buffers.changes(virtual_worker)]
         self._drop_gradients()
-        changes = self._buffers.measure(virtual_worker, weight)
-        leaves += [bucket.flatten(changes) for bucket in self._buffer_buckets]
-        for tree, leaf in zip(self._trees, leaves, strict=True):
-            tree.push(leaf)
+        _scale(leaf, self._weights[virtual_worker] / self._weights[0])
+        self._tree.push(leaf)
 
-    def finish(self) -> None:
-        """Collective: leave the sums in `parameter.grad` and in the buffers."""
-        buckets = [bucket for bucket, _ in self._targets]
-        owns = [tree.blocks() for tree in self._trees]
-        if len(self._ranges) == 1:
-            flats = [
-                finish_tree(dict(own), self._leaves, partial(_add_and_recycle, bucket))
-                for bucket, own in zip(buckets, owns, strict=True)
-            ]
-        else:
-            flats = self._exchange(buckets, [[part for _, part in own] for own in owns])
-        self._trees = []
-        self._put(flats)
+    def _sum(self) -> list[Tensor | None]:
+        own = {block: _dense(entries) for block, entries in self._tree.blocks()}
+        del self._tree
+        if self._shared:
+            return self._unflatten(self._exchange(list(own.values())))
+        root = finish_tree(own, len(self._weights), _add_entries)
+        _scale(root, self._weights[0])
+        return root
 
-    def _exchange(
-        self, buckets: Sequence[Bucket], owns: Sequence[Sequence[Tensor]]
-    ) -> list[Tensor]:
+    def _exchange(self, own: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
         """Each bucket's root of the tree, from this rank's partial sums and the others'.
 
         All buckets travel at the same time: a small one costs no more than its waiting.
         """
         blocks = [tree_blocks(leaves) for leaves in self._ranges]
-        exchanges = [
-            _Exchange(bucket, own, blocks) for bucket, own in zip(buckets, owns, strict=True)
-        ]
+        exchanges = [_Exchange(bucket, own, blocks) for bucket in self._buckets]
         for exchange in exchanges:
-            exchange.finish_part(self._leaves)
-        for bucket, own in zip(buckets, owns, strict=True):
-            for part in own:
-                bucket.recycle(part)
+            exchange.finish_part(len(self._weights), self._weights[0])
         return [exchange.whole() for exchange in exchanges]
 
 
@@ -194,27 +203,27 @@ class _Exchange:
     """One bucket on its way; the constructor sends this rank's partial sums out."""
 
     def __init__(
-        self, bucket: Bucket, own: Sequence[Tensor], blocks: Sequence[Sequence[Block]]
+        self,
+        bucket: Bucket,
+        own: Sequence[Sequence[Tensor | None]],
+        blocks: Sequence[Sequence[Block]],
     ) -> None:
         size = len(blocks)
         chunk = -(-bucket.length // size)  # elements of each rank's part, the last one padded
-        sent = bucket.empty(size * len(own) * chunk).zero_().view(size, len(own), chunk)
-        for place, part in enumerate(own):
-            padded = torch.nn.functional.pad(part, (0, size * chunk - bucket.length))
-            sent[:, place] = padded.view(size, chunk)
+        flats = [bucket.flatten(entries, room=size * chunk) for entries in own]
         counts = [len(theirs) * chunk for theirs in blocks]
         self._blocks, self._bucket, self._chunk = blocks, bucket, chunk
-        self._sent = sent.reshape(-1)  # kept until it has arrived
+        self._sent = _by_receiver(flats, size) if flats else bucket.empty(0)  # until it has arrived
         self._received = bucket.empty(sum(counts))
         self._whole = bucket.empty(size * chunk)
         self._work = _all_to_all(self._received, counts, self._sent, [len(own) * chunk] * size)
 
-    def finish_part(self, leaves: int) -> None:
-        """Add up this rank's part of the elements, and send the result to all."""
+    def finish_part(self, leaves: int, weight: float) -> None:
+        """Add up this rank's part of the elements, weigh it, and send the result to all."""
         self._work.wait()
         names = [block for theirs in self._blocks for block in theirs]
         parts = dict(zip(names, self._received.view(-1, self._chunk).unbind(), strict=True))
-        self._root = finish_tree(parts, leaves, _add)
+        self._root = finish_tree(parts, leaves, _add).mul_(weight)
         self._work = _all_gather(_as_bytes(self._whole), _as_bytes(self._root), async_op=True)
 
     def whole(self) -> Tensor:
@@ -223,18 +232,48 @@ class _Exchange:
         return self._whole[: self._bucket.length]
 
 
+def _by_receiver(flats: Sequence[Tensor], size: int) -> Tensor:
+    """The first of `size` parts of each of these, then the second of each, and so on."""
+    if len(flats) == 1:
+        return flats[0]
+    return torch.stack([flat.view(size, -1) for flat in flats], dim=1).view(-1)
+
+
+def _scale(entries: Sequence[Tensor | None], factor: float) -> None:
+    """Multiply in place."""
+    if factor != 1 and (present := [entry for entry in entries if entry is not None]):
+        torch._foreach_mul_(present, factor)
+
+
+def _dense(entries: list[Tensor | None]) -> list[Tensor | None]:
+    """The same entries; raises `UsageError` where one is sparse."""
+    if any(entry is not None and entry.layout != torch.strided for entry in entries):
+        raise UsageError("FixedBatch cannot add sparse gradients; use Embedding(sparse=False)")
+    return entries
+
+
+def _add_entries(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+    """The sum, in the memory of either."""
+    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if pairs:
+        torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
+    if len(pairs) == len(left):
+        return left
+    for place, (a, b) in enumerate(zip(left, right, strict=True)):
+        # None counts as zeros, as it travels: adding 0 makes a negative zero positive.
+        if a is None and b is not None:
+            left[place] = b.add_(0)
+        elif b is None and a is not None:
+            a.add_(0)
+    return left
+
+
 # torch 2.13 renamed it; the older name warns there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:
     return left.add_(right)
-
-
-def _add_and_recycle(bucket: Bucket, left: Tensor, right: Tensor) -> Tensor:
-    left.add_(right)
-    bucket.recycle(right)
-    return left
 
 
 def _all_to_all(received: Tensor, receive: Sequence[int], sent: Tensor, send: Sequence[int]) -> Any:
