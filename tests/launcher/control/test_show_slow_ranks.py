@@ -29,9 +29,21 @@ def document(slow: list[dict[str, Any]]) -> show.JobDocument:
     )
     limits = {"max_restarts": None, "reset_limit": None, "ignored_events": 0}
     job = {
-        "run_id": "r", "endpoint": "e", "started": 0.0, "state": "running", "kind": "elastic",
-        "reason": "", "round": 1, "size": 3, "wanted": 3, "min_np": 1, "max_np": 3,
-        "members": members, "hosts": [], "counters": {**numbers, **limits}, "slow": slow,
+        "run_id": "r",
+        "endpoint": "e",
+        "started": 0.0,
+        "state": "running",
+        "kind": "elastic",
+        "reason": "",
+        "round": 1,
+        "size": 3,
+        "wanted": 3,
+        "min_np": 1,
+        "max_np": 3,
+        "members": members,
+        "hosts": [],
+        "counters": {**numbers, **limits},
+        "slow": slow,
     }
     return show.read_job(msgspec.json.encode(job))
 
