@@ -29,9 +29,8 @@ class Bucket:
         self._shapes = [tensors[entry].shape for entry in entries]
         self._sizes = [shape.numel() for shape in self._shapes]
         self._like = tensors[entries[0]].new_empty(0)
-        self._parts = [sum(self._sizes), len(self._entries)]
         self._known: tuple[tuple[bool, ...], Tensor] | None = None
-        self.length = sum(self._parts)
+        self.length = sum(self._sizes) + len(self._entries)
 
     def empty(self, length: int) -> Tensor:
         """A new flat tensor of the bucket's dtype and device."""
@@ -45,16 +44,19 @@ class Bucket:
         With `room` for more elements the rest is 0.
         """
         flat = self.empty(room or self.length)
-        values, flags, rest = flat.split([*self._parts, len(flat) - self.length])
-        places = values.split(self._sizes)
-        for place, entry in zip(places, self._entries, strict=True):
-            tensor = tensors[entry]
-            if tensor is None:
-                place.zero_()
-            else:
-                torch.mul(tensor.reshape(-1), weight, out=place)
-        flags.copy_(self._flags(tuple(tensors[entry] is not None for entry in self._entries)))
-        rest.zero_()
+        flat[self.length :].zero_()
+        present = tuple(tensors[entry] is not None for entry in self._entries)
+        values = [
+            self._like.new_zeros(size) if (tensor := tensors[entry]) is None else tensor.reshape(-1)
+            for entry, size in zip(self._entries, self._sizes, strict=True)
+        ]
+        *places, flags = flat[: self.length].split_with_sizes([*self._sizes, len(present)])
+        if weight == 1:
+            torch.cat([*values, self._flags(present)], out=flat[: self.length])
+            return flat
+        for place, value in zip(places, values, strict=True):
+            torch.mul(value, weight, out=place)  # copies and weighs in one pass over memory
+        flags.copy_(self._flags(present))
         return flat
 
     def _flags(self, present: tuple[bool, ...]) -> Tensor:
@@ -65,9 +67,8 @@ class Bucket:
 
     def unflatten(self, flat: Tensor) -> list[tuple[int, Tensor | None]]:
         """(entry, its view into `flat`, or None where nobody had it) of each tensor."""
-        values, flags = flat[: self.length].split(self._parts)
-        present = (flags != 0).tolist()
-        views = values.split(self._sizes)
+        *views, flags = flat[: self.length].split_with_sizes([*self._sizes, len(self._entries)])
+        present = [flag != 0 for flag in flags.tolist()]
         return [
             (entry, view.view(shape) if there else None)
             for entry, view, shape, there in zip(
@@ -124,7 +125,7 @@ class BufferChanges:
         """Put the noted values back, if a micro-batch may have changed them."""
         if self._touched:
             for group in self._moving + self._counting:
-                group.put(group.start)
+                group.rewind()
         self._touched = True
 
     def changes(self, virtual_worker: int) -> list[Tensor]:
@@ -144,9 +145,9 @@ class BufferChanges:
         """Set the buffers to their values at the start plus these sums over all workers."""
         self._touched = True
         for group, change in zip(self._moving, changes, strict=True):
-            group.put(group.start + change)
+            group.move(change)
         for group, count in zip(self._counting, counts, strict=True):
-            group.put(group.start + count)
+            group.move(count)
 
 
 class _BufferGroup:
@@ -155,12 +156,17 @@ class _BufferGroup:
     def __init__(self, dtype: torch.dtype, buffers: Sequence[Tensor]) -> None:
         self._dtype, self._buffers = dtype, list(buffers)
         self._sizes = [buffer.numel() for buffer in buffers]
-        self.begin()
+        self.start = self._flat()
+        self._places = self._shaped(self.start)
+        self._finite = False
 
     def begin(self) -> None:
-        self.start = self._flat()
+        torch._foreach_copy_(self._places, self._buffers)
         # A difference of two infinities (masks) is no number: look out for them once a step.
         self._finite = not _floats(self.start) or bool(torch.isfinite(self.start).all())
+
+    def rewind(self) -> None:
+        torch._foreach_copy_(self._buffers, self._places)
 
     def change(self) -> Tensor:
         flat = self._flat()
@@ -168,13 +174,15 @@ class _BufferGroup:
             return flat.sub_(self.start)
         return torch.where(flat == self.start, 0, flat - self.start)
 
-    def put(self, flat: Tensor) -> None:
-        values = flat.split(self._sizes)
-        shaped = [value.view(b.shape) for value, b in zip(values, self._buffers, strict=True)]
-        torch._foreach_copy_(self._buffers, shaped)
+    def move(self, change: Tensor) -> None:
+        torch._foreach_copy_(self._buffers, self._shaped(self.start + change))
 
     def _flat(self) -> Tensor:
-        return torch.cat([buffer.reshape(-1).to(self._dtype) for buffer in self._buffers])
+        return torch.cat([buffer.reshape(-1) for buffer in self._buffers]).to(self._dtype)
+
+    def _shaped(self, flat: Tensor) -> list[Tensor]:
+        values = flat.split_with_sizes(self._sizes)
+        return [value.view(b.shape) for value, b in zip(values, self._buffers, strict=True)]
 
 
 def _floats(tensor: Tensor) -> bool:

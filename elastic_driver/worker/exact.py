@@ -34,6 +34,9 @@ def fix_kernels(threads: int) -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     torch.use_deterministic_algorithms(True)
+    # Would fill every new tensor before it is written to, and matters only to scripts that read
+    # memory they never wrote: https://docs.pytorch.org/docs/stable/deterministic.html
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     torch.set_num_threads(threads)
 

@@ -117,6 +117,46 @@ def test_batch_norm_moves_by_the_mean_of_the_micro_batches_and_constants_stay() 
     assert torch.equal(model.mask, torch.tensor([float("-inf"), 1 / 3]))
 
 
+@pytest.fixture
+def _default_kernels() -> Any:
+    threads = torch.get_num_threads()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+class Buffered(nn.Linear):
+    """Has a buffer of every kind, all of which each micro-batch changes."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("table", torch.zeros(2, 2).t())
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int32))
+        self.register_buffer("started", torch.tensor(False))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.mean.copy_(inputs.mean())
+        self.table[0, 1] += inputs.mean()
+        self.seen += len(inputs)
+        self.started.fill_(True)
+        return super().forward(inputs)
+
+
+@pytest.mark.usefixtures("_default_kernels")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_buffers_of_every_kind_start_each_micro_batch_from_the_steps_first_value(
+    deterministic: bool,
+) -> None:
+    model = Buffered()
+    batches = batches_of(16, model=model, shuffle=False, deterministic=deterministic)
+    train(batches, model, steps=2)
+    assert model.mean.item() == 11.5  # it is 3.5 after the first step
+    assert model.table.tolist() == [[0.0, 15.0], [0.0, 0.0]]
+    assert model.seen.item() == 4  # two micro-batches of two: virtual worker 0's
+    assert model.started.item() is True
+
+
 def test_progress_moves_with_the_optimizer_and_resumes_in_the_middle_of_an_epoch() -> None:
     model = nn.Linear(1, 1)
     whole = train(batches_of(model=model), model)
@@ -187,14 +227,6 @@ def test_the_loop_draws_nothing_from_the_global_generators() -> None:
     torch.manual_seed(1)
     train(batches_of(model=model), model)
     assert torch.equal(torch.rand(3), expected)
-
-
-@pytest.fixture
-def _default_kernels() -> Any:
-    threads = torch.get_num_threads()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("_default_kernels")
@@ -308,9 +340,13 @@ def test_a_stream_is_refused_with_the_way_out() -> None:
         FixedBatch(iter([1]), 1, model=nn.Linear(1, 1))
 
 
-def test_sparse_gradients_are_refused_by_name() -> None:
+@pytest.mark.usefixtures("_default_kernels")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sparse_gradients_are_refused_by_name(deterministic: bool) -> None:
     model = nn.Embedding(30, 1, sparse=True)
-    step = iter(next(iter(batches_of(model=model, virtual_workers=1))))
-    model(next(step).long()).mean().backward()
+    batches = batches_of(model=model, virtual_workers=2, deterministic=deterministic)
+    step = iter(next(iter(batches)))
+    for _ in range(2):
+        model(next(step).long()).mean().backward()
     with pytest.raises(UsageError, match="sparse gradients"):
         next(step)

@@ -44,10 +44,12 @@ class Network(nn.Module):
             nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3)
         )
         self.unused = nn.Linear(2, 2)  # no micro-batch ever reaches it
+        self.rare = nn.Linear(6, 3)  # about every second one does
         self.register_buffer("mask", torch.tensor([0.0, float("-inf"), 1 / 3]))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers(inputs)
+        found = self.layers(inputs)
+        return found + self.rare(inputs) if inputs[0, 0] > 0 else found
 
 
 class Training:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic_driver.core.permutation import mix
-from elastic_driver.worker.exact import seed_everything
+from elastic_driver.worker.exact import fix_kernels, seed_everything
 
 
 def test_the_same_identity_draws_the_same_numbers() -> None:
@@ -38,3 +38,15 @@ def test_seeding_leaves_nothing_behind_for_devices_that_are_not_used(
         pytest.skip("CUDA is in use in this process")
     monkeypatch.setattr("traceback.format_stack", fail)
     seed_everything(1)
+
+
+def test_deterministic_kernels_do_not_pay_for_filling_memory_that_is_written_anyway() -> None:
+    settings = torch.utils.deterministic
+    threads, filled = torch.get_num_threads(), settings.fill_uninitialized_memory
+    try:
+        fix_kernels(threads)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not settings.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+        settings.fill_uninitialized_memory = filled
