@@ -128,7 +128,8 @@ def test_many_runs_leak_no_descriptor_and_no_zombie(tmp_path: Path) -> None:
     subject = probe(path)
     subject.run()
     before = len(os.listdir("/proc/self/fd"))
+    children = set(psutil.Process().children())
     for _ in range(20):
         subject.run()
     assert len(os.listdir("/proc/self/fd")) == before
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= children
