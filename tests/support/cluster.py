@@ -26,7 +26,7 @@ from types import TracebackType
 
 import psutil
 
-from tests.support.job import eventually
+from tests.support.job import ROOT, eventually
 
 BOOT_S = 15.0
 SUBNET = "10.99.0"  # head is .1, node<i> is .10 + i; the networks of two clusters never meet
@@ -119,7 +119,7 @@ class Node:
         tasks = self._cgroup / "tasks"
         birth = {
             "name": self.name,
-            "shared": str(self._cluster.folder),
+            "shared": [str(folder) for folder in self._cluster.shared],
             "etc": str(self._cluster.folder / "etc"),
             "pid_file": str(self._pid_file),
             "cgroups": [str(tasks)] if tasks.exists() else [],
@@ -236,9 +236,10 @@ class Node:
         return found
 
     def files(self) -> list[str]:
-        """Names in the node's own /tmp, but for the folder all nodes share."""
+        """Names in the node's own /tmp, but for the folders all nodes share."""
         names = os.listdir(f"/proc/{self.pid}/root/tmp")
-        return sorted(name for name in names if name != self._cluster.folder.name)
+        shared = {folder.relative_to("/tmp").parts[0] for folder in self._cluster.shared}
+        return sorted(name for name in names if name not in shared)
 
     def _listens(self) -> bool:
         pid = self.pid
@@ -295,6 +296,15 @@ class Cluster:
     def node(self, name: str) -> Node:
         """One node by name."""
         return self.nodes[name]
+
+    @property
+    def shared(self) -> list[Path]:
+        """What of this machine's /tmp the nodes see too: the cluster's folder, and us if there."""
+        places = {self.folder, ROOT, Path(sys.prefix), Path(sys.base_prefix)}
+        below = {p.resolve() for p in places if p.resolve().is_relative_to("/tmp")}
+        return [
+            p for p in below if not any(p != other and p.is_relative_to(other) for other in below)
+        ]
 
     def run(self, node: str, *argv: str, timeout: float = 30.0) -> subprocess.CompletedProcess[str]:
         """Run a command in a node and wait for it."""

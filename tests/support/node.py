@@ -26,8 +26,10 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0) -> None:
 
 
 def main(node: dict[str, Any]) -> None:
-    """Set the node up and become its sshd; `node` has name, shared, etc, pid_file, cgroups."""
-    shared = node["shared"]  # the one folder below /tmp that all nodes see
+    """Set the node up and become its sshd; `node` has name, shared, etc, pid_file, cgroups.
+
+    `shared`: the folders below the machine's /tmp that all nodes see.
+    """
     host_pid = os.readlink("/proc/self")  # /proc is still the one of the machine below
     for tasks in node["cgroups"]:
         Path(tasks).write_text("0")  # 0: the writer itself
@@ -37,12 +39,14 @@ def main(node: dict[str, Any]) -> None:
     mount("tmpfs", "/dev/shm", "tmpfs")
     mount("tmpfs", "/run", "tmpfs")
     os.makedirs("/run/sshd")
-    os.mkdir("/run/shared")
-    mount(shared, "/run/shared", flags=_MS_BIND)
+    for number, folder in enumerate(node["shared"]):
+        os.mkdir(f"/run/shared{number}")
+        mount(folder, f"/run/shared{number}", flags=_MS_BIND)
     mount("tmpfs", "/tmp", "tmpfs")
     os.chmod("/tmp", 0o1777)  # noqa: S103 - as every machine has it
-    os.makedirs(shared)
-    mount("/run/shared", shared, flags=_MS_BIND)
+    for number, folder in enumerate(node["shared"]):
+        os.makedirs(folder)
+        mount(f"/run/shared{number}", folder, flags=_MS_BIND)
     etc = Path(node["etc"])
     mount(str(etc / "hosts"), "/etc/hosts", flags=_MS_BIND)
     mount(str(etc / "resolv.conf"), os.path.realpath("/etc/resolv.conf"), flags=_MS_BIND)
