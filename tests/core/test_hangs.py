@@ -11,7 +11,7 @@ from elastic_driver.core import hangs
 from elastic_driver.core import messages as msg
 from tests.core.scenario import MakeScenario, Scenario
 
-STACK = '  File "/work/train.py", line {line}, in {name}\n    x()\n'
+STACK = '  File "/srv/train.py", line {line}, in {name}\n    x()\n'
 TORCH = '  File "/lib/torch/distributed/c10d.py", line 9, in all_reduce\n    work.wait()\n'
 Where = Literal["collective", "elsewhere"]
 
