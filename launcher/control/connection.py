@@ -6,21 +6,19 @@ What the driver refuses becomes a `UsageError` with its own words, what does not
 
 from __future__ import annotations
 
-import http.client
 from collections.abc import Iterator
 
 import msgspec
+import requests
 
 from elastic_driver.errors import ClusterError, UsageError
 from launcher.control.find import Target
 from rendezvous.auth import AUTHORIZATION, bearer
-from rendezvous.calls import REQUEST_ID_HEADER, new_request_id, parse_url, raise_for
+from rendezvous.calls import REQUEST_ID_HEADER, new_request_id, raise_for
 from rendezvous.wire import decode_error
 
 TIMEOUT_S = 10.0
 SILENCE_S = 60.0  # in a stream; the driver says every 15 s that it is still there
-MAX_BODY_BYTES = 256 << 20
-MAX_LINE_BYTES = 4 << 20
 
 
 class Connection:
@@ -28,58 +26,59 @@ class Connection:
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self._session = requests.Session()
+        self._session.trust_env = False  # neither a proxy nor ~/.netrc is to see the token
+        self._session.headers[AUTHORIZATION] = bearer(target.token)
 
     def get(self, path: str) -> bytes:
         """The body of the answer to a GET."""
-        return self._call("GET", path, None)
+        with self._send("GET", path) as response:
+            return response.content
 
     def post(self, path: str, body: msgspec.Struct | dict[str, object]) -> bytes:
         """The body of the answer to a POST of this document."""
-        return self._call("POST", path, msgspec.json.encode(body))
+        with self._send("POST", path, msgspec.json.encode(body)) as response:
+            return response.content
 
     def follow(self, path: str) -> Iterator[bytes]:
         """The data of a stream of server-sent events, until the driver closes it."""
-        connection = self._open(SILENCE_S)
-        try:
-            response = self._send(connection, "GET", path, None, Accept="text/event-stream")
-            while line := response.readline(MAX_LINE_BYTES):
-                if line.startswith(b"data: "):
-                    yield line[len(b"data: ") :].rstrip(b"\n")
-        except (OSError, http.client.HTTPException) as error:
-            raise self._gone(error) from error
-        finally:
-            connection.close()
-
-    def _call(self, method: str, path: str, body: bytes | None) -> bytes:
-        connection = self._open(TIMEOUT_S)
-        try:
-            return self._send(connection, method, path, body).read(MAX_BODY_BYTES)
-        except (OSError, http.client.HTTPException) as error:
-            raise self._gone(error) from error
-        finally:
-            connection.close()
-
-    def _open(self, timeout: float) -> http.client.HTTPConnection:
-        parts = parse_url(self.target.url)
-        return http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=timeout)
+        with self._send("GET", path, accept="text/event-stream", timeout=SILENCE_S) as response:
+            try:
+                for line in response.iter_lines(chunk_size=None):
+                    if line.startswith(b"data: "):
+                        yield line[len(b"data: ") :]
+            except requests.RequestException as error:
+                raise self._gone(error) from error
 
     def _send(
         self,
-        connection: http.client.HTTPConnection,
         method: str,
         path: str,
-        body: bytes | None,
-        **headers: str,
-    ) -> http.client.HTTPResponse:
-        always = {
-            AUTHORIZATION: bearer(self.target.token),
+        body: bytes | None = None,
+        *,
+        accept: str = "application/json",
+        timeout: float = TIMEOUT_S,
+    ) -> requests.Response:
+        headers = {
             REQUEST_ID_HEADER: new_request_id(),
+            "Accept": accept,
             "Content-Type": "application/json",
         }
-        connection.request(method, path, body, {**always, **headers})
-        response = connection.getresponse()
-        if response.status >= 400:
-            self._refused(response.status, response.read(MAX_BODY_BYTES))
+        streams = accept == "text/event-stream"
+        try:
+            response = self._session.request(
+                method,
+                self.target.url + path,
+                data=body,
+                headers=headers,
+                timeout=timeout,
+                stream=streams,
+                allow_redirects=False,
+            )
+        except requests.RequestException as error:
+            raise self._gone(error) from error
+        if response.status_code >= 400:
+            self._refused(response.status_code, response.content)
         return response
 
     def _refused(self, status: int, body: bytes) -> None:
