@@ -57,6 +57,7 @@ from rendezvous.server import RendezvousServer
 from rendezvous.wire import Set
 
 MAX_MAIL = 100_000  # waiting messages; more than that, and senders are told to come back later
+SIGNAL_SLICE_S = 0.5  # the longest that a signal may go unheard
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
 _SPIN_GUARD_S = 0.01  # the least time between two ticks
 
@@ -158,10 +159,17 @@ class ElasticDriver:
         """Block until the job is over and everything it started is gone."""
         if self._thread is None:
             raise RuntimeError("a driver is started before it is waited for")
-        self._thread.join()
+        self._join(self._thread)
         if self._outcome is None:
             raise AssertionError("the mailbox thread always leaves an outcome")
         return self._outcome
+
+    @staticmethod
+    def _join(thread: threading.Thread) -> None:
+        # In slices: a signal that comes in the moment in which an endless wait begins is only
+        # noted, and its handler would not run before the wait is over.
+        while thread.is_alive():
+            thread.join(SIGNAL_SLICE_S)
 
     def stop(self) -> None:
         """End a job that still runs, with grace for its workers, and wait. Idempotent."""
@@ -169,7 +177,7 @@ class ElasticDriver:
             return
         if self._outcome is None and not self._stop_asked:
             self.request_stop("the driver was stopped", int(ExitCode.TERMINATED))
-        self._thread.join()
+        self._join(self._thread)
 
     def request_stop(self, reason: str, exit_code: int) -> None:
         """Ask for the job's end; asked a second time, kill at once. Returns at once.

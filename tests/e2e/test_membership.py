@@ -22,10 +22,10 @@ def hosts_of(live: dict[int, StepRecord]) -> list[str]:
     return [r.worker.rsplit(".", 2)[0] for r in sorted(live.values(), key=lambda r: r.rank)]
 
 
-def discovery(hosts: Hosts, *more: str) -> tuple[str, ...]:
+def discovery(hosts: Hosts, *more: str, start: int = 2) -> tuple[str, ...]:
     return (
         *("--host-discovery-script", str(hosts.script), "--discovery-interval", "0.2"),
-        *("-np", "2", "--min-np", "1", *more, "--", TRAIN),
+        *("-np", str(start), "--min-np", "1", *more, "--", TRAIN),
     )
 
 
@@ -57,7 +57,7 @@ def test_an_added_host_joins_and_a_removed_one_leaves_at_a_step_boundary(tmp_pat
 
 def test_rank_0s_host_is_removed_and_the_next_oldest_takes_over(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, "localhost:1", "127.0.0.2:1", "127.0.0.3:1")
-    with elasticrun(*discovery(hosts, "--max-np", "3"), env=ENV) as job:
+    with elasticrun(*discovery(hosts, "--max-np", "3", start=3), env=ENV) as job:
         first = job.until_size(3)
         assert hosts_of(first) == ["localhost", "127.0.0.2", "127.0.0.3"]
         hosts.set("127.0.0.2:1", "127.0.0.3:1")

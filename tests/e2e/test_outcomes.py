@@ -108,9 +108,10 @@ def test_a_worker_killed_after_a_peers_success_does_not_spoil_it(tmp_path: Path)
         "elastic.init()\n"
         "rank = elastic.rank()\n"
         "elastic.shutdown()\n"
-        "if rank == 1:\n"
-        "    time.sleep(1)\n"
-        "    os.kill(os.getpid(), 9)\n",
+        "if rank == 0:\n"
+        "    os._exit(0)\n"  # at once: the other one must not be faster than an interpreter's end
+        "time.sleep(3)\n"
+        "os.kill(os.getpid(), 9)\n",
     )
     with elasticrun("-np", "2", "--", late) as job:
         assert job.wait(30) == 0, job.describe()

@@ -137,7 +137,8 @@ class RunningJob:
             newest = max(r.round for r in records)
             done: dict[int, list[StepRecord]] = {}
             for record in records:
-                if record.round == newest and record.size == size and is_running(record.pid):
+                alive = record.pid not in self.killed and is_running(record.pid)
+                if record.round == newest and record.size == size and alive:
                     done.setdefault(record.pid, []).append(record)
             full = {pid: rs[-1] for pid, rs in done.items() if len(rs) >= steps}
             return full if len(full) == size else None
