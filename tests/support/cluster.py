@@ -237,7 +237,7 @@ class Node:
 
     def files(self) -> list[str]:
         """Names in the node's own /tmp, but for the folders all nodes share."""
-        names = os.listdir(f"/proc/{self.pid}/root/tmp")
+        names = os.listdir(Path("/proc", str(self.pid), "root", "tmp"))
         shared = {folder.relative_to("/tmp").parts[0] for folder in self._cluster.shared}
         return sorted(name for name in names if name not in shared)
 
