@@ -17,6 +17,9 @@ class Settings(Struct, frozen=True, kw_only=True):
     min_np: int = 1  # a later round needs at least this many
     max_np: int | None = None  # None: as many as there are slots
     start_min_np: int | None = None  # after start_timeout: settle for this many (None: start_np)
+    node_unit: int = 1  # a world has a multiple of so many hosts
+    min_hosts: int = 1  # and at least so many
+    max_hosts: int | None = None  # and at most so many
 
     # policy
     reset_limit: int | None = None  # membership changes in all; None: no limit

@@ -20,7 +20,16 @@ from elastic_driver.settings import Settings
 from launcher import options as o
 from launcher.commandline import CommandLine, Values
 from launcher.options import Option
-from launcher.sizes import Machine, Size, Wish, decide_size, read_wish, slots_of_a_host
+from launcher.sizes import (
+    Machine,
+    Size,
+    Wish,
+    bounds_of_hosts,
+    decide_size,
+    enough_hosts,
+    read_wish,
+    slots_of_a_host,
+)
 
 THIS_MACHINE = "localhost"
 
@@ -142,6 +151,8 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     capacity = None if isinstance(hosts, ScriptHosts) else sum(n for _, n in hosts.hosts)
     size = decide_size(wish, capacity, describe_hosts(hosts))
     settings = _settings(values, size)
+    if isinstance(hosts, FixedHosts):
+        enough_hosts(settings, sum(1 for _, n in hosts.hosts if n), describe_hosts(hosts))
     interfaces = values[o.NETWORK_INTERFACES]
     return LaunchPlan(
         settings=settings,
@@ -221,11 +232,15 @@ def _choose_hosts(values: Values, facts: Facts, slots: int | None, wish: Wish) -
 
 
 def _settings(values: Values, size: Size) -> Settings:
+    least_hosts, most_hosts = bounds_of_hosts(values)
     return Settings(
         start_np=size.start_np,
         min_np=size.min_np,
         max_np=size.max_np,
         start_min_np=size.start_min_np,
+        node_unit=values[o.NODE_UNIT],
+        min_hosts=least_hosts,
+        max_hosts=most_hosts,
         reset_limit=values[o.RESET_LIMIT],
         max_restarts=values[o.MAX_RESTARTS],
         fruitless_restarts=values[o.FRUITLESS_RESTARTS],

@@ -15,9 +15,19 @@ from itertools import pairwise
 
 from msgspec import Struct
 
+from elastic_driver.core import units
 from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.settings import Settings
 from launcher.commandline import Values
-from launcher.options import MAX_NP, MIN_NP, NNODES, NPROC_PER_NODE, NUM_PROC, SLOTS_PER_HOST
+from launcher.options import (
+    MAX_NP,
+    MIN_NP,
+    NNODES,
+    NODE_UNIT,
+    NPROC_PER_NODE,
+    NUM_PROC,
+    SLOTS_PER_HOST,
+)
 
 
 class Machine(Struct, frozen=True):
@@ -83,6 +93,35 @@ def read_wish(values: Values, slots: int | None) -> Wish:
         if low > high:
             raise UsageError(f"{low_name} {low} is more than {high_name} {high}")
     return wish
+
+
+def bounds_of_hosts(values: Values) -> tuple[int, int | None]:
+    """The fewest and the most hosts of a world (None: any number), by --nnodes and --node-unit.
+
+    Raises UsageError where no number of hosts can be right.
+    """
+    nodes, unit = values[NNODES], values[NODE_UNIT]
+    others = max(map(values.level, (NUM_PROC, MIN_NP, MAX_NP)))
+    if nodes is None or values.level(NNODES) < others:
+        return 1, None
+    least = -(-nodes[0] // unit) * unit
+    if least > nodes[1]:
+        raise UsageError(
+            f"--node-unit {unit}: no multiple of it lies between {nodes[0]} and {nodes[1]} hosts "
+            "(--nnodes); change one of them"
+        )
+    return nodes
+
+
+def enough_hosts(settings: Settings, hosts: int, described: str) -> None:
+    """Raise ClusterError where a fixed list can never have the hosts that a world needs."""
+    needed = units.width(settings)
+    if hosts < needed:
+        raise ClusterError(
+            f"need {needed} hosts (--nnodes, --node-unit), but there are {hosts} ({described}); "
+            "name more of them, or let nodes join with --rdzv-endpoint or --serve "
+            "(docs/joining.md)"
+        )
 
 
 def decide_size(wish: Wish, capacity: int | None, hosts: str) -> Size:

@@ -7,7 +7,7 @@ monotonic seconds.
 
 from __future__ import annotations
 
-from elastic_driver.core import drain, hangs, placement
+from elastic_driver.core import drain, hangs, placement, units
 from elastic_driver.core.endings import record_loss
 from elastic_driver.core.messages import Failure
 from elastic_driver.core.outcome import KILLED, Cause
@@ -40,7 +40,11 @@ def _watch_changes(job: JobState, now: float) -> None:
     """Growth and removal: coalesced by the last call, then a notice to leave at a boundary."""
     if job.first_success is not None:
         return
-    newcomers = [w for w in job.registry.having(WorkerState.READY) if not w.leaving]
+    staying = [
+        w for w in job.registry.having(WorkerState.RUNNING, WorkerState.READY) if not w.leaving
+    ]
+    fitting = units.fit(staying, job.settings)
+    newcomers = [w for w in fitting if w.state is WorkerState.READY]
     leavers = [w for w in job.registry.having(WorkerState.RUNNING) if w.leaving]
     if not newcomers and not leavers:
         job.round.change_since = None
@@ -146,7 +150,8 @@ def _fill_slots(job: JobState, now: float) -> None:
     reason = "a free slot" if job.round.number > 1 or not founders else "the first round"
     # In the first round a replacement does not hold up those who are ready and enough.
     awaited = founders and not job.round.placed
-    placement.place(job, founders=founders, awaited=awaited, reason=reason)
+    where = placement.free_slots(job, placement.room_left(job))
+    placement.place(job, where, founders=founders, awaited=awaited, reason=reason)
 
 
 def _watch_forming(job: JobState, now: float) -> None:
@@ -155,14 +160,15 @@ def _watch_forming(job: JobState, now: float) -> None:
         return
     ready = [w for w in job.registry.having(WorkerState.READY) if not w.leaving]
     _release_leavers(job, ready)
+    fitting = units.fit(ready, job.settings)
     if any(w.admitted is not None for w in ready):
-        if len(ready) >= job.settings.min_np:
+        if len(fitting) >= job.settings.min_np:
             _complete(job, ready, now, _why_complete(job))
         else:
-            _give_up_below(job, job.settings.min_np, len(ready), now)
+            _give_up_below(job, job.settings.min_np, ready, now)
         return
-    need = _need_of_a_fresh_round(job, ready, now)
-    if need is not None and len(ready) >= max(need, 1):
+    need = _need_of_a_fresh_round(job, ready, fitting, now)
+    if need is not None and len(fitting) >= max(need, 1):
         _complete(job, ready, now, "every worker is ready")
 
 
@@ -175,22 +181,24 @@ def _watch_last_round(job: JobState, now: float) -> None:
         _complete(job, ready, now, "the workers that are left finish together")
 
 
-def _need_of_a_fresh_round(job: JobState, ready: list[Worker], now: float) -> int | None:
+def _need_of_a_fresh_round(
+    job: JobState, ready: list[Worker], fitting: list[Worker], now: float
+) -> int | None:
     """How many are enough where nobody trains yet; None: those started together are waited for."""
     settings, first = job.settings, job.round.number == 1
     need = job.at_most_wanted(job.round.need if first else settings.min_np)
     since = job.round.since if job.round.placed_at is None else job.round.placed_at
     booting = sum(1 for w in job.registry.having(WorkerState.STARTING) if w.awaited)
     waiting = f"{len(ready)} of at least {need} workers are ready, {booting} are booting"
-    if not first and len(ready) < need:
-        _give_up_below(job, need, len(ready), now)
+    if not first and len(fitting) < max(need, 1):
+        _give_up_below(job, need, ready, now)
         return None
     if not job.passed(since + settings.start_timeout, now, waiting):
         return None if booting else need
     if first and settings.start_min_np is not None:
         need = min(need, settings.start_min_np)
-    if first and len(ready) < need:
-        job.give_up(need, len(ready), now - job.round.since)
+    if first and len(fitting) < max(need, 1):
+        job.give_up(need, len(ready), now - job.round.since, _shortage(job, ready))
         return None
     return need
 
@@ -200,19 +208,24 @@ def _why_complete(job: JobState) -> str:
     return f"without {lost.failure.worker}, which {lost.reason}" if lost else "membership changed"
 
 
-def _give_up_below(job: JobState, need: int, ready: int, now: float) -> None:
+def _give_up_below(job: JobState, need: int, ready: list[Worker], now: float) -> None:
     """Below the minimum for too long: the job ends."""
     at = job.round.since + job.settings.elastic_timeout
-    if job.passed(at, now, f"{ready} of at least {need} workers are ready"):
-        job.give_up(need, ready, now - job.round.since)
+    shortage = _shortage(job, ready)
+    if job.passed(at, now, shortage or f"{len(ready)} of at least {need} workers are ready"):
+        job.give_up(need, len(ready), now - job.round.since, shortage)
+
+
+def _shortage(job: JobState, ready: list[Worker]) -> str:
+    return units.shortage(len({worker.host for worker in ready}), job.settings)
 
 
 def _complete(job: JobState, ready: list[Worker], now: float, reason: str) -> None:
     members = ready
     if job.first_success is None:
         holders = _state_holders(job, ready)
-        room = None if job.wanted is None else job.wanted - len(holders)
-        members = holders + sorted(ready, key=lambda w: w.age)[:room]
+        shares = units.shares(ready, job.settings, holders)[: job.wanted]
+        members = units.fit(shares, job.settings)
     job.complete_round(members, now, reason)
     if job.first_success is None:
         job.forget_losses()

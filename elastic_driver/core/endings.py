@@ -132,7 +132,7 @@ def _judge_wipe_out(job: JobState) -> None:
 
 def _judge_finish(job: JobState, now: float) -> None:
     for worker in job.registry.having(WorkerState.STARTING, WorkerState.READY):
-        if not is_member(worker):
+        if not is_member(worker) or _stands_by(job, worker):
             job.stop_worker(worker, "the job is finishing: nobody new joins")
     bad = next((x for x in job.losses if x.member and x.cause in _ENDED_BADLY), None)
     left = job.registry.count(*ACTIVE)
@@ -146,6 +146,12 @@ def _judge_finish(job: JobState, now: float) -> None:
         job.finish(0, "every worker that was left finished its script")
     else:
         _announce_grace(job, left, now)
+
+
+def _stands_by(job: JobState, worker: Worker) -> bool:
+    """Whether it took part once, and the present world went on without it (whole node units)."""
+    outside = worker.state is WorkerState.READY and worker.id not in job.round.members
+    return outside and job.round.state is RoundState.COMPLETE
 
 
 def _announce_grace(job: JobState, left: int, now: float) -> None:

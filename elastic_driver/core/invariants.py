@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
+from elastic_driver.contract import host_of_worker
 from elastic_driver.core.job import Job
 from elastic_driver.core.outcome import Kind
 from elastic_driver.core.registry import ACTIVE, OCCUPYING, Worker, WorkerState
@@ -26,6 +27,7 @@ def check(job: Job) -> list[str]:
         *_round(state),
         *_ranks(state),
         *_sizes(state),
+        *_units(state),
         *_finishing(state),
         *_waiting(job),
     ]
@@ -97,6 +99,19 @@ def _sizes(job: JobState) -> Iterator[str]:
         yield f"round {job.round.number} has {job.size} members, at most {most} are allowed"
     if job.end is None and job.registry.active() > most:
         yield f"{job.registry.active()} workers take part, at most {most} are allowed"
+
+
+def _units(job: JobState) -> Iterator[str]:
+    if job.round.state is not RoundState.COMPLETE or job.first_success is not None:
+        return
+    settings = job.settings
+    hosts = len({host_of_worker(worker) for worker in job.round.members})
+    if hosts % settings.node_unit:
+        yield f"round {job.round.number} has {hosts} hosts, no multiple of {settings.node_unit}"
+    if hosts < settings.min_hosts:
+        yield f"round {job.round.number} has {hosts} hosts, at least {settings.min_hosts} are asked"
+    if settings.max_hosts is not None and hosts > settings.max_hosts:
+        yield f"round {job.round.number} has {hosts} hosts, at most {settings.max_hosts} are asked"
 
 
 def _finishing(job: JobState) -> Iterator[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elastic_driver.core import drain, elastic, endings, hangs, placement, plain
+from elastic_driver.core import drain, elastic, endings, hangs, placement, plain, units
 from elastic_driver.core.events import (
     AgentLost,
     AgentReady,
@@ -369,7 +369,7 @@ class Job:
 
     def _scale_requested(self, event: ScaleRequested, _now: float) -> None:
         job = self.state
-        wish = max(event.num_proc, job.settings.min_np)
+        wish = max(event.num_proc, job.settings.min_np, units.width(job.settings))
         if job.settings.max_np is not None:
             wish = min(wish, job.settings.max_np)
         job.target = wish

@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import islice
 
 from elastic_driver.contract import worker_id
+from elastic_driver.core import units
 from elastic_driver.core.events import StartAgent, StopAgent
 from elastic_driver.core.fleet import FALLBACK_PORT, Agent, AgentState
 from elastic_driver.core.hosts import Host
@@ -41,8 +42,21 @@ def mark_leavers(job: JobState) -> None:
             on_host[worker.host] = taken + 1
             kept.append(worker)
     if job.wanted is not None:
-        for worker in kept[job.wanted :]:
+        shares = units.shares(kept, job.settings)
+        for worker in shares[job.wanted :]:
             worker.leaving = f"only {job.wanted} workers are wanted"
+        for worker in shares[job.wanted - _hosts_to_come(job, shares) : job.wanted]:
+            worker.leaving = "more hosts are needed, and one of them gets its place"
+
+
+def _hosts_to_come(job: JobState, kept: list[Worker]) -> int:
+    """Hosts that are missing in any world, and are there, but find no worker left for them."""
+    if units.width(job.settings) == 1 or job.wanted is None:
+        return 0
+    inside = {worker.host for worker in kept[: job.wanted]}
+    others = sum(1 for h in job.hosts.order if h.name not in inside and job.hosts.usable(h.name))
+    missing = min(others, units.width(job.settings) - len(inside))
+    return max(0, missing - max(0, job.wanted - len(kept)))
 
 
 # ---- agents ------------------------------------------------------------------------------
@@ -53,10 +67,9 @@ def plan_fleet(job: JobState, now: float) -> None:
     _release_hosts(job)
     need = float("inf") if job.wanted is None else job.wanted - job.registry.active()
     without: list[str] = []
+    relied_on = 0
     for known in job.hosts.order:
         name = known.name
-        if need <= 0:
-            return
         if not job.hosts.usable(name):
             continue
         agent = job.fleet.agents.get(name)
@@ -64,12 +77,22 @@ def plan_fleet(job: JobState, now: float) -> None:
             without.append(name)
         elif agent.state is AgentState.READY or not job.hosts.suspect(name, now):
             need -= _room(job, name)
+            relied_on += 1
     for name in without:
-        if need <= 0:
+        if not _more_hosts(job, need, relied_on):
             return
         start_agent(job, name, now, "its slots are needed")
         if not job.hosts.suspect(name, now):
             need -= _room(job, name)
+            relied_on += 1
+
+
+def _more_hosts(job: JobState, need: float, hosts: int) -> bool:
+    """Whether one more host is needed, for its slots or to make up a unit."""
+    settings = job.settings
+    if settings.max_hosts is not None and hosts >= settings.max_hosts:
+        return False
+    return need > 0 or not units.enough(hosts, settings)
 
 
 def _release_hosts(job: JobState) -> None:
@@ -120,8 +143,35 @@ def free_slots(job: JobState, limit: int | None = None) -> list[tuple[str, int]]
     if limit is None or limit >= len(free):
         return list(free)
     first = dict.fromkeys(where for where in job.vacated if where in free)
-    chosen = islice({**first, **free}, max(0, limit))
+    chosen = islice(_in_turn(job, {**first, **free}), max(0, limit))
     return sorted(chosen, key=lambda where: (hosts[where[0]].position, where[1]))
+
+
+def _in_turn(job: JobState, free: dict[tuple[str, int], None]) -> dict[tuple[str, int], None]:
+    """Free slots in the order in which to fill them.
+
+    Host by host; but where a world needs several hosts, those of a unit in turn, so that the
+    first one does not take all workers that are wanted.
+    """
+    width = units.width(job.settings)
+    if width == 1:
+        return free
+    order = {host.name: n for n, host in enumerate(_ready_hosts(job))}
+    levels = {host: len(job.registry.on_host(host)) for host in order}
+    keyed: dict[tuple[str, int], tuple[int, int, int]] = {}
+    for where in free:
+        host = where[0]
+        keyed[where] = (order[host] // width, levels[host], order[host])
+        levels[host] += 1
+    return dict.fromkeys(sorted(free, key=keyed.__getitem__))
+
+
+def founding_slots(job: JobState) -> list[tuple[str, int]]:
+    """The free slots for a round whose size is that of its birth: hosts in whole units."""
+    where = free_slots(job, room_left(job))
+    used = {w.host for w in job.registry.having(*ACTIVE) if not w.leaving}
+    hosts = units.whole([*dict.fromkeys([*used, *(host for host, _ in where)])], job.settings)
+    return [(host, slot) for host, slot in where if host in hosts]
 
 
 def _ready_hosts(job: JobState) -> list[Host]:
@@ -136,9 +186,15 @@ def room_left(job: JobState) -> int | None:
     return None if job.wanted is None else max(0, job.wanted - job.registry.active())
 
 
-def place(job: JobState, *, founders: bool, awaited: bool, reason: str) -> list[Worker]:
-    """Start workers in free slots until there are as many as wanted; those started."""
-    where = free_slots(job, room_left(job))
+def place(
+    job: JobState,
+    where: list[tuple[str, int]],
+    *,
+    founders: bool,
+    awaited: bool,
+    reason: str,
+) -> list[Worker]:
+    """Start workers in these slots, all of them free; those started."""
     job.vacated.clear()
     if not where:
         return []

@@ -7,7 +7,7 @@ were started. Times are monotonic seconds.
 
 from __future__ import annotations
 
-from elastic_driver.core import placement
+from elastic_driver.core import placement, units
 from elastic_driver.core.outcome import KILLED, Cause, Kind, Loss
 from elastic_driver.core.registry import ACTIVE, OCCUPYING, Worker, WorkerState
 from elastic_driver.core.rounds import RoundState
@@ -80,16 +80,19 @@ def _place(job: JobState, now: float) -> None:
     settings, round_ = job.settings, job.round
     first = round_.number == 1
     need = job.at_most_wanted(settings.start_np if first else settings.min_np)
-    have = len(placement.free_slots(job, placement.room_left(job)))
-    waiting = f"{have} of at least {need} slots have an agent"
+    free = placement.free_slots(job, placement.room_left(job))
+    where = placement.founding_slots(job)
+    have = len(free)
+    shortage = units.shortage(len({host for host, _ in free}), settings)
+    waiting = shortage or f"{have} of at least {need} slots have an agent"
     timeout = settings.start_timeout if first else settings.elastic_timeout
     if job.passed(round_.since + timeout, now, waiting):
         if first and settings.start_min_np is not None:
             need = min(need, settings.start_min_np)
-        if have < need:
-            job.give_up(need, have, now - round_.since)
+        if have < need or not where:
+            job.give_up(need, have, now - round_.since, shortage)
             return
-    if have < max(need, 1):
+    if have < max(need, 1) or not where:
         round_.slots_since = None
         return
     if round_.slots_since is None:
@@ -97,9 +100,9 @@ def _place(job: JobState, now: float) -> None:
     more_to_come = bool(job.fleet.starting()) and have != job.wanted
     if more_to_come and not job.passed(round_.slots_since + settings.last_call, now, waiting):
         return
-    reason = f"round {round_.number} starts on {have} slots"
-    started = placement.place(job, founders=True, awaited=True, reason=reason)
-    round_.placed_at, round_.need = now, need
+    reason = f"round {round_.number} starts on {len(where)} slots"
+    started = placement.place(job, where, founders=True, awaited=True, reason=reason)
+    round_.placed_at, round_.need = now, min(need, len(started))
     round_.placed = tuple(w.id for w in sorted(started, key=lambda w: w.place.rank))
 
 
@@ -138,7 +141,7 @@ def _watch_changes(job: JobState, now: float) -> None:
     leavers = (w.leaving for w in job.registry.having(*ACTIVE) if w.leaving)
     reason = job.round.broken or next(leavers, "")
     complete = job.round.state is RoundState.COMPLETE
-    if not reason and complete and placement.free_slots(job, placement.room_left(job)):
+    if not reason and complete and placement.founding_slots(job):
         reason = "there are slots for more workers"
     if not reason:
         job.round.change_since = None

@@ -157,10 +157,11 @@ class JobState:
             reason = f"rank {failure.rank} on {failure.host} failed first ({what}); {reason}"
         self.finish(exit_status(failure), reason, failure)
 
-    def give_up(self, needed: int, available: int, waited: float) -> None:
+    def give_up(self, needed: int, available: int, waited: float, why: str = "") -> None:
         """End the job because workers, slots or the leaving of a round took too long."""
         error = NotEnoughSlotsError(needed=needed, available=available, waited=waited)
-        self.finish(ExitCode.UNAVAILABLE, str(error), first_failure(self.losses))
+        reason = f"{why} for {waited:.0f} s; check the hosts" if why else str(error)
+        self.finish(ExitCode.UNAVAILABLE, reason, first_failure(self.losses))
 
     # ---- workers ---------------------------------------------------------------------
 

@@ -48,6 +48,14 @@ NPROC_PER_NODE: Option[int | str | None] = Option(
     "any and cores otherwise (auto).",
     shown="1",
 )
+NODE_UNIT: Option[int] = Option(
+    "node-unit",
+    kinds.whole(least=1),
+    1,
+    SIZE,
+    "Train on a multiple of N hosts. Workers of surplus hosts wait until they make up a unit, or "
+    "take the place of one that fails; with fewer than N hosts the job waits.",
+)
 
 VIRTUAL_WORKERS: Option[int | None] = Option(
     "virtual-workers",

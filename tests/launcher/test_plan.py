@@ -105,6 +105,29 @@ def test_a_list_with_too_few_slots_is_told_at_once() -> None:
         plan("--nnodes", "2", "--nproc-per-node", "2")
 
 
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), (1, 1, None)),
+        (("--nnodes", "2:4"), (1, 2, 4)),
+        (("--nnodes", "2:4", "--node-unit", "2"), (2, 2, 4)),
+        (("--min-np", "2", "--node-unit", "2"), (2, 1, None)),
+    ],
+)
+def test_bounds_on_the_number_of_hosts(
+    argv: tuple[str, ...], expected: tuple[int, int, int | None]
+) -> None:
+    s = plan(*SCRIPT, *argv).settings
+    assert (s.node_unit, s.min_hosts, s.max_hosts) == expected
+
+
+def test_bounds_on_hosts_that_can_never_be_kept_are_told_at_once() -> None:
+    with pytest.raises(UsageError, match="--node-unit 4: no multiple of it lies between 2 and 3"):
+        plan(*SCRIPT, "--nnodes", "2:3", "--node-unit", "4")
+    with pytest.raises(ClusterError, match="need 2 hosts .*, but there are 1 "):
+        plan("-H", "a:4", "--node-unit", "2")
+
+
 def test_a_short_list_that_is_enough_for_the_minimum_starts_without_waiting() -> None:
     made = plan("-H", "a:2,b:1", "-np", "4", "--min-np", "2")
     assert made.settings.start_np == 3

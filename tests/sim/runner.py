@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from msgspec.structs import replace
+
+from elastic_driver.core import units
+from elastic_driver.core.registry import WorkerState
 from elastic_driver.core.rounds import RoundState
 from elastic_driver.settings import Settings
 from tests.sim.cluster import Cluster, Violation
@@ -61,11 +65,28 @@ def settings_of(random: Random, slots: int) -> Settings:
     )
 
 
+def with_hosts_bounded(settings: Settings, seed: int, hosts: int) -> Settings:
+    """Of every three seeds two are about node units, or bounds on the number of hosts.
+
+    The bounds can be kept: the simulation brings every host back in the end.
+    """
+    random = Random(f"hosts of {seed}")
+    unit = random.choice([1, 1, min(2, hosts), min(3, hosts)])
+    least = random.choice([1, 1, unit])
+    most = random.choice([None, None, random.randint(unit, 5)])
+    bounded = replace(settings, node_unit=unit, min_hosts=least, max_hosts=most)
+    if not units.limited(bounded):
+        return settings
+    # What is left of fewer hosts must be enough to train with.
+    max_np = None if settings.max_np is None else max(settings.max_np, unit)
+    return replace(bounded, min_np=1, max_np=max_np, start_np=1)
+
+
 def run_seed(seed: int) -> Outcome:
     """Play one seed to its end; raises `SeedFailed` where something is wrong."""
     random = Random(seed)
     hosts = {f"h{n}": random.randint(1, 4) for n in range(random.randint(1, 4))}
-    settings = settings_of(random, sum(hosts.values()))
+    settings = with_hosts_bounded(settings_of(random, sum(hosts.values())), seed, len(hosts))
     cluster = Cluster(seed, settings, elastic=random.random() < 0.75)
     faults = Faults(cluster, hosts, own_exits=random.random() < 0.4)
     cluster.agent_trouble = random.choice([0.0, 0.0, 0.15])
@@ -108,12 +129,27 @@ def _check_best_size(cluster: Cluster) -> None:
     best = slots if job.wanted is None else min(slots, job.wanted)
     if job.round.state is not RoundState.COMPLETE:
         raise Violation(f"quiet, but round {job.round.number} is {job.round.state}: {job.waiting}")
-    if job.size != best:
+    if units.limited(job.settings):
+        _check_best_hosts(cluster)
+    elif job.size != best:
         raise Violation(f"quiet, but {job.size} workers train where {best} could")
     before = cluster.trained
     cluster.clock.run(cluster.clock.now + 2.0, lambda: cluster.end is not None)
     if cluster.trained <= before:
         raise Violation("quiet and complete, but nobody finishes a step")
+
+
+def _check_best_hosts(cluster: Cluster) -> None:
+    """As many hosts as whole units allow, each with all its slots where any number is wanted."""
+    job = cluster.job.state
+    found = {host.name: host.slots for host in job.hosts.order}
+    best = len(units.whole(list(found), job.settings))
+    inside = [w.host for w in job.registry.having(WorkerState.RUNNING)]
+    if job.wanted is None and len(set(inside)) != best:
+        raise Violation(f"quiet, but {len(set(inside))} hosts train where {best} could")
+    slots = sum(found[host] for host in set(inside))
+    if job.wanted is None and len(inside) != slots:
+        raise Violation(f"quiet, but {len(inside)} of {slots} slots of these hosts train")
 
 
 def _check_end(cluster: Cluster, faults: Faults) -> None:
