@@ -124,7 +124,7 @@ def test_bounds_on_the_number_of_hosts(
 def test_bounds_on_hosts_that_can_never_be_kept_are_told_at_once() -> None:
     with pytest.raises(UsageError, match="--node-unit 4: no multiple of it lies between 2 and 3"):
         plan(*SCRIPT, "--nnodes", "2:3", "--node-unit", "4")
-    with pytest.raises(ClusterError, match="need 2 hosts .*, but there are 1 "):
+    with pytest.raises(ClusterError, match=r"need 2 hosts .*, but there are 1 "):
         plan("-H", "a:4", "--node-unit", "2")
 
 
