@@ -17,6 +17,7 @@ HEARTBEAT_TIMEOUT = "ELASTIC_HEARTBEAT_TIMEOUT"  # seconds
 HANG_TIMEOUT = "ELASTIC_HANG_TIMEOUT"  # seconds; 0: off, not set: adapts to the step time
 VIRTUAL_WORKERS = "ELASTIC_VIRTUAL_WORKERS"  # --virtual-workers, by default --max-np
 BALANCE = "ELASTIC_BALANCE"  # "1" with --balance: shares of a step follow measured speed
+TF_CONFIG = "TF_CONFIG"  # TensorFlow's name; only with --tf-config
 
 # ---- variables of a worker (torchrun's) --------------------------------------------------
 TORCHRUN_NAMES = (

@@ -8,7 +8,7 @@ worker may ask it about an exception's text. Pure text in, verdict out.
 
 from __future__ import annotations
 
-# Only torch.distributed's own transports and stores say these.
+# Only torch.distributed's own transports and stores, and TensorFlow's collectives, say these.
 SURE_SIGNS = (
     "gloo/transport/",  # every failed read, write and time-out of gloo's pairs names this path
     "connectFullMesh failed",  # gloo, building a group
@@ -21,6 +21,7 @@ SURE_SIGNS = (
     "Watchdog caught collective operation timeout",  # ProcessGroupNCCL
     "DistNetworkError",  # TCPStore: the store's host is gone
     "DistStoreError",  # a key that a lost peer never wrote
+    "Collective ops is aborted by",  # TensorFlow, whatever broke the collective
     "WorldBrokenError",  # ours
 )
 

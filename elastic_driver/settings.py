@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+TfRoles = tuple[tuple[str, int | None], ...]
+"""TensorFlow's roles, in the order in which they are handed out; (role, None): all the others."""
+
 
 class Settings(Struct, frozen=True, kw_only=True):
     """How a job is to behave; the core takes nothing else from outside."""
@@ -37,6 +40,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     last_call: float = 0.02  # coalesces changes that arrive together
     settle: float = 1.0  # before any step was finished: time to see whether every worker fails
     plain_after: float = 10.0  # no word from a started script for this long: it is a plain one
+    tf_roles: TfRoles | None = None  # of the workers in TF_CONFIG; None: they get none
 
 
 DEFAULT_HOST_FAILURES = 3

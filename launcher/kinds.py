@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from elastic_driver.settings import TfRoles
+
 T = TypeVar("T")
 Words = tuple[str, ...]
 
@@ -21,6 +23,8 @@ _FALSE = frozenset({"0", "false", "no", "off", ""})
 _WHOLE = re.compile(r"[0-9]{1,9}\Z")  # int() would also take signs, blanks and Unicode digits
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _STREAMS = re.compile(r"[0-3]\Z|[0-9]+:[0-3](,[0-9]+:[0-3])*\Z")
+# TensorFlow's roles, and how many of each there may be.
+_TF_MOST = {"chief": 1, "worker": 10**9, "ps": 10**9, "evaluator": 1}
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,38 @@ def streams() -> Kind[str]:
         return word
 
     return _one(read, "0-3")
+
+
+def tf_roles() -> Kind[TfRoles]:
+    """`chief=1,ps=2,worker=*,evaluator=1`: TensorFlow roles; `worker=*` is added if not there."""
+
+    def read(word: str) -> TfRoles:
+        roles: dict[str, int | None] = {}
+        for part in word.split(","):
+            role, _, count = part.strip().partition("=")
+            if role not in _TF_MOST:
+                raise ValueError(f"knows the roles {', '.join(_TF_MOST)}, got {role or part!r}")
+            if role in roles:
+                raise ValueError(f"names {role} twice")
+            roles[role] = _tf_count(role, count)
+        roles.setdefault("worker", None)
+        return tuple(roles.items())
+
+    return _one(read, "chief=1,ps=2,worker=*,evaluator=1")
+
+
+def _tf_count(role: str, count: str) -> int | None:
+    if role == "worker":
+        if count != "*":
+            raise ValueError(
+                f"needs worker=*, got worker={count}: they are all the others, -np and --max-np "
+                "say how many"
+            )
+        return None
+    found = _whole(count, 0)
+    if found > _TF_MOST[role]:
+        raise ValueError(f"allows TensorFlow's one {role} at most, got {found}")
+    return found
 
 
 # ---- numbers -----------------------------------------------------------------------------

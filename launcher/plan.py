@@ -30,6 +30,7 @@ from launcher.sizes import (
     read_wish,
     slots_of_a_host,
 )
+from launcher.tensorflow import TF_PORTS, check_tf_roles, tf_roles, warm_processes
 
 THIS_MACHINE = "localhost"
 
@@ -153,6 +154,7 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     settings = _settings(values, size)
     if isinstance(hosts, FixedHosts):
         enough_hosts(settings, sum(1 for _, n in hosts.hosts if n), describe_hosts(hosts))
+    check_tf_roles(settings)
     interfaces = values[o.NETWORK_INTERFACES]
     return LaunchPlan(
         settings=settings,
@@ -254,6 +256,7 @@ def _settings(values: Values, size: Size) -> Settings:
         grace_period=values[o.GRACE_PERIOD],
         stop_grace=values[o.STOP_GRACE],
         last_call=values[o.LAST_CALL],
+        tf_roles=tf_roles(values),
     )
 
 
@@ -282,10 +285,11 @@ def _spec(values: Values, settings: Settings, facts: Facts, command: tuple[str, 
         tee=values[o.TEE],
         local_ranks_filter=values[o.LOCAL_RANKS_FILTER],
         timestamp=values[o.PREFIX_OUTPUT_WITH_TIMESTAMP],
-        warm=values[o.WARM],
+        warm=warm_processes(values),
         preload=values[o.PRELOAD],
         hang_timeout=settings.hang_timeout,
         leave_notice=settings.grace_period,
+        slot_ports=0 if settings.tf_roles is None else TF_PORTS,
     )
 
 

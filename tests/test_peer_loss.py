@@ -14,6 +14,8 @@ from elastic_driver.peer_loss import looks_like_peer_loss
         '  File "/x/torch/distributed/distributed_c10d.py", line 1\nRuntimeError: Broken pipe',
         "torch.distributed.DistBackendError: NCCL error ... ncclRemoteError: A call failed",
         "elastic_driver.errors.WorldBrokenError: a peer is gone",
+        "tensorflow.python.framework.errors_impl.UnavailableError: {{function_node x}} Collective "
+        "ops is aborted by: recvmsg:Connection reset by peer",
     ],
 )
 def test_a_broken_group_is_recognised(text: str) -> None:

@@ -134,6 +134,7 @@ def _judge_finish(job: JobState, now: float) -> None:
     for worker in job.registry.having(WorkerState.STARTING, WorkerState.READY):
         if not is_member(worker) or _stands_by(job, worker):
             job.stop_worker(worker, "the job is finishing: nobody new joins")
+    _dismiss_servers(job)
     bad = next((x for x in job.losses if x.member and x.cause in _ENDED_BADLY), None)
     left = job.registry.count(*ACTIVE)
     if bad is not None and (left == 0 or job.kind is not Kind.ELASTIC):
@@ -152,6 +153,16 @@ def _stands_by(job: JobState, worker: Worker) -> bool:
     """Whether it took part once, and the present world went on without it (whole node units)."""
     outside = worker.state is WorkerState.READY and worker.id not in job.round.members
     return outside and job.round.state is RoundState.COMPLETE
+
+
+def _dismiss_servers(job: JobState) -> None:
+    """Stop TensorFlow tasks that never end by themselves once the training they serve is over."""
+    if job.tf is None:
+        return
+    left = list(job.registry.having(*ACTIVE))
+    if not any(job.tf.essential((worker.host, worker.slot)) for worker in left):
+        for worker in left:
+            job.stop_worker(worker, "the training it served is done")
 
 
 def _announce_grace(job: JobState, left: int, now: float) -> None:

@@ -25,13 +25,17 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class AgentReady(Struct, frozen=True, tag="agent_ready", forbid_unknown_fields=True):
-    """An agent is up and waits for orders; `ports` are free ports for a torch store there."""
+    """An agent is up and waits for orders; `ports` are free ports for a torch store there.
+
+    `slot_ports`: more of them, for servers of the workers' own, where the job asks for any.
+    """
 
     host: Host
     incarnation: Count
     pid: Count
     address: Host
     ports: Annotated[tuple[int, ...], Meta(max_length=64)]
+    slot_ports: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
 
 
 class WorkerStarted(Struct, frozen=True, tag="worker_started", forbid_unknown_fields=True):

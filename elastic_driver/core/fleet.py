@@ -33,6 +33,7 @@ class Agent:
     pid: int = 0
     address: str = ""
     ports: tuple[int, ...] = ()
+    slot_ports: tuple[int, ...] = ()
 
     def port(self, round_number: int) -> int:
         """The port for a torch store of this round: another one each time, as they linger."""
@@ -59,7 +60,8 @@ class Fleet:
         if agent is None or agent.state is AgentState.READY:
             return None
         agent.state = AgentState.READY
-        agent.pid, agent.address, agent.ports = event.pid, event.address, event.ports
+        agent.pid, agent.address = event.pid, event.address
+        agent.ports, agent.slot_ports = event.ports, event.slot_ports
         del self._starting[event.host]
         return agent
 

@@ -43,6 +43,7 @@ from elastic_driver.core.registry import ACTIVE, OCCUPYING, News, Worker, Worker
 from elastic_driver.core.rounds import RoundState
 from elastic_driver.core.state import JobState
 from elastic_driver.core.status import JobStatus, snapshot
+from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.settings import Settings
 
 _MAX_PASSES = 64  # far more than any chain of consequences; a guard, not a limit
@@ -52,7 +53,8 @@ class Job:
     """One elastic job, from its first host to its exit status."""
 
     def __init__(self, settings: Settings) -> None:
-        self.state = JobState(settings, HostManager(settings), Budget(settings))
+        tf = None if settings.tf_roles is None else TfLayout(settings.tf_roles)
+        self.state = JobState(settings, HostManager(settings), Budget(settings), tf=tf)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             HostsDiscovered: self._hosts_discovered,
             DiscoveryFailed: self._discovery_failed,

@@ -105,6 +105,7 @@ class JobSpec(Struct, frozen=True):
     preload: tuple[str, ...] = ("torch",)  # modules a warm parent imports
     hang_timeout: float | None = None  # seconds without progress; None: adapts, 0: never
     leave_notice: float = 0.0  # an agent told of its host's end leaves within this; 0: at once
+    slot_ports: int = 0  # free ports each agent offers for servers of its workers' own
 
 
 class StartWorkerOrder(Struct, frozen=True, tag="start_worker"):
@@ -116,6 +117,7 @@ class StartWorkerOrder(Struct, frozen=True, tag="start_worker"):
     restart_count: int
     master_addr: str
     master_port: int
+    tf_config: str | None = None  # the worker's TF_CONFIG, where the job has one
 
 
 class StopWorkerOrder(Struct, frozen=True, tag="stop_worker"):

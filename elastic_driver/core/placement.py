@@ -19,6 +19,7 @@ from elastic_driver.core.registry import ACTIVE, Worker
 from elastic_driver.core.rounds import RoundState
 from elastic_driver.core.slots import Seat, assign
 from elastic_driver.core.state import JobState, seat
+from elastic_driver.core.tf_config import Room, Where
 
 # ---- who has to leave --------------------------------------------------------------------
 
@@ -205,16 +206,29 @@ def place(
         seats.append(Seat(name, host, slot, (True, job.registry.started + 1 + index)))
     places = dict(assign(seats))
     rank0 = next(iter(places.values()))
+    tf_configs = _tf_configs(job, [(seat.host, seat.slot) for seat in seats])
     started = []
     for new in seats[len(known) :]:
         place_ = places[new.worker]
         worker = job.registry.add(new.worker, place_, founder=founders, awaited=awaited)
-        job.order(new.host, _start_order(job, worker, rank0), reason)
+        tf_config = tf_configs.get((new.host, new.slot))
+        job.order(new.host, _start_order(job, worker, rank0, tf_config), reason)
         started.append(worker)
     return started
 
 
-def _start_order(job: JobState, worker: Worker, rank0: SlotInfo) -> StartWorkerOrder:
+def _tf_configs(job: JobState, members: list[Where]) -> dict[Where, str]:
+    """TF_CONFIG of each member of the world to come; empty where the job has none."""
+    if job.tf is None:
+        return {}
+    agents = {host: job.fleet.agents.get(host) for host, _ in members}
+    rooms = {host: Room(a.address or host, a.slot_ports) for host, a in agents.items() if a}
+    return job.tf.settle({where: rooms[where[0]] for where in members if where[0] in rooms})
+
+
+def _start_order(
+    job: JobState, worker: Worker, rank0: SlotInfo, tf_config: str | None
+) -> StartWorkerOrder:
     forming = job.round.state is RoundState.FORMING
     round_number = job.round.number if forming else job.round.number + 1
     agent = job.fleet.agents.get(rank0.host)
@@ -225,4 +239,5 @@ def _start_order(job: JobState, worker: Worker, rank0: SlotInfo) -> StartWorkerO
         restart_count=job.restart_count,
         master_addr=agent.address if agent and agent.address else rank0.host,
         master_port=agent.port(round_number) if agent else FALLBACK_PORT,
+        tf_config=tf_config,
     )

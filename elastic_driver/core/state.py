@@ -34,6 +34,7 @@ from elastic_driver.core.outcome import Budget, Kind, Loss, exit_status, first_f
 from elastic_driver.core.registry import ACTIVE, News, Worker, WorkerState, WorkerStateRegistry
 from elastic_driver.core.rounds import Round, RoundState
 from elastic_driver.core.slots import Seat, assign
+from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings
 
@@ -54,6 +55,7 @@ class JobState:
     registry: WorkerStateRegistry = field(default_factory=WorkerStateRegistry)
     round: Round = field(default_factory=lambda: Round(1, 0.0))
     kind: Kind = Kind.UNDECLARED
+    tf: TfLayout | None = None  # TensorFlow tasks of the slots, with --tf-config
     target: int | None = None  # a wish for another size than max_np
     born: float | None = None  # time of the first event
     fruitful: bool = False  # somebody has finished a step in this job

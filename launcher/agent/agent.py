@@ -51,6 +51,7 @@ from rendezvous.wire import MAX_WAIT_S, Entries, Get, Refused, Set, Watch
 FIRST_CONTACT_S = 30.0  # the driver published the specification before it started us
 ORPHAN_GRACE_S = 5.0  # for workers whose driver is gone, or whose agent got a signal
 ORDERS_AHEAD = 16  # orders one answer may bring
+STORE_PORTS = 16  # free ports to offer for torch's stores
 LAST_WORDS_S = 3.0
 
 
@@ -185,7 +186,7 @@ class Agent:
         self._workers = workers
         self._leaving = self._leaving_of(spec, outbox)
         self._warm_up(spec)
-        outbox.put(self._introduction(address))
+        outbox.put(self._introduction(address, spec.slot_ports))
         loops = [
             asyncio.create_task(self._guarded(self._obey(client, spec, workers))),
             asyncio.create_task(self._guarded(outbox.deliver())),
@@ -282,14 +283,16 @@ class Agent:
         address, interface = meeting_point(config.endpoint, wanted)
         return address or config.host, interface
 
-    def _introduction(self, address: str) -> AgentReady:
+    def _introduction(self, address: str, slot_ports: int) -> AgentReady:
         config = self._config
+        ports = free_ports(STORE_PORTS + slot_ports)
         return AgentReady(
             host=config.host,
             incarnation=config.incarnation,
             pid=os.getpid(),
             address=address,
-            ports=free_ports(),
+            ports=ports[:STORE_PORTS],
+            slot_ports=ports[STORE_PORTS:],
         )
 
     # ---- orders --------------------------------------------------------------------------

@@ -57,6 +57,8 @@ def worker_environment(
     for name, value in _defaults(order, meeting.interface).items():
         env.setdefault(name, value)
     env.update(_torchrun_names(spec, order))
+    if order.tf_config is not None:
+        env[contract.TF_CONFIG] = order.tf_config
     if spec.hang_timeout is not None:
         env[contract.HANG_TIMEOUT] = repr(spec.hang_timeout)
     env.update(

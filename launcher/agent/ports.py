@@ -1,7 +1,7 @@
-"""Free TCP ports for a torch store on this host.
+"""Free TCP ports on this host, for torch's stores and for servers of the workers' own.
 
 They lie outside the range from which the kernel takes ports for outgoing connections, so that
-none is taken away between the test here and the moment when rank 0 listens on it.
+none is taken away between the test here and the moment when a worker listens on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HIGHEST = 65535
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
 
 
-def free_ports(wanted: int = 16, range_file: Path = _RANGE_FILE) -> tuple[int, ...]:
+def free_ports(wanted: int, range_file: Path = _RANGE_FILE) -> tuple[int, ...]:
     """Up to `wanted` distinct ports that can be bound right now, in random order.
 
     Random, because agents of several jobs on one machine ask at the same time. Fewer than

@@ -22,6 +22,7 @@ from launcher.options.output import *
 from launcher.options.policy import *
 from launcher.options.size import *
 from launcher.options.start import *
+from launcher.options.tensorflow import *
 
 OPTIONS: tuple[Option[Any], ...] = tuple(
     sorted(

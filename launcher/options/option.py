@@ -13,11 +13,12 @@ HOSTS = "Hosts (one of them; default: this machine)"
 SIZE = "Size of the job"
 POLICY = "What to do when workers and hosts fail (times in seconds)"
 START = "Starting workers"
+TENSORFLOW = "TensorFlow (docs/tensorflow.md)"
 CHECK = "Checking the nodes before training (docs/node-checks.md)"
 OUTPUT = "Output"
 STATE = "Identity and state"
 OTHER = "Other"
-GROUPS = (HOSTS, SIZE, POLICY, START, CHECK, OUTPUT, STATE, OTHER)
+GROUPS = (HOSTS, SIZE, POLICY, START, TENSORFLOW, CHECK, OUTPUT, STATE, OTHER)
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: each record is unique

@@ -49,6 +49,7 @@ def test_an_agent_introduces_itself_and_keeps_its_lease(driver: Driver) -> None:
         assert (ready.host, ready.incarnation, ready.pid) == ("localhost", 1, agent.pid)
         assert ready.address == "127.0.0.1"
         assert len(set(ready.ports)) == 16
+        assert ready.slot_ports == ()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", ready.ports[0]))
         eventually(driver.has_lease)
@@ -58,6 +59,15 @@ def test_an_agent_introduces_itself_and_keeps_its_lease(driver: Driver) -> None:
             assert driver.expired.empty()
         driver.shutdown()
         assert agent.wait() == 0
+
+
+def test_an_agent_offers_ports_for_slots_where_the_job_asks_for_them(driver: Driver) -> None:
+    driver.python(HELLO, slot_ports=3)
+    with agent_of(driver):
+        ready = driver.wait(AgentReady)
+        assert len(ready.slot_ports) == 3
+        assert not set(ready.slot_ports) & set(ready.ports)
+        driver.shutdown()
 
 
 def test_a_worker_runs_and_its_lines_carry_its_rank(driver: Driver) -> None:

@@ -61,6 +61,12 @@ def test_leftovers_of_an_outer_launcher_are_not_inherited() -> None:
     assert env["ELASTIC_PASSWORD"] == "users"
 
 
+def test_tf_config_is_the_orders_or_else_the_users_own() -> None:
+    order = StartWorkerOrder("a.0.1", place(0, 1), 1, 0, "127.0.0.1", 1, tf_config="{}")
+    assert worker_environment({"TF_CONFIG": "old"}, SPEC, order, MEETING)["TF_CONFIG"] == "{}"
+    assert born_with({"TF_CONFIG": "mine"})["TF_CONFIG"] == "mine"
+
+
 def test_threads_are_limited_only_where_workers_share_the_host() -> None:
     assert born_with()["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in born_with(size=1)
