@@ -47,6 +47,7 @@ UNDRAIN_PATH = "/v1/hosts/{host}:undrain"
 JOB_SPEC = "job/spec"  # messages.JobSpec, written once
 JOB_WORLD = "job/world"  # messages.World of the newest complete round
 JOB_NOTICE = "job/notice"  # messages.Notice: leave the current round
+JOB_ALLOCATION = "job/allocation"  # messages.Allocation: who trains how much of a step
 
 
 def agent_lease(host: str, incarnation: int) -> str:

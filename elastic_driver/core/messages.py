@@ -69,21 +69,50 @@ class Notice(Struct, frozen=True):
 
 
 MAX_SAMPLES = 64  # of measured steps in one message
-Sample = tuple[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=0.0, le=1e9)]]
-"""A committed step, and the seconds it took this rank without waiting for others: the mean
-over the steps since the sample before, where those are short."""
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Share = Annotated[int, Meta(ge=0, le=2**31)]
+
+
+class Sample(Struct, frozen=True, array_like=True):
+    """What a committed step cost a rank, without waiting for others: the mean over the steps since
+    the sample before, where those are short.
+
+    `compute` is all of its computing, with one forward-backward pass in place of several;
+    `one_pass` that pass alone.
+    """
+
+    step: Annotated[int, Meta(ge=0)]
+    compute: Seconds
+    one_pass: Seconds
+
+
+class Division(Struct, frozen=True, array_like=True):
+    """How a rank takes part in a fixed batch: `share` of a step's `virtual_workers`."""
+
+    virtual_workers: Share
+    share: Share
 
 
 class Progress(Struct, frozen=True):
     """How far a worker is: `step` committed steps in all, seconds for one, in round `round`.
 
-    `samples` are its last measured steps, oldest first, each told several times.
+    `samples` are its last measured steps, oldest first, each told several times. `division`: how it
+    takes part in a fixed batch, where shares are the driver's to give.
     """
 
     round: int
     step: int
     step_time: float
     samples: Annotated[tuple[Sample, ...], Meta(max_length=MAX_SAMPLES)] = ()
+    division: Division | None = None
+
+
+class Allocation(Struct, frozen=True):
+    """The micro-batches of each rank of round `round`, as soon as they have agreed on a step."""
+
+    round: int
+    shares: tuple[int, ...]
+    reason: str
 
 
 class JobSpec(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Which ranks are slow while the job trains, and how work can be moved away from them.
+"""Which ranks are slow while the job trains.
 
 Workers report for each step what they spent computing and, where they can tell, on their own
 side of the network, both without the time they waited for others: in a synchronous step everyone
@@ -12,7 +12,6 @@ reports in and passes the alarms on. Times are seconds.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -189,33 +188,3 @@ class StragglerWatch:
 
     def _recovered(self, found: SlowRank) -> bool:
         return found.ratio < self.settings.recovered
-
-
-def balance(virtual_workers: int, seconds: Sequence[float]) -> list[int]:
-    """How many micro-batches each rank should take so that a step is soonest over.
-
-    The sum stays `virtual_workers` and everyone keeps at least one, so the fixed batch, and
-    with it the result, is the same. Of equal ranks the lower ones take more, as in
-    `batch.allocate_microbatches`.
-
-    Args:
-        virtual_workers: micro-batches of a step.
-        seconds: what each rank needs for one micro-batch.
-
-    Raises:
-        ValueError: fewer micro-batches than ranks, or a time that is not positive.
-    """
-    if virtual_workers < len(seconds) or not seconds:
-        raise ValueError(f"{virtual_workers} micro-batches cannot be shared by {len(seconds)}")
-    if min(seconds) <= 0:
-        raise ValueError("a micro-batch takes some time; got " + ", ".join(map(str, seconds)))
-    shares = [1] * len(seconds)
-    # Each further micro-batch goes to the rank that would be done with it first (Graham's list
-    # scheduling, optimal for equal jobs on machines of different speed).
-    finish = [(2 * each, rank) for rank, each in enumerate(seconds)]
-    heapq.heapify(finish)
-    for _ in range(virtual_workers - len(seconds)):
-        at, rank = finish[0]
-        shares[rank] += 1
-        heapq.heapreplace(finish, (at + seconds[rank], rank))
-    return shares

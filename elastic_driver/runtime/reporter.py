@@ -61,6 +61,7 @@ _WORDS: dict[str, tuple[Level, str]] = {
     "worker_resumed": (Level.NORMAL, "worker {worker} goes on"),
     "rank_slow": (Level.NORMAL, "rank {rank} on {host} holds the others up"),
     "rank_recovered": (Level.NORMAL, "rank {rank} on {host} has recovered"),
+    "work_moved": (Level.NORMAL, "work is shared anew"),
     "nodes_checked": (Level.VERBOSE, "nodes were checked"),
     "round_opened": (Level.VERBOSE, "round {round} opened"),
     "round_completed": (Level.NORMAL, "round {round} complete: {world}"),

@@ -11,7 +11,7 @@ there are. Times are seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -20,13 +20,12 @@ from elastic_driver.core.events import Announce
 from elastic_driver.core.messages import Progress, World, decode
 from elastic_driver.core.status import SlowStatus
 from elastic_driver.core.stragglers import Change, StragglerWatch
+from elastic_driver.runtime.moving import Apply, WorkMover
 from rendezvous.errors import RendezvousError
-from rendezvous.wire import Entries, Get, Operation, Result
+from rendezvous.wire import Entries, Get
 
 LOOK_S = 1.0  # workers beat about every two
 SHARE = 20.0  # a look that took long is followed by so many times as long without one
-
-Apply = Callable[[Sequence[Operation]], tuple[Result, ...]]
 
 
 class SlowRanks:
@@ -43,6 +42,7 @@ class SlowRanks:
         self._due = 0.0
         self._seen = 0  # the newest revision that was read
         self._false_alarms = 0  # of earlier rounds
+        self._mover = WorkMover(apply)
 
     @property
     def due(self) -> float | None:
@@ -72,6 +72,7 @@ class SlowRanks:
             base = max(member.version for member in world.members)
             hosts = [member.place.host for member in world.members]
             self._watch = StragglerWatch(hosts, first_step=base + 1)
+            self._mover.enter(world)
             self._due = self._clock() + LOOK_S
 
     def look(self) -> list[Announce]:
@@ -81,12 +82,14 @@ class SlowRanks:
             return []
         began = self._clock()
         changes: list[Change] = []
-        for rank, progress in enumerate(self._read(world)):
-            for step, compute in progress.samples if progress is not None else ():
-                changes += watch.report(rank, step, compute)
+        read = self._read(world)
+        for rank, progress in enumerate(read):
+            for sample in progress.samples if progress is not None else ():
+                changes += watch.report(rank, sample.step, sample.compute)
+        moved = self._mover.look(read)
         ended = self._clock()
         self._due = ended + max(LOOK_S, SHARE * (ended - began))
-        return [_announce(change, world) for change in changes]
+        return [*(_announce(change, world) for change in changes), *moved]
 
     def _read(self, world: World) -> list[Progress | None]:
         """By rank, what each has written in this round; None where that is nothing new."""

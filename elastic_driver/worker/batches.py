@@ -33,8 +33,7 @@ evenly over as few virtual workers as can hold them, and the others have none in
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from torch import nn
@@ -43,9 +42,9 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_driver import contract
 from elastic_driver.core.batch import allocate_microbatches, virtual_ranges
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.division import Division
 from elastic_driver.worker.exact import fix_kernels, seed_everything
 from elastic_driver.worker.gradients import ExactSum, PlainSum, StepSum
-from elastic_driver.worker.pace import Pace, balanced_shares
 from elastic_driver.worker.schedule import Schedule, load
 from elastic_driver.worker.whereabouts import whereabouts
 
@@ -69,21 +68,38 @@ class _Round:
     def __init__(self, batches: FixedBatch) -> None:
         self._batches = batches
         self.rank, size = whereabouts()
-        self.ranges = virtual_ranges(batches.allocate(size))
-        self.pace = batches.pace
-        self.mine = self.ranges[self.rank]
         self.schedule = batches.schedule()
         self.steps = range(batches.step, len(batches))
         self.sums = batches.sums
+        self.division = batches.division
         self.deterministic = batches.deterministic
+        self._share(batches.shares_of(self.rank, size), batches.step)
+
+    def _share(self, shares: Sequence[int], first: int) -> None:
+        """Train by these shares from step `first` on."""
+        self.ranges = virtual_ranges(shares)
+        self.mine = self.ranges[self.rank]
         self.loader = load(
-            batches.dataset,
+            self._batches.dataset,
             self.schedule,
-            self.steps,
+            range(first, self.steps.stop),
             self.mine,
             seeded=self.deterministic,
-            options=batches.loader_options,
+            options=self._batches.loader_options,
         )
+
+    def begin(self, step: Step) -> None:
+        """All ranks begin this step."""
+        if self.division is not None:
+            self.division.begin(step.number, self.sums.device)
+        self.sums.begin(self.ranges, step.weights, self.rank)
+
+    def finish(self, step: Step) -> None:
+        """Collective: sum the gradients; the next step may have other shares."""
+        self.sums.finish()
+        shares = self.division.finish() if self.division is not None else None
+        if shares is not None and step.number + 1 in self.steps:
+            self._share(shares, step.number + 1)
 
     def seed(self, step: int, virtual_worker: int) -> None:
         """In deterministic mode: what chance does next depends on this micro-batch alone."""
@@ -102,6 +118,7 @@ class Step:
     Attributes:
         epoch, number: which step of which epoch, from 0.
         samples: samples of the whole step, over all workers.
+        weights: what part of them each virtual worker has; only those that have any.
         summed: whether the gradients are in place, which is when the inner loop has ended.
     """
 
@@ -111,8 +128,7 @@ class Step:
         self.samples = sum(counts)
         self.summed = False
         self._turn = turn
-        self._counts = [count for count in counts if count]  # the first ones, by virtual worker
-        self._weights = [count / self.samples for count in self._counts]
+        self.weights = [count / self.samples for count in counts if count]  # by virtual worker
         self._mine = [v for v in turn.mine if counts[v]]
         self._begun = False
 
@@ -128,11 +144,10 @@ class Step:
         if self._begun:
             raise UsageError(f"{self} was iterated twice; it can be trained only once")
         self._begun = True
-        sums = self._turn.sums
-        sums.begin(self._turn.ranges, self._weights, self._turn.rank)
+        self._turn.begin(self)
         try:
-            yield from self._micro_batches(sums)
-            sums.finish()
+            yield from self._micro_batches(self._turn.sums)
+            self._turn.finish(self)
         except BaseException:  # a broken world, or the loop was left
             self._turn.abandon(self)
             raise
@@ -141,13 +156,11 @@ class Step:
 
     def _micro_batches(self, sums: StepSum) -> Iterator[Any]:
         for virtual_worker in self._mine:
-            began = time.perf_counter()
             micro_batch = next(self._turn.loader)
             self._turn.seed(self.number, virtual_worker)
             sums.before(virtual_worker)
             yield micro_batch
             sums.after(virtual_worker)
-            self._turn.pace.note(time.perf_counter() - began, self._counts[virtual_worker])
 
     def require_summed(self, what: str) -> None:
         """Raise `UsageError` naming `what` was done before the inner loop had ended."""
@@ -186,8 +199,8 @@ class FixedBatch:
         threads: intra-op threads in deterministic mode; the bits depend on them, so they are
             not left to the machine.
         shares: micro-batches of each rank from (N, number of workers), equal on every rank.
-        balance: share them by measured speed instead, anew with each epoch and after each
-            change of the world; None: as the job says (`--balance`).
+        balance: let the driver share them instead, by what they cost each rank; it may move some
+            after any step. None: as the job says (`--balance`).
         collate_fn, num_workers, **loader: as for `torch.utils.data.DataLoader`.
     """
 
@@ -215,8 +228,8 @@ class FixedBatch:
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.deterministic = deterministic
         self.shares = shares
-        self.balance = os.environ.get(contract.BALANCE) == "1" if balance is None else balance
-        self.pace = Pace()
+        balanced = os.environ.get(contract.BALANCE) == "1" if balance is None else balance
+        self.division = Division() if balanced else None
         self.loader_options = {"collate_fn": collate_fn, "num_workers": num_workers, **loader}
         self.sums: StepSum = ExactSum(model) if deterministic else PlainSum(model)
         self.epoch = 0
@@ -235,10 +248,10 @@ class FixedBatch:
         """N: how many micro-batches a full step has; settled when training starts."""
         return self._virtual_workers or whereabouts()[1]
 
-    def allocate(self, size: int) -> list[int]:
-        """Micro-batches of each of `size` ranks; collective where they follow the speeds."""
-        if self.balance:
-            return balanced_shares(self.virtual_workers, size, self.pace)
+    def shares_of(self, rank: int, size: int) -> list[int]:
+        """Micro-batches of each rank as this one, of `size`, begins to train."""
+        if self.division is not None:
+            return self.division.enter(rank, size, self.virtual_workers)
         return self.shares(self.virtual_workers, size)
 
     def schedule(self) -> Schedule:

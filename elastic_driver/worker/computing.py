@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from elastic_driver.worker.samples import Lap
+
 _when_backward_ends = torch.autograd.Variable._execution_engine.queue_callback
 
 
@@ -68,7 +70,7 @@ class ComputeClock:
         self._began = None
         self._clear()
 
-    def lap(self) -> float | None:
+    def lap(self) -> Lap | None:
         """The step ends here, and the next begins; what it took, or None where that is not known.
 
         It is not for the first one after `restart`, for a step without `backward()` or without
@@ -80,7 +82,8 @@ class ComputeClock:
         self._clear()
         if began is None or stepped is None or not passes:
             return None
-        return max(stepped - began - waited, 0.0) / passes + now - stepped
+        one_pass = max(stepped - began - waited, 0.0) / passes
+        return Lap(one_pass + now - stepped, one_pass)
 
     def _clear(self) -> None:
         self._passes = 0  # backward passes so far

@@ -44,6 +44,12 @@ class StepSum(ABC):
         self._buffers = BufferChanges(model)
         self._buckets = make_buckets([*self._parameters, *self._buffers.values()], bucket_bytes)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are, and what else travels with them."""
+        device: torch.device = self._parameters[0].device
+        return device
+
     def begin(self, ranges: Sequence[range], weights: Sequence[float], rank: int) -> None:
         """Start a step of these micro-batches' weights; `ranges[r]` are rank r's of them."""
         leaves = len(weights)

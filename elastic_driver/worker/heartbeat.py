@@ -20,7 +20,7 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core.events import WorkerResumed, WorkerStalled, WorkerStepped
-from elastic_driver.core.messages import Notice, Progress, decode, encode
+from elastic_driver.core.messages import Allocation, Notice, Progress, decode, encode
 from elastic_driver.worker.notes import say
 from elastic_driver.worker.pulse import Pulse
 from elastic_driver.worker.watch import StallWatch
@@ -66,6 +66,7 @@ class Heartbeat:
         self._wait = FIRST_WAIT_S
         self._seen = 0  # revision of the newest notice
         self._world = 0  # revision of the newest world
+        self._allocation = 0  # revision of the newest allocation
         self._entering = False  # a new world may be ours: its first step is near
         self._told = 0  # the round whose first step has been told
         self._silent = False
@@ -121,6 +122,8 @@ class Heartbeat:
         if self._pulse.round == 0:
             # A beat must not sleep through the start of a round: its first step is news.
             keys[contract.JOB_WORLD] = self._world
+        if self._pulse.passes_on:
+            keys[contract.JOB_ALLOCATION] = self._allocation
         results = self._client.batch(lease, *self._progress(), Watch(keys, wait))
         found = results[-1]
         if not isinstance(found, Entries) or found.timed_out:
@@ -132,6 +135,10 @@ class Heartbeat:
         if entry is not None and entry.revision > self._seen:
             self._seen = entry.revision
             self._on_notice(decode(Notice, entry.value))
+        given = found.entries.get(contract.JOB_ALLOCATION)
+        if given is not None and given.revision > self._allocation:
+            self._allocation = given.revision
+            self._pulse.allocation = decode(Allocation, given.value)
 
     def _look(self) -> float | None:
         """Tell the driver where the training thread stands still; seconds to the next look."""
@@ -160,6 +167,7 @@ class Heartbeat:
             step=version,
             step_time=step_time,
             samples=pulse.samples.collect(round_id, usual),
+            division=pulse.division,
         )
         return (Set(contract.worker_progress(self._worker), encode(document)),)
 

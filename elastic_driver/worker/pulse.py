@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 
+from elastic_driver.core.messages import Allocation, Division
 from elastic_driver.worker.samples import StepSamples
 
 NEVER = sys.maxsize  # leave after this step: not before the end of time
@@ -24,10 +25,13 @@ class Pulse:
 
     __slots__ = (
         "alive_at",
+        "allocation",
         "busy_until",
         "committed_at",
+        "division",
         "leave_after",
         "leave_reason",
+        "passes_on",
         "round",
         "samples",
         "signs",
@@ -48,7 +52,10 @@ class Pulse:
         self.signs = 0  # commits and reported steps in this round; its own
         self.step_times: deque[float] = deque(maxlen=KEPT_TIMES)  # of all rounds; its own
         self.samples = StepSamples()  # what steps cost this rank; see there who writes
-        self.leave_after = NEVER  # written by the heartbeat thread
+        self.division: Division | None = None  # written by a FixedBatch with `balance`
+        self.passes_on = False  # the same: it wants to hear of allocations
+        self.allocation: Allocation | None = None  # the newest; written by the heartbeat thread
+        self.leave_after = NEVER  # likewise
         self.leave_reason = ""  # written before `leave_after`, so that it is there when needed
 
     def committed(self, version: int) -> bool:
@@ -70,6 +77,7 @@ class Pulse:
         self.committed_at = self.alive_at = time.monotonic()
         self.version = version
         self.leave_after, self.steps, self.signs = NEVER, 0, 0
+        self.division, self.passes_on = None, False
         self.round = round_id
 
     def left(self) -> None:

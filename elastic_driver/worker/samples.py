@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from msgspec import Struct
+
 from elastic_driver.core.messages import MAX_SAMPLES, Sample
 
 BLOCK_S = 0.1  # the least time of the steps that a sample stands for
@@ -24,19 +26,26 @@ LEAST = 8  # samples of a message, however long steps are
 LARGEST_BACKLOG = 4096  # steps between two beats
 
 
+class Lap(Struct, frozen=True):
+    """What one step cost: `compute` in all, of which `one_pass` is a forward-backward pass."""
+
+    compute: float
+    one_pass: float
+
+
 class StepSamples:
     """The measured steps of this process in the round it is in."""
 
     def __init__(self) -> None:
-        self._noted: deque[tuple[int, Sample]] = deque(maxlen=LARGEST_BACKLOG)
+        self._noted: deque[tuple[int, int, Lap]] = deque(maxlen=LARGEST_BACKLOG)
         # What follows is the heartbeat thread's own.
         self._kept: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._round = 0
-        self._steps, self._seconds = 0, 0.0  # of the block that has not ended
+        self._begin_block()
 
-    def note(self, round_id: int, step: int, seconds: float) -> None:
-        """A committed step of this round took this rank so long; for the training thread."""
-        self._noted.append((round_id, (step, seconds)))
+    def note(self, round_id: int, step: int, lap: Lap) -> None:
+        """A committed step of this round cost this rank so much; for the training thread."""
+        self._noted.append((round_id, step, lap))
 
     def collect(self, round_id: int, step_time: float) -> tuple[Sample, ...]:
         """The samples of this round to tell, oldest first; for the heartbeat thread.
@@ -46,21 +55,26 @@ class StepSamples:
         if round_id != self._round:
             self._round = round_id
             self._kept.clear()
-            self._steps, self._seconds = 0, 0.0
+            self._begin_block()
         every = block(step_time)
         while self._noted:
-            noted_in, (step, seconds) = self._noted.popleft()
+            noted_in, step, lap = self._noted.popleft()
             if noted_in == round_id:
-                self._count(step, seconds, every)
+                self._count(step, lap, every)
         needed = COVERED_S / (every * step_time) if step_time > 0 else MAX_SAMPLES
         return tuple(self._kept)[-max(LEAST, math.ceil(needed)) :]
 
-    def _count(self, step: int, seconds: float, every: int) -> None:
+    def _begin_block(self) -> None:
+        self._steps, self._compute, self._passes = 0, 0.0, 0.0  # of the block that has not ended
+
+    def _count(self, step: int, lap: Lap, every: int) -> None:
         self._steps += 1
-        self._seconds += seconds
+        self._compute += lap.compute
+        self._passes += lap.one_pass
         if step % every == 0:
-            self._kept.append((step, round(self._seconds / self._steps, 6)))
-            self._steps, self._seconds = 0, 0.0
+            compute, one_pass = self._compute / self._steps, self._passes / self._steps
+            self._kept.append(Sample(step, round(compute, 6), round(one_pass, 6)))
+            self._begin_block()
 
 
 def block(step_time: float) -> int:

@@ -71,5 +71,5 @@ BALANCE: Option[bool] = Option(
     kinds.flag(),
     False,
     SIZE,
-    "For elastic.FixedBatch: faster workers train more of each step; the result stays the same.",
+    "For elastic.FixedBatch: slow workers are given less of each step; the result stays the same.",
 )

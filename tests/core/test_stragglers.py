@@ -6,15 +6,12 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic_driver.core.stragglers import (
     Change,
     Slowness,
     StragglerWatch,
     WatchSettings,
-    balance,
 )
 
 HOSTS = ("a", "a", "b", "b", "c", "c", "d", "d")
@@ -160,43 +157,3 @@ def test_a_rank_that_is_not_of_this_round_is_ignored() -> None:
     watch = StragglerWatch(("a",), first_step=10)
     assert watch.report(7, 11, 1.0) == watch.report(-1, 11, 1.0) == watch.report(0, 9, 1.0) == ()
     assert watch._reported == {}
-
-
-# ---- moving work -------------------------------------------------------------------------
-
-
-def test_without_slow_ranks_work_is_shared_as_always() -> None:
-    assert balance(8, [1.0, 1.0, 1.0]) == [3, 3, 2]
-
-
-def test_a_rank_that_is_half_as_fast_gets_half_the_work() -> None:
-    assert balance(10, [1.0, 1.0, 2.0]) == [4, 4, 2]
-
-
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 6))
-def test_no_other_sharing_is_sooner_over(seconds: list[int], more: int) -> None:
-    total = len(seconds) + more
-    shares = balance(total, [float(s) for s in seconds])
-    assert sum(shares) == total
-    assert min(shares) >= 1
-
-    def over(candidate: list[int]) -> int:
-        return max(share * each for share, each in zip(candidate, seconds, strict=True))
-
-    assert over(shares) == min(over(c) for c in _sharings(total, len(seconds)))
-
-
-def _sharings(total: int, parts: int) -> list[list[int]]:
-    if parts == 1:
-        return [[total]]
-    return [
-        [first, *rest]
-        for first in range(1, total - parts + 2)
-        for rest in _sharings(total - first, parts - 1)
-    ]
-
-
-@pytest.mark.parametrize(("virtual", "seconds"), [(1, [1.0, 1.0]), (2, []), (2, [1.0, 0.0])])
-def test_what_cannot_be_shared_is_refused(virtual: int, seconds: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"cannot be shared|takes some time"):
-        balance(virtual, seconds)

@@ -22,12 +22,12 @@ def result_of(output: str) -> str:
     return found[1].strip()
 
 
-def alone(mode: str) -> str:
+def alone(mode: str, **env: str) -> str:
     """The result of the same script in one process, without elasticrun."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("ELASTIC")}
     done = subprocess.run(
         [sys.executable, EXACT],
-        env={**clean, "MODE": mode, "STEP_MS": "0", "PYTHONPATH": str(ROOT)},
+        env={**clean, "MODE": mode, "STEP_MS": "0", "PYTHONPATH": str(ROOT), **env},
         capture_output=True,
         text=True,
         timeout=90,

@@ -29,6 +29,10 @@ def world(size: int = 3, *, round_id: int = 1, version: int = 0) -> World:
     return World(round_id, members, "test")
 
 
+def sample(step: int, seconds: float) -> Sample:
+    return Sample(step, seconds, seconds)
+
+
 class Bench:
     """Slow ranks under test, with a store and a clock of their own."""
 
@@ -50,7 +54,7 @@ class Bench:
 
     def write(self, rank: int, samples: Sequence[Sample], round_id: int = 1) -> None:
         self.revision += 1
-        document = Progress(round_id, samples[-1][0], 0.5, tuple(samples))
+        document = Progress(round_id, samples[-1].step, 0.5, tuple(samples))
         worker = world().members[rank].worker
         self.entries[contract.worker_progress(worker)] = Entry(encode(document), self.revision)
 
@@ -60,7 +64,7 @@ class Bench:
         for step in range(first, last, 8):
             for rank in range(3):
                 seconds = SLOW if rank == slow else USUAL
-                self.write(rank, [(s, seconds) for s in range(step, step + 8)])
+                self.write(rank, [sample(s, seconds) for s in range(step, step + 8)])
             events += [event.event for event in self.slow.look()]
         return events
 
@@ -70,7 +74,7 @@ def test_a_slow_rank_is_announced_shown_and_announced_again_when_it_has_recovere
     bench.slow.enter(world())
     assert bench.train(1, 81, slow=None) == []
     for rank in range(3):
-        bench.write(rank, [(s, SLOW if rank == 1 else USUAL) for s in range(81, 111)])
+        bench.write(rank, [sample(s, SLOW if rank == 1 else USUAL) for s in range(81, 111)])
     (event,) = bench.slow.look()
     assert (event.event, event.rank, event.host, event.worker) == ("rank_slow", 1, "b", "b.0.1")
     assert "rank 1 on b is slow (compute): 4.0 times the usual time" in event.reason
@@ -148,7 +152,7 @@ def test_a_store_that_does_not_answer_is_asked_again_later() -> None:
 
 def report(cluster: Cluster, round_id: int, times: dict[str, float], steps: range) -> None:
     for worker, seconds in times.items():
-        document = Progress(round_id, steps[-1], 0.5, tuple((s, seconds) for s in steps))
+        document = Progress(round_id, steps[-1], 0.5, tuple(sample(s, seconds) for s in steps))
         cluster.client.batch(Set(contract.worker_progress(worker), encode(document)))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_driver.core.batch import allocate_weighted
+from elastic_driver.core.messages import Allocation
 from elastic_driver.worker.batches import FixedBatch
+from elastic_driver.worker.division import Division
 from tests.support.gloo import run_ranks
 
 VIRTUAL_WORKERS = 8
@@ -131,7 +134,7 @@ CASES = {
     "two steps": Case((1,), True, TWO_STEPS),
     "loaders": Case((2,), True, {**TWO_STEPS, "num_workers": 2}),
     "by speed": Case((2,), True, {**TWO_STEPS, "shares": weighted}),
-    "balanced": Case((3,), True, {**FULL, "balance": True}),
+    "balanced": Case((4, 3, 2), True, {**FULL, "balance": True}),
 }
 HISTORIES = ([(3, 2), (1, 1), (4, 9)], [(4, 1), (2, 1), (3, 1), (1, 9)])
 Trained = tuple[str, list[Any]]  # digest, tensors as arrays
@@ -149,13 +152,33 @@ def train_all(rank: int, _size: int) -> tuple[dict[tuple[str, int], Trained], li
     return found, [train_through(rank, worlds, groups) for worlds in HISTORIES]
 
 
+class Gifts:
+    """A driver that changes its mind as often as it is asked, and says nonsense in between."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def newest(self) -> Allocation:
+        self.given += 1
+        size = dist.get_world_size()
+        nonsense = [(8,), (9, *[0] * (size - 1)), (-1, 9, *[0] * (size - 2)), ()]
+        if self.given % 3 == 0:
+            return Allocation(0, nonsense[self.given % 4], "nonsense")
+        dice = random.Random(self.given)
+        cuts = sorted(dice.randint(0, VIRTUAL_WORKERS) for _ in range(size - 1))
+        edges = [0, *cuts, VIRTUAL_WORKERS]
+        return Allocation(0, tuple(b - a for a, b in pairwise(edges)), "a whim")
+
+
 def train(exact: bool, options: dict[str, Any]) -> Trained:
     training = Training(exact, **options)
-    if options.get("balance"):  # as if measured in an earlier epoch
-        training.batches.pace.note(1.0 + 2.0 * dist.get_rank(), 1)
-        assert training.batches.allocate(dist.get_world_size()) == [5, 2, 1]
+    gifts = Gifts() if options.get("balance") else None
+    if gifts is not None:
+        training.batches.division = Division(gifts.newest, every=1)
     done = list(training.steps())
     assert done == list(range(len(training.batches)))
+    if gifts is not None:
+        assert gifts.given > 1 or dist.get_rank() > 0, "shares have changed in mid-epoch"
     return training.digest(), [tensor.clone().numpy() for tensor in training.tensors()]
 
 
@@ -229,9 +252,9 @@ def test_plain_mode_differs_by_rounding_only_for_every_number_of_workers(
             )
 
 
-def test_balancing_by_measured_speed_changes_no_bit(results: Results) -> None:
+def test_work_that_moves_in_mid_epoch_changes_no_bit(results: Results) -> None:
     expected = results.digests("full")[1][0]
-    assert results.digests("balanced") == {3: [expected] * 3}
+    assert results.digests("balanced") == {size: [expected] * size for size in (4, 3, 2)}
 
 
 @pytest.mark.parametrize("name", ["loaders", "by speed"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Iterator
 
@@ -10,12 +11,14 @@ import pytest
 from aiohttp import web
 
 from elastic_driver import contract
+from elastic_driver.core.messages import Allocation, Division, Progress, decode, encode
 from elastic_driver.worker.heartbeat import Heartbeat
 from elastic_driver.worker.pulse import Pulse
 from elastic_driver.worker.watch import StallWatch
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH, Set
+from rendezvous.wire import EVENTS_PATH, Entries, Get, Set
+from tests.support.job import eventually
 
 TOKEN = "t" * 32
 
@@ -38,14 +41,12 @@ def server(events: queue.SimpleQueue[dict[str, object]]) -> Iterator[RendezvousS
         yield running
 
 
-def test_the_first_step_of_a_round_is_told_soon_though_the_beat_before_could_wait_longer(
-    server: RendezvousServer, events: queue.SimpleQueue[dict[str, object]]
-) -> None:
-    pulse = Pulse()
-    client = RendezvousClient(server.url, TOKEN)
+@contextlib.contextmanager
+def beating(server: RendezvousServer, pulse: Pulse) -> Iterator[None]:
+    """A heartbeat of this pulse, with no limit to its patience."""
     heart = Heartbeat(
         "a.0.1",
-        client,
+        RendezvousClient(server.url, TOKEN),
         pulse,
         timeout=60.0,
         on_notice=lambda _notice: None,
@@ -54,6 +55,16 @@ def test_the_first_step_of_a_round_is_told_soon_though_the_beat_before_could_wai
     )
     heart.start()
     try:
+        yield
+    finally:
+        heart.stop()
+
+
+def test_the_first_step_of_a_round_is_told_soon_though_the_beat_before_could_wait_longer(
+    server: RendezvousServer, events: queue.SimpleQueue[dict[str, object]]
+) -> None:
+    pulse = Pulse()
+    with beating(server, pulse):
         # The thread has had time to begin a beat that nothing but a new world can end.
         with pytest.raises(queue.Empty):
             events.get(timeout=0.3)
@@ -61,6 +72,39 @@ def test_the_first_step_of_a_round_is_told_soon_though_the_beat_before_could_wai
         pulse.entered(1, 0)
         pulse.committed(1)
         told = events.get(timeout=1.0)
-    finally:
-        heart.stop()
     assert told == {"type": "worker_stepped", "worker": "a.0.1", "round": 1, "step": 1}
+
+
+def test_who_passes_shares_on_hears_of_new_ones_at_once_and_says_what_it_has(
+    server: RendezvousServer,
+) -> None:
+    pulse = Pulse()
+    pulse.entered(1, 0)
+    pulse.division, pulse.passes_on = Division(8, 3), True
+    pulse.committed(1)
+    with beating(server, pulse):
+        for shares in ((5, 2, 1), (3, 3, 2)):
+            server.apply((Set(contract.JOB_ALLOCATION, encode(Allocation(1, shares, "test"))),))
+            eventually(
+                lambda given=shares: pulse.allocation and pulse.allocation.shares == given,
+                within=5.0,
+                what=f"{shares} have been heard of",
+            )
+        (found,) = server.apply((Get((contract.worker_progress("a.0.1"),)),))
+    assert isinstance(found, Entries)
+    (entry,) = found.entries.values()
+    assert decode(Progress, entry.value).division == Division(8, 3)
+
+
+def test_others_hear_nothing_of_shares(server: RendezvousServer) -> None:
+    pulse = Pulse()
+    pulse.entered(1, 0)
+    server.apply((Set(contract.JOB_ALLOCATION, encode(Allocation(1, (1, 1), "test"))),))
+    with beating(server, pulse):
+        pulse.committed(1)
+        eventually(
+            lambda: server.apply((Get((contract.worker_progress("a.0.1"),)),))[0].entries,
+            within=5.0,
+            what="a beat after the step",
+        )
+    assert pulse.allocation is None

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from elastic_driver.core.messages import MAX_SAMPLES, Progress, decode, encode
-from elastic_driver.worker.samples import COVERED_S, StepSamples, block
+from elastic_driver.core.messages import MAX_SAMPLES, Progress, Sample, decode, encode
+from elastic_driver.worker.samples import COVERED_S, Lap, StepSamples, block
+
+
+def lap(seconds: float) -> Lap:
+    return Lap(seconds, seconds / 2)
+
+
+def told(step: int, seconds: float) -> Sample:
+    return Sample(step, seconds, seconds / 2)
 
 
 def steps_of(samples: StepSamples, step_time: float, round_id: int = 1) -> list[int]:
-    return [step for step, _ in samples.collect(round_id, step_time)]
+    return [sample.step for sample in samples.collect(round_id, step_time)]
 
 
 def test_of_long_steps_all_are_told_and_told_again() -> None:
     samples = StepSamples()
     for step in (1, 2, 3):
-        samples.note(1, step, 0.5)
-    assert samples.collect(1, 1.0) == ((1, 0.5), (2, 0.5), (3, 0.5))
-    samples.note(1, 4, 0.5)
+        samples.note(1, step, lap(0.5))
+    assert samples.collect(1, 1.0) == (told(1, 0.5), told(2, 0.5), told(3, 0.5))
+    samples.note(1, 4, lap(0.5))
     assert steps_of(samples, 1.0) == [1, 2, 3, 4]
 
 
@@ -23,13 +31,13 @@ def test_a_message_is_bounded_and_reaches_back_over_several_beats_whatever_a_ste
     for step_time in (0.0005, 0.003, 0.01, 0.1, 1.0):
         samples = StepSamples()
         beat = max(int(2.0 / step_time), 1)
-        told: list[int] = []
+        reported: list[int] = []
         for first in range(0, 10 * beat, beat):
             for step in range(first, first + beat):
-                samples.note(1, step, 0.001)
-            told = steps_of(samples, step_time)
-        assert len(told) <= MAX_SAMPLES
-        reach = told[-1] - told[0] + block(step_time)
+                samples.note(1, step, lap(0.001))
+            reported = steps_of(samples, step_time)
+        assert len(reported) <= MAX_SAMPLES
+        reach = reported[-1] - reported[0] + block(step_time)
         assert reach * step_time >= min(COVERED_S, 10 * beat * step_time)
         message = Progress(1, 10 * beat, step_time, samples.collect(1, step_time))
         assert decode(Progress, encode(message)) == message
@@ -38,41 +46,41 @@ def test_a_message_is_bounded_and_reaches_back_over_several_beats_whatever_a_ste
 def test_of_short_steps_the_mean_over_a_block_is_told() -> None:
     samples = StepSamples()
     for step in range(1, 17):  # of eight steps one is held up, as under a quota
-        samples.note(1, step, 0.09 if step % 8 == 3 else 0.01)
+        samples.note(1, step, lap(0.09 if step % 8 == 3 else 0.01))
         if step == 5:
             assert samples.collect(1, 0.02) == (), "the block has not ended"
-    assert samples.collect(1, 0.02) == ((8, 0.02), (16, 0.02))
+    assert samples.collect(1, 0.02) == (told(8, 0.02), told(16, 0.02))
 
 
 def test_of_steps_longer_than_that_the_last_eight_are_told() -> None:
     samples = StepSamples()
     for step in range(100):
-        samples.note(1, step, 9.0)
+        samples.note(1, step, lap(9.0))
     assert steps_of(samples, 10.0) == list(range(92, 100))
 
 
 def test_ranks_that_time_a_step_differently_tell_steps_in_common() -> None:
-    told = []
+    reported = []
     for step_time in (0.0124, 0.0126):  # to either side of a power of two
         samples = StepSamples()
         for step in range(800):
-            samples.note(1, step, 0.01)
-        told.append(steps_of(samples, step_time))
+            samples.note(1, step, lap(0.01))
+        reported.append(steps_of(samples, step_time))
     assert block(0.0124) != block(0.0126)
-    assert len(set(told[0]) & set(told[1])) >= 15
+    assert len(set(reported[0]) & set(reported[1])) >= 15
 
 
 def test_steps_of_another_round_are_not_told() -> None:
     samples = StepSamples()
-    samples.note(1, 7, 0.5)
+    samples.note(1, 7, lap(0.5))
     assert steps_of(samples, 1.0) == [7]
-    samples.note(1, 8, 0.5)
-    samples.note(2, 8, 0.25)
-    assert samples.collect(2, 1.0) == ((8, 0.25),)
+    samples.note(1, 8, lap(0.5))
+    samples.note(2, 8, lap(0.25))
+    assert samples.collect(2, 1.0) == (told(8, 0.25),)
 
 
 def test_steps_that_nobody_collects_do_not_fill_the_memory() -> None:
     samples = StepSamples()
     for step in range(20_000):
-        samples.note(1, step, 0.0)
+        samples.note(1, step, lap(0.0))
     assert len(samples._noted) == 4096

@@ -1,7 +1,8 @@
 """Trains so that every sample counts: a fixed batch to the bit, or one pass by ElasticSampler.
 
 MODE is `fixed` or `sampler`. The last line of rank 0 is the fingerprint of model and optimizer, or
-how often samples were trained. Steps take at least STEP_MS milliseconds.
+how often samples were trained. Steps take at least STEP_MS milliseconds, and a micro-batch of a
+fixed batch WORK_MS of a processor. Whoever's share of a step changes says so.
 """
 
 import hashlib
@@ -16,7 +17,8 @@ import torch.distributed as dist
 import elastic_driver as elastic
 
 MODE = os.environ["MODE"]
-EPOCHS = 2
+EPOCHS = int(os.environ.get("EPOCHS", "2"))
+WORK_S = float(os.environ.get("WORK_MS", "0")) / 1000
 STEP_S = float(os.environ.get("STEP_MS", "20")) / 1000
 SAMPLES = 2000
 
@@ -56,15 +58,27 @@ def note():
         file.write(json.dumps(line) + "\n")
 
 
+def work():
+    """Compute for WORK_S seconds of this process's own time."""
+    began = time.thread_time()
+    while time.thread_time() - began < WORK_S:
+        pass
+
+
 def loss_of(inputs):
     return (model(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean()
 
 
 def train_fixed(state):
+    share = None
     for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020 - the state keeps the epoch
         batches.set_epoch(state.epoch)
         for step in batches:
+            if len(step) != share:
+                share = len(step)
+                print(f"share {share} of step {step.number} in epoch {step.epoch}", flush=True)
             for _, inputs in step:
+                work()
                 loss_of(inputs).backward()
             optimizer.step()
             state.step += 1

@@ -1,0 +1,173 @@
+"""How a step's micro-batches are shared out, so that a slow rank holds nobody up (`--balance`).
+
+The driver's shell feeds in what a pass over one micro-batch costs each rank, waiting left out, and
+the shares that are in force; the verdict is other shares with the reason, or none. Noise moves
+nothing: a step has to become clearly shorter, and the earlier half of what was measured has to say
+so as well as the later one. After a move all is measured anew. The sum of the shares never
+changes, and with it neither the batch nor the result.
+
+Pure. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from msgspec import Struct
+
+from elastic_driver.core.messages import Division
+from elastic_driver.core.robust import median, usual
+
+
+class BalanceSettings(Struct, frozen=True, kw_only=True):
+    """When work is moved; with the defaults after 20 samples, about two seconds of short steps."""
+
+    gain: float = 0.15  # the part by which a step has to become shorter
+    window: int = 20  # samples that are looked at, in two halves; fewer decide nothing
+
+
+class Move(Struct, frozen=True):
+    """Micro-batches of a step by rank from now on, which rank came last before, and why."""
+
+    shares: tuple[int, ...]
+    last: int
+    reason: str
+
+
+def fastest_shares(virtual_workers: int, seconds: Sequence[float]) -> list[int]:
+    """How many micro-batches each rank should take so that a step is soonest over.
+
+    Everyone keeps at least one: who trains nothing cannot show that it has recovered. Of equal
+    ranks the lower ones take more, as in `batch.allocate_microbatches`.
+
+    Args:
+        virtual_workers: micro-batches of a step.
+        seconds: what each rank needs for one micro-batch.
+
+    Raises:
+        ValueError: fewer micro-batches than ranks, or a time that is not positive.
+    """
+    if virtual_workers < len(seconds) or not seconds:
+        raise ValueError(f"{virtual_workers} micro-batches cannot be shared by {len(seconds)}")
+    if min(seconds) <= 0:
+        raise ValueError("a micro-batch takes some time; got " + ", ".join(map(str, seconds)))
+    shares = [1] * len(seconds)
+    # Each further micro-batch goes to the rank that would be done with it first (Graham's list
+    # scheduling, optimal for equal jobs on machines of different speed); among several to the
+    # slowest of them, so that no more is moved than helps.
+    finish = [(2 * each, -each, rank) for rank, each in enumerate(seconds)]
+    heapq.heapify(finish)
+    for _ in range(virtual_workers - len(seconds)):
+        _, _, rank = finish[0]
+        each = seconds[rank]
+        shares[rank] += 1
+        heapq.heapreplace(finish, ((shares[rank] + 1) * each, -each, rank))
+    return shares
+
+
+def step_time(shares: Sequence[int], seconds: Sequence[float]) -> float:
+    """What the passes of a step take until the last rank is done with its share."""
+    return max(share * each for share, each in zip(shares, seconds, strict=True))
+
+
+@dataclass
+class Balancer:
+    """Decides for the ranks of one round; a new round gets a new one.
+
+    Args:
+        hosts: the host of each rank, for the reasons.
+        known: what a micro-batch cost each rank in an earlier round, where that is known; the
+            first decision is taken by it.
+    """
+
+    hosts: Sequence[str]
+    known: Sequence[float | None] = ()
+    settings: BalanceSettings = field(default_factory=BalanceSettings)
+    _divisions: list[Division | None] = field(init=False)
+    _times: list[deque[float]] = field(init=False)
+    _latest: list[int] = field(init=False)
+    _in_force: tuple[int, ...] = field(init=False, default=())
+    _given: tuple[int, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        self._divisions = [None for _ in self.hosts]
+        self._times = [deque(maxlen=self.settings.window) for _ in self.hosts]
+        self._latest = [-1 for _ in self.hosts]
+
+    def seconds(self) -> list[float | None]:
+        """What a micro-batch costs each rank; None where too little is known."""
+        half = self.settings.window // 2
+        measured = [median(times) if len(times) >= half else None for times in self._times]
+        earlier = self.known or [None for _ in self.hosts]
+        return [now or before for now, before in zip(measured, earlier, strict=True)]
+
+    def divided(self, rank: int, division: Division) -> None:
+        """A rank says what its share is."""
+        self._divisions[rank] = division
+
+    def measured(self, rank: int, step: int, seconds: float) -> None:
+        """A rank needed so long for a micro-batch of this step; repeats are ignored."""
+        if step > self._latest[rank] and seconds > 0:
+            self._latest[rank] = step
+            self._times[rank].append(seconds)
+
+    def decide(self) -> Move | None:
+        """Other shares than those in force, where a step would clearly be over sooner."""
+        shares = self._shares()
+        if not shares or sum(shares) <= len(shares):  # more cannot be taken from anybody
+            return None
+        if shares != self._in_force:
+            first, self._in_force = not self._in_force, shares
+            self._measure_anew()
+            return self._by_memory() if first else None
+        if any(len(times) < self.settings.window for times in self._times):
+            return None
+        half = self.settings.window // 2
+        halves = [
+            [median(islice(times, start, start + half)) for times in self._times]
+            for start in (0, half)
+        ]
+        return self._move([median(times) for times in self._times], halves)
+
+    def _measure_anew(self) -> None:
+        for times in self._times:
+            times.clear()
+
+    def _shares(self) -> tuple[int, ...]:
+        """The shares in force; empty while the ranks' words do not fit together."""
+        said = [division for division in self._divisions if division is not None]
+        shares = tuple(division.share for division in said)
+        whole = {division.virtual_workers for division in said}
+        return shares if len(said) == len(self.hosts) and whole == {sum(shares)} else ()
+
+    def _by_memory(self) -> Move | None:
+        """By what was measured in an earlier round; who was not there counts as usual."""
+        known = [seconds for seconds in self.seconds() if seconds]
+        if not known:
+            return None
+        seconds = [each or median(known) for each in self.seconds()]
+        return self._move(seconds, [seconds])
+
+    def _move(self, seconds: Sequence[float], evidence: Sequence[Sequence[float]]) -> Move | None:
+        """The best shares by these times, where every piece of evidence speaks for them."""
+        now = self._in_force
+        best = tuple(fastest_shares(sum(now), seconds))
+        least = 1 - self.settings.gain
+        better = all(step_time(best, each) < least * step_time(now, each) for each in evidence)
+        if best == self._given or not better:
+            return None
+        self._given = best
+        self._measure_anew()  # also while they are on their way
+        last = max(range(len(now)), key=lambda rank: now[rank] * seconds[rank])
+        return Move(
+            best,
+            last,
+            f"rank {last} on {self.hosts[last]} came last, with {now[last]} micro-batches of "
+            f"{seconds[last]:.3g} s where {usual(seconds, 1.5):.3g} s are usual: it trains "
+            f"{best[last]} of them now, which makes a step of {step_time(now, seconds):.3g} s "
+            f"one of {step_time(best, seconds):.3g} s",
+        )
