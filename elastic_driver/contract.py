@@ -38,6 +38,7 @@ TORCHRUN_NAMES = (
 
 # ---- routes of the driver, besides those of the store (`rendezvous.wire`) -----------------
 STATUS_PATH = "/v1/status"
+METRICS_PATH = "/metrics"  # where Prometheus looks unless told otherwise
 SCALE_PATH = "/v1/scale"
 STOP_PATH = "/v1/stop"
 DRAIN_PATH = "/v1/hosts/{host}:drain"  # {host}: a name as it stands in a URL

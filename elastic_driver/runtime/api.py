@@ -5,6 +5,7 @@
 | `POST /v1/events` | 202; a `core.events.WireEvent` goes into the driver's mailbox |
 | `GET /v1/status` | the run and `core.status.JobStatus` as one JSON object |
 | `GET /v1/events?since=N` | `{"events": […], "last": n}`; with `text/event-stream` it goes on |
+| `GET /metrics` | the same picture for Prometheus, see `runtime.metrics` |
 | `POST /v1/scale` | 202; `{"num_proc": N}` within the job's bounds |
 | `POST /v1/hosts/{host}:drain` | 202; the host is left in good order; 404 where it is not there |
 | `POST /v1/hosts/{host}:undrain` | 202; it may be used again; 404, 409 `not_drained` |
@@ -28,6 +29,7 @@ from msgspec import Meta, Struct
 
 from elastic_driver.contract import (
     DRAIN_PATH,
+    METRICS_PATH,
     SCALE_PATH,
     STATUS_PATH,
     STOP_PATH,
@@ -40,6 +42,7 @@ from elastic_driver.core.events import (
     WireEvent,
 )
 from elastic_driver.errors import ExitCode
+from elastic_driver.runtime import metrics
 from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.shards import ShardRoutes
 from rendezvous.web import JSON, Problem, read_json
@@ -130,6 +133,7 @@ class DriverRoutes:
         app.router.add_post(EVENTS_PATH, self.post_event)
         app.router.add_get(EVENTS_PATH, self.get_events, allow_head=False)
         app.router.add_get(STATUS_PATH, self.get_status, allow_head=False)
+        app.router.add_get(METRICS_PATH, self.get_metrics, allow_head=False)
         app.router.add_post(SCALE_PATH, self.scale)
         app.router.add_post(DRAIN_PATH, self.drain)
         app.router.add_post(UNDRAIN_PATH, self.undrain)
@@ -198,6 +202,11 @@ class DriverRoutes:
     async def get_status(self, _request: web.Request) -> web.Response:
         """The job at this moment."""
         return web.Response(body=await self._status(), content_type=JSON)
+
+    async def get_metrics(self, _request: web.Request) -> web.Response:
+        """The same for Prometheus."""
+        body = metrics.exposition(await self._status())
+        return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def _status(self) -> bytes:
         loop = asyncio.get_running_loop()

@@ -405,7 +405,7 @@ class ElasticDriver:
             "started": self._began,
             "command": self._spec.command,
             **msgspec.to_builtins(self._job.snapshot(time.monotonic())),
-            "slow": executor.slow.status(),
+            **executor.picture(),
             "node_check": self._node_check,
         }
         document["counters"]["false_alarms"] = executor.slow.false_alarms

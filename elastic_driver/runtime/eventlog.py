@@ -58,6 +58,7 @@ class EventLog:
         self._lock = threading.Lock()
         self._listeners: set[Callable[[], None]] = set()
         self._file: BinaryIO | None = None
+        self._counts: collections.Counter[str] = collections.Counter()
         self._next = 1
         self._closed = False
 
@@ -80,6 +81,7 @@ class EventLog:
                     record.setdefault(name, value)
             logged = LoggedEvent(self._next, msgspec.json.encode(record))
             self._next += 1
+            self._counts[event] += 1
             self._ring.append(logged)
             if self._file is not None:
                 try:
@@ -100,6 +102,11 @@ class EventLog:
         """The oldest `limit` events with a number above `n` that are still in memory."""
         with self._lock:
             return [logged for logged in self._ring if logged.n > n][:limit]
+
+    def counts(self) -> dict[str, int]:
+        """How many events of each name were logged since this log was opened."""
+        with self._lock:
+            return dict(self._counts)
 
     @property
     def closed(self) -> bool:

@@ -107,6 +107,14 @@ class Executor:
         """The agents whose processes have not ended."""
         return tuple(self._agents.values())
 
+    def picture(self) -> dict[str, object]:
+        """What the status document says of things that the core does not know."""
+        return {
+            "step": self.slow.step,
+            "slow": self.slow.status(),
+            "events": self._log.counts(),
+        }
+
     # ---- decisions -----------------------------------------------------------------------
 
     def execute(self, decision: Decision) -> None:

@@ -42,12 +42,13 @@ class SlowRanks:
         self._due = 0.0
         self._seen = 0  # the newest revision that was read
         self._false_alarms = 0  # of earlier rounds
+        self.step = 0  # committed steps, as the workers said last
         self._mover = WorkMover(apply)
 
     @property
     def due(self) -> float | None:
-        """When to look next; None: there is nobody to compare."""
-        return None if self._watch is None else self._due
+        """When to look next; None: there is no world yet."""
+        return None if self._world is None else self._due
 
     @property
     def false_alarms(self) -> int:
@@ -67,13 +68,11 @@ class SlowRanks:
     def enter(self, world: World) -> None:
         """A round is complete: forget the one before, and watch this one."""
         self._false_alarms = self.false_alarms
-        self._world, self._watch = world, None
-        if world.size > 1:
-            base = max(member.version for member in world.members)
-            hosts = [member.place.host for member in world.members]
-            self._watch = StragglerWatch(hosts, first_step=base + 1)
-            self._mover.enter(world)
-            self._due = self._clock() + LOOK_S
+        base = max(member.version for member in world.members)
+        hosts = [member.place.host for member in world.members]
+        self._world, self._watch = world, StragglerWatch(hosts, first_step=base + 1)
+        self._mover.enter(world)
+        self._due = self._clock() + LOOK_S
 
     def look(self) -> list[Announce]:
         """Read what the workers have written; what there is to tell about it."""
@@ -84,8 +83,10 @@ class SlowRanks:
         changes: list[Change] = []
         read = self._read(world)
         for rank, progress in enumerate(read):
-            for sample in progress.samples if progress is not None else ():
-                changes += watch.report(rank, sample.step, sample.compute)
+            if progress is not None:
+                self.step = max(self.step, progress.step)
+                for sample in progress.samples:
+                    changes += watch.report(rank, sample.step, sample.compute)
         moved = self._mover.look(read)
         ended = self._clock()
         self._due = ended + max(LOOK_S, SHARE * (ended - began))

@@ -107,12 +107,15 @@ def test_steps_before_the_round_are_not_counted() -> None:
     assert [slow.rank for slow in bench.slow.status()] == [0]
 
 
-def test_nobody_is_compared_with_himself() -> None:
+def test_alone_nobody_is_slow_but_the_step_is_known() -> None:
     bench = Bench()
     assert bench.slow.due is None
-    bench.slow.enter(world(1))
-    assert bench.slow.due is None
     assert bench.slow.look() == []
+    bench.slow.enter(world(1))
+    assert bench.slow.due == bench.now + LOOK_S
+    assert bench.slow.step == 0
+    assert bench.train(1, 81, slow=0) == []
+    assert bench.slow.step == 80
 
 
 def test_what_is_not_a_progress_document_is_passed_over() -> None:
