@@ -21,23 +21,28 @@ def result_key(task: int, worker: str) -> str:
     return f"rounds/{task}/results/{worker}"
 
 
+def go_key(task: int) -> str:
+    """Written when a task's processes may begin to measure."""
+    return f"rounds/{task}/go"
+
+
 class TaskSettings(Struct, frozen=True, kw_only=True):
     """What every process of the check runs; the same everywhere, so that times compare."""
 
     timeout: float = 60.0  # for meeting the partner, and for each exchange
     matrix: int | None = None  # rows of the square matrices; None: by kind of device
-    products: int = 60  # matrix products that are timed
+    products: int = 60  # matrix products that `compute` is the time of
     payload: int = 4 * 1024 * 1024  # bytes each process gives into an exchange
-    exchanges: int = 10  # all-gathers that are timed
+    exchanges: int = 10  # all-gathers that `network` is the time of
     performance: bool = False  # also measure the all-reduce's bandwidth and latency
     model: bool = False  # also train a transformer on made-up data
-    model_steps: int = 4
+    model_steps: int = 4  # of its passes, in `compute`
 
 
 class TaskResult(Struct, frozen=True, forbid_unknown_fields=True):
     """What one process measured."""
 
-    compute: Seconds  # matrix products, and the model's forward and backward passes
+    compute: Seconds  # matrix products and the model's passes, at their best pace
     network: Seconds  # the all-gathers, with the partner they were fastest with; alone: 0
     bandwidth: Rate | None = None  # bytes a second of an all-reduce's payload
     latency: Seconds | None = None  # of the smallest all-reduce

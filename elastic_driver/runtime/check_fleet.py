@@ -140,6 +140,10 @@ class CheckFleet:
         entry = found.entries.get(key) if isinstance(found, Entries) else None
         return None if entry is None else entry.value
 
+    def publish(self, key: str) -> None:
+        """Write a key whose being there is the message."""
+        self._running().post([Set(key, b"")])
+
     def forget(self, prefix: str) -> None:
         """Delete and seal every key below a prefix."""
         self._running().post([DeletePrefix(prefix, seal=True)])

@@ -18,9 +18,10 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.check_messages import TaskResult, TaskSettings, result_key
+from elastic_driver.core.check_gate import StartingGate
+from elastic_driver.core.check_messages import TaskResult, TaskSettings, go_key, result_key
 from elastic_driver.core.check_report import CheckReport
-from elastic_driver.core.events import AgentLost, AgentReady, WireEvent, WorkerExited
+from elastic_driver.core.events import AgentLost, AgentReady, WireEvent, WorkerExited, WorkerReady
 from elastic_driver.core.messages import JobSpec, StartWorkerOrder, StopWorkerOrder
 from elastic_driver.core.nodecheck import Group, Measurement, NodeCheck, failed
 from elastic_driver.core.slots import Seat, assign
@@ -166,7 +167,9 @@ class NodeChecker:
         """Run one round's tasks at the same time; what came of them, node by node."""
         tasks = [self._start(group) for group in groups]
         timeout = self._settings.task_timeout
-        self._listen(tasks, time.monotonic() + timeout)
+        deadline = time.monotonic() + timeout
+        self._open_gate(tasks, deadline)
+        self._listen(tasks, deadline)
         for task in tasks:
             self._stop(task, f"not done within {timeout:g} s (--check-timeout)")
         self._listen(tasks, time.monotonic() + STOP_S)
@@ -196,6 +199,23 @@ class NodeChecker:
             if process.host not in self._fleet.agents:
                 self._failed(task, process, "its agent was lost")
         return task
+
+    def _open_gate(self, tasks: Sequence[_Task], deadline: float) -> None:
+        """Let everybody measure once all are up, so that nobody times how another one starts."""
+        processes = {w: p for task in tasks for w, p in task.processes.items()}
+        gate = StartingGate(processes)
+        while not gate.is_open(time.monotonic()):
+            until = deadline if gate.opens_at is None else min(deadline, gate.opens_at)
+            event = self._fleet.hear(until)
+            if event is None:
+                break
+            self._take(event, tasks)
+            up = event.worker if isinstance(event, WorkerReady) else None
+            for worker, process in processes.items():
+                if worker == up or process.ended:
+                    gate.passed(worker, time.monotonic())
+        for task in tasks:
+            self._fleet.publish(go_key(task.number))
 
     def _listen(self, tasks: Sequence[_Task], deadline: float) -> None:
         """Until every process has ended, or the deadline."""

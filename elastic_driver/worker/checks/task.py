@@ -12,8 +12,10 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from itertools import combinations
 from urllib.parse import urlsplit
 
@@ -29,78 +31,122 @@ from elastic_driver.core.check_messages import (
     TASK_SETTINGS,
     TaskResult,
     TaskSettings,
+    go_key,
     result_key,
 )
+from elastic_driver.core.events import WorkerReady
 from elastic_driver.errors import ClusterError
-from elastic_driver.worker.checks.model import SIZES, Transformer, largest_that_fits
+from elastic_driver.worker.checks import excuses, pace
+from elastic_driver.worker.checks.model import SIZES, Size, Transformer, largest_that_fits
+from elastic_driver.worker.checks.turns import this_machine, turn
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.torch_store import HTTPStore
+from rendezvous.wire import EVENTS_PATH
 
-_MATRIX = {"cpu": 384, "cuda": 4096}
-_WARM_UP = 2  # what happens first also loads libraries and opens connections
+_MATRIX = {"cpu": 512, "cuda": 4096}
 _LATENCY_ROUNDS = 20
 _BANDWIDTH_ROUNDS = 5
+_BITS = 1_000_000  # a duration is agreed on in microseconds
+
+Turn = Callable[[Iterable[str]], AbstractContextManager[None]]  # of these machines
 
 
 class Task:
     """One process of the task: its device, its group, what it is to measure."""
 
-    def __init__(self, settings: TaskSettings, node: int, nodes: list[int]) -> None:
-        """`node`: the index of this process's node; `nodes`: that of every rank's."""
+    def __init__(
+        self,
+        settings: TaskSettings,
+        node: int,
+        nodes: list[int],
+        machines: Sequence[str] = (),
+        turn: Turn = lambda _machines: contextlib.nullcontext(),
+    ) -> None:
+        """`node`: the index of this process's node; `nodes`, `machines`: those of every rank.
+
+        `turn` keeps processes that share a machine from timing each other.
+        """
         self.settings = settings
         self.node, self.nodes = node, nodes
         self.device = _device()
+        # Several devices of one machine are measured at the same time: each has its own work.
+        shared = self.device.type == "cpu"
+        self._machines = tuple(machines) if shared else ()
+        self._turn = turn
+        own = self._machines[dist.get_rank()] if self._machines else ""
+        alone = not own or all(
+            there == node for there, at in zip(nodes, self._machines, strict=True) if at == own
+        )
+        self._excuse = excuses.none if alone else excuses.shared_machine()
 
     def measure(self) -> TaskResult:
         """Run everything that is asked for, each thing timed by itself."""
-        settings = self.settings
-        compute = self._multiply()
+        settings, rank = self.settings, dist.get_rank()
         step = parameters = bandwidth = latency = None
-        if settings.model:
-            passes, step, parameters = self._train()
-            compute += passes
-        network = self._exchange()
-        if (settings.performance or settings.model) and dist.get_world_size() > 1:
-            bandwidth, latency = self._all_reduce()
+        size = SIZES[self._common_size()] if settings.model else None
+        products = self._products()
+        measured = [self._product_stretch(products)]
+        if size is not None:
+            model, batch = _make_model(size, self.device)
+            parameters = sum(p.numel() for p in model.parameters())
+            passes = pace.repeated(lambda: _passes(model, batch), self._settle, self._excuse)
+            measured.append(passes)
+        seconds = pace.best_of(measured, partial(self._turn, self._machines[rank : rank + 1]))
+        compute = settings.products * seconds[0]
+        if size is not None:
+            step = seconds[1]
+            compute += settings.model_steps * step
+            model.zero_grad(set_to_none=True)
+        if not all(bool(torch.isfinite(product()).all()) for product in products):
+            raise ArithmeticError("the matrix products are not finite: broken memory or device")
+        with self._together():
+            if size is not None:
+                step = self._step(model, batch) or step
+            network = self._exchange()
+            if (settings.performance or settings.model) and dist.get_world_size() > 1:
+                bandwidth, latency = self._all_reduce()
         return TaskResult(compute, network, bandwidth, latency, step, parameters)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Hold the turns of all machines of the group; nobody begins before the first has them."""
+        leads = dist.get_rank() == 0
+        with self._turn(self._machines) if leads else contextlib.nullcontext():
+            dist.barrier()
+            yield
 
     # ---- computing -----------------------------------------------------------------------
 
-    def _multiply(self) -> float:
+    def _products(self) -> list[Callable[[], Tensor]]:
+        """Matrix products: one for the device, or for each processor that we may use."""
         rows = self.settings.matrix or _MATRIX[self.device.type]
-        left = torch.rand(rows, rows, device=self.device)
-        right = torch.rand(rows, rows, device=self.device) / rows
-        for _ in range(_WARM_UP):
-            left @ right
-        with self._timed() as elapsed:
-            for _ in range(self.settings.products):
-                left = left @ right
-        if not bool(torch.isfinite(left).all()):
-            raise ArithmeticError("the matrix products are not finite: broken memory or device")
-        return elapsed()
 
-    def _train(self) -> tuple[float, float, int]:
-        """Seconds of all passes without any exchange, of one step with it; the model's size."""
-        size = SIZES[self._common_size()]
-        torch.manual_seed(0)
-        model = Transformer(size).to(self.device)
-        batch = torch.randint(size.vocabulary, (size.batch, size.tokens), device=self.device)
-        _passes(model, batch)
-        with self._timed() as computing:
-            for _ in range(self.settings.model_steps):
-                _passes(model, batch)
-        model.zero_grad(set_to_none=True)
-        step = computing() / self.settings.model_steps
-        if dist.get_world_size() > 1:
-            # The gradients live in the buckets that are exchanged: half the memory.
-            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        def product() -> Callable[[], Tensor]:
+            left = torch.rand(rows, rows, device=self.device)
+            right = torch.rand(rows, rows, device=self.device)
+            return lambda: left @ right
+
+        many = len(os.sched_getaffinity(0)) if self.device.type == "cpu" else 1
+        return [product() for _ in range(many)]
+
+    def _product_stretch(self, products: list[Callable[[], Tensor]]) -> pace.Stretch:
+        if self.device.type == "cpu":
+            torch.set_num_threads(1)  # of each product; there is one for each processor
+            return pace.in_threads(products, self._excuse)
+        return pace.repeated(products[0], self._settle)
+
+    def _step(self, model: Transformer, batch: Tensor) -> float | None:
+        """Seconds for the same with the gradients' all-reduce; None for a process by itself."""
+        if dist.get_world_size() == 1:
+            return None
+        # The gradients live in the buckets that are exchanged: half the memory.
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        _passes(wrapped, batch)
+        dist.barrier()
+        with self._timed() as stepping:
             _passes(wrapped, batch)
-            dist.barrier()
-            with self._timed() as stepping:
-                _passes(wrapped, batch)
-            step = stepping()
-        return computing(), step, sum(p.numel() for p in model.parameters())
+        return stepping()
 
     def _common_size(self) -> int:
         """The largest model that every process of the group has room for."""
@@ -114,7 +160,7 @@ class Task:
     # ---- the network ---------------------------------------------------------------------
 
     def _exchange(self) -> float:
-        """The shortest time of an exchange with one other node; 0 where there is none.
+        """The shortest time of the exchanges with one other node; 0 where there is none.
 
         Each pair is timed by itself, so that in a group of three the slow one shows.
         """
@@ -129,16 +175,21 @@ class Task:
         return min(own, default=0.0)
 
     def _gather(self, group: object, size: int) -> float:
+        """Seconds for the exchanges of one pair, at the pace of the best stretch."""
         given = torch.ones(max(1, self.settings.payload // 4), device=self.device)
         taken = [torch.empty_like(given) for _ in range(size)]
-        for _ in range(_WARM_UP):
-            dist.all_gather(taken, given, group=group)
-        with self._timed() as elapsed:
-            for _ in range(self.settings.exchanges):
-                dist.all_gather(taken, given, group=group)
+
+        def agree(seconds: float) -> float:
+            longest = torch.tensor([int(seconds * _BITS)], device=self.device)
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+            return float(longest.item()) / _BITS
+
+        seconds = pace.together(
+            lambda: dist.all_gather(taken, given, group=group), self._settle, agree
+        )
         if any(float(part[-1]) != 1.0 for part in taken):
             raise ArithmeticError("the exchange brought other numbers than were sent")
-        return elapsed()
+        return self.settings.exchanges * seconds
 
     def _all_reduce(self) -> tuple[float, float]:
         """Bytes a second of the payload, and seconds for the smallest one."""
@@ -171,6 +222,13 @@ class Task:
             torch.cuda.synchronize(self.device)
 
 
+def _make_model(size: Size, device: torch.device) -> tuple[Transformer, Tensor]:
+    """The transformer, and made-up data to train it on."""
+    torch.manual_seed(0)
+    model = Transformer(size).to(device)
+    return model, torch.randint(size.vocabulary, (size.batch, size.tokens), device=device)
+
+
 def _passes(model: Callable[[Tensor], Tensor], batch: Tensor) -> None:
     model(batch).backward()
 
@@ -200,6 +258,16 @@ def _choose_interface(endpoint: str) -> None:
                 return
 
 
+def _await_go(client: RendezvousClient, worker: str, task: int, timeout: float) -> None:
+    """Say that we are up, and wait for the others of the round to be so (`core.check_gate`)."""
+    ready = WorkerReady(worker, task, -1, clean=True, reason="ready to measure")
+    client.post_json(EVENTS_PATH, msgspec.json.encode(ready))
+    until = time.monotonic() + timeout
+    while client.get(go_key(task), wait=max(0.0, until - time.monotonic())) is None:
+        if time.monotonic() >= until:
+            raise ClusterError(f"not told to begin within {timeout:g} s")
+
+
 def main() -> None:
     """Run the task this process was started for."""
     env = os.environ
@@ -217,9 +285,12 @@ def main() -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         try:
             node = int(env["GROUP_RANK"])
-            nodes: list[int] = [0] * size
-            dist.all_gather_object(nodes, node)
-            result = Task(settings, node, nodes).measure()
+            where: list[tuple[int, str]] = [(0, "")] * size
+            dist.all_gather_object(where, (node, this_machine()))
+            nodes, machines = [n for n, _ in where], [machine for _, machine in where]
+            measuring = Task(settings, node, nodes, machines, partial(turn, client, worker))
+            _await_go(client, worker, task, settings.timeout)
+            result = measuring.measure()
             client.set(result_key(task, worker), msgspec.json.encode(result))
             dist.barrier()  # nobody leaves while another still needs it
         finally:

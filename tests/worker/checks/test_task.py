@@ -14,7 +14,7 @@ from elastic_driver.worker.checks.task import Task
 from tests.support.gloo import run_ranks
 
 SMALL = TaskSettings(matrix=32, products=3, payload=4096, exchanges=3, model_steps=1)
-LATE_S = 0.3
+LATE_S = 0.1
 
 
 def exchange_with_a_slow_third(rank: int, _size: int) -> float:

@@ -1,0 +1,68 @@
+"""Turns at measuring, for processes of a node check whose hosts share a machine.
+
+Containers, or several names of one machine, are hosts of their own and share processors. If all
+of them measured at once, each would time the others. So whoever times something holds its machine's
+turn, a key of the check's store; one kernel is one machine. On machines of their own this costs a
+request. A process that dies loses its turn with its lease, and nobody waits longer than
+`PATIENCE_S`: then it measures all the same, and a time that is too long is measured again beside a
+fast node before it counts. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from rendezvous.client import RendezvousClient
+
+PATIENCE_S = 12.0
+LEASE_S = 30.0  # of a turn: longer than any on a CPU
+_LOOK_S = 0.5  # a lease that ends wakes nobody who waits for the key
+_FREE = b""
+
+
+def this_machine() -> str:
+    """What all processes on one kernel have in common; empty where it cannot be told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""
+
+
+def turn_key(machine: str) -> str:
+    """Holds the name of the worker whose turn it is on a machine; empty: nobody's."""
+    return f"checks/turns/{machine}"
+
+
+@contextlib.contextmanager
+def turn(client: RendezvousClient, worker: str, machines: Iterable[str]) -> Iterator[None]:
+    """Hold the turns of these machines; always taken in the same order, so nobody deadlocks."""
+    until = time.monotonic() + PATIENCE_S
+    keys = [turn_key(machine) for machine in sorted(set(machines)) if machine]
+    held = []
+    try:
+        for key in keys:
+            if _take(client, key, worker, until):
+                held.append(key)
+        yield
+    finally:
+        for key in held:
+            client.set(key, _FREE)
+
+
+def _take(client: RendezvousClient, key: str, worker: str, until: float) -> bool:
+    """Wait for the turn; whether it came in time."""
+    while True:
+        entry = client.get(key)
+        if entry is None or entry.value == _FREE:
+            expected = None if entry is None else _FREE
+            if client.compare_set(key, expected, worker.encode()).swapped:
+                client.set(key, worker.encode(), LEASE_S)
+                return True
+            continue
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        client.get(key, min(left, _LOOK_S), entry.revision)

@@ -1,0 +1,99 @@
+"""The best of several stretches: what passes does not count, what lasts does."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_driver.worker.checks import pace
+
+
+def test_a_stall_in_one_stretch_does_not_count() -> None:
+    calls = itertools.count()
+
+    def work() -> None:
+        time.sleep(0.1 if next(calls) == 5 else 0.005)
+
+    (seconds,) = pace.best_of([pace.repeated(work)], contextlib.nullcontext, stretch=0.05)
+    assert 0.005 <= seconds < 0.025
+
+
+def test_a_quota_counts_though_most_calls_are_fast() -> None:
+    """Like a quota of a fifth: 20 ms at full speed, then 80 ms nothing."""
+    began = time.perf_counter()
+
+    def work() -> None:
+        into = (time.perf_counter() - began) % 0.1
+        time.sleep(0.002 if into < 0.02 else 0.1 - into)
+
+    (seconds,) = pace.best_of([pace.repeated(work)], contextlib.nullcontext)
+    assert seconds > 2.5 * 0.002
+
+
+def test_each_stretch_is_measured_in_a_turn_and_others_get_theirs_between() -> None:
+    turns: list[str] = []
+
+    @contextlib.contextmanager
+    def turn() -> Iterator[None]:
+        turns.append("taken")
+        yield
+        turns.append("left")
+
+    def work() -> None:
+        assert turns[-1] == "taken"
+        time.sleep(0.001)
+
+    pace.best_of([pace.repeated(work)], turn, stretch=0.02, stretches=3)
+    assert turns == ["taken", "left"] * 3
+
+
+def test_calls_that_take_long_are_not_repeated_for_long() -> None:
+    calls = itertools.count()
+
+    def work() -> None:
+        next(calls)
+        time.sleep(0.05)
+
+    pace.best_of([pace.repeated(work)], contextlib.nullcontext, stretch=0.01, stretches=4)
+    assert next(calls) == 2, "once to warm up, once to be timed"
+
+
+def test_threads_add_up_and_do_not_wait_for_each_other() -> None:
+    slow = pace.in_threads([lambda: time.sleep(0.02), lambda: time.sleep(0.02)])(0.1)
+    assert slow == pytest.approx(0.01, rel=0.5)
+    uneven = pace.in_threads([lambda: time.sleep(0.02), lambda: time.sleep(1.0)])(0.1)
+    assert uneven < 0.04
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_fails_in_a_thread_fails() -> None:
+    def broken() -> None:
+        raise ArithmeticError("not finite")
+
+    with pytest.raises(RuntimeError, match="measuring thread"):
+        pace.in_threads([broken])(0.01)
+
+
+@pytest.mark.parametrize("others", [0.0, 0.2])
+def test_everybody_makes_as_many_calls_as_the_slowest_has_time_for(others: float) -> None:
+    calls = itertools.count()
+
+    def work() -> None:
+        next(calls)
+        time.sleep(0.002)
+
+    pace.together(work, lambda: None, lambda own: max(own, others))
+    least, most = pace.TOGETHER_STRETCHES
+    stretches = (next(calls) - 2) // pace.TOGETHER_CALLS
+    assert stretches == (least if others else most)
+
+
+def test_nothing_is_left_running() -> None:
+    before = threading.active_count()
+    pace.in_threads([lambda: time.sleep(0.01)] * 3)(0.01)
+    assert threading.active_count() == before
