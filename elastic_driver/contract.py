@@ -41,12 +41,14 @@ STATUS_PATH = "/v1/status"
 METRICS_PATH = "/metrics"  # where Prometheus looks unless told otherwise
 SCALE_PATH = "/v1/scale"
 STOP_PATH = "/v1/stop"
+STACKS_PATH = "/v1/stacks"
 DRAIN_PATH = "/v1/hosts/{host}:drain"  # {host}: a name as it stands in a URL
 UNDRAIN_PATH = "/v1/hosts/{host}:undrain"
 
 # ---- keys of the store: "<scope>/<key>" --------------------------------------------------
 JOB_SPEC = "job/spec"  # messages.JobSpec, written once
 JOB_WORLD = "job/world"  # messages.World of the newest complete round
+JOB_STACKS = "job/stacks"  # the number of the newest question where everybody stands
 JOB_NOTICE = "job/notice"  # messages.Notice: leave the current round
 JOB_ALLOCATION = "job/allocation"  # messages.Allocation: who trains how much of a step
 

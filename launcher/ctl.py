@@ -19,6 +19,7 @@ A running job
   status [--json] [--watch]   the job, its hosts and its workers
   events [-f] [--since N]     what has happened, and what happens
   hosts [--json]              its hosts
+  stacks [--last]             where every rank stands, equal stacks together
   scale N                     wish another number of workers
   drain HOST [--deadline S]   have a host's workers leave in good order; --cancel takes it back
   stop                        end it; elasticrun returns 143
@@ -38,6 +39,7 @@ _COMMANDS = {
     "status": ("running", "status"),
     "events": ("running", "events"),
     "hosts": ("running", "hosts"),
+    "stacks": ("stacks", "stacks"),
     "scale": ("running", "scale"),
     "drain": ("running", "drain"),
     "stop": ("running", "stop"),

@@ -88,6 +88,20 @@ class WorkerResumed(Struct, frozen=True, tag="worker_resumed", forbid_unknown_fi
     round: Count
 
 
+class WorkerStack(Struct, frozen=True, tag="worker_stack", forbid_unknown_fields=True):
+    """Where a worker stands, because somebody asked (`AskStacks`, by its number).
+
+    `where`: collective, elsewhere, or in words what its agent sees (`own` False) of one that may
+    be unable to answer itself. `stack`: of its training thread, innermost last.
+    """
+
+    worker: WorkerId
+    number: Count
+    where: Annotated[str, Meta(max_length=200)]
+    stack: Text
+    own: bool = True
+
+
 class WorkerExited(Struct, frozen=True, tag="worker_exited", forbid_unknown_fields=True):
     """A worker's process is gone, its whole group with it; negative codes are signals.
 
@@ -170,6 +184,12 @@ class StopRequested(Struct, frozen=True, tag="stop_requested"):
     exit_code: int
 
 
+class StacksRequested(Struct, frozen=True, tag="stacks_requested"):
+    """Somebody wants to know where every worker stands."""
+
+    reason: str
+
+
 class Tick(Struct, frozen=True, tag="tick"):
     """Nothing but time has passed; sent when `Job.deadline()` is reached."""
 
@@ -181,6 +201,7 @@ WireEvent = (
     | WorkerStepped
     | WorkerStalled
     | WorkerResumed
+    | WorkerStack
     | WorkerExited
     | HostLeaving
 )
@@ -194,6 +215,7 @@ Event = (
     | DrainRequested
     | DrainCancelled
     | StopRequested
+    | StacksRequested
     | Tick
 )
 
@@ -253,6 +275,25 @@ class SealRound(Struct, frozen=True, tag="seal_round"):
     reason: str
 
 
+class AskStacks(Struct, frozen=True, tag="ask_stacks"):
+    """Ask every worker where its training thread stands; the answers are `WorkerStack`."""
+
+    number: int
+    reason: str
+
+
+class StackGroup(Struct, frozen=True):
+    """Ranks that stand at the same place."""
+
+    ranks: tuple[int, ...]
+    where: str
+    stack: str  # innermost last; empty where nobody knows
+    odd: bool = False  # apart from the others, who may wait for them
+
+
+Detail = str | int | float | bool | None | tuple[StackGroup, ...]
+
+
 class Announce(Struct, frozen=True, tag="announce"):
     """A line for the event log; `event` is one of the names of the contract, past tense."""
 
@@ -264,7 +305,7 @@ class Announce(Struct, frozen=True, tag="announce"):
     rank: int | None = None
     pid: int | None = None
     worker: str | None = None
-    detail: dict[str, str | int | float | bool | None] = {}
+    detail: dict[str, Detail] = {}
 
 
 class EndJob(Struct, frozen=True, tag="end_job"):
@@ -282,6 +323,7 @@ Decision = (
     | PublishWorld
     | PublishNotice
     | SealRound
+    | AskStacks
     | Announce
     | EndJob
 )

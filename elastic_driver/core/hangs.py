@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from elastic_driver.core import stacks
 from elastic_driver.core.events import WorkerResumed, WorkerStalled
 from elastic_driver.core.registry import Worker, WorkerState
 from elastic_driver.core.rounds import RoundState, Stall
@@ -27,7 +28,7 @@ from elastic_driver.core.state import JobState
 
 LEAVE_S = 5.0  # to leave a round that was broken; who can leave does so in well under a second
 LONG_STALL = 8.0  # times as long as first told: then even an evaluation is taken for a hang
-MAX_STACK_CHARS = 8000  # of one worker's stack in the event log
+MAX_STACK_CHARS = stacks.MAX_STACK_CHARS
 
 
 def stalled(job: JobState, worker: Worker, event: WorkerStalled, now: float) -> bool:
@@ -52,6 +53,9 @@ def stalled(job: JobState, worker: Worker, event: WorkerStalled, now: float) -> 
             where=event.where,
             stack=stack,
         )
+        if len(job.round.stalls) == 1:
+            stacks.ask(job, now, f"{worker.id} makes no progress")
+    stacks.note(job, worker.id, stacks.Told(event.where, stack, own=True))
     return True
 
 
@@ -77,6 +81,8 @@ def culprits(job: JobState, now: float) -> list[tuple[Worker, str, Stall]]:
         if not job.passed(first + job.settings.settle, now, waiting):
             return []
     elsewhere = [worker for worker in spoken if not stalls[worker.id].waits]
+    if training:
+        stacks.settle(job)  # before anybody is killed: who stood where is evidence
     if not training:
         return _unmoved(job, elsewhere or spoken, now)
     if len(elsewhere) == 1 and len(running) > 1:

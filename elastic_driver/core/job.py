@@ -10,9 +10,10 @@ order changes nothing and is counted.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from elastic_driver.core import drain, elastic, endings, hangs, placement, plain, units
+from elastic_driver.core import drain, elastic, endings, hangs, placement, plain, stacks, units
 from elastic_driver.core.events import (
     AgentLost,
     AgentReady,
@@ -25,12 +26,14 @@ from elastic_driver.core.events import (
     HostLeaving,
     HostsDiscovered,
     ScaleRequested,
+    StacksRequested,
     StopRequested,
     Tick,
     WorkerExited,
     WorkerLost,
     WorkerReady,
     WorkerResumed,
+    WorkerStack,
     WorkerStalled,
     WorkerStarted,
     WorkerStepped,
@@ -65,12 +68,14 @@ class Job:
             WorkerStepped: self._worker_stepped,
             WorkerStalled: self._worker_stalled,
             WorkerResumed: self._worker_resumed,
+            WorkerStack: partial(stacks.told, self.state),
             WorkerExited: self._worker_exited,
             WorkerLost: self._worker_lost,
             ScaleRequested: self._scale_requested,
             DrainRequested: self._drain_requested,
             DrainCancelled: self._drain_cancelled,
             HostLeaving: self._host_leaving,
+            StacksRequested: lambda event, now: stacks.ask(self.state, now, event.reason),
             StopRequested: self._stop_requested,
             Tick: self._tick,
         }
@@ -127,6 +132,7 @@ class Job:
     def _look_once(self, now: float) -> None:
         job = self.state
         self._watch_hosts(now)
+        stacks.look(job, now)
         endings.judge(job, now)
         if job.end is not None:
             return

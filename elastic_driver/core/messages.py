@@ -171,7 +171,13 @@ class ShutdownOrder(Struct, frozen=True, tag="shutdown"):
     reason: str
 
 
-Order = StartWorkerOrder | StopWorkerOrder | RanksOrder | ShutdownOrder
+class StacksOrder(Struct, frozen=True, tag="stacks"):
+    """Say where every worker of this host stands, as seen from outside (`core.stacks`)."""
+
+    number: int  # of the question; the answer repeats it
+
+
+Order = StartWorkerOrder | StopWorkerOrder | RanksOrder | ShutdownOrder | StacksOrder
 
 
 class Failure(Struct, frozen=True):

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from elastic_driver.core.events import (
     Announce,
     Decision,
+    Detail,
     EndJob,
     GiveOrder,
     PublishNotice,
@@ -37,6 +39,9 @@ from elastic_driver.core.slots import Seat, assign
 from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings
+
+if TYPE_CHECKING:
+    from elastic_driver.core.stacks import Inquiry
 
 
 def seat(worker: Worker) -> Seat:
@@ -65,6 +70,8 @@ class JobState:
     last_loss_at: float | None = None
     vacated: list[tuple[str, int]] = field(default_factory=list)  # slots to fill again first
     mismatches: int = 0  # rounds broken for collectives that do not match, without a step since
+    inquiry: Inquiry | None = None  # where does everybody stand? (`stacks`)
+    inquiries: int = 0  # asked so far
     first_success: float | None = None  # when the first member finished its script
     grace_over: bool = False  # the others' grace period has passed, and it was said
     end: EndJob | None = None
@@ -105,7 +112,7 @@ class JobState:
         reason: str,
         worker: Worker | None = None,
         host: str | None = None,
-        **detail: str | int | float | bool | None,
+        **detail: Detail,
     ) -> None:
         """A line for the event log, about a worker, a host or the round."""
         if worker is None:

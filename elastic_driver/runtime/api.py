@@ -9,6 +9,7 @@
 | `POST /v1/scale` | 202; `{"num_proc": N}` within the job's bounds |
 | `POST /v1/hosts/{host}:drain` | 202; the host is left in good order; 404 where it is not there |
 | `POST /v1/hosts/{host}:undrain` | 202; it may be used again; 404, 409 `not_drained` |
+| `POST /v1/stacks` | 202; every worker is asked where it stands: event `stacks_collected` |
 | `POST /v1/stop` | 202; the job ends with status 143; asked a second time, at once |
 | `/v1/shards/…` | see `runtime.shards` |
 
@@ -31,6 +32,7 @@ from elastic_driver.contract import (
     DRAIN_PATH,
     METRICS_PATH,
     SCALE_PATH,
+    STACKS_PATH,
     STATUS_PATH,
     STOP_PATH,
     UNDRAIN_PATH,
@@ -39,6 +41,7 @@ from elastic_driver.core.events import (
     DrainCancelled,
     DrainRequested,
     ScaleRequested,
+    StacksRequested,
     WireEvent,
 )
 from elastic_driver.errors import ExitCode
@@ -56,7 +59,8 @@ _EVENT_STREAM = "text/event-stream"
 
 
 Reason = Annotated[str, Meta(min_length=1, max_length=500)]
-Request = WireEvent | ScaleRequested | DrainRequested | DrainCancelled  # what a route may post
+# What a route may post:
+Request = WireEvent | ScaleRequested | DrainRequested | DrainCancelled | StacksRequested
 
 
 class ScaleRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,6 +141,7 @@ class DriverRoutes:
         app.router.add_post(SCALE_PATH, self.scale)
         app.router.add_post(DRAIN_PATH, self.drain)
         app.router.add_post(UNDRAIN_PATH, self.undrain)
+        app.router.add_post(STACKS_PATH, self.stacks)
         app.router.add_post(STOP_PATH, self.stop)
         if self._shards is not None:
             self._shards.add_to(app)
@@ -180,6 +185,11 @@ class DriverRoutes:
             problem = f"host {host.host} is not drained, it is {host.state}"
             raise Problem(409, "not_drained", problem, "GET /v1/status shows the hosts")
         return self._accept(DrainCancelled(host.host, wish.reason))
+
+    async def stacks(self, request: web.Request) -> web.Response:
+        """Somebody wants to know where every worker stands; the body may be empty."""
+        wish = await _read_optional(request, _decode_reason, ReasonGiven())
+        return self._accept(StacksRequested(wish.reason))
 
     async def stop(self, request: web.Request) -> web.Response:
         """The job is to end now; the body may be empty."""

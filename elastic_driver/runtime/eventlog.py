@@ -21,7 +21,9 @@ from typing import BinaryIO
 
 import msgspec
 
-Value = str | int | float | bool | None
+from elastic_driver.core.events import Detail
+
+Value = Detail
 
 RING_EVENTS = 10_000  # what /v1/events can still tell
 _TAIL_BYTES = 1 << 20  # enough to hold the last line of any log

@@ -19,6 +19,7 @@ from elastic_driver import contract
 from elastic_driver.core.events import (
     AgentLost,
     Announce,
+    AskStacks,
     Decision,
     EndJob,
     GiveOrder,
@@ -135,6 +136,8 @@ class Executor:
             case SealRound():
                 prefix = contract.round_prefix(decision.round)
                 self._server.post([DeletePrefix(prefix, seal=True)])
+            case AskStacks(number=number):
+                self._server.post([Set(contract.JOB_STACKS, str(number).encode())])
             case Announce():
                 self._announce(decision)
             case EndJob():

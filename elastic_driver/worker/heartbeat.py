@@ -19,7 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.events import WorkerResumed, WorkerStalled, WorkerStepped
+from elastic_driver.core.events import WorkerResumed, WorkerStack, WorkerStalled, WorkerStepped
 from elastic_driver.core.messages import Allocation, Notice, Progress, decode, encode
 from elastic_driver.worker.notes import say
 from elastic_driver.worker.pulse import Pulse
@@ -65,6 +65,8 @@ class Heartbeat:
         self._said = (0, 0)  # round and step of the progress told last
         self._wait = FIRST_WAIT_S
         self._seen = 0  # revision of the newest notice
+        self._asked = 0  # revision of the newest question where we stand
+        self._answer: WorkerStack | None = None  # to it; kept until it is told
         self._world = 0  # revision of the newest world
         self._allocation = 0  # revision of the newest allocation
         self._entering = False  # a new world may be ours: its first step is near
@@ -118,7 +120,7 @@ class Heartbeat:
 
     def _beat(self, wait: float) -> None:
         lease = Set(contract.worker_lease(self._worker), b"", self._timeout)
-        keys = {contract.JOB_NOTICE: self._seen}
+        keys = {contract.JOB_NOTICE: self._seen, contract.JOB_STACKS: self._asked}
         if self._pulse.round == 0:
             # A beat must not sleep through the start of a round: its first step is news.
             keys[contract.JOB_WORLD] = self._world
@@ -131,6 +133,10 @@ class Heartbeat:
         world = found.entries.get(contract.JOB_WORLD)
         if world is not None and world.revision > self._world:
             self._world, self._entering = world.revision, True
+        asked = found.entries.get(contract.JOB_STACKS)
+        if asked is not None and asked.revision > self._asked:
+            self._asked = asked.revision
+            self._answer = self._watch.answer(int(asked.value))
         entry = found.entries.get(contract.JOB_NOTICE)
         if entry is not None and entry.revision > self._seen:
             self._seen = entry.revision
@@ -187,6 +193,9 @@ class Heartbeat:
         return wait
 
     def _tell(self) -> None:
+        if self._answer is not None:
+            self._client.post_json(EVENTS_PATH, _events.encode(self._answer))
+            self._answer = None
         round_id = self._pulse.round
         if round_id in (0, self._told) or self._pulse.steps == 0:
             return

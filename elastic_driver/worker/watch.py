@@ -24,7 +24,7 @@ import traceback
 from types import FrameType
 from typing import Literal
 
-from elastic_driver.core.events import WorkerResumed, WorkerStalled
+from elastic_driver.core.events import WorkerResumed, WorkerStack, WorkerStalled
 from elastic_driver.worker.pulse import Pulse
 
 LEAST_S = 60.0  # no silence shorter than this is a stall, unless the user says so
@@ -77,6 +77,11 @@ class StallWatch:
             self._dump(quiet, where)
         self._told, self._again_at = (round_id, self._pulse.alive_at), 2 * quiet
         return WorkerStalled(self._worker, round_id, quiet, where, stack)
+
+    def answer(self, number: int) -> WorkerStack:
+        """Where the thread stands now, to the driver's question of this number."""
+        frame = sys._current_frames().get(self._ident)
+        return WorkerStack(self._worker, number, stands_in(frame), describe(frame))
 
     def due(self, now: float) -> float | None:
         """Seconds until the next look is worth while; None: no limit holds."""

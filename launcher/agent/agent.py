@@ -27,6 +27,7 @@ from elastic_driver.core.messages import (
     JobSpec,
     Order,
     RanksOrder,
+    StacksOrder,
     StartWorkerOrder,
     StopWorkerOrder,
     decode,
@@ -327,6 +328,8 @@ class Agent:
             workers.stop(order.worker, order.grace)
         elif isinstance(order, RanksOrder):
             workers.rank(order)
+        elif isinstance(order, StacksOrder):
+            workers.look(order.number)
         else:
             self._shutting_down = True
             self._end(order.reason, ExitCode.OK, order.grace)

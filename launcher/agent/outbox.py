@@ -13,12 +13,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from elastic_driver.core.events import AgentReady, HostLeaving, WorkerExited, WorkerStarted
+from elastic_driver.core.events import (
+    AgentReady,
+    HostLeaving,
+    WorkerExited,
+    WorkerStack,
+    WorkerStarted,
+)
 from rendezvous.aclient import AsyncRendezvousClient
 from rendezvous.errors import RequestError
 from rendezvous.wire import EVENTS_PATH
 
-AgentEvent = AgentReady | WorkerStarted | WorkerExited | HostLeaving
+AgentEvent = AgentReady | WorkerStarted | WorkerExited | WorkerStack | HostLeaving
 
 
 class Outbox:

@@ -28,11 +28,12 @@ class Family:
 
     def __init__(self, helpers: Callable[[], frozenset[int]]) -> None:
         self.leaders: set[int] = set()
+        self.onlookers: set[int] = set()  # programs that look at workers (`looking`)
         self._helpers = helpers
 
     def strays(self) -> list[int]:
         """Pids of the strays that live; those that have ended are reaped on the way."""
-        known = self.leaders | self._helpers()
+        known = self.leaders | self.onlookers | self._helpers()
         return [pid for pid in children() if pid not in known and reap(pid) is None]
 
     async def end_strays(self, wanted: Callable[[int], bool], within: float = LEFTOVERS_S) -> None:

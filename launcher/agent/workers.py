@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elastic_driver import contract
-from elastic_driver.core.events import WorkerExited, WorkerStarted
+from elastic_driver.core.events import WorkerExited, WorkerStack, WorkerStarted
 from elastic_driver.core.messages import JobSpec, RanksOrder, StartWorkerOrder
 from elastic_driver.peer_loss import looks_like_peer_loss
 from launcher.agent.console import Console
 from launcher.agent.environment import Meeting, worker_environment
 from launcher.agent.logs import ERR, OUT, LogFile, link_ranks, route
+from launcher.agent.looking import look
 from launcher.agent.output import WorkerOutput
 from launcher.agent.process import Family, WorkerProcess
 from launcher.agent.starter import EXIT_NOT_EXECUTABLE, ProcessSpec, Starter, StartError
@@ -46,7 +47,7 @@ class Workers:
         meeting: Meeting,
         starter: Starter,
         consoles: tuple[Console, Console],
-        report: Callable[[WorkerStarted | WorkerExited], None],
+        report: Callable[[WorkerStarted | WorkerExited | WorkerStack], None],
         say: Callable[[str], None],
         inherited: Mapping[str, str] | None = None,
     ) -> None:
@@ -59,6 +60,7 @@ class Workers:
         self._processes: dict[str, WorkerProcess] = {}
         self._outputs: dict[str, WorkerOutput] = {}
         self._lives: set[asyncio.Task[None]] = set()
+        self._looking: asyncio.Task[None] | None = None
         self._pending: set[str] = set()  # ordered, not started, not stopped
         self._known: set[str] = set()  # every worker ever ordered: none is started twice
 
@@ -98,6 +100,18 @@ class Workers:
                 link_ranks(self._log_dir, order.round, order.ranks)
             except OSError as error:
                 self._say(f"cannot link the ranks of round {order.round} to their logs: {error}")
+
+    def look(self, number: int) -> None:
+        """Report where every worker stands, as seen from outside; one look at a time."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.get_running_loop().create_task(self._look(number))
+
+    async def _look(self, number: int) -> None:
+        for worker, process in tuple(self._processes.items()):
+            if self._processes.get(worker) is process:
+                seen = await look(process.pid, self._family.onlookers)
+                stack = WorkerStack(worker, number, seen.where, seen.stack, own=False)
+                self._report(stack)
 
     async def all_ended(self) -> None:
         """Wait until no worker is left; whoever calls has stopped them."""

@@ -6,13 +6,9 @@ by `control.find`.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NoReturn
 from urllib.parse import quote
 
 import msgspec
@@ -24,47 +20,12 @@ from elastic_driver.contract import (
     STOP_PATH,
     UNDRAIN_PATH,
 )
-from elastic_driver.errors import ClusterError, UsageError
-from elastic_driver.runtime.rundir import default_state_dir
+from elastic_driver.errors import ClusterError
 from launcher.control import show
-from launcher.control.connection import Connection
-from launcher.control.find import Where, find
+from launcher.control.arguments import connect, make_parser, parse
 from rendezvous.wire import EVENTS_PATH
 
 _CLEAR = "\x1b[H\x1b[2J"  # cursor home, erase the screen (ECMA-48)
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with our way of saying that something is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)")
-
-
-def _parser(name: str, what: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"elasticctl {name}", description=what, allow_abbrev=False)
-    job = parser.add_argument_group("which job (default: the only one running)")
-    job.add_argument("--run-id", metavar="ID", help="its name")
-    job.add_argument("--endpoint", metavar="URL", help="where its driver listens")
-    job.add_argument("--token-file", metavar="F", type=Path, help="the file with its token")
-    job.add_argument("--state-dir", metavar="D", type=Path, help="where runs keep their files")
-    return parser
-
-
-def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """The words as options; `--run_id` is `--run-id`."""
-    return parser.parse_args([_hyphenated(word) for word in words])
-
-
-def _hyphenated(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else word
-
-
-def _connect(given: argparse.Namespace) -> Connection:
-    state_dir = given.state_dir or default_state_dir(os.environ)
-    where = Where(state_dir.absolute(), given.run_id, given.endpoint, given.token_file)
-    return Connection(find(where))
 
 
 # ---- looking -----------------------------------------------------------------------------
@@ -72,12 +33,12 @@ def _connect(given: argparse.Namespace) -> Connection:
 
 def status(words: Sequence[str]) -> int:
     """`elasticctl status`: the job, its hosts and its workers."""
-    parser = _parser("status", "Show the job, its hosts and its workers.")
+    parser = make_parser("status", "Show the job, its hosts and its workers.")
     parser.add_argument("--json", action="store_true", help="the driver's own document")
     parser.add_argument("--watch", action="store_true", help="again and again, until it is over")
     parser.add_argument("--interval", type=_seconds, default=2.0, metavar="S", help="default 2")
-    given = _parse(parser, words)
-    connection = _connect(given)
+    given = parse(parser, words)
+    connection = connect(given)
     document = connection.get(STATUS_PATH)
     while True:
         _show_status(document, as_json=given.json, clear=given.watch and sys.stdout.isatty())
@@ -98,10 +59,10 @@ def _show_status(document: bytes, *, as_json: bool, clear: bool) -> None:
 
 def hosts(words: Sequence[str]) -> int:
     """`elasticctl hosts`: what the job thinks of its hosts."""
-    parser = _parser("hosts", "Show the job's hosts.")
+    parser = make_parser("hosts", "Show the job's hosts.")
     parser.add_argument("--json", action="store_true", help="as a JSON array")
-    given = _parse(parser, words)
-    document = _connect(given).get(STATUS_PATH)
+    given = parse(parser, words)
+    document = connect(given).get(STATUS_PATH)
     if given.json:
         print(msgspec.json.encode(msgspec.json.decode(document)["hosts"]).decode())
     else:
@@ -111,12 +72,12 @@ def hosts(words: Sequence[str]) -> int:
 
 def events(words: Sequence[str]) -> int:
     """`elasticctl events`: what has happened, and with -f what happens."""
-    parser = _parser("events", "Show what has happened.")
+    parser = make_parser("events", "Show what has happened.")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job is over")
     parser.add_argument("--since", type=_count, default=0, metavar="N", help="those after number N")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    given = _parse(parser, words)
-    connection = _connect(given)
+    given = parse(parser, words)
+    connection = connect(given)
     path = f"{EVENTS_PATH}?since={given.since}"
     if given.follow:
         for line in connection.follow(path):
@@ -140,10 +101,10 @@ def _show_event(line: bytes, *, as_json: bool) -> None:
 
 def scale(words: Sequence[str]) -> int:
     """`elasticctl scale N`."""
-    parser = _parser("scale", "Wish another number of workers, within --min-np and --max-np.")
+    parser = make_parser("scale", "Wish another number of workers, within --min-np and --max-np.")
     parser.add_argument("workers", type=_count, metavar="N")
-    given = _parse(parser, words)
-    connection = _connect(given)
+    given = parse(parser, words)
+    connection = connect(given)
     connection.post(SCALE_PATH, {"num_proc": given.workers})
     print(f"run {connection.target.run_id}: {given.workers} workers are wished")
     return 0
@@ -151,7 +112,7 @@ def scale(words: Sequence[str]) -> int:
 
 def drain(words: Sequence[str]) -> int:
     """`elasticctl drain HOST`."""
-    parser = _parser(
+    parser = make_parser(
         "drain",
         "Have HOST's workers leave at a step boundary, replaced first where there is room, and do "
         "not use it again until it has been away from the discovery, or --cancel.",
@@ -162,8 +123,8 @@ def drain(words: Sequence[str]) -> int:
         "--deadline", type=_seconds, metavar="S", help="it has to be empty within so many seconds"
     )
     parser.add_argument("--cancel", action="store_true", help="it may be used again")
-    given = _parse(parser, words)
-    connection = _connect(given)
+    given = parse(parser, words)
+    connection = connect(given)
     body: dict[str, object] = {"reason": given.reason}
     if given.deadline is not None and not given.cancel:
         body["deadline"] = given.deadline
@@ -176,14 +137,14 @@ def drain(words: Sequence[str]) -> int:
 
 def stop(words: Sequence[str]) -> int:
     """`elasticctl stop`."""
-    parser = _parser(
+    parser = make_parser(
         "stop",
         "End the job; elasticrun returns 143. Workers get SIGTERM and --stop-grace, unless they "
         "are stopped a second time.",
     )
     parser.add_argument("--reason", default="elasticctl stop", help="for the event log")
-    given = _parse(parser, words)
-    connection = _connect(given)
+    given = parse(parser, words)
+    connection = connect(given)
     connection.post(STOP_PATH, {"reason": given.reason})
     print(f"run {connection.target.run_id} is stopping")
     return 0

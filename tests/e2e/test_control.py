@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,28 @@ def test_the_status_shows_the_job_its_host_and_its_workers(job: RunningJob) -> N
     assert re.search(r"^localhost +usable +3 +2 +ready$", text, re.MULTILINE)
     for pid, record in job.live().items():
         assert re.search(rf"^{record.rank} +running +localhost +\d +{pid} ", text, re.MULTILINE)
+
+
+def test_the_stacks_of_all_ranks_are_shown_while_nothing_hangs(job: RunningJob) -> None:
+    text = ctl("stacks", *here(job))
+    assert "asked for by elasticctl stacks" in text
+    assert sorted(map(int, re.findall(r"\b\d\b", " ".join(RANKS.findall(text))))) == [0, 1]
+    assert "train.py" in text
+    assert ctl("stacks", "--last", *here(job)) == text
+    assert len(job.live()) == 2, "nobody was stopped for it"
+
+
+RANKS = re.compile(r"^ranks? ([\d, ]+):", re.MULTILINE)
+
+
+def test_a_rank_that_cannot_answer_is_seen_from_outside(job: RunningJob) -> None:
+    pid, record = next(iter(job.live().items()))
+    job.kill(pid, signal.SIGSTOP)
+    try:
+        text = ctl("stacks", *here(job))
+    finally:
+        job.kill(pid, signal.SIGCONT)
+    assert re.search(rf"^rank {record.rank}: no answer; its process is stopped", text, re.MULTILINE)
 
 
 def test_the_status_as_json_is_the_driver_s_own_document(job: RunningJob) -> None:

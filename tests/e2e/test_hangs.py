@@ -69,6 +69,14 @@ def test_a_training_thread_that_hangs_is_found_though_it_beats(how: str) -> None
         assert place in hung["reason"]
         assert place in hung["stack"]
         assert "no progress for" in job.stderr, "the stacks are in the worker's own log"
+        (found,) = job.events("stacks_collected")
+        assert found["n"] < hung["n"], "before anybody is killed"
+        (odd,) = [group for group in found["stacks"] if group["odd"]]
+        assert (odd["ranks"], odd["where"]) == ([1], "elsewhere")
+        assert place in odd["stack"]
+        others = [group for group in found["stacks"] if not group["odd"]]
+        assert sorted(rank for group in others for rank in group["ranks"]) == [0, 2]
+        assert {group["where"] for group in others} == {"collective"}
         last = min(r.step for r in again.values())
         assert last >= 30, job.describe()
         assert_no_step_lost_or_repeated(job, last)

@@ -21,9 +21,8 @@ STRETCH_S = 0.3  # several periods of a quota
 STRETCHES = 3
 PATIENCE = 2.0  # times as long as all stretches should take, and no further one is begun
 PAUSE_S = 0.05  # between two of them: who shares the machine takes its turn
-TOGETHER_S = 0.6  # for everything that is timed together with others
-TOGETHER_CALLS = 3  # in a stretch of that
-TOGETHER_STRETCHES = (2, 20)  # at least, for slow links, and at most
+TOGETHER_S = 0.8  # for all calls that are timed together with others
+TOGETHER_CALLS = (3, 80)  # at least, for slow links, and at most
 _LEAST_SHARE = 0.01  # of a stretch that counts, whatever is excused
 
 Work = Callable[[], object]
@@ -112,19 +111,14 @@ def together(
     *,
     seconds: float = TOGETHER_S,
 ) -> float:
-    """Seconds a call that others make too, in the best stretch; all make the same number of them.
+    """Seconds for the best of some calls that others make too; all make the same number of them.
 
-    `agree` gives everybody the same number for theirs; it is asked once, how long a call takes.
+    A single call is enough to be timed: an exchange moves more than a shaped link lets through at
+    once. `agree` gives everybody the same number for theirs; it is asked how long a call takes.
     """
     work()
     settle()
     once = max(agree(repeated(work, settle)(0.0)), 1e-6)
-    least, most = TOGETHER_STRETCHES
-    best = float("inf")
-    for _ in range(max(least, min(most, int(seconds / (TOGETHER_CALLS * once))))):
-        began = time.perf_counter()
-        for _ in range(TOGETHER_CALLS):
-            work()
-        settle()
-        best = min(best, (time.perf_counter() - began) / TOGETHER_CALLS)
-    return best
+    least, most = TOGETHER_CALLS
+    timed = repeated(work, settle)
+    return min(timed(0.0) for _ in range(max(least, min(most, int(seconds / once)))))

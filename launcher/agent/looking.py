@@ -1,0 +1,113 @@
+"""Where a worker stands, as its agent sees it from outside.
+
+For processes that cannot say it themselves: a plain script, one that is stopped, one that holds
+the interpreter lock. With py-spy on the path (or beside our Python) it is the stack of the main
+thread, taken without stopping the process; without it, or where it may not look, the state in which
+the kernel has the process. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+LOOK_S = 5.0  # for py-spy; a big process takes about one
+_IN_PYTHON = "seen by py-spy"
+
+
+class Seen(Struct, frozen=True):
+    """`where` in some words; `stack` with the innermost frame last, empty where unknown."""
+
+    where: str
+    stack: str = ""
+
+
+class _Frame(Struct, frozen=True):
+    name: str
+    filename: str
+    line: int
+
+
+class _Thread(Struct, frozen=True):
+    frames: tuple[_Frame, ...]  # innermost first
+    thread_name: str | None = None
+    os_thread_id: int | None = None
+
+
+async def look(pid: int, helpers: set[int]) -> Seen:
+    """Look at a process of ours. Pids of what this starts are in `helpers` while it runs."""
+    program = find_py_spy()
+    if program is not None and state_of(pid) not in ("stopped", "gone"):
+        with contextlib.suppress(OSError):
+            argv = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+            stack = stack_in(await _run(argv, helpers), pid)
+            if stack:
+                return Seen(_IN_PYTHON, stack)
+    return Seen(f"no answer; its process is {state_of(pid)}")
+
+
+def find_py_spy() -> str | None:
+    """The program, if it is installed."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.is_file() else shutil.which("py-spy")
+
+
+def state_of(pid: int) -> str:
+    """What the kernel says of a process: running, sleeping, stopped, disk-sleep … or gone."""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return "gone"
+
+
+def stack_in(output: bytes, pid: int) -> str:
+    """The main thread's stack in py-spy's JSON, as in a traceback; empty if there is none."""
+    try:
+        threads = msgspec.json.decode(output, type=tuple[_Thread, ...])
+    except msgspec.DecodeError:
+        return ""
+    main = [t for t in threads if t.os_thread_id == pid or t.thread_name == "MainThread"]
+    frames = main[0].frames if main else ()
+    return "".join(f'  File "{f.filename}", line {f.line}, in {f.name}\n' for f in reversed(frames))
+
+
+async def _run(argv: list[str], helpers: set[int]) -> bytes:
+    """What a program prints, or what it has printed when its time is over; raises OSError."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL
+        )
+        helpers.add(process.pid)
+        try:
+            await _ended(process.pid)
+        finally:
+            process.send_signal(signal.SIGKILL)  # nothing, where it has ended
+            process.wait()
+            helpers.discard(process.pid)
+        output.seek(0)
+        return output.read()
+
+
+async def _ended(pid: int) -> None:
+    """Wait for a child's end, at most LOOK_S."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    pidfd = os.pidfd_open(pid)
+    loop.add_reader(pidfd, ended.set)
+    try:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(ended.wait(), LOOK_S)
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
