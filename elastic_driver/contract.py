@@ -44,6 +44,10 @@ STOP_PATH = "/v1/stop"
 STACKS_PATH = "/v1/stacks"
 DRAIN_PATH = "/v1/hosts/{host}:drain"  # {host}: a name as it stands in a URL
 UNDRAIN_PATH = "/v1/hosts/{host}:undrain"
+TF_CLUSTER_SPEC_PATH = "/v1/tf/cluster_spec"
+TF_WAITING_NODES_PATH = "/v1/tf/waiting_nodes"
+TF_BARRIER_PATH = "/v1/tf/barrier"
+TF_SYNCHRONIZE_PATH = "/v1/tf/synchronize"
 
 # ---- keys of the store: "<scope>/<key>" --------------------------------------------------
 JOB_SPEC = "job/spec"  # messages.JobSpec, written once

@@ -12,6 +12,7 @@
 | `POST /v1/stacks` | 202; every worker is asked where it stands: event `stacks_collected` |
 | `POST /v1/stop` | 202; the job ends with status 143; asked a second time, at once |
 | `/v1/shards/…` | see `runtime.shards` |
+| `/v1/tf/…` | see `runtime.tf` |
 
 Handlers run on the server's loop, decode and bound what arrives, and hand it on; every
 decision about the job is taken on the driver's mailbox thread. Errors have the form of
@@ -48,6 +49,7 @@ from elastic_driver.errors import ExitCode
 from elastic_driver.runtime import metrics
 from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.shards import ShardRoutes
+from elastic_driver.runtime.tf import TfRoutes
 from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import EVENTS_PATH
 
@@ -124,12 +126,18 @@ _ACCEPTED = msgspec.json.encode(Accepted())
 
 
 class DriverRoutes:
-    """Handlers of the routes above."""
+    """Handlers of the routes above; `lease`: seconds a member of a TensorFlow cluster may be
+    silent."""
 
     def __init__(
-        self, driver: DriverPort, log: EventLog, shards: ShardRoutes | None = None
+        self,
+        driver: DriverPort,
+        log: EventLog,
+        shards: ShardRoutes | None = None,
+        lease: float = 30.0,
     ) -> None:
         self._driver, self._log, self._shards = driver, log, shards
+        self._tf = TfRoutes(lease)
         self._streams = 0
 
     def add_to(self, app: web.Application) -> None:
@@ -145,6 +153,7 @@ class DriverRoutes:
         app.router.add_post(STOP_PATH, self.stop)
         if self._shards is not None:
             self._shards.add_to(app)
+        self._tf.add_to(app)
 
     async def post_event(self, request: web.Request) -> web.Response:
         """An agent or a worker has something to tell."""

@@ -223,7 +223,7 @@ class ElasticDriver:
             self._log.open()
             token = make_token()
             write_token_file(self._run_dir.token_file, token)
-            routes = DriverRoutes(self, self._log, self._shards)
+            routes = DriverRoutes(self, self._log, self._shards, self._settings.heartbeat_timeout)
             self._server = RendezvousServer(
                 self._options.bind_host,
                 self._options.bind_port,
