@@ -25,6 +25,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "meeting": ("--members 8,64,1024 --simulated 1000,4000 --repeats 2", ""),
     "group_change": ("--ranks 2,8,16 --changes 8", "--changes 30"),
     "exact": ("--blocks 5", ""),
+    "balance": ("--turns 2", "--turns 5"),
 }
 LONGEST_S = 1800.0
 

@@ -1,11 +1,12 @@
 """The training script every benchmark runs: the same model, step and records for each system.
 
     HOW=elastic   under elasticrun, with the elastic API
+    HOW=fixed     the same, with a fixed batch whose micro-batches take WORK_MS of a processor
     HOW=plain     under torchrun or elasticrun, env:// initialisation
 
-Each finished step becomes a JSON line {t, step, round, size, pid} in $RECORDS/<pid>.jsonl. A plain
-script saves a snapshot each step, as scripts for torchrun have to. STATE_MB adds parameters that
-take no part in the step, so that the state to transfer has the wished size.
+Each finished step becomes a JSON line {t, step, round, rank, size, pid} in $RECORDS/<pid>.jsonl. A
+plain script saves a snapshot each step, as scripts for torchrun have to. STATE_MB adds parameters
+that take no part in the step, so that the state to transfer has the wished size.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.peers.floor import make_model
 RECORDS = Path(os.environ.get("RECORDS", "."))
 STEP_S = float(os.environ.get("STEP_MS", "15")) / 1000
 STEPS = int(os.environ.get("STEPS", "1000000"))
+WORK_S = float(os.environ.get("WORK_MS", "1")) / 1000
 STATE_MB = float(os.environ.get("STATE_MB", "0"))
 
 
@@ -37,9 +39,10 @@ def one_step(ddp: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def record(file, step: int, number: int, size: int) -> None:
+def record(file, step: int, number: int, rank: int, size: int) -> None:
     """Note that this process has finished `step`."""
-    line = {"t": time.time(), "step": step, "round": number, "size": size, "pid": os.getpid()}
+    place = {"round": number, "rank": rank, "size": size}
+    line = {"t": time.time(), "step": step, **place, "pid": os.getpid()}
     file.write(json.dumps(line) + "\n")
     file.flush()
 
@@ -72,7 +75,7 @@ def plain() -> None:
                 fresh = snapshot.with_suffix(f".{os.getpid()}")
                 torch.save({"model": model.state_dict(), "step": step}, fresh)
                 fresh.replace(snapshot)
-            record(file, step, restarts, dist.get_world_size())
+            record(file, step, restarts, dist.get_rank(), dist.get_world_size())
     dist.destroy_process_group()
 
 
@@ -89,11 +92,36 @@ def elastic_main() -> None:
             while state.step < STEPS:
                 one_step(ddp, state.optimizer)
                 state.step += 1
-                record(file, state.step, elastic.round_id(), elastic.size())
+                record(file, state.step, elastic.round_id(), elastic.rank(), elastic.size())
                 state.commit()
 
     train(state)
 
 
+def fixed() -> None:
+    """With a fixed batch: epoch after epoch of micro-batches that each take WORK_S seconds."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = elastic.FixedBatch(torch.randn(4096, 64), 1, model=model)
+    state = elastic.TorchState(model=model, optimizer=optimizer, batches=batches, step=0)
+
+    @elastic.run
+    def train(state) -> None:
+        with (RECORDS / f"{os.getpid()}.jsonl").open("a") as file:
+            while state.step < STEPS:
+                for step in batches:
+                    for inputs in step:
+                        began = time.thread_time()
+                        model(inputs).pow(2).mean().backward()
+                        while time.thread_time() - began < WORK_S:
+                            pass
+                    state.optimizer.step()
+                    state.step += 1
+                    record(file, state.step, elastic.round_id(), elastic.rank(), elastic.size())
+                    state.commit()
+
+    train(state)
+
+
 if __name__ == "__main__":
-    elastic_main() if os.environ["HOW"] == "elastic" else plain()
+    {"elastic": elastic_main, "fixed": fixed, "plain": plain}[os.environ["HOW"]]()

@@ -2,7 +2,7 @@
 
 `SlowRanks` owns one and hands it what the workers have written, at each look. Only ranks whose
 `FixedBatch` takes its shares from the driver (`--balance`) say what theirs are; without all of
-them nothing is decided. What a micro-batch cost a worker is remembered over a change of the world,
+them nothing is decided. What a step cost a worker is remembered over a change of the world,
 so that the survivors need not be held up again before a slow one is known.
 
 Called by the driver's mailbox thread. Times are seconds.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from elastic_driver import contract
-from elastic_driver.core.balance import Balancer, Move
+from elastic_driver.core.balance import Balancer, Cost, Move
 from elastic_driver.core.events import Announce
 from elastic_driver.core.messages import Allocation, Progress, World, encode
 from rendezvous.errors import RendezvousError
@@ -38,7 +38,7 @@ class WorkMover:
     def enter(self, world: World) -> None:
         """A round is complete: forget the one before, but for what its survivors are like."""
         before = self._world.members if self._world is not None else ()
-        known = {m.worker: t for m, t in zip(before, self._balancer.seconds(), strict=True)}
+        known = {m.worker: c for m, c in zip(before, self._balancer.costs(), strict=True)}
         self._balancer = Balancer(
             [member.place.host for member in world.members],
             known=[known.get(member.worker) for member in world.members],
@@ -54,7 +54,8 @@ class WorkMover:
             if progress is not None and progress.division is not None:
                 self._balancer.divided(rank, progress.division)
                 for sample in progress.samples:
-                    self._balancer.measured(rank, sample.step, sample.one_pass)
+                    cost = Cost(sample.one_pass, max(sample.compute - sample.one_pass, 0.0))
+                    self._balancer.measured(rank, sample.step, cost)
         move = self._pending or self._balancer.decide()
         if move is None:
             return []

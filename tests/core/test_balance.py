@@ -9,26 +9,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.core.balance import Balancer, BalanceSettings, Move, fastest_shares
+from elastic_driver.core.balance import (
+    Balancer,
+    BalanceSettings,
+    Cost,
+    Move,
+    fastest_shares,
+    step_time,
+)
 from elastic_driver.core.messages import Division
 
 WINDOW = BalanceSettings().window
 LOOK = 5  # steps from one look to the next
-Cost = Callable[[int, int], float]  # seconds of a micro-batch by rank and step
+Spent = Callable[[int, int], float]  # seconds of a micro-batch by rank and step
 
 
 class Ranks:
     """Ranks that train by the shares they are given, and report as workers do."""
 
     def __init__(
-        self, shares: Sequence[int], known: Sequence[float | None] = (), delay: int = 3
+        self, shares: Sequence[int], known: Sequence[Cost | None] = (), delay: int = 3
     ) -> None:
         self.balancer = Balancer(["a", "b", "c", "d"][: len(shares)], known)
         self.shares, self.delay = tuple(shares), delay
         self.moves: list[Move] = []
         self.step = 0
 
-    def train(self, steps: int, cost: Cost) -> list[Move]:
+    def train(self, steps: int, spent: Spent) -> list[Move]:
         """So many steps; what was moved in them."""
         before = len(self.moves)
         taken_over: tuple[int, tuple[int, ...]] | None = None
@@ -38,7 +45,7 @@ class Ranks:
                 self.shares, taken_over = taken_over[1], None
             for rank, share in enumerate(self.shares):
                 self.balancer.divided(rank, Division(sum(self.shares), share))
-                self.balancer.measured(rank, self.step, cost(rank, self.step))
+                self.balancer.measured(rank, self.step, Cost(spent(rank, self.step)))
             move = self.balancer.decide() if self.step % LOOK == 0 else None
             if move is not None:
                 self.moves.append(move)
@@ -46,7 +53,7 @@ class Ranks:
         return self.moves[before:]
 
 
-def only(slow: int, factor: float) -> Cost:
+def only(slow: int, factor: float) -> Spent:
     return lambda rank, _step: 0.1 * (factor if rank == slow else 1.0)
 
 
@@ -109,11 +116,13 @@ def test_a_slow_rank_is_found_in_jitter_and_kept_as_it_is() -> None:
 
 
 def test_the_survivors_of_a_round_keep_what_is_known_of_them() -> None:
-    ranks = Ranks((3, 3, 3, 3), known=(0.1, 0.3, 0.1, None))
+    ranks = Ranks((3, 3, 3, 3), known=(Cost(0.1), Cost(0.3), Cost(0.1), None))
     (move,) = ranks.train(WINDOW, only(1, 3.0))
     assert move.shares == (4, 1, 4, 3), "who was not there counts as usual"
-    assert ranks.balancer.seconds() == [0.1, 0.1 * 3.0, 0.1, 0.1]
-    assert Ranks((4, 4, 4), known=(0.1, 0.1, None)).train(WINDOW - 1, only(1, 3.0)) == []
+    assert ranks.balancer.costs() == [Cost(0.1), Cost(0.1 * 3.0), Cost(0.1), Cost(0.1)]
+    assert (
+        Ranks((4, 4, 4), known=(Cost(0.1), Cost(0.1), None)).train(WINDOW - 1, only(1, 3.0)) == []
+    )
 
 
 def test_nothing_is_decided_while_the_ranks_do_not_agree_on_their_shares() -> None:
@@ -124,7 +133,7 @@ def test_nothing_is_decided_while_the_ranks_do_not_agree_on_their_shares() -> No
     for step in range(101, 200):
         ranks.balancer.divided(0, Division(12, 5))
         for rank in range(3):
-            ranks.balancer.measured(rank, step, 0.1 if rank else 0.9)
+            ranks.balancer.measured(rank, step, Cost(0.1 if rank else 0.9))
         assert ranks.balancer.decide() is None
 
 
@@ -138,24 +147,28 @@ def test_nobody_is_left_without_work_and_nothing_is_moved_where_each_has_one() -
 
 
 def test_without_slow_ranks_work_is_shared_as_always() -> None:
-    assert fastest_shares(8, [1.0, 1.0, 1.0]) == [3, 3, 2]
+    assert fastest_shares(8, [Cost(1.0)] * 3) == [3, 3, 2]
 
 
 def test_a_rank_that_is_half_as_fast_gets_half_the_work() -> None:
-    assert fastest_shares(10, [1.0, 1.0, 2.0]) == [4, 4, 2]
+    assert fastest_shares(10, [Cost(1.0), Cost(1.0), Cost(2.0)]) == [4, 4, 2]
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 6))
-def test_no_other_sharing_is_sooner_over(seconds: list[int], more: int) -> None:
-    total = len(seconds) + more
-    shares = fastest_shares(total, [float(s) for s in seconds])
+def test_what_a_step_costs_once_counts_too() -> None:
+    assert fastest_shares(10, [Cost(1.0), Cost(1.0), Cost(1.0, rest=3.0)]) == [5, 4, 1]
+
+
+COSTS = st.builds(Cost, st.integers(1, 6), st.integers(0, 4))
+
+
+@given(st.lists(COSTS, min_size=1, max_size=4), st.integers(0, 6))
+def test_no_other_sharing_is_sooner_over(costs: list[Cost], more: int) -> None:
+    total = len(costs) + more
+    shares = fastest_shares(total, costs)
     assert sum(shares) == total
     assert min(shares) >= 1
-
-    def over(candidate: list[int]) -> int:
-        return max(share * each for share, each in zip(candidate, seconds, strict=True))
-
-    assert over(shares) == min(over(c) for c in _sharings(total, len(seconds)))
+    others = _sharings(total, len(costs))
+    assert step_time(shares, costs) == min(step_time(other, costs) for other in others)
 
 
 def _sharings(total: int, parts: int) -> list[list[int]]:
@@ -168,7 +181,7 @@ def _sharings(total: int, parts: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize(("virtual", "seconds"), [(1, [1.0, 1.0]), (2, []), (2, [1.0, 0.0])])
-def test_what_cannot_be_shared_is_refused(virtual: int, seconds: list[float]) -> None:
+@pytest.mark.parametrize(("virtual", "passes"), [(1, [1.0, 1.0]), (2, []), (2, [1.0, 0.0])])
+def test_what_cannot_be_shared_is_refused(virtual: int, passes: list[float]) -> None:
     with pytest.raises(ValueError, match=r"cannot be shared|takes some time"):
-        fastest_shares(virtual, seconds)
+        fastest_shares(virtual, [Cost(one_pass) for one_pass in passes])
