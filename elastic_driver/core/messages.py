@@ -93,11 +93,31 @@ class Division(Struct, frozen=True, array_like=True):
     share: Share
 
 
+MAX_LINKS = 16  # in one message
+
+
+class LinkUse(Struct, frozen=True, array_like=True):
+    """What went over the connections to one peer's address since the round began: seconds in which
+    something was under way, and bytes that arrived."""
+
+    peer: Host
+    seconds: Seconds
+    carried: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Links(Struct, frozen=True, array_like=True):
+    """The connections of a rank to other hosts; `address` is its own."""
+
+    address: Host
+    uses: Annotated[tuple[LinkUse, ...], Meta(max_length=MAX_LINKS)]
+
+
 class Progress(Struct, frozen=True):
     """How far a worker is: `step` committed steps in all, seconds for one, in round `round`.
 
     `samples` are its last measured steps, oldest first, each told several times. `division`: how it
-    takes part in a fixed batch, where shares are the driver's to give.
+    takes part in a fixed batch, where shares are the driver's to give. `links`: its connections
+    to other hosts, where it has any.
     """
 
     round: int
@@ -105,6 +125,7 @@ class Progress(Struct, frozen=True):
     step_time: float
     samples: Annotated[tuple[Sample, ...], Meta(max_length=MAX_SAMPLES)] = ()
     division: Division | None = None
+    links: Links | None = None
 
 
 class Allocation(Struct, frozen=True):

@@ -1,8 +1,8 @@
 """Which ranks are slow while the job trains.
 
-Workers report for each step what they spent computing and, where they can tell, on their own
-side of the network, both without the time they waited for others: in a synchronous step everyone
-*finishes* together, so only that shows who held the others up.
+Workers report for each step what they spent computing, without the time they waited for others: in
+a synchronous step everyone *finishes* together, so only that shows who held the others up. (Whose
+network is slow, `links` finds.)
 
 A rank's time is the median of its last steps; it is compared with the usual time of all ranks
 (`robust.usual`). Hysteresis and a number of looks that must agree keep jitter from raising an
@@ -66,12 +66,9 @@ class Change(Struct, frozen=True):
     over: bool = False
 
 
-_Times = tuple[float, float | None]  # what a rank reported of a step: compute, network
-
-
 @dataclass(slots=True)
 class _Track:
-    """One rank's times of one kind."""
+    """One rank's times."""
 
     times: deque[float]
     agree: int = 0  # looks in a row that contradict the present verdict
@@ -92,49 +89,33 @@ class StragglerWatch:
     settings: WatchSettings = field(default_factory=WatchSettings)
     first_step: int = 0
     false_alarms: int = 0  # alarms that were soon withdrawn
-    _tracks: dict[Slowness, list[_Track]] = field(init=False)
-    _reported: dict[int, dict[int, _Times]] = field(init=False, default_factory=dict)
+    _tracks: list[_Track] = field(init=False)
+    _reported: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     _latest: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         window = self.settings.window
-        self._tracks = {
-            kind: [_Track(deque(maxlen=window)) for _ in self.hosts] for kind in Slowness
-        }
+        self._tracks = [_Track(deque(maxlen=window)) for _ in self.hosts]
         self._latest = [self.first_step - 1] * len(self.hosts)
 
     @property
     def slow(self) -> tuple[SlowRank, ...]:
         """The ranks that are slow now, by rank."""
-        found = [t.alarm for tracks in self._tracks.values() for t in tracks if t.alarm]
-        return tuple(sorted(found, key=lambda alarm: (alarm.rank, alarm.kind.value)))
+        return tuple(track.alarm for track in self._tracks if track.alarm)
 
-    @property
-    def slow_hosts(self) -> tuple[str, ...]:
-        """Hosts of which at least half of the ranks are slow."""
-        ranks = {alarm.rank for alarm in self.slow}
-        of_host: dict[str, list[bool]] = {}
-        for rank, host in enumerate(self.hosts):
-            of_host.setdefault(host, []).append(rank in ranks)
-        return tuple(host for host, slow in of_host.items() if 2 * sum(slow) >= len(slow))
-
-    def report(
-        self, rank: int, step: int, compute: float, network: float | None = None
-    ) -> tuple[Change, ...]:
+    def report(self, rank: int, step: int, compute: float) -> tuple[Change, ...]:
         """One rank's step; what changes once every rank has reported it.
 
         Args:
             rank: who reports; an unknown one is ignored, and so is a step it told before.
             step: the finished step.
             compute: seconds it computed, waiting left out.
-            network: seconds its own side of the exchange took, waiting left out; None: it
-                cannot tell.
         """
         if not 0 <= rank < len(self.hosts) or step <= self._latest[rank]:
             return ()
         self._latest[rank] = step
         reported = self._reported.setdefault(step, {})
-        reported[rank] = (compute, network)
+        reported[rank] = compute
         if len(reported) < len(self.hosts):
             if len(self._reported) > _OPEN_STEPS:
                 del self._reported[min(self._reported)]
@@ -142,19 +123,17 @@ class StragglerWatch:
         self._take(reported)
         # Everybody is past the earlier steps: a report that was lost for one will not come.
         self._reported = {s: ranks for s, ranks in self._reported.items() if s > step}
-        return tuple(change for kind in Slowness for change in self._look(kind, step))
+        return tuple(self._look(step))
 
     # ---- one look ------------------------------------------------------------------------
 
-    def _take(self, reported: dict[int, _Times]) -> None:
+    def _take(self, reported: dict[int, float]) -> None:
         """Count a step that all have reported: the same steps of every rank are compared."""
-        for rank, (compute, network) in reported.items():
-            self._tracks[Slowness.COMPUTE][rank].times.append(compute)
-            if network is not None:
-                self._tracks[Slowness.NETWORK][rank].times.append(network)
+        for rank, compute in reported.items():
+            self._tracks[rank].times.append(compute)
 
-    def _look(self, kind: Slowness, step: int) -> list[Change]:
-        tracks = self._tracks[kind]
+    def _look(self, step: int) -> list[Change]:
+        tracks = self._tracks
         if any(len(track.times) < self.settings.least for track in tracks):
             return []
         times = [median(track.times) for track in tracks]
@@ -166,7 +145,7 @@ class StragglerWatch:
             factor *= factor  # rather are a few fast: they have a processor to themselves
         changes = []
         for rank, (track, time) in enumerate(zip(tracks, times, strict=True)):
-            found = SlowRank(rank, self.hosts[rank], kind, time / normal, step)
+            found = SlowRank(rank, self.hosts[rank], Slowness.COMPUTE, time / normal, step)
             change = self._judge(track, found, factor)
             if change is not None:
                 changes.append(change)

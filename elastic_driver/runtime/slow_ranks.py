@@ -17,7 +17,9 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core.events import Announce
+from elastic_driver.core.links import LinkWatch
 from elastic_driver.core.messages import Progress, World, decode
+from elastic_driver.core.robust import median
 from elastic_driver.core.status import SlowStatus
 from elastic_driver.core.stragglers import Change, StragglerWatch
 from elastic_driver.runtime.moving import Apply, WorkMover
@@ -39,6 +41,7 @@ class SlowRanks:
         self._apply, self._clock = apply, clock
         self._world: World | None = None
         self._watch: StragglerWatch | None = None
+        self._links = LinkWatch(())
         self._due = 0.0
         self._seen = 0  # the newest revision that was read
         self._false_alarms = 0  # of earlier rounds
@@ -53,7 +56,8 @@ class SlowRanks:
     @property
     def false_alarms(self) -> int:
         """Alarms that were withdrawn so soon that nothing was wrong, in the whole job."""
-        return self._false_alarms + (self._watch.false_alarms if self._watch else 0)
+        alarms = self._watch.false_alarms if self._watch else 0
+        return self._false_alarms + alarms + self._links.false_alarms
 
     def status(self) -> tuple[SlowStatus, ...]:
         """The ranks that are slow now."""
@@ -62,7 +66,7 @@ class SlowRanks:
             return ()
         return tuple(
             SlowStatus(s.rank, s.host, world.members[s.rank].worker, s.kind.value, s.ratio, s.step)
-            for s in watch.slow
+            for s in (*watch.slow, *self._links.slow)
         )
 
     def enter(self, world: World) -> None:
@@ -71,6 +75,7 @@ class SlowRanks:
         base = max(member.version for member in world.members)
         hosts = [member.place.host for member in world.members]
         self._world, self._watch = world, StragglerWatch(hosts, first_step=base + 1)
+        self._links = LinkWatch(hosts)
         self._mover.enter(world)
         self._due = self._clock() + LOOK_S
 
@@ -87,6 +92,11 @@ class SlowRanks:
                 self.step = max(self.step, progress.step)
                 for sample in progress.samples:
                     changes += watch.report(rank, sample.step, sample.compute)
+                if progress.links is not None:
+                    self._links.report(rank, progress.step, progress.links)
+        known = [progress.step_time for progress in read if progress is not None]
+        if known:
+            changes += self._links.look(median(known))
         moved = self._mover.look(read)
         ended = self._clock()
         self._due = ended + max(LOOK_S, SHARE * (ended - began))

@@ -28,7 +28,8 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
 
-from elastic_driver.core.messages import World
+from elastic_driver.core.messages import Links, World
+from elastic_driver.worker.links import read_links
 from elastic_driver.worker.sockets import Connections
 
 BACKEND = "elastic_gloo"
@@ -50,6 +51,10 @@ class Group:
         self.backend = backend
         self.connections = [connections]  # of it and of its subgroups
         self.at_end: Callable[[], None] | None = None
+
+    def links(self) -> Links | None:
+        """What has gone over its connections to other hosts; any thread."""
+        return read_links(one for several in list(self.connections) for one in several.held())
 
     def stop_hearing(self) -> None:
         """Make every collective of this process that waits in this group raise; any thread."""

@@ -174,6 +174,7 @@ class Heartbeat:
             step_time=step_time,
             samples=pulse.samples.collect(round_id, usual),
             division=pulse.division,
+            links=pulse.links(),
         )
         return (Set(contract.worker_progress(self._worker), encode(document)),)
 

@@ -11,13 +11,18 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 
-from elastic_driver.core.messages import Allocation, Division
+from elastic_driver.core.messages import Allocation, Division, Links
 from elastic_driver.worker.samples import StepSamples
 
 NEVER = sys.maxsize  # leave after this step: not before the end of time
 AT_ONCE = -1  # any commit is late enough
 KEPT_TIMES = 101  # step times from which the usual one is taken
+
+
+def _no_links() -> None:
+    return None
 
 
 class Pulse:
@@ -31,6 +36,7 @@ class Pulse:
         "division",
         "leave_after",
         "leave_reason",
+        "links",
         "passes_on",
         "round",
         "samples",
@@ -52,6 +58,7 @@ class Pulse:
         self.signs = 0  # commits and reported steps in this round; its own
         self.step_times: deque[float] = deque(maxlen=KEPT_TIMES)  # of all rounds; its own
         self.samples = StepSamples()  # what steps cost this rank; see there who writes
+        self.links: Callable[[], Links | None] = _no_links  # of the group; written with `round`
         self.division: Division | None = None  # written by a FixedBatch with `balance`
         self.passes_on = False  # the same: it wants to hear of allocations
         self.allocation: Allocation | None = None  # the newest; written by the heartbeat thread
@@ -83,3 +90,4 @@ class Pulse:
     def left(self) -> None:
         """Note that this process is in no round."""
         self.round = 0
+        self.links = _no_links

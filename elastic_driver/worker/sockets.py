@@ -53,6 +53,10 @@ class Connections:
         """Let every collective of a peer that waits for us fail, once it has what we have sent."""
         self._shut(socket.SHUT_WR)
 
+    def held(self) -> tuple[socket.socket, ...]:
+        """The connections, for looking at only; one may be closed at any moment."""
+        return tuple(self._held)
+
     def close(self) -> None:
         """Give the connections up; when no peer is in the group any more."""
         held, self._held = self._held, []

@@ -151,6 +151,7 @@ class Membership:
             self._left = world.round
             self._broken_since = None
             self._thread.forget()
+            self.pulse.links = group.links
             self.pulse.entered(world.round, version)
             if self._notice is not None:  # it may have come while the group was built
                 self._obey(self._notice)

@@ -15,7 +15,7 @@ from elastic_driver.core.stragglers import (
 )
 
 HOSTS = ("a", "a", "b", "b", "c", "c", "d", "d")
-Times = Callable[[int, int], tuple[float, float | None]]
+Times = Callable[[int, int], float]
 
 
 def train(watch: StragglerWatch, steps: range, times: Times) -> list[Change]:
@@ -23,8 +23,7 @@ def train(watch: StragglerWatch, steps: range, times: Times) -> list[Change]:
     changes: list[Change] = []
     for step in steps:
         for rank in range(len(watch.hosts)):
-            compute, network = times(rank, step)
-            changes += watch.report(rank, step, compute, network)
+            changes += watch.report(rank, step, times(rank, step))
     return changes
 
 
@@ -36,8 +35,8 @@ def jittered(random: Random, sigma: float = 0.25) -> float:
 
 def test_a_rank_that_becomes_slow_is_named_with_its_host_and_kind_within_30_steps() -> None:
     watch = StragglerWatch(HOSTS)
-    assert train(watch, range(1, 101), lambda _r, _s: (0.1, 0.02)) == []
-    changes = train(watch, range(101, 131), lambda r, _s: (0.2 if r == 5 else 0.1, 0.02))
+    assert train(watch, range(1, 101), lambda _r, _s: 0.1) == []
+    changes = train(watch, range(101, 131), lambda r, _s: 0.2 if r == 5 else 0.1)
     (change,) = changes
     assert not change.over
     assert (change.slow.rank, change.slow.host, change.slow.kind) == (5, "c", Slowness.COMPUTE)
@@ -47,20 +46,10 @@ def test_a_rank_that_becomes_slow_is_named_with_its_host_and_kind_within_30_step
     assert watch.slow == (change.slow,)
 
 
-def test_a_slow_network_is_told_from_slow_computing() -> None:
-    watch = StragglerWatch(HOSTS)
-    train(watch, range(40), lambda r, _s: (0.1, 0.09 if r in (2, 3) else 0.02))
-    assert [(s.rank, s.kind) for s in watch.slow] == [
-        (2, Slowness.NETWORK),
-        (3, Slowness.NETWORK),
-    ]
-    assert watch.slow_hosts == ("b",)
-
-
 @pytest.mark.parametrize(("hosts", "slow"), [("ab", {1}), ("abc", {1, 2}), ("abcd", {0, 2})])
 def test_slow_ranks_are_found_among_few(hosts: str, slow: set[int]) -> None:
     watch = StragglerWatch(tuple(hosts))
-    train(watch, range(40), lambda r, _s: (0.3 if r in slow else 0.1, None))
+    train(watch, range(40), lambda r, _s: 0.3 if r in slow else 0.1)
     assert {s.rank for s in watch.slow} == slow
 
 
@@ -68,11 +57,11 @@ def test_slow_ranks_are_found_among_few(hosts: str, slow: set[int]) -> None:
 def test_the_right_host_is_named_under_jitter(seed: int) -> None:
     random = Random(seed)
     watch, slow = StragglerWatch(HOSTS), random.randrange(8)
-    train(watch, range(1, 201), lambda _r, _s: (jittered(random), None))
+    train(watch, range(1, 201), lambda _r, _s: jittered(random))
     changes = train(
         watch,
         range(201, 231),
-        lambda r, _s: (jittered(random) * (2.0 if r == slow else 1.0), None),
+        lambda r, _s: jittered(random) * (2.0 if r == slow else 1.0),
     )
     assert [(c.slow.rank, c.slow.host) for c in changes] == [(slow, HOSTS[slow])]
 
@@ -81,27 +70,27 @@ def test_an_hour_of_jittered_steps_raises_no_alarm() -> None:
     random = Random(1)
     watch = StragglerWatch(("a", "b", "c", "d"))
     steps = range(36_000)  # of 0.1 s
-    assert train(watch, steps, lambda _r, _s: (jittered(random), jittered(random))) == []
+    assert train(watch, steps, lambda _r, _s: jittered(random)) == []
 
 
 def test_exactly_the_factor_is_not_slow() -> None:
     watch = StragglerWatch(("a", "b", "c"), WatchSettings(factor=1.5))
-    assert train(watch, range(60), lambda r, _s: (1.5 if r == 2 else 1.0, None)) == []
+    assert train(watch, range(60), lambda r, _s: 1.5 if r == 2 else 1.0) == []
 
 
 def test_where_three_ranks_share_two_processors_the_one_that_is_alone_makes_nobody_slow() -> None:
     watch = StragglerWatch(("a", "a", "a"))
-    assert train(watch, range(60), lambda r, _s: (0.1 if r == 0 else 0.2, None)) == []
-    assert len(train(watch, range(60, 120), lambda r, _s: (0.1 if r < 2 else 0.2, None))) == 1
+    assert train(watch, range(60), lambda r, _s: 0.1 if r == 0 else 0.2) == []
+    assert len(train(watch, range(60, 120), lambda r, _s: 0.1 if r < 2 else 0.2)) == 1
 
 
 def test_an_alarm_ends_when_the_rank_has_clearly_recovered_and_not_before() -> None:
     watch = StragglerWatch(("a", "b", "c"))
-    train(watch, range(60), lambda r, _s: (2.0 if r == 0 else 1.0, None))
-    still = train(watch, range(60, 160), lambda r, _s: (1.4 if r == 0 else 1.0, None))
+    train(watch, range(60), lambda r, _s: 2.0 if r == 0 else 1.0)
+    still = train(watch, range(60, 160), lambda r, _s: 1.4 if r == 0 else 1.0)
     assert still == []
     assert watch.slow
-    (over,) = train(watch, range(160, 220), lambda _r, _s: (1.0, None))
+    (over,) = train(watch, range(160, 220), lambda _r, _s: 1.0)
     assert over.over
     assert watch.slow == ()
     assert watch.false_alarms == 0
@@ -109,10 +98,10 @@ def test_an_alarm_ends_when_the_rank_has_clearly_recovered_and_not_before() -> N
 
 def test_an_alarm_that_is_soon_withdrawn_is_counted_as_false() -> None:
     watch = StragglerWatch(("a", "b", "c"))
-    train(watch, range(30), lambda _r, _s: (1.0, None))
-    raised = train(watch, range(30, 46), lambda r, _s: (3.0 if r == 1 else 1.0, None))
+    train(watch, range(30), lambda _r, _s: 1.0)
+    raised = train(watch, range(30, 46), lambda r, _s: 3.0 if r == 1 else 1.0)
     assert len(raised) == 1
-    train(watch, range(46, 90), lambda _r, _s: (1.0, None))
+    train(watch, range(46, 90), lambda _r, _s: 1.0)
     assert watch.slow == ()
     assert watch.false_alarms == 1
 

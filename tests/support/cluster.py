@@ -32,7 +32,7 @@ BOOT_S = 15.0
 SUBNET = "10.99.0"  # head is .1, node<i> is .10 + i; the networks of two clusters never meet
 _INIT = Path(__file__).with_name("node.py")
 _FREEZER = Path("/sys/fs/cgroup/freezer")
-_TOOLS = ("ip", "iptables", "nsenter", "unshare", "ssh", "ssh-keygen", "sshd")
+_TOOLS = ("ip", "tc", "iptables", "nsenter", "unshare", "ssh", "ssh-keygen", "sshd")
 _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
 
 _SSHD_CONFIG = """\
@@ -179,6 +179,20 @@ class Node:
     def deafen(self) -> None:
         """One-way loss: what the node sends arrives, what is sent to it is lost."""
         _run("ip", "netns", "exec", self._netns, "iptables", "-w", *_DROP_ALL_IN)
+
+    def slow_link(self, rate: str) -> None:
+        """Let no more than `rate` (as tc has it: `50mbit`) through the cable, either way."""
+        for netns, device in self._ends():
+            shape = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "100ms")
+            _run("ip", "netns", "exec", netns, "tc", "qdisc", "replace", "dev", device, *shape)
+
+    def fast_link(self) -> None:
+        """Undo `slow_link`."""
+        for netns, device in self._ends():
+            _run("ip", "netns", "exec", netns, "tc", "qdisc", "del", "dev", device, "root")
+
+    def _ends(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        return (self._netns, "eth0"), (self._cluster.switch, self._port)
 
     def heal(self) -> None:
         """Undo `cut` and `deafen`."""

@@ -117,7 +117,9 @@ class ClusterJob(RunningJob):
 
 
 @contextlib.contextmanager
-def elasticrun_on(cluster: Cluster, *args: str, steps: int = 100_000) -> Iterator[ClusterJob]:
+def elasticrun_on(
+    cluster: Cluster, *args: str, steps: int = 100_000, width: int = 50
+) -> Iterator[ClusterJob]:
     """Start `elasticrun ARGS… -- train.py` on the cluster's head."""
     run_id = f"t{uuid.uuid4().hex[:10]}"
     folder = Path(cluster.folder, run_id)
@@ -125,6 +127,7 @@ def elasticrun_on(cluster: Cluster, *args: str, steps: int = 100_000) -> Iterato
     worker_env = {
         "STEPS": str(steps),
         "STEP_MS": "20",
+        "WIDTH": str(width),
         "STEP_RECORDS": str(folder / "steps"),
         "OMP_NUM_THREADS": "1",
     }

@@ -1,6 +1,7 @@
 """A small elastic job that writes down every finished step; knobs come from the environment.
 
-STEPS steps of about STEP_MS milliseconds; FAIL_STEP, FAIL_RANK and FAIL_HOW make a worker fail.
+STEPS steps of about STEP_MS milliseconds, of a model of about 80 WIDTH bytes; FAIL_STEP,
+FAIL_RANK and FAIL_HOW make a worker fail.
 """
 
 import json
@@ -13,6 +14,7 @@ import torch
 import elastic_driver as elastic
 
 STEPS = int(os.environ.get("STEPS", "200"))
+WIDTH = int(os.environ.get("WIDTH", "50"))
 STEP_S = float(os.environ.get("STEP_MS", "10")) / 1000
 FAIL_STEP = int(os.environ.get("FAIL_STEP", "-1"))
 FAIL_RANK = int(os.environ.get("FAIL_RANK", "-1"))
@@ -20,7 +22,7 @@ FAIL_HOW = os.environ.get("FAIL_HOW", "raise")
 RECORDS = Path(os.environ["STEP_RECORDS"])
 
 torch.manual_seed(1)
-model = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.Tanh(), torch.nn.Linear(50, 1))
+model = torch.nn.Sequential(torch.nn.Linear(20, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 state = elastic.TorchState(model=model, optimizer=optimizer, step=0, trail=[])
 
