@@ -26,20 +26,14 @@ def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimiz
     draft.replace(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Fit a line, the torchrun way.")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--checkpoint", type=Path)
-    args = parser.parse_args()
-
-    dist.init_process_group("gloo")  # RANK, WORLD_SIZE, MASTER_ADDR … come from the launcher
+def train(steps: int, checkpoint: Path | None) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     first = 0
-    if args.checkpoint is not None and args.checkpoint.exists():
-        saved = torch.load(args.checkpoint, weights_only=True)
+    if checkpoint is not None and checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
         first = saved["step"]
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["opt"])
@@ -48,16 +42,28 @@ def main() -> None:
         print(f"{size} workers from step {first}, restart {restarts}", flush=True)
 
     ddp = DistributedDataParallel(model)
-    for step in range(first + 1, args.steps + 1):
+    for step in range(first + 1, steps + 1):
         inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(step * size + rank))
         loss = (ddp(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if rank == 0 and args.checkpoint is not None and step % 50 == 0:
-            save(args.checkpoint, step, model, optimizer)
+        if rank == 0 and checkpoint is not None and step % 50 == 0:
+            save(checkpoint, step, model, optimizer)
     if rank == 0:
-        print(f"done after {args.steps} steps: loss {loss:.6f}")
+        print(f"done after {steps} steps: loss {loss:.6f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fit a line, the torchrun way.")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--checkpoint", type=Path)
+    args = parser.parse_args()
+
+    dist.init_process_group("gloo")  # RANK, WORLD_SIZE, MASTER_ADDR … come from the launcher
+    # A function of its own, so that the DistributedDataParallel object is gone before its group
+    # is: the other way round torch 2.13 may lock up at exit, whatever has launched the script.
+    train(args.steps, args.checkpoint)
     dist.destroy_process_group()
 
 
