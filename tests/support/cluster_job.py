@@ -86,7 +86,9 @@ class ClusterJob(RunningJob):
         assert twice == {}, f"steps done in several rounds: {twice}"
         missing = set(range(1, max(rounds_of) + 1)) - set(rounds_of)
         assert not missing, f"steps lost: {sorted(missing)}"
-        by_others = {(r.round, r.step) for r in records if host_of_worker(r.worker) not in lost_hosts}
+        by_others = {
+            (r.round, r.step) for r in records if host_of_worker(r.worker) not in lost_hosts
+        }
         late = [
             r
             for r in records

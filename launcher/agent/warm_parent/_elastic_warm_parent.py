@@ -93,6 +93,7 @@ def _warm_up(preload: list[str], path0: str | None) -> list[str]:
             missing.append(f"{name}: {type(error).__name__}: {error}")
     if "torch" in sys.modules and not any(line.startswith("torch:") for line in missing):
         warm_torch.first_step(sys.modules["torch"])
+        warm_torch.let_last_work_end(sys.modules["torch"])
     if path0 is not None:
         sys.path.remove(path0)
     return missing

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ _BLAS_SETTERS = (
     "openblas_set_num_threads64_",
     "openblas_set_num_threads",
 )
+_LAST_WORK_S = 0.05
 
 
 def first_step(torch: Any) -> None:
@@ -38,6 +40,24 @@ def first_step(torch: Any) -> None:
             loss.backward()
         optimizer.step()
     torch.set_num_threads(threads)
+
+
+def let_last_work_end(torch: Any) -> None:
+    """Keep torch from locking up where a DistributedDataParallel object outlives its group.
+
+    Its reducer is the group's last owner then, and waits for the group's threads while it holds
+    the interpreter's lock, which a thread that drops its last work may still want (seen with
+    torch 2.13; destructors that block are pytorch's issue 56297). A new process is mostly
+    saved by the imports that it has yet to make; one that has made them is too quick.
+    """
+    wrapper = torch.nn.parallel.DistributedDataParallel
+
+    def wait_without_lock(_ddp: Any, pause: Callable[[float], None] = time.sleep) -> None:
+        if not torch.distributed.is_initialized():
+            pause(_LAST_WORK_S)
+
+    if not hasattr(wrapper, "__del__"):
+        wrapper.__del__ = wait_without_lock
 
 
 @contextlib.contextmanager

@@ -141,6 +141,25 @@ def test_data_loader_workers_can_be_forked_and_spawned(host: Agent) -> None:
     assert outcome == Outcome("fork 13.47757339477539\nspawn 13.47757339477539\n", "", 0)
 
 
+def run_two(host: Agent) -> list[str]:
+    """What two ranks of the script print, who may form a gloo world."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with pipes() as (first, second):
+        pids = []
+        for rank, (_, write) in enumerate((first, second)):
+            spec = host.spec("job.py", out=write, err=write, RANK=str(rank), **world)
+            pids.append(host.starter.start(spec))
+            os.close(write)
+        texts = read_all(first[0], second[0])
+        assert [wait_for(pid) for pid in pids] == [0, 0], texts
+    assert host.said == [], "they were no forks"
+    return texts
+
+
 def test_workers_form_a_gloo_world_and_train_with_ddp(host: Agent) -> None:
     script(
         host,
@@ -159,22 +178,30 @@ def test_workers_form_a_gloo_world_and_train_with_ddp(host: Agent) -> None:
         dist.destroy_process_group()
         """,
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    world |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with pipes() as (first, second):
-        pids = []
-        for rank, (_, write) in enumerate((first, second)):
-            spec = host.spec("job.py", out=write, err=write, RANK=str(rank), **world)
-            pids.append(host.starter.start(spec))
-            os.close(write)
-        texts = read_all(first[0], second[0])
-        assert [wait_for(pid) for pid in pids] == [0, 0], texts
+    texts = run_two(host)
     assert texts[0] == texts[1]
     assert texts[0].startswith("1.0 [")
-    assert host.said == []
+
+
+def test_a_ddp_object_that_outlives_its_group_does_not_lock_up(host: Agent) -> None:
+    script(
+        host,
+        """
+        import os, torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        rank = int(os.environ["RANK"])
+        def train(meeting):
+            dist.init_process_group("gloo", meeting, rank=rank, world_size=2)
+            model = DistributedDataParallel(torch.nn.Linear(4, 4))
+            for _ in range(3):
+                model(torch.randn(2, 4)).sum().backward()
+            dist.destroy_process_group()
+        for n in range(20):
+            train(f"file://{os.getcwd()}/meeting.{n}")
+        print("ended")
+        """,
+    )
+    assert run_two(host) == ["ended\n", "ended\n"]
 
 
 def test_most_of_its_memory_is_shared_with_its_siblings(host: Agent) -> None:
