@@ -1,9 +1,14 @@
-"""Real TensorFlow under `elasticrun --tf-config`: MultiWorkerMirroredStrategy, 2 → 3 → 2."""
+"""Real TensorFlow: MultiWorkerMirroredStrategy through 2 → 3 → 2 workers.
+
+Under `elasticrun --tf-config`, and started by orchestrators that meet over HTTP.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +16,10 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from tests.support.job import ROOT, Hosts, RunningJob, elasticrun
+from elastic_driver.worker.tf import ClusterSpec, TfNode, tf_config
+from launcher.agent.ports import free_ports
+from tests.support.job import JOBS, ROOT, Hosts, RunningJob, elasticrun
+from tests.support.orchestrators import Orchestrators
 from tests.support.tensorflow import tensorflow_python
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -78,3 +86,57 @@ def test_a_killed_worker_is_replaced_and_training_goes_on(tmp_path: Path) -> Non
         assert sorted({epoch.number for epoch in trained}) == list(range(12))
         assert len(trained) <= 13
         assert job.rounds() == [2, 2]
+
+
+# ---- started by orchestrators ------------------------------------------------------------
+
+
+def run_task(node: TfNode, spec: ClusterSpec, start: float, python: str) -> float:
+    """Run one TensorFlow task of this cluster, and stay a member meanwhile; the sum it printed."""
+    env = {**os.environ, "TF_CONFIG": tf_config(spec.cluster, spec.task), "START": str(start)}
+    argv = [python, str(JOBS / "tf_collective.py")]
+    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) as task:
+        try:
+            while True:
+                try:
+                    said, _ = task.communicate(timeout=0.3)
+                    break
+                except subprocess.TimeoutExpired:
+                    node.waiting_nodes()
+        finally:
+            task.kill()
+    assert task.returncode == 0, said
+    return float(said.split()[-1])
+
+
+def add_up(nodes: Orchestrators, specs: dict[str, ClusterSpec], start: float, python: str) -> float:
+    """Have all nodes run their task; the sum, on which they agree by way of the driver."""
+
+    def work(node: TfNode, spec: ClusterSpec) -> dict[str, bytes]:
+        found = run_task(node, spec, start, python)
+        return node.synchronize("total", str(found).encode(), PATIENCE_S)
+
+    calls = [
+        nodes.call(name, lambda node, spec=spec: work(node, spec)) for name, spec in specs.items()
+    ]
+    values = [call.result(PATIENCE_S) for call in calls]
+    (total,) = {value for found in values for value in found.values()}
+    assert all(len(found) == len(specs) for found in values)
+    return float(total)
+
+
+def test_a_collective_variable_goes_through_two_three_and_two_nodes(tmp_path: Path) -> None:
+    python = tensorflow_python()
+    with Orchestrators(tmp_path, lease=5.0) as nodes:
+        for name, port in zip("abc", free_ports(3), strict=True):
+            nodes.add(name, f"127.0.0.1:{port}")
+        total = add_up(nodes, nodes.together("a", "b"), 0.0, python)
+        assert total == 2
+        newcomer = nodes.join("c", PATIENCE_S)
+        nodes.until_waiting("a", 1)
+        grown = {**nodes.together("a", "b"), "c": newcomer.result(30.0)}
+        total = add_up(nodes, grown, total, python)
+        assert total == 2 + 3
+        shrunk = nodes.together("a", "b")  # c asks no more: it is lost after its lease
+        assert {spec.generation for spec in shrunk.values()} == {3}
+        assert add_up(nodes, shrunk, total, python) == 2 + 3 + 2
