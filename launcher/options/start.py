@@ -63,5 +63,6 @@ WARM: Option[int | None] = Option(
     None,
     START,
     "Processes kept warm on each host for workers to come; 0 starts every worker afresh.",
-    shown="auto: one, if the command is Python and imports more than the standard library",
+    shown="auto: one, if the command is Python and imports more than the standard library; none "
+    "with --tf-config",
 )

@@ -5,13 +5,15 @@ Under `elasticrun --tf-config`, and started by orchestrators that meet over HTTP
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import psutil
 import pytest
@@ -22,10 +24,15 @@ from tests.support.job import JOBS, ROOT, Hosts, RunningJob, elasticrun
 from tests.support.orchestrators import Orchestrators
 from tests.support.tensorflow import tensorflow_python
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = str(ROOT / "examples" / "tf_digits.py")
 EPOCHS = 24
 PATIENCE_S = 120.0  # for importing TensorFlow on machines that are busy
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def real(test: F) -> F:
+    """Mark a test that needs TensorFlow itself."""
+    return pytest.mark.tensorflow(pytest.mark.slow(pytest.mark.timeout(400)(test)))
 
 
 class Epoch(NamedTuple):
@@ -46,6 +53,7 @@ def sizes(job: RunningJob) -> list[int]:
     return found[:1] + [now for before, now in pairwise(found) if now != before]
 
 
+@real
 def test_keras_trains_on_through_two_three_and_two_workers(tmp_path: Path) -> None:
     python = tensorflow_python()
     hosts = Hosts(tmp_path, "127.0.0.2", "127.0.0.3")
@@ -74,6 +82,7 @@ def test_keras_trains_on_through_two_three_and_two_workers(tmp_path: Path) -> No
         job.assert_nothing_left()
 
 
+@real
 def test_a_killed_worker_is_replaced_and_training_goes_on(tmp_path: Path) -> None:
     python = tensorflow_python()
     script = (SCRIPT, "--epochs", "12", "--backup", str(tmp_path / "backup"))
@@ -86,6 +95,28 @@ def test_a_killed_worker_is_replaced_and_training_goes_on(tmp_path: Path) -> Non
         assert sorted({epoch.number for epoch in trained}) == list(range(12))
         assert len(trained) <= 13
         assert job.rounds() == [2, 2]
+
+
+@real
+def test_parameter_servers_end_with_the_chief() -> None:
+    python = tensorflow_python()
+    roles = ("-np", "4", "--min-np", "3", "--tf-roles", "chief=1,ps=1")
+    with elasticrun(*roles, "--", python, str(JOBS / "tf_servers.py")) as job:
+        assert job.wait(PATIENCE_S) == 0, job.describe()
+        assert "total 10\n" in job.stdout
+        job.assert_nothing_left()
+
+
+def test_every_worker_is_born_with_its_own_tf_config() -> None:
+    with elasticrun("-np", "3", "--tf-config", "sh", "-c", 'echo "$TF_CONFIG"') as job:
+        assert job.wait(30) == 0, job.describe()
+        said = sorted(re.findall(r"^\[(\d)\]<stdout>:(.*)$", job.stdout, re.M))
+    configs = {int(rank): json.loads(text) for rank, text in said}
+    (cluster,) = {json.dumps(config["cluster"]) for config in configs.values()}
+    assert len(set(json.loads(cluster)["worker"])) == 3
+    assert {rank: config["task"] for rank, config in configs.items()} == {
+        rank: {"type": "worker", "index": rank} for rank in range(3)
+    }
 
 
 # ---- started by orchestrators ------------------------------------------------------------
@@ -125,6 +156,7 @@ def add_up(nodes: Orchestrators, specs: dict[str, ClusterSpec], start: float, py
     return float(total)
 
 
+@real
 def test_a_collective_variable_goes_through_two_three_and_two_nodes(tmp_path: Path) -> None:
     python = tensorflow_python()
     with Orchestrators(tmp_path, lease=5.0) as nodes:
