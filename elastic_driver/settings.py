@@ -42,5 +42,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     plain_after: float = 10.0  # no word from a started script for this long: it is a plain one
     tf_roles: TfRoles | None = None  # of the workers in TF_CONFIG; None: they get none
 
+    checked_hosts: tuple[str, ...] | None = None  # before the job; None: hosts are never checked
+
 
 DEFAULT_HOST_FAILURES = 3

@@ -11,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 import msgspec
 
 from elastic_driver.core.check_messages import TaskSettings
 from elastic_driver.core.check_report import CheckReport
+from elastic_driver.core.nodecheck import NodeVerdict
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
 from elastic_driver.runtime.discovery import HostDiscovery
+from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.hostlist import Hosts
 from elastic_driver.runtime.node_check import CheckSettings, NodeChecker
 from elastic_driver.runtime.rundir import RunDir
@@ -47,22 +49,30 @@ def check_before_training(
     starter: StarterFactory,
     bind_host: str,
     run_dir: RunDir,
-) -> tuple[CheckReport, dict[str, str]]:
-    """Check the hosts: the report, kept in the run's folder too, and hosts not to use → why.
+) -> tuple[HostChecks, dict[str, str]]:
+    """Check the hosts: the findings, kept in the run's folder too, and hosts not to use → why.
 
     Raises ClusterError where no host is left, CheckStoppedError on a signal.
     """
     run_dir.create()
-    report = check_hosts(
-        plan,
-        wish,
-        hosts,
-        starter=starter,
-        bind_host=bind_host,
-        run_dir=RunDir(run_dir.path, _FOLDER),
-        say=_say if plan.verbosity >= 0 else _say_nothing,
-    )
-    (run_dir.path / REPORT_FILE).write_bytes(msgspec.json.encode(report) + b"\n")
+    say = _say if plan.verbosity >= 0 else _say_nothing
+
+    def make(some: Hosts, known: Sequence[NodeVerdict]) -> NodeChecker:
+        return make_checker(
+            plan,
+            wish,
+            some,
+            starter=starter,
+            bind_host=bind_host,
+            run_dir=RunDir(run_dir.path, _FOLDER),
+            say=say,
+            known=known,
+        )
+
+    with _ended_by_signals():
+        report = make(hosts, ()).run()
+    file = run_dir.path / REPORT_FILE
+    file.write_bytes(msgspec.json.encode(report) + b"\n")
     excluded = report.excluded(stragglers=wish.exclude_stragglers)
     if plan.verbosity >= 0 or excluded:
         print(show(report, as_json=plan.log_format == "json"), file=sys.stderr, flush=True)
@@ -71,7 +81,10 @@ def check_before_training(
             f"all {len(excluded)} nodes failed the check; the first: {report.nodes[0].node} "
             f"{next(iter(excluded.values()))}; repair them, or start without --network-check"
         )
-    return report, excluded
+    checks = HostChecks(
+        report, make, exclude_stragglers=wish.exclude_stragglers, file=file, say=say
+    )
+    return checks, excluded
 
 
 def check_hosts(
@@ -85,10 +98,29 @@ def check_hosts(
     say: Callable[[str], None],
 ) -> CheckReport:
     """Check the hosts with the plan's settings; raises ElasticError where that cannot begin."""
+    checker = make_checker(
+        plan, wish, hosts, starter=starter, bind_host=bind_host, run_dir=run_dir, say=say
+    )
+    with _ended_by_signals():
+        return checker.run()
+
+
+def make_checker(
+    plan: LaunchPlan,
+    wish: NodeCheckPlan,
+    hosts: Hosts,
+    *,
+    starter: StarterFactory,
+    bind_host: str,
+    run_dir: RunDir,
+    say: Callable[[str], None],
+    known: Sequence[NodeVerdict] = (),
+) -> NodeChecker:
+    """A check of these hosts with the plan's settings, not yet begun."""
     checked = tuple((host, n if wish.every_slot else 1) for host, n in hosts if n > 0)
     if not checked:
         raise ClusterError("there are no hosts to check; does the source of hosts name any?")
-    checker = NodeChecker(
+    return NodeChecker(
         checked,
         settings=CheckSettings(
             stragglers=wish.stragglers,
@@ -104,9 +136,8 @@ def check_hosts(
         run_dir=run_dir,
         bind=(bind_host, 0),
         say=say,
+        known=known,
     )
-    with _ended_by_signals():
-        return checker.run()
 
 
 def show(report: CheckReport, *, as_json: bool) -> str:

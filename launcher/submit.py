@@ -16,7 +16,6 @@ from types import FrameType
 
 from msgspec.structs import replace
 
-from elastic_driver.core.check_report import CheckReport
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode, UsageError
 from elastic_driver.runtime.discovery import (
     FixedDiscovery,
@@ -25,6 +24,7 @@ from elastic_driver.runtime.discovery import (
     ScriptDiscovery,
 )
 from elastic_driver.runtime.driver import DriverOptions, ElasticDriver
+from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.hostlist import Hosts
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.rundir import RunDir
@@ -47,10 +47,10 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     discovery = make_discovery(plan.hosts)
     plan, whereabouts = meet_the_hosts(plan, discovery)
     starter = make_starter_factory(plan.backend, whereabouts)
-    report: CheckReport | None = None
+    checks: HostChecks | None = None
     if plan.node_check is not None:
         hosts = discovery.find()
-        report, bad = check_before_training(
+        checks, bad = check_before_training(
             plan,
             plan.node_check,
             hosts,
@@ -59,6 +59,8 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
             run_dir=run_dir,
         )
         plan, discovery = without(plan, hosts, bad), WithoutHosts(discovery, bad)
+        good = tuple(host for host, _slots in hosts if host not in bad)
+        plan = replace(plan, settings=replace(plan.settings, checked_hosts=good))
     driver = ElasticDriver(
         settings=plan.settings,
         spec=plan.spec,
@@ -74,7 +76,7 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
             discovery_interval=plan.discovery_interval,
             debug=plan.debug,
         ),
-        node_check=report,
+        checks=checks,
     )
     with stop_on_signals(driver):
         return driver.run().exit_code

@@ -19,6 +19,7 @@ class CheckReport(Struct, frozen=True, kw_only=True):
     rounds: int
     seconds: float  # how long it has taken
     nodes: tuple[NodeVerdict, ...]
+    checked_at: float | None = None  # unix seconds at its end
 
     def named(self, *verdicts: Verdict) -> tuple[str, ...]:
         """The nodes with one of these verdicts."""

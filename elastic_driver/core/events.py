@@ -153,6 +153,20 @@ class WorkerLost(Struct, frozen=True, tag="worker_lost"):
     reason: str
 
 
+class HostResult(Struct, frozen=True):
+    """What a check found out about a host: whether it may get workers, and the verdict in words."""
+
+    host: str
+    passed: bool
+    reason: str
+
+
+class HostsChecked(Struct, frozen=True, tag="hosts_checked"):
+    """The check that `CheckHosts` asked for is over."""
+
+    results: tuple[HostResult, ...]
+
+
 class ScaleRequested(Struct, frozen=True, tag="scale_requested"):
     """Somebody wishes another number of workers, within min and max."""
 
@@ -216,6 +230,7 @@ Event = (
     | DrainCancelled
     | StopRequested
     | StacksRequested
+    | HostsChecked
     | Tick
 )
 
@@ -275,6 +290,13 @@ class SealRound(Struct, frozen=True, tag="seal_round"):
     reason: str
 
 
+class CheckHosts(Struct, frozen=True, tag="check_hosts"):
+    """Check these hosts, (host, slots), by themselves; the answer is `HostsChecked`."""
+
+    hosts: tuple[tuple[str, int], ...]
+    reason: str
+
+
 class AskStacks(Struct, frozen=True, tag="ask_stacks"):
     """Ask every worker where its training thread stands; the answers are `WorkerStack`."""
 
@@ -324,6 +346,7 @@ Decision = (
     | PublishNotice
     | SealRound
     | AskStacks
+    | CheckHosts
     | Announce
     | EndJob
 )

@@ -64,6 +64,7 @@ class HostManager:
         self._positions = 0
         self._cooling: dict[str, Host] = {}
         self._drains: dict[str, Drain] = {}  # of hosts that are there
+        self._held: dict[str, str] = {}  # host → why it is to be checked first
         # A host that is removed and added again keeps its record: flapping heals nothing.
         self._records: dict[str, Host] = {}
 
@@ -77,6 +78,7 @@ class HostManager:
         for name in removed:
             self._records[name] = self._hosts.pop(name)
             self._drains.pop(name, None)
+            self._held.pop(name, None)
         added, resized = [], []
         for name, slots in found.items():
             known = self._hosts.get(name)
@@ -112,8 +114,26 @@ class HostManager:
         return host.slots if host else 0
 
     def usable(self, name: str) -> bool:
-        """Whether the host is there, not in cool-down and not drained."""
-        return name in self._hosts and name not in self._cooling and name not in self._drains
+        """Whether the host is there, not in cool-down, not drained and not held for a check."""
+        kept_out = name in self._cooling or name in self._drains or name in self._held
+        return name in self._hosts and not kept_out
+
+    def hold(self, name: str, reason: str) -> None:
+        """Keep a host from being used until `release`; harmless where it is not there."""
+        if name in self._hosts:
+            self._held[name] = reason
+
+    def release(self, name: str) -> None:
+        """End a hold."""
+        self._held.pop(name, None)
+
+    def held(self) -> tuple[str, ...]:
+        """Hosts that wait for a check and could be used otherwise, in stable order."""
+        return tuple(n for n in self._held if n not in self._cooling and n not in self._drains)
+
+    def held_reason(self, name: str) -> str:
+        """Why a host is to be checked; empty where it is not held."""
+        return self._held.get(name, "")
 
     def drain(self, name: str, drain: Drain) -> bool:
         """Keep a host from being used; False where it is not there, or nothing is new.
@@ -188,6 +208,12 @@ class HostManager:
             return None
         if name in self._cooling:
             return host.reason
+        return self._cool_down(host, now, reason)
+
+    def check_failed(self, name: str, now: float, reason: str) -> str:
+        """Put a host that failed a check in cool-down; the reason in words."""
+        host = self._hosts[name]
+        self._note_trouble(host, now)
         return self._cool_down(host, now, reason)
 
     def step_finished(self, name: str) -> None:

@@ -13,7 +13,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from elastic_driver.core import drain, elastic, endings, hangs, placement, plain, stacks, units
+from elastic_driver.core import (
+    discovered,
+    drain,
+    elastic,
+    endings,
+    hangs,
+    placement,
+    plain,
+    rechecks,
+    stacks,
+    units,
+)
 from elastic_driver.core.events import (
     AgentLost,
     AgentReady,
@@ -24,6 +35,7 @@ from elastic_driver.core.events import (
     DrainRequested,
     Event,
     HostLeaving,
+    HostsChecked,
     HostsDiscovered,
     ScaleRequested,
     StacksRequested,
@@ -39,7 +51,7 @@ from elastic_driver.core.events import (
     WorkerStepped,
 )
 from elastic_driver.core.fleet import Agent, AgentState
-from elastic_driver.core.hosts import HostChanges, HostManager
+from elastic_driver.core.hosts import HostManager
 from elastic_driver.core.messages import Failure
 from elastic_driver.core.outcome import KILLED, Budget, Cause, Kind, cause_of
 from elastic_driver.core.registry import ACTIVE, OCCUPYING, News, Worker, WorkerState
@@ -59,8 +71,8 @@ class Job:
         tf = None if settings.tf_roles is None else TfLayout(settings.tf_roles)
         self.state = JobState(settings, HostManager(settings), Budget(settings), tf=tf)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
-            HostsDiscovered: self._hosts_discovered,
-            DiscoveryFailed: self._discovery_failed,
+            HostsDiscovered: partial(discovered.hosts, self.state),
+            DiscoveryFailed: partial(discovered.failed, self.state),
             AgentReady: self._agent_ready,
             AgentLost: self._agent_lost,
             WorkerStarted: self._worker_started,
@@ -69,6 +81,7 @@ class Job:
             WorkerStalled: self._worker_stalled,
             WorkerResumed: self._worker_resumed,
             WorkerStack: partial(stacks.told, self.state),
+            HostsChecked: partial(rechecks.checked, self.state),
             WorkerExited: self._worker_exited,
             WorkerLost: self._worker_lost,
             ScaleRequested: self._scale_requested,
@@ -132,6 +145,7 @@ class Job:
     def _look_once(self, now: float) -> None:
         job = self.state
         self._watch_hosts(now)
+        rechecks.look(job, now)
         stacks.look(job, now)
         endings.judge(job, now)
         if job.end is not None:
@@ -149,6 +163,7 @@ class Job:
         job = self.state
         for host in job.hosts.resurrect(now):
             job.announce("host_resurrected", "its cool-down is over", host=host)
+            rechecks.hold(job, host, "its cool-down is over")
             job.capacity_changed = True
         next_end = job.hosts.next_resurrection()
         if next_end is not None:
@@ -160,26 +175,6 @@ class Job:
                 self._host_without_agent(agent, f"agent not up within {timeout:g} s", now)
 
     # ---- hosts and agents ------------------------------------------------------------
-
-    def _hosts_discovered(self, event: HostsDiscovered, _now: float) -> None:
-        changes = self.state.hosts.discovered(event.hosts)
-        if not changes:
-            return
-        self.state.capacity_changed = True
-        self._announce_hosts(changes)
-
-    def _announce_hosts(self, changes: HostChanges) -> None:
-        announce = self.state.announce
-        for host, slots in changes.added:
-            announce("host_discovered", f"{slots} slots", host=host)
-        for host in changes.removed:
-            announce("host_removed", "discovery no longer reports it", host=host)
-        for host, before, slots in changes.resized:
-            announce("host_discovered", f"{slots} slots, it had {before}", host=host)
-
-    def _discovery_failed(self, event: DiscoveryFailed, _now: float) -> None:
-        kept = len(self.state.hosts)
-        self.state.announce("discovery_failed", f"{event.reason}; the {kept} known hosts stay")
 
     def _agent_ready(self, event: AgentReady, _now: float) -> None:
         job = self.state

@@ -33,6 +33,13 @@ class Measurement(Struct, frozen=True):
     latency: float | None = None  # seconds for the smallest exchange
 
 
+class UsualTimes(Struct, frozen=True):
+    """Best times of good nodes of an earlier check."""
+
+    compute: tuple[float, ...] = ()
+    network: tuple[float, ...] = ()
+
+
 class GroupResult(Struct, frozen=True):
     """A group's task in one round."""
 
@@ -80,6 +87,7 @@ class Evidence:
         rounds: Sequence[Sequence[GroupResult]],
         factor: float,
         gone: Mapping[str, str],
+        known: UsualTimes = UsualTimes(),
     ) -> None:
         self._factor = factor
         self._groups: dict[str, list[GroupResult]] = {node: [] for node in nodes}
@@ -101,8 +109,10 @@ class Evidence:
         )
         self.compute = self._best_compute()
         self.network = self._best_network()
-        self._usual_compute = usual(self.compute.values(), factor) if self.compute else 0.0
-        self._usual_network = usual(self.network.values(), factor) if self.network else 0.0
+        compute = (*self.compute.values(), *known.compute)
+        network = (*self.network.values(), *known.network)
+        self._usual_compute = usual(compute, factor) if compute else 0.0
+        self._usual_network = usual(network, factor) if network else 0.0
 
     # ---- failures ------------------------------------------------------------------------
 
@@ -204,6 +214,11 @@ class Evidence:
             return True
         beside_fast = [g for g in passed if self._has_fast_partner(node, g)]
         return self.slow_network(node) and len(beside_fast) < _MEASUREMENTS
+
+    def slow_alone(self, node: str) -> bool:
+        """Whether a node computes too slowly and was timed too little: that takes no partner."""
+        passed = [g for g in self._groups[node] if g.passed]
+        return self.slow_compute(node) and len(passed) < _MEASUREMENTS
 
     def _has_fast_partner(self, node: str, group: GroupResult) -> bool:
         return any(name != node and not self.slow_network(name) for name in group.names)

@@ -26,6 +26,7 @@ from elastic_driver.core.node_evidence import (
     Evidence,
     GroupResult,
     Measurement,
+    UsualTimes,
     failed,
 )
 
@@ -62,16 +63,24 @@ class NodeCheck:
         nodes: names, without repeats, in the order of the first round's pairs.
         stragglers: whether slow nodes are looked for (further rounds are run for them).
         factor: how many times the usual time is too slow.
+        known: verdicts of an earlier check of the same cluster. The times of its good nodes count
+            in what is usual; with them a node that is checked alone can be slow.
     """
 
     def __init__(
-        self, nodes: Sequence[str], *, stragglers: bool = True, factor: float = SLOW_FACTOR
+        self,
+        nodes: Sequence[str],
+        *,
+        stragglers: bool = True,
+        factor: float = SLOW_FACTOR,
+        known: Sequence[NodeVerdict] = (),
     ) -> None:
         if len(set(nodes)) != len(nodes) or not nodes:
             raise ValueError(f"a node check needs nodes, each named once; got {list(nodes)}")
         self.nodes = tuple(nodes)
         self._stragglers = stragglers
         self._factor = factor
+        self._known = tuple(v for v in known if v.verdict is Verdict.GOOD and v.node not in nodes)
         self._rounds: list[tuple[GroupResult, ...]] = []
         self._gone: dict[str, str] = {}
         self._next: tuple[Group, ...] | None = None
@@ -138,10 +147,17 @@ class NodeCheck:
             return () if hopeless else _pair_anew(suspects, evidence)
         slow = evidence.to_time_again() if self._stragglers else ()
         groups, left = _slow_with_fast((*suspects, *slow), evidence)
-        return (*groups, *_pair_anew([n for n in left if n in suspects], evidence))
+        anew = _pair_anew([n for n in left if n in suspects], evidence)
+        again = [(n,) for n in left if n not in suspects and evidence.slow_alone(n)]
+        return (*groups, *anew, *again)
 
     def _evidence(self) -> Evidence:
-        return Evidence(self.nodes, self._rounds, self._factor, self._gone)
+        return Evidence(self.nodes, self._rounds, self._factor, self._gone, self._usual())
+
+    def _usual(self) -> UsualTimes:
+        """The times of nodes that an earlier check called good."""
+        compute = tuple(v.compute for v in self._known if v.compute is not None)
+        return UsualTimes(compute, tuple(v.network for v in self._known if v.network is not None))
 
     # ---- judging -------------------------------------------------------------------------
 

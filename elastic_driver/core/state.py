@@ -70,6 +70,9 @@ class JobState:
     last_loss_at: float | None = None
     vacated: list[tuple[str, int]] = field(default_factory=list)  # slots to fill again first
     mismatches: int = 0  # rounds broken for collectives that do not match, without a step since
+    checking: tuple[str, ...] = ()  # held hosts whose check is going on (`rechecks`)
+    held_since: float | None = None  # a host waits for a check since then
+    ever_gone: set[str] = field(default_factory=set)  # hosts that discovery has removed
     inquiry: Inquiry | None = None  # where does everybody stand? (`stacks`)
     inquiries: int = 0  # asked so far
     first_success: float | None = None  # when the first member finished its script

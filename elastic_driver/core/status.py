@@ -29,9 +29,11 @@ class HostStatus(Struct, frozen=True):
 
     host: str
     slots: int
-    state: str  # usable | cool-down | draining (workers are on it) | drained | removed
+    # usable | checking (before it gets workers) | cool-down | draining (workers are on it)
+    # | drained | removed
+    state: str
     cooldown_left: float
-    reason: str  # why it is in cool-down, or drained
+    reason: str  # why it is in cool-down, drained, or to be checked
     agent: str  # none | starting | ready
     agent_incarnation: int  # 0: none
     workers: int  # processes on it
@@ -144,18 +146,24 @@ def _hosts(job: JobState, now: float) -> tuple[HostStatus, ...]:
 def _host(job: JobState, name: str, slots: int, now: float) -> HostStatus:
     agent = job.fleet.agents.get(name)
     left = job.hosts.cooldown_left(name, now)
-    drain = job.hosts.drained(name)
     workers = len(job.registry.on_host(name))
     return HostStatus(
         host=name,
         slots=slots,
         state=_host_state(job, name, workers),
         cooldown_left=left,
-        reason=drain.reason if drain else job.hosts.cooldown_reason(name),
+        reason=_host_reason(job, name),
         agent=agent.state.value if agent else "none",
         agent_incarnation=agent.incarnation if agent else 0,
         workers=workers,
     )
+
+
+def _host_reason(job: JobState, name: str) -> str:
+    drain = job.hosts.drained(name)
+    if drain is not None:
+        return drain.reason
+    return job.hosts.cooldown_reason(name) or job.hosts.held_reason(name)
 
 
 def _host_state(job: JobState, name: str, workers: int) -> str:
@@ -163,4 +171,6 @@ def _host_state(job: JobState, name: str, workers: int) -> str:
         return "removed"
     if job.hosts.drained(name) is not None:
         return "draining" if workers else "drained"
-    return "usable" if job.hosts.usable(name) else "cool-down"
+    if job.hosts.cooldown_reason(name):
+        return "cool-down"
+    return "usable" if job.hosts.usable(name) else "checking"

@@ -36,6 +36,10 @@ SHUTDOWN_S = 5.0  # for agents to end by themselves
 _decode_event: Callable[[bytes], WireEvent] = msgspec.json.Decoder(WireEvent).decode
 
 
+class _Cancelled:
+    """In the mailbox: nobody wants to know any more."""
+
+
 class CheckFleet:
     """Agents on `hosts`, and the means to speak with them; a context manager.
 
@@ -63,7 +67,7 @@ class CheckFleet:
         self._hosts, self._spec, self._settings = tuple(hosts), spec, settings
         self._make_starter, self._run_dir, self._bind = starter, run_dir, bind
         self._status = status
-        self._mailbox: queue.SimpleQueue[WireEvent | AgentLost] = queue.SimpleQueue()
+        self._mailbox: queue.SimpleQueue[WireEvent | AgentLost | _Cancelled] = queue.SimpleQueue()
         self._server: RendezvousServer | None = None
         self._starter: AgentStarter | None = None
         self._orders: dict[str, int] = {}  # host → orders given; only agents that live
@@ -122,17 +126,26 @@ class CheckFleet:
         self._running().post([Set(key, encode(order))])
 
     def hear(self, until: float) -> WireEvent | AgentLost | None:
-        """The next thing that happened; None once the monotonic time `until` has come."""
+        """The next thing that happened; None once the monotonic time `until` has come.
+
+        Raises ClusterError after `cancel`.
+        """
         try:
             event = self._mailbox.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             return None
+        if isinstance(event, _Cancelled):
+            raise ClusterError("the node check was cancelled")
         if isinstance(event, AgentReady) and event.host in self._orders:
             self.agents[event.host] = event
         elif isinstance(event, AgentLost):
             self.agents.pop(event.host, None)
             self._orders.pop(event.host, None)
         return event
+
+    def cancel(self) -> None:
+        """Have whoever hears, or will hear, give up; may be called by any thread."""
+        self._mailbox.put(_Cancelled())
 
     def read(self, key: str) -> bytes | None:
         """What stands under a key of the store."""

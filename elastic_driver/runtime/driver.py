@@ -23,7 +23,6 @@ from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core import invariants
-from elastic_driver.core.check_report import CheckReport
 from elastic_driver.core.events import (
     AgentLost,
     Announce,
@@ -45,6 +44,7 @@ from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.execution import Executor
+from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.mail import AgentEnded, Hurry, LeaseExpired, Message, StatusAsked
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.rundir import RunDir
@@ -93,7 +93,7 @@ class ElasticDriver:
         run_dir: RunDir,
         reporter: Reporter,
         options: DriverOptions | None = None,
-        node_check: CheckReport | None = None,
+        checks: HostChecks | None = None,
     ) -> None:
         """Starts nothing, opens nothing.
 
@@ -105,12 +105,12 @@ class ElasticDriver:
             run_dir: the run's folder, not yet created; removed files are this object's to remove.
             reporter: what the user sees.
             options: how the driver itself is to run.
-            node_check: what the check before the job found; shown with the job.
+            checks: what the check before the job found, and how hosts are checked again.
         """
         self._settings, self._spec, self._run_dir = settings, spec, run_dir
         self._make_starter, self._reporter = starter, reporter
         self._options = options or DriverOptions()
-        self._node_check = node_check
+        self._checks = checks
         self._mailbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._job = Job(settings)
         self._log = EventLog(run_dir.events_file, clock=time.time, on_broken=reporter.note)
@@ -246,11 +246,15 @@ class ElasticDriver:
             reporter=self._reporter,
             on_agent_ended=lambda event: self._mailbox.put(AgentEnded(event)),
             heartbeat_timeout=self._settings.heartbeat_timeout,
+            checks=self._checks,
+            on_checked=self._mailbox.put,
         )
 
     def _close_all(self) -> None:
         """Free every resource, whatever state it is in; the last thing the driver does."""
         self._discovery.stop()
+        if self._checks is not None:
+            self._checks.stop()
         if self._starter is not None:
             self._starter.close(0.0)
         self._log.close()
@@ -265,8 +269,8 @@ class ElasticDriver:
         end: EndJob | None = None
         try:
             executor.execute(Announce("job_started", f"run {self._spec.run_id}"))
-            if self._node_check is not None:
-                executor.execute(Announce("nodes_checked", self._node_check.summary()))
+            if self._checks is not None:
+                executor.execute(Announce("nodes_checked", self._checks.report.summary()))
             while end is None:
                 end = self._handle(self._next_message(executor), executor)
                 executor.look_at_ranks()
@@ -308,7 +312,7 @@ class ElasticDriver:
                 self._hurried = True
                 return EndJob(int(ExitCode.INTERRUPTED), "asked to stop twice")
             case LeaseExpired(key):
-                event = self._lease_expired(key, executor)
+                event = executor.lease_expired(key)
             case AgentEnded(lost):
                 executor.agent_ended(lost.host, lost.incarnation)
                 event = lost
@@ -360,19 +364,6 @@ class ElasticDriver:
         self._log.append("shard_quarantined", dataset=dataset, shard=entry.shard.name, reason=text)
         self._reporter.note(text)
 
-    def _lease_expired(self, key: str, executor: Executor) -> AgentLost | WorkerLost | None:
-        """The event that an expired lease stands for."""
-        silent = f"not heard of for {self._settings.heartbeat_timeout:g} s (--heartbeat-timeout)"
-        agent = contract.agent_of_lease(key)
-        if agent is not None:
-            executor.agent_silent(*agent)
-            return AgentLost(*agent, reason=silent)
-        worker = contract.worker_of_lease(key)
-        if worker is not None:
-            executor.worker_silent(worker)
-            return WorkerLost(worker, silent)
-        return None
-
     def _wind_down(self, end: EndJob, executor: Executor) -> None:
         """Have the agents stop their workers and exit, and hear them out until they have."""
         if self._hurried:
@@ -406,7 +397,7 @@ class ElasticDriver:
             "command": self._spec.command,
             **msgspec.to_builtins(self._job.snapshot(time.monotonic())),
             **executor.picture(),
-            "node_check": self._node_check,
+            "node_check": None if self._checks is None else self._checks.report,
         }
         document["counters"]["false_alarms"] = executor.slow.false_alarms
         return msgspec.json.encode(document)

@@ -20,15 +20,18 @@ from elastic_driver.core.events import (
     AgentLost,
     Announce,
     AskStacks,
+    CheckHosts,
     Decision,
     EndJob,
     GiveOrder,
+    HostsChecked,
     PublishNotice,
     PublishWorld,
     SealRound,
     StartAgent,
     StopAgent,
     WorkerExited,
+    WorkerLost,
     WorkerStarted,
 )
 from elastic_driver.core.messages import (
@@ -46,6 +49,7 @@ from elastic_driver.core.messages import (
 from elastic_driver.runtime.boundary import UNREACHABLE_STEP, Reading, leave_after
 from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.failures import HeldTails
+from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.slow_ranks import LOOK_S, SlowRanks
 from elastic_driver.runtime.starter import AgentStarter
@@ -90,10 +94,14 @@ class Executor:
         reporter: Reporter,
         on_agent_ended: Callable[[AgentLost], None],
         heartbeat_timeout: float,
+        checks: HostChecks | None,
+        on_checked: Callable[[HostsChecked], None],
     ) -> None:
-        """`on_agent_ended` may be called by any thread, and must not block."""
+        """`on_agent_ended` and `on_checked` may be called by any thread, and must not block."""
         self._server, self._starter, self._log = server, starter, log
         self._reporter, self._on_agent_ended = reporter, on_agent_ended
+        self._checks, self._on_checked = checks, on_checked
+        self._heartbeat_timeout = heartbeat_timeout
         self._stale = min(heartbeat_timeout / 3, STALE_S)
         self._agents: dict[tuple[str, int], AgentRecord] = {}
         self._workers: dict[str, WorkerRecord] = {}
@@ -138,6 +146,10 @@ class Executor:
                 self._server.post([DeletePrefix(prefix, seal=True)])
             case AskStacks(number=number):
                 self._server.post([Set(contract.JOB_STACKS, str(number).encode())])
+            case CheckHosts() if self._checks is not None:
+                self._checks.start(decision, self._on_checked)
+            case CheckHosts():
+                raise AssertionError("hosts are checked only in jobs that began with a check")
             case Announce():
                 self._announce(decision)
             case EndJob():
@@ -286,6 +298,19 @@ class Executor:
     def _fence(self, host: str, incarnation: int) -> None:
         """Refuse an agent from now on: one that was only cut off ends as soon as it is back."""
         self._server.post([DeletePrefix(contract.agent_prefix(host, incarnation), seal=True)])
+
+    def lease_expired(self, key: str) -> AgentLost | WorkerLost | None:
+        """The event that an expired lease stands for; what it leaves in the store is cleared."""
+        silent = f"not heard of for {self._heartbeat_timeout:g} s (--heartbeat-timeout)"
+        agent = contract.agent_of_lease(key)
+        if agent is not None:
+            self.agent_silent(*agent)
+            return AgentLost(*agent, reason=silent)
+        worker = contract.worker_of_lease(key)
+        if worker is not None:
+            self.worker_silent(worker)
+            return WorkerLost(worker, silent)
+        return None
 
     def worker_silent(self, worker: str) -> None:
         """Clear the store of a worker whose lease has expired after its end was reported."""

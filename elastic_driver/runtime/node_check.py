@@ -23,7 +23,7 @@ from elastic_driver.core.check_messages import TaskResult, TaskSettings, go_key,
 from elastic_driver.core.check_report import CheckReport
 from elastic_driver.core.events import AgentLost, AgentReady, WireEvent, WorkerExited, WorkerReady
 from elastic_driver.core.messages import JobSpec, StartWorkerOrder, StopWorkerOrder
-from elastic_driver.core.nodecheck import Group, Measurement, NodeCheck, failed
+from elastic_driver.core.nodecheck import Group, Measurement, NodeCheck, NodeVerdict, failed
 from elastic_driver.core.slots import Seat, assign
 from elastic_driver.runtime.check_fleet import CheckFleet
 from elastic_driver.runtime.hostlist import Hosts
@@ -95,6 +95,7 @@ class NodeChecker:
         run_dir: a folder of its own for token and endpoint.
         bind: numeric address and port of the check's rendezvous.
         say: told in a line what is going on, once a round.
+        known: verdicts of an earlier check of the same cluster.
     """
 
     def __init__(
@@ -106,10 +107,11 @@ class NodeChecker:
         run_dir: RunDir,
         bind: tuple[str, int] = ("127.0.0.1", 0),
         say: Callable[[str], None] = lambda _line: None,
+        known: Sequence[NodeVerdict] = (),
     ) -> None:
         self._processes = dict(hosts)
         self._settings, self._say = settings, say
-        self._check = NodeCheck(tuple(self._processes), stragglers=settings.stragglers)
+        self._check = NodeCheck(tuple(self._processes), stragglers=settings.stragglers, known=known)
         self._tasks = 0
         self._began = 0.0
         self._fleet = CheckFleet(
@@ -135,6 +137,10 @@ class NodeChecker:
                 self._show()
         return self.report("done")
 
+    def cancel(self) -> None:
+        """Have `run` raise ClusterError soon; may be called by any thread."""
+        self._fleet.cancel()
+
     def report(self, state: str = "checking") -> CheckReport:
         """What is known so far."""
         return CheckReport(
@@ -142,6 +148,7 @@ class NodeChecker:
             rounds=len(self._check.rounds),
             seconds=time.monotonic() - self._began,
             nodes=self._check.verdicts(),
+            checked_at=time.time() if state == "done" else None,
         )
 
     # ---- rounds --------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from launcher import cli, ctl, nodecheck
 from launcher.commandline import resolve
 from launcher.plan import Facts, NodeCheckPlan, make_plan
 from launcher.sizes import Machine
+from tests.support.job import eventually
 
 HOSTS = ("localhost", "127.0.0.2")
 TASK = (sys.executable, "-m", "tests.runtime.check_tasks")
@@ -157,6 +158,63 @@ def test_a_signal_ends_the_check_and_everything_it_started(
     assert status == 143
     assert ran_on == []
     assert "the node check was stopped by SIGTERM" in capfd.readouterr().err
+    assert list((tmp_path / "state" / "run" / "node-check").iterdir()) == []
+
+
+# ---- while a job runs --------------------------------------------------------------------
+
+WAITING = """
+import os, pathlib, time
+out = pathlib.Path(os.environ["OUT"])
+(out / os.environ["ELASTIC_HOSTNAME"]).touch()
+while not (out / "end").exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_tasks")
+def test_hosts_that_come_in_later_are_checked_before_they_get_workers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, script, hosts = tmp_path / "out", tmp_path / "script.py", tmp_path / "hosts"
+    out.mkdir()
+    script.write_text(WAITING)
+    hosts.write_text("localhost slots=1\n")
+    log = tmp_path / "state" / "run" / "events.jsonl"
+
+    def play() -> None:
+        eventually((out / "localhost").exists, within=40, what="it trains on the first host")
+        hosts.write_text("localhost slots=1\n127.0.0.2 slots=1\n127.0.0.3 slots=1\n")
+        eventually((out / "127.0.0.3").exists, within=60, what="the good new host is used")
+
+    def play_and_end() -> None:
+        try:
+            play()
+        finally:
+            (out / "end").touch()
+
+    other = threading.Thread(target=play_and_end)
+    other.start()
+    shared = [*options(tmp_path, {"127.0.0.2": "broken"}), "--env", f"OUT={out}"]
+    sizes = ["-np", "1", "--min-np", "1", "--max-np", "3", "--discovery-interval", "0.1"]
+    argv = [*shared, *sizes, "--network-check", "--hostfile", str(hosts), str(script)]
+    assert cli.main(argv) == 0, capfd.readouterr().err
+    other.join(60)
+    assert sorted(file.name for file in out.iterdir()) == ["127.0.0.3", "end", "localhost"]
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    (begun,) = [e for e in events if e["event"] == "host_check_started"]
+    assert "127.0.0.2: it was not there before, 127.0.0.3" in begun["reason"]
+    (kept_out,) = [e for e in events if e["event"] == "host_blacklisted"]
+    assert kept_out["host"] == "127.0.0.2"
+    assert "the device fell off the bus" in kept_out["reason"]
+    assert [e["host"] for e in events if e["event"] == "host_checked"] == ["127.0.0.3"]
+    kept = json.loads((tmp_path / "state" / "run" / nodecheck.REPORT_FILE).read_bytes())
+    assert {n["node"]: n["verdict"] for n in kept["nodes"]} == {
+        "localhost": "good",
+        "127.0.0.2": "faulty",
+        "127.0.0.3": "good",
+    }
     assert list((tmp_path / "state" / "run" / "node-check").iterdir()) == []
 
 

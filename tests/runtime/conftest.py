@@ -6,18 +6,29 @@ import io
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from elastic_driver.core.check_report import CheckReport
 from elastic_driver.core.messages import JobSpec
 from elastic_driver.runtime.driver import DriverOptions, ElasticDriver
+from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.hostlist import Hosts
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.settings import Settings
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import ChangingHosts, JobUnderTest, StartJob
+
+
+def found(report: CheckReport) -> HostChecks:
+    """What a check before the job found; no host is checked again."""
+
+    def make(*_hosts: object) -> NoReturn:
+        raise AssertionError("no check was expected")
+
+    return HostChecks(report, make, exclude_stragglers=False, file=None, say=print)
 
 
 @pytest.fixture
@@ -39,6 +50,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
         stderr = io.StringIO()
         source = ChangingHosts(hosts)
         run_dir = RunDir(tmp_path / "state", f"run{len(jobs)}")
+        checks = None if node_check is None else found(node_check)
         driver = ElasticDriver(
             settings=Settings(**{**values, **settings}),  # type: ignore[arg-type]
             spec=JobSpec("run", ("true",), "/", {}, 30.0, 30.0, 3),
@@ -47,7 +59,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
             run_dir=run_dir,
             reporter=Reporter(stderr, level=level),
             options=options or DriverOptions(discovery_interval=0.02, debug=True),
-            node_check=node_check,
+            checks=checks,
         )
         jobs.append(JobUnderTest(driver, cluster, source, run_dir, stderr))
         driver.start()

@@ -1,0 +1,129 @@
+"""Checks of hosts while the job runs, and what all checks of a run have found.
+
+The core decides which hosts are checked (`core.rechecks`); here a thread runs the check beside the
+job, with agents and a rendezvous of its own, and posts what came of it. One check at a time.
+What is known of each node, with its whole history, is shown by `/v1/status` and kept in a file.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from elastic_driver.core.check_report import CheckReport
+from elastic_driver.core.events import CheckHosts, HostResult, HostsChecked
+from elastic_driver.core.nodecheck import NodeVerdict
+from elastic_driver.errors import ElasticError
+from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.node_check import NodeChecker
+
+STOP_S = 10.0  # for a check that is cancelled to end its agents
+
+MakeChecker = Callable[[Hosts, tuple[NodeVerdict, ...]], NodeChecker]
+
+
+class HostChecks:
+    """The node checks of one run; `first` was made before the job.
+
+    Args:
+        first: what that one found.
+        make: a checker for some hosts, that knows earlier verdicts.
+        exclude_stragglers: whether a slow host is kept out, too.
+        file: where the findings are kept; None: nowhere.
+        say: told in a line what came of a check, and what went wrong with one.
+    """
+
+    def __init__(
+        self,
+        first: CheckReport,
+        make: MakeChecker,
+        *,
+        exclude_stragglers: bool,
+        file: Path | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._make, self._exclude, self._file, self._say = make, exclude_stragglers, file, say
+        self._lock = threading.Lock()  # guards the rest
+        self._report = first  # replaced, never changed
+        self._checker: NodeChecker | None = None
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    @property
+    def report(self) -> CheckReport:
+        """The newest verdict on every node that was ever checked, with all its measurements."""
+        return self._report
+
+    def start(self, decision: CheckHosts, post: Callable[[HostsChecked], None]) -> None:
+        """Check hosts in the background; `post` is called once, by another thread."""
+        checker = self._make(decision.hosts, self._report.nodes)
+        thread = threading.Thread(
+            target=self._run, args=(checker, decision, post), name="host-check", daemon=True
+        )
+        with self._lock:
+            if self._stopped:
+                return
+            self._checker, self._thread = checker, thread
+            thread.start()
+
+    def stop(self) -> None:
+        """End a check that is going on, and everything it started. Idempotent."""
+        with self._lock:
+            self._stopped = True
+            checker, thread = self._checker, self._thread
+        if checker is not None and thread is not None and thread.is_alive():
+            checker.cancel()
+            thread.join(STOP_S)
+
+    def _run(
+        self, checker: NodeChecker, decision: CheckHosts, post: Callable[[HostsChecked], None]
+    ) -> None:
+        results: tuple[HostResult, ...]
+        try:
+            found = checker.run()
+        except ElasticError as error:
+            # Nothing is known against the hosts; the core tries them again after a cool-down.
+            reason = f"it could not be made: {error}"
+            results = tuple(HostResult(host, False, reason) for host, _ in decision.hosts)
+        else:
+            excluded = found.excluded(stragglers=self._exclude)
+            results = tuple(
+                HostResult(n.node, n.node not in excluded, excluded.get(n.node, _words(n)))
+                for n in found.nodes
+            )
+            self._report = merged(self._report, found)
+            self._keep()
+            self._say(found.summary())
+        if not self._stopped:
+            post(HostsChecked(results))
+
+    def _keep(self) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write_bytes(msgspec.json.encode(self._report) + b"\n")
+        except OSError as error:
+            self._say(f"cannot keep what the check found in {self._file}: {error.strerror}")
+
+
+def merged(before: CheckReport, after: CheckReport) -> CheckReport:
+    """Both checks as one: newer verdicts replace older ones, and measurements add up."""
+    nodes = {node.node: node for node in before.nodes}
+    for node in after.nodes:
+        known = nodes.get(node.node)
+        history = node.history if known is None else known.history + node.history
+        nodes[node.node] = msgspec.structs.replace(node, history=history)
+    return CheckReport(
+        rounds=before.rounds + after.rounds,
+        seconds=before.seconds + after.seconds,
+        nodes=tuple(nodes.values()),
+        checked_at=time.time(),
+    )
+
+
+def _words(node: NodeVerdict) -> str:
+    return f"{node.verdict.value}: {node.reason}" if node.reason else node.verdict.value
