@@ -20,6 +20,7 @@ import psutil
 
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.hostlist import Hosts
+from launcher.backends.programs import check_starter
 from launcher.backends.this_machine import is_this_machine
 from launcher.own_packages import find_shadow
 from launcher.plan import LaunchPlan, ScriptHosts
@@ -59,6 +60,7 @@ def check_plan(plan: LaunchPlan, environ: Mapping[str, str], *, create: bool) ->
         _check_discovery_script(cwd / plan.hosts.path)
     elif plan.backend == "local":
         _check_local(plan.hosts.hosts)
+    check_starter(plan.backend, environ)
     if spec.log_dir is not None:
         _check_log_dir(cwd / spec.log_dir, create=create)
     if plan.backend == "local":  # other hosts may have other ones

@@ -62,4 +62,5 @@ def collect_facts(line: CommandLine, environ: Mapping[str, str]) -> Facts:
         python=sys.executable,
         machine=this_machine(environ),
         hostfile_text=None if hostfile is None else read_hostfile(hostfile),
+        environ=dict(environ),
     )

@@ -159,19 +159,19 @@ def endpoint() -> Kind[tuple[str, int]]:
     return _one(read, "HOST:PORT")
 
 
-def variables() -> Kind[tuple[tuple[str, str], ...]]:
-    """`NAME=VALUE`, as often as wanted; a later one replaces an earlier one."""
+def variables() -> Kind[tuple[tuple[str, str | None], ...]]:
+    """`NAME=VALUE`, or `NAME` (None: its value here), as often as wanted; the last one counts."""
 
-    def read(words: Words) -> tuple[tuple[str, str], ...]:
-        found: dict[str, str] = {}
+    def read(words: Words) -> tuple[tuple[str, str | None], ...]:
+        found: dict[str, str | None] = {}
         for word in words:
             name, equals, value = word.partition("=")
-            if not equals or not _VARIABLE.match(name) or "\0" in value:
-                raise ValueError(f"needs NAME=VALUE, got {word!r}")
-            found[name] = value
+            if not _VARIABLE.match(name) or "\0" in value:
+                raise ValueError(f"needs NAME=VALUE or NAME, got {word!r}")
+            found[name] = value if equals else None
         return tuple(found.items())
 
-    return Kind(read, "NAME=VALUE", repeat=True)
+    return Kind(read, "NAME[=VALUE]", repeat=True)
 
 
 def numbers(metavar: str) -> Kind[tuple[int, ...]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-import subprocess
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,12 +19,11 @@ from urllib.parse import urlsplit
 import psutil
 
 from elastic_driver.errors import ClusterError, UsageError
-from launcher.backends.ssh_command import SshOptions
+from launcher.backends.reach import Reach
 from launcher.backends.this_machine import is_this_machine
 
 _ANY_PORT = 9  # discard; nothing is sent there
 _LOOKUPS_AT_ONCE = 32
-_SSH_CONFIG_S = 10.0
 _SOMEWHERE = "192.0.2.1"  # RFC 5737: an address of no host, to ask for the default route
 
 
@@ -102,7 +100,7 @@ class Whereabouts:
     """Where the rendezvous listens, and at which address each host finds it."""
 
     bind_host: str  # numeric; a wildcard where the hosts are on several networks
-    options: SshOptions
+    reach: Reach
 
     def endpoint_for(self, url: str, host: str) -> str:
         """The URL for `host`, of the rendezvous that this machine reaches at `url`.
@@ -117,11 +115,12 @@ class Whereabouts:
             )
         if not bound.is_unspecified:
             return url
-        address = self.address_towards(host)
+        address = self.own_address if is_this_machine(host) else None
+        address = address or self.address_towards(host)
         return f"http://{bracketed(address)}:{urlsplit(url).port}"
 
     def address_towards(self, host: str) -> str:
-        """Our address on the way to a host, by the name that ssh's configuration gives it."""
+        """Our address on the way to a host, by the name under which it is known."""
         address = self.find_address(host)
         if address is None:
             raise ClusterError(
@@ -132,7 +131,7 @@ class Whereabouts:
 
     def find_address(self, host: str) -> str | None:
         """The same, or None where there is no way to the host."""
-        towards = address_towards(_name_for_ssh(self.options, host))
+        towards = address_towards(self.reach.look_up(host))
         # Behind a jump host its name may mean nothing here: the default route is the best guess.
         return towards or address_towards(_SOMEWHERE)
 
@@ -146,14 +145,16 @@ class Whereabouts:
 
 
 def decide_whereabouts(
-    bind: str, remote: Sequence[str], interfaces: Sequence[str], options: SshOptions
+    bind: str, remote: Sequence[str], interfaces: Sequence[str], reach: Reach
 ) -> Whereabouts:
     """Where the rendezvous of a job with these remote hosts is to listen.
 
     `bind` is what was asked for, a numeric address; loopback, the default, gives way when there
     are hosts that could not reach it. Raises UsageError or ClusterError where nothing fits.
     """
-    given = Whereabouts(bind, options)
+    given = Whereabouts(bind, reach)
+    # Its own name may mean loopback here (Debian's 127.0.1.1), which is of no use to others.
+    remote = [host for host in remote if not is_this_machine(host)]
     if not ipaddress.ip_address(bind).is_loopback or not remote:
         return given
     if interfaces:
@@ -164,33 +165,16 @@ def decide_whereabouts(
                 f"--network-interfaces: none of {', '.join(interfaces)} has an address here; "
                 f"there are {there}"
             )
-        return Whereabouts(named[1], options)
+        return Whereabouts(named[1], reach)
     with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:
         found = {address for address in pool.map(given.find_address, remote) if address}
     if not found:  # what is wrong with each of them is the pre-check's to say
         return given
     if len(found) == 1:
-        return Whereabouts(found.pop(), options)
-    return Whereabouts("::" if any(":" in address for address in found) else "0.0.0.0", options)  # noqa: S104
+        return Whereabouts(found.pop(), reach)
+    return Whereabouts("::" if any(":" in address for address in found) else "0.0.0.0", reach)  # noqa: S104
 
 
 def bracketed(address: str) -> str:
     """An address as it stands in a URL."""
     return f"[{address}]" if ":" in address else address
-
-
-def _name_for_ssh(options: SshOptions, host: str) -> str:
-    """The name or address ssh would connect to (`HostName` of its configuration)."""
-    try:
-        done = subprocess.run(
-            [options.program, "-G", "--", host],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_SSH_CONFIG_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return host
-    names = [line[9:] for line in done.stdout.splitlines() if line.startswith("hostname ")]
-    return names[0].strip() if names else host

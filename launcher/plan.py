@@ -8,9 +8,10 @@ in the job's specification, and are not rendered.
 from __future__ import annotations
 
 import shlex
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from elastic_driver import contract
 from elastic_driver.core.messages import JobSpec
@@ -18,8 +19,10 @@ from elastic_driver.errors import UsageError
 from elastic_driver.runtime.hostlist import Hosts, parse_host_lines, parse_hosts
 from elastic_driver.settings import Settings
 from launcher import options as o
+from launcher.backends.slurm_allocation import Allocation
 from launcher.commandline import CommandLine, Values
-from launcher.options import Option
+from launcher.forwarded import forwarded
+from launcher.placing import check_alone, check_nodes, choose_allocation, choose_host_option
 from launcher.sizes import (
     Machine,
     Size,
@@ -44,6 +47,7 @@ class Facts(Struct, frozen=True):
     python: str  # the interpreter that runs `script.py` and `-m module`
     machine: Machine
     hostfile_text: str | None = None  # what stands in --hostfile, where one is given
+    environ: dict[str, str] = {}
 
 
 class FixedHosts(Struct, frozen=True):
@@ -103,6 +107,8 @@ class LaunchPlan(Struct, frozen=True):
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     node_check: NodeCheckPlan | None = None  # None: none was asked for
+    allocation: Allocation | None = None  # Slurm's, that the agents are started in
+    forwarded: tuple[str, ...] = ()  # variables of this shell that other hosts' workers get
     interfaces: tuple[str, ...] = ()  # that the workers and the rendezvous are to use
     notes: tuple[str, ...] = ()
     origins: tuple[tuple[str, str, str], ...] = ()  # (option, value, who said so)
@@ -126,8 +132,10 @@ class LaunchPlan(Struct, frozen=True):
         ]
         if self.node_check is not None:
             lines.append(("check", self.node_check.describe()))
-        if spec.env:
-            lines.append(("variables", " ".join(sorted(spec.env))))
+        own = sorted(set(spec.env) - set(self.forwarded))
+        for label, names in (("variables", own), ("passed on", self.forwarded)):
+            if names:
+                lines.append((label, " ".join(names)))
         lines += [("note", note) for note in self.notes]
         if origins:
             lines += [
@@ -146,9 +154,14 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     values = line.values
     if values[o.QUIET] and values[o.VERBOSE]:
         raise UsageError("-q and -v contradict each other; keep one of them")
-    slots = slots_of_a_host(values, facts.machine)
+    check_alone(values, facts.environ)
+    allocation = choose_allocation(values, facts.environ)
+    machine = facts.machine if allocation is None else _node(allocation, facts.machine)
+    slots = slots_of_a_host(values, machine)
     wish = read_wish(values, slots)
-    hosts = _choose_hosts(values, facts, slots, wish)
+    hosts = _choose_hosts(values, facts, slots, wish, allocation)
+    if allocation is not None and not isinstance(hosts, ScriptHosts):
+        check_nodes(allocation, hosts.hosts, source_of(hosts))
     capacity = None if isinstance(hosts, ScriptHosts) else sum(n for _, n in hosts.hosts)
     size = decide_size(wish, capacity, describe_hosts(hosts))
     settings = _settings(values, size)
@@ -156,22 +169,27 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         enough_hosts(settings, sum(1 for _, n in hosts.hosts if n), describe_hosts(hosts))
     check_tf_roles(settings)
     interfaces = values[o.NETWORK_INTERFACES]
+    backend = "slurm" if allocation is not None else _backend(values, hosts)
+    passed_on = {} if backend == "local" else forwarded(facts.environ)
+    spec, unset = _spec(values, settings, facts, worker_command(line.command, facts.python))
     return LaunchPlan(
         settings=settings,
-        spec=_spec(values, settings, facts, worker_command(line.command, facts.python)),
+        spec=replace(spec, env={**passed_on, **spec.env}),
         hosts=hosts,
         discovery_interval=values[o.DISCOVERY_INTERVAL],
-        backend=_backend(values, hosts),
+        backend=backend,
+        allocation=allocation,
+        forwarded=tuple(name for name in passed_on if name not in spec.env),
         ssh_port=values[o.SSH_PORT],
         ssh_identity_file=values[o.SSH_IDENTITY_FILE],
-        node_check=_node_check(values, facts.machine),
+        node_check=_node_check(values, machine),
         interfaces=() if interfaces is None else interfaces,
         bind=values[o.RDZV_ENDPOINT],
         state_dir=facts.state_dir,
         verbosity=values[o.VERBOSE] - values[o.QUIET],
         log_format=values[o.LOG_FORMAT],
         debug=values[o.DEBUG],
-        notes=(*line.warnings, *([size.note] if size.note else [])),
+        notes=(*line.warnings, *([size.note] if size.note else []), *unset),
         origins=values.origins(),
     )
 
@@ -195,26 +213,30 @@ def describe_hosts(hosts: HostSource) -> str:
         return f"found by {hosts.path}"
     shown = ", ".join(f"{host}:{slots}" for host, slots in hosts.hosts[:8])
     more = f" and {len(hosts.hosts) - 8} more" if len(hosts.hosts) > 8 else ""
-    return f"{shown}{more} ({hosts.source if isinstance(hosts, FixedHosts) else hosts.path})"
+    return f"{shown}{more} ({source_of(hosts)})"
+
+
+def source_of(hosts: FixedHosts | FileHosts) -> str:
+    """Who names these hosts."""
+    return hosts.source if isinstance(hosts, FixedHosts) else hosts.path
 
 
 # ---- parts -------------------------------------------------------------------------------
 
 
-def _choose_hosts(values: Values, facts: Facts, slots: int | None, wish: Wish) -> HostSource:
-    """The one source of hosts that counts: the highest level's; two of one level contradict."""
-    kinds: tuple[Option[Any], ...] = (
-        o.STANDALONE,
-        o.HOST_DISCOVERY_SCRIPT,
-        o.HOSTS_LIST,
-        o.HOSTFILE,
-    )
-    named = sorted((x for x in kinds if values[x]), key=values.level, reverse=True)
-    if len(named) > 1 and values.level(named[0]) == values.level(named[1]):
-        raise UsageError(
-            f"{named[0].long} and {named[1].long} both say where to run; keep one of them"
-        )
-    chosen = named[0] if named else o.STANDALONE
+def _node(allocation: Allocation, here: Machine) -> Machine:
+    """What a node of the allocation has; this machine may be the one people log in on."""
+    return Machine(cpus=allocation.cpus or here.cpus, gpus=allocation.gpus)
+
+
+def _choose_hosts(
+    values: Values, facts: Facts, slots: int | None, wish: Wish, allocation: Allocation | None
+) -> HostSource:
+    """Where the option that counts says, else the allocation's nodes, else this machine."""
+    wanted = wish.most or wish.asked or wish.least
+    chosen = choose_host_option(values)
+    if chosen is None and allocation is not None:
+        return FixedHosts(allocation.hosts(slots, wanted), allocation.source)
     if chosen is o.HOST_DISCOVERY_SCRIPT:
         return ScriptHosts(
             path=str(values[o.HOST_DISCOVERY_SCRIPT]),
@@ -229,7 +251,7 @@ def _choose_hosts(values: Values, facts: Facts, slots: int | None, wish: Wish) -
         text = facts.hostfile_text or ""
         found = parse_host_lines(text, default_slots=slots or 1, source=path)
         return FileHosts(path, slots or 1, found)
-    here = slots or wish.most or wish.asked or wish.least or 1
+    here = slots or wanted or 1
     return FixedHosts(((THIS_MACHINE, here),), "this machine")
 
 
@@ -260,9 +282,20 @@ def _settings(values: Values, size: Size) -> Settings:
     )
 
 
-def _spec(values: Values, settings: Settings, facts: Facts, command: tuple[str, ...]) -> JobSpec:
-    given = values[o.ENV]
-    env = dict(given)
+def _spec(
+    values: Values, settings: Settings, facts: Facts, command: tuple[str, ...]
+) -> tuple[JobSpec, list[str]]:
+    """What the workers run, and remarks on variables that are not set."""
+    given = {
+        name: facts.environ.get(name, value) if value is None else value
+        for name, value in values[o.ENV]
+    }
+    unset = [
+        f"-x {name}: it is not set here, and is not passed on"
+        for name, value in given.items()
+        if value is None
+    ]
+    env = {name: value for name, value in given.items() if value is not None}
     interfaces = values[o.NETWORK_INTERFACES]
     if interfaces:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -272,7 +305,7 @@ def _spec(values: Values, settings: Settings, facts: Facts, command: tuple[str, 
         env[contract.VIRTUAL_WORKERS] = str(virtual)
     if values[o.BALANCE]:
         env[contract.BALANCE] = "1"
-    return JobSpec(
+    spec = JobSpec(
         run_id=facts.run_id,
         command=command,
         cwd=facts.cwd,
@@ -291,6 +324,7 @@ def _spec(values: Values, settings: Settings, facts: Facts, command: tuple[str, 
         leave_notice=settings.grace_period,
         slot_ports=0 if settings.tf_roles is None else TF_PORTS,
     )
+    return spec, unset
 
 
 def _node_check(values: Values, machine: Machine) -> NodeCheckPlan | None:
@@ -311,9 +345,9 @@ def _node_check(values: Values, machine: Machine) -> NodeCheckPlan | None:
 
 def _backend(values: Values, hosts: HostSource) -> str:
     wanted = values[o.BACKEND]
-    if wanted not in ("auto", "local", "ssh"):
+    if wanted == "ray":
         raise UsageError(
-            f"--backend {wanted} does not exist yet; use ssh, or local for this machine alone"
+            "--backend ray does not exist yet; use ssh, or local for this machine alone"
         )
     alone = isinstance(hosts, FixedHosts) and all(host == THIS_MACHINE for host, _ in hosts.hosts)
     return "local" if alone and wanted == "auto" else wanted

@@ -1,23 +1,21 @@
 """Which hosts an agent cannot be started on, and why, before anything is started.
 
-`launcher.submit` calls it with the hosts that are reached over ssh. Each is asked once, many at a
-time, with a deadline; a host is fit when it has our Python, our package in the same version, and
-the job's folder. Nothing is left on the hosts.
+`launcher.submit` calls it with the hosts that are reached through another program (ssh, srun,
+mpirun). Each is asked once, many at a time, with a deadline; a host is fit when it has our Python,
+our package in the same version, and the job's folder. Nothing is left on the hosts.
 """
 
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 
+from elastic_driver.errors import ClusterError
 from launcher.agent.remote import LOOKED
-from launcher.backends.base import PACKAGE_ROOT
-from launcher.backends.ssh_command import SshOptions, explain, remote_command, ssh_argv
+from launcher.backends.reach import Reach
 from launcher.build_info import version
 
 AT_ONCE = 32
@@ -33,18 +31,11 @@ class Found(msgspec.Struct, frozen=True):
     temporary: bool  # its folder for temporary files can be written
 
 
-def precheck(
-    hosts: Sequence[str],
-    options: SshOptions,
-    cwd: str,
-    *,
-    python: str = sys.executable,
-    home: Path = PACKAGE_ROOT,
-) -> dict[str, str]:
+def precheck(hosts: Sequence[str], reach: Reach, cwd: str) -> dict[str, str]:
     """The hosts that are not fit, each with a line that says why; in the order given."""
 
     def look(host: str) -> str | None:
-        return _look(host, options, cwd, python, home)
+        return _look(host, reach, cwd)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         problems = pool.map(look, hosts)
@@ -62,21 +53,28 @@ def judge(host: str, found: Found, cwd: str, ours: str) -> str | None:
     return None
 
 
-def _look(host: str, options: SshOptions, cwd: str, python: str, home: Path) -> str | None:
-    argv = ssh_argv(options, host, remote_command(python, home, "look", cwd))
-    patience = options.connect_timeout + LOOK_S
+def _look(host: str, reach: Reach, cwd: str) -> str | None:
+    patience = reach.connect_timeout + LOOK_S
     try:
         done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=patience, check=False
+            reach.argv(host, "look", cwd),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=patience,
+            check=False,
+            env=reach.environ(),
+            start_new_session=True,  # Ctrl-C in our terminal is for us alone
         )
+    except ClusterError as error:
+        return str(error)
     except subprocess.TimeoutExpired:
         return f"{host}: no answer within {patience:.0f} s; is it overloaded, or its disk gone?"
     except OSError as error:
-        return f"{host}: cannot run {options.program}: {error.strerror}"
+        return f"{host}: cannot run {reach.program}: {error.strerror}"
     mark = f"{LOOKED} ".encode()
     lines = [line for line in done.stdout.splitlines() if line.startswith(mark)]
     if done.returncode != 0 or not lines:
-        return explain(host, done.returncode, done.stderr.decode(errors="replace"), python)
+        return reach.explain(host, done.returncode, done.stderr.decode(errors="replace"))
     try:
         found = msgspec.json.decode(lines[-1][len(mark) :], type=Found)
     except msgspec.DecodeError as error:

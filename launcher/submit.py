@@ -28,8 +28,7 @@ from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.hostlist import Hosts
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.rundir import RunDir
-from launcher.backends.select import make_starter_factory, remote_hosts
-from launcher.backends.ssh_command import SshOptions, alive_interval
+from launcher.backends.select import make_reach, make_starter_factory, remote_hosts
 from launcher.network import Whereabouts, decide_whereabouts
 from launcher.nodecheck import WithoutHosts, check_before_training
 from launcher.plan import FileHosts, FixedHosts, HostSource, LaunchPlan, ScriptHosts
@@ -94,7 +93,7 @@ def meet_the_hosts(plan: LaunchPlan, discovery: HostDiscovery) -> tuple[LaunchPl
         hosts = ()
     remote = remote_hosts(plan.backend, hosts)
     whereabouts = find_whereabouts(plan, hosts)
-    problems = precheck(remote, whereabouts.options, plan.spec.cwd) if remote else {}
+    problems = precheck(remote, whereabouts.reach, plan.spec.cwd) if remote else {}
     for problem in problems.values():
         print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
     return without(plan, hosts, problems), whereabouts
@@ -102,14 +101,9 @@ def meet_the_hosts(plan: LaunchPlan, discovery: HostDiscovery) -> tuple[LaunchPl
 
 def find_whereabouts(plan: LaunchPlan, hosts: Hosts) -> Whereabouts:
     """Where the rendezvous is to be, for these hosts to reach it."""
-    options = SshOptions(
-        port=plan.ssh_port,
-        identity_file=plan.ssh_identity_file,
-        alive_interval=alive_interval(plan.settings.heartbeat_timeout),
-    )
     remote = remote_hosts(plan.backend, hosts)
     bind = numeric_address(plan.bind[0])
-    return decide_whereabouts(bind, remote, plan.interfaces, options)
+    return decide_whereabouts(bind, remote, plan.interfaces, make_reach(plan))
 
 
 def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> LaunchPlan:

@@ -1,12 +1,13 @@
-"""What a driver on another machine runs here over ssh: keep an agent, end one, look around.
+"""What a driver on another machine runs here over ssh, srun or mpirun, to have an agent here.
 
     python -m launcher.agent.remote keep NAME ARGS…   start the agent (`launcher.agent`) and stay
+    python -m launcher.agent.remote apart NAME ARGS…  the same, out of reach of who started us
     python -m launcher.agent.remote wait NAME         until that agent is gone
     python -m launcher.agent.remote end NAME          kill that agent and everything below it
     python -m launcher.agent.remote look FOLDER       say what this host has to offer
 
 `keep` reads the job's token from stdin, which is the only way it ever travels, and writes it to
-a 0600 file in a private folder that is removed with the agent. It does not depend on the ssh
+a 0600 file in a private folder that is removed with the agent. It does not depend on the
 session that started it: it is a session of its own, and what closes is not read. It is the agent's
 parent and the reaper of everything below it, as the local backend is for agents on its machine, so
 that no process outlives the agent; when *it* dies, the agent sees its stdin close and ends. The
@@ -41,6 +42,7 @@ FOLDER_PREFIX = "elastic-agent-"
 UP = "elastic-agent-up"  # `UP name`: the line that says the agent was started
 LOOKED = "elastic-look"  # `LOOKED {…}`: the line that says what `look` has found
 PATIENCE_S = 5.0  # for what was killed to be gone
+OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "ORTE_", "PRTE_")  # mpirun's words to a rank
 _TOKEN, _LOCK = "token", "keeper"
 _MAX_TOKEN = 4096
 _LOOK_AGAIN_S = 0.01
@@ -71,8 +73,26 @@ def keep(name: str, arguments: Sequence[str]) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def keep_apart(name: str, arguments: Sequence[str]) -> int:
+    """`keep` in a process that mpirun does not know of: when mpirun ends, it kills its ranks.
+
+    Nor is anything below a rank: what mpirun says of ranks in the environment is removed.
+    """
+    for variable in [v for v in os.environ if v.startswith(OF_A_RANK)]:
+        del os.environ[variable]
+    keeper = os.fork()
+    if keeper == 0:
+        os.setsid()
+        return keep(name, arguments)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # mpirun passes these two on
+        signal.signal(number, lambda received, _frame: os.kill(keeper, received))
+    _, status = os.waitpid(keeper, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
 def _detach() -> None:
-    """Outlive the ssh session: no controlling terminal, none of its signals, no stdin."""
+    """Outlive the session we were started in: no terminal, none of its signals, no stdin."""
     with contextlib.suppress(PermissionError):  # sshd has made us a session leader already
         os.setsid()
     # A handler, not SIG_IGN: what is ignored would stay ignored in the agent and its workers.
@@ -218,6 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     match list(sys.argv[1:] if argv is None else argv):
         case ["keep", name, *arguments]:
             return keep(name, arguments)
+        case ["apart", name, *arguments]:
+            return keep_apart(name, arguments)
         case ["wait", name]:
             return wait(name)
         case ["end", name]:

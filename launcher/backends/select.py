@@ -1,29 +1,47 @@
-"""Which backend starts the agents: this machine's own, ssh, or for each host the fitting one.
+"""Which backend starts the agents: this machine's own, one that reaches others, or both.
 
 `--backend auto` takes the local backend for names of this machine and ssh for all others, so that
-a list may hold both. What is asked for by name serves every host.
+a list may hold both. What is asked for by name (ssh, slurm, mpi) serves every host.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 from elastic_driver.runtime.hostlist import Hosts
 from elastic_driver.runtime.starter import AgentStarter, OnLost, StarterFactory
 from launcher.backends.local import LocalBackend
-from launcher.backends.ssh import SshBackend
+from launcher.backends.mpi import MpirunReach
+from launcher.backends.reach import Reach
+from launcher.backends.remote import RemoteBackend
+from launcher.backends.slurm import SrunReach
+from launcher.backends.ssh import SshOptions, SshReach, alive_interval
 from launcher.backends.this_machine import is_this_machine
 from launcher.network import Whereabouts
+from launcher.plan import LaunchPlan
 
 
 def remote_hosts(backend: str, hosts: Hosts) -> list[str]:
-    """The hosts that agents are started on over ssh."""
+    """The hosts that agents are started on through another program."""
     if backend == "local":
         return []
     return [
-        host for host, slots in hosts if slots and (backend == "ssh" or not is_this_machine(host))
+        host for host, slots in hosts if slots and (backend != "auto" or not is_this_machine(host))
     ]
+
+
+def make_reach(plan: LaunchPlan) -> Reach:
+    """How hosts other than this machine are reached; raises UsageError where that cannot be."""
+    if plan.backend == "slurm" and plan.allocation is not None:
+        return SrunReach(plan.allocation.job_id, os.environ)
+    ssh = SshOptions(
+        port=plan.ssh_port,
+        identity_file=plan.ssh_identity_file,
+        alive_interval=alive_interval(plan.settings.heartbeat_timeout),
+    )
+    return MpirunReach(ssh, os.environ) if plan.backend == "mpi" else SshReach(ssh)
 
 
 def make_starter_factory(backend: str, whereabouts: Whereabouts) -> StarterFactory:
@@ -32,18 +50,18 @@ def make_starter_factory(backend: str, whereabouts: Whereabouts) -> StarterFacto
     def local(endpoint: str, token_file: Path) -> LocalBackend:
         return LocalBackend(endpoint, token_file, address=whereabouts.own_address)
 
-    def ssh(endpoint: str, token_file: Path) -> SshBackend:
+    def remote(endpoint: str, token_file: Path) -> RemoteBackend:
         def endpoint_for(host: str) -> str:
             return whereabouts.endpoint_for(endpoint, host)
 
-        return SshBackend(endpoint_for, token_file, whereabouts.options)
+        return RemoteBackend(endpoint_for, token_file, whereabouts.reach)
 
     def either(endpoint: str, token_file: Path) -> AgentStarter:
-        return EachHostsOwn(local(endpoint, token_file), ssh(endpoint, token_file))
+        return EachHostsOwn(local(endpoint, token_file), remote(endpoint, token_file))
 
     if backend == "local":
         return local
-    return ssh if backend == "ssh" else either
+    return either if backend == "auto" else remote
 
 
 class EachHostsOwn:

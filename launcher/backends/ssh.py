@@ -1,315 +1,159 @@
-"""Agents on other machines, started through the system's ssh.
+"""What is typed to reach another host: ssh's command line, and what its failures mean.
 
-On the host `launcher.agent.remote` keeps the agent. The ssh connection carries the token there
-and the workers' output back, and tells of the agent's end; the job does not depend on it. When it
-breaks, the agent goes on: its workers' lines are dropped from then on, and its end is awaited over
-a new connection. An agent that is to be killed is killed over a connection of its own; one that
-cannot be reached is fenced off by the driver and ends when it has not reached it for the
-heartbeat timeout.
-
-One asyncio loop on one thread, started with the first agent, serves all connections. At most
-`AT_ONCE` are being set up at any moment.
+The system's ssh does the work, with the user's configuration, keys, agent and jump hosts; only
+what a job needs is added: no questions (nobody could answer them), deadlines, no port forwardings
+(many connections would fight over them).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import secrets
+import shlex
+import subprocess
 import sys
-import threading
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from msgspec import Struct
 
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.starter import OnLost
-from launcher.agent.console import Console
-from launcher.agent.remote import UP
-from launcher.backends.base import PACKAGE_ROOT, AgentPlan, agent_arguments
+from elastic_driver.runtime.hostlist import check_host
+from launcher.backends.base import PACKAGE_ROOT
 from launcher.backends.local import describe_end
-from launcher.backends.ssh_command import (
-    CONNECTION_FAILED,
-    SshOptions,
-    explain,
-    remote_command,
-    ssh_argv,
+from launcher.backends.reach import (
+    explain_by,
+    explain_command,
+    from_shell,
+    last_line,
+    script,
 )
-from launcher.backends.ssh_process import SshProcess
-from rendezvous.auth import read_token_file
-from rendezvous.errors import TokenError
 
-AT_ONCE = 32  # connections being set up; sshd and our cores are spared
-START_S = 60.0  # from the connection to the agent's first sign
-END_S = 15.0  # for one attempt to kill an agent
-CLOSE_S = 6.0  # the same, when the job is over
-SURELY_UP_S = 3.0  # an agent that is not known to be gone after this time has lost its connection
-FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
-_LAST_WORDS_S = 3.0
-_MAX_SAID = 4096
-_OURS = (b"[", b"elasticrun:")  # how lines of workers and agents begin
+CONNECTION_FAILED = 255  # ssh's own exit status; an agent never has it (ssh(1), EXIT STATUS)
+_ALIVE_COUNT = 3
+_CONFIG_S = 10.0
 
 
-@dataclass(eq=False)
-class _RemoteAgent:
-    """An agent that was asked for, until its end was told."""
+class SshOptions(Struct, frozen=True, kw_only=True):
+    """How to reach the hosts, beyond what ssh's own configuration says."""
 
-    host: str
-    incarnation: int
-    on_lost: OnLost
-    name: str = field(default_factory=lambda: secrets.token_hex(8))
-    ssh: SshProcess | None = None
-    up: asyncio.Event = field(default_factory=asyncio.Event)
-    said: bytes = b""  # on stderr, before it was up
-    ssh_spoke: bool = False  # since it is up: of a broken connection
-    life: asyncio.Task[None] | None = None
+    port: int | None = None  # --ssh-port
+    identity_file: str | None = None  # --ssh-identity-file
+    connect_timeout: int = 10  # seconds
+    alive_interval: int = 10  # seconds; a host silent for three of them is disconnected
+    program: str = "ssh"
 
 
-class SshBackend:
-    """Starts agents through ssh (an `AgentStarter` of the driver).
+def alive_interval(heartbeat_timeout: float) -> int:
+    """The interval at which a silent connection is given up after the heartbeat timeout."""
+    return max(1, round(heartbeat_timeout / _ALIVE_COUNT))
 
-    Args:
-        endpoint: the rendezvous' URL for a host's agent, by the host's name.
-        token_file: the job's token on this machine.
+
+def ssh_argv(options: SshOptions, host: str, remote: str) -> tuple[str, ...]:
+    """The command line that runs `remote`, a shell's command line, on `host`.
+
+    Raises ClusterError for a name that is none: it must not be taken for an option of ssh.
+    """
+    problem = check_host(host)
+    if problem:
+        raise ClusterError(f"cannot reach {host!r} over ssh: {problem}")
+    return (options.program, "-T", *common_options(options), "--", host, remote)
+
+
+def common_options(options: SshOptions) -> tuple[str, ...]:
+    """ssh's options for any host."""
+    settings = (
+        "BatchMode=yes",
+        f"ConnectTimeout={options.connect_timeout}",
+        f"ServerAliveInterval={options.alive_interval}",
+        f"ServerAliveCountMax={_ALIVE_COUNT}",
+        "ClearAllForwardings=yes",
+        "ControlMaster=no",
+    )
+    words = [word for setting in settings for word in ("-o", setting)]
+    if options.port is not None:
+        words += ["-p", str(options.port)]
+    if options.identity_file is not None:
+        words += ["-i", options.identity_file]
+    return tuple(words)
+
+
+def remote_command(python: str, home: Path, *words: str) -> str:
+    """`python -m launcher.agent.remote WORDS…` for a login shell of any kind."""
+    return f"exec /bin/sh -c {shlex.quote(script(python, home, *words))}"
+
+
+# What stands in ssh's last words → what happened, and what to try.
+MEANINGS = (
+    ("Could not resolve hostname", "its name has no address; check the name, or ssh's config"),
+    ("Permission denied", "ssh was refused (no key it accepts); try ssh-copy-id, or -i"),
+    ("Host key verification failed", "its host key is unknown or has changed; ssh there once"),
+    ("Too many authentication failures", "ssh was refused; name the right key with -i"),
+    ("Connection refused", "it is up, but nothing listens on ssh's port; check sshd, or -p"),
+    ("timed out", "it did not answer in time; is it up, and on this network?"),
+    ("No route to host", "there is no way to it, or it is down"),
+    ("Network is unreachable", "there is no way to its network"),
+    ("Connection reset", "it closed the connection; sshd may be overloaded (MaxStartups)"),
+    ("Connection closed", "it closed the connection; sshd may be overloaded (MaxStartups)"),
+)
+
+
+@dataclass(frozen=True)
+class SshReach:
+    """The system's ssh (a `Reach`).
+
+    Attributes:
         options: how to reach the hosts.
         python: the interpreter on the hosts; the same path as here.
         home: the folder our packages are in, tried on the hosts too.
     """
 
-    def __init__(
-        self,
-        endpoint: Callable[[str], str],
-        token_file: Path,
-        options: SshOptions,
-        *,
-        python: str = sys.executable,
-        home: Path = PACKAGE_ROOT,
-    ) -> None:
-        self._endpoint, self._token_file = endpoint, token_file
-        self._options, self._python, self._home = options, python, home
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        # What follows belongs to the loop's thread.
-        self._agents: dict[tuple[str, int], _RemoteAgent] = {}
-        self._none_left = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._consoles: tuple[Console, ...] = ()
-        self._slots = asyncio.Semaphore(AT_ONCE)
+    options: SshOptions
+    python: str = sys.executable
+    home: Path = PACKAGE_ROOT
 
-    def plan(self, host: str, incarnation: int, name: str = "NAME") -> AgentPlan:
-        """See `Backend.plan`; `name` is the agent's folder on the host, a random one each time."""
-        arguments = agent_arguments(self._endpoint(host), host, incarnation)
-        return AgentPlan(host, incarnation, self._argv(host, "keep", name, *arguments))
+    @property
+    def program(self) -> str:
+        """See `Reach.program`."""
+        return self.options.program
 
-    # ---- AgentStarter --------------------------------------------------------------------
+    @property
+    def connect_timeout(self) -> float:
+        """See `Reach.connect_timeout`."""
+        return self.options.connect_timeout
 
-    def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
-        """See `AgentStarter.start`."""
-        self._submit(self._begin(host, incarnation, on_lost))
+    def argv(self, host: str, *words: str) -> tuple[str, ...]:
+        """See `Reach.argv`."""
+        return ssh_argv(self.options, host, remote_command(self.python, self.home, *words))
 
-    def kill(self, host: str, incarnation: int) -> None:
-        """See `AgentStarter.kill`."""
-        self._submit(self._kill((host, incarnation), END_S))
+    def environ(self) -> None:
+        """See `Reach.environ`: ssh itself passes next to nothing on."""
+        return
 
-    def close(self, grace: float) -> None:
-        """See `AgentStarter.close`."""
-        with self._lock:
-            loop, thread = self._loop, self._thread
-            self._closed, self._loop, self._thread = True, None, None
-        if loop is None or thread is None:
-            return
-        over = asyncio.run_coroutine_threadsafe(self._close(max(grace, 0.0)), loop)
-        with contextlib.suppress(TimeoutError):
-            over.result(grace + CLOSE_S + 2 * _LAST_WORDS_S)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(_LAST_WORDS_S)
-        if not thread.is_alive():
-            loop.close()
-
-    def _submit(self, work: Coroutine[Any, Any, None]) -> None:
-        with self._lock:
-            if self._closed:
-                work.close()
-                return
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name="ssh-agents", daemon=True
-                )
-                self._thread.start()
-            self._loop.call_soon_threadsafe(self._spawn, work)
-
-    # ---- on the loop ---------------------------------------------------------------------
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _begin(self, host: str, incarnation: int, on_lost: OnLost) -> None:
-        agent = _RemoteAgent(host, incarnation, on_lost)
-        self._agents[host, incarnation] = agent
-        agent.life = self._spawn(self._live(agent))
-
-    async def _live(self, agent: _RemoteAgent) -> None:
-        """From the first connection to the agent's end, which is told once."""
+    def look_up(self, host: str) -> str:
+        """See `Reach.look_up`: `HostName` of ssh's configuration."""
         try:
-            reason = await self._attend(agent)
-        except (ClusterError, TokenError) as error:
-            reason = str(error)
-        except OSError as error:
-            reason = f"cannot run {self._options.program} to reach {agent.host}: {error.strerror}"
-        self._over(agent, reason)
-
-    def _over(self, agent: _RemoteAgent, reason: str) -> None:
-        """Tell the driver, unless that was done already."""
-        if self._agents.pop((agent.host, agent.incarnation), None) is agent:
-            if not self._closed:
-                agent.on_lost(reason)
-            if not self._agents:
-                self._none_left.set()
-
-    async def _attend(self, agent: _RemoteAgent) -> str:
-        """Start the agent and wait for its end; the reason for the driver."""
-        async with self._slots:
-            ended = await self._connect(agent)
-        code = await ended
-        if not agent.up.is_set():
-            return explain(agent.host, code, agent.said.decode(errors="replace"), self._python)
-        if code != CONNECTION_FAILED:
-            # A shell's way of telling a signal.
-            return describe_end(agent.host, 128 - code if code > 128 else code)
-        if not agent.ssh_spoke:
-            # ssh says why a connection broke, and nothing when what ran there was killed.
-            return f"the agent on {agent.host} was killed"
-        await self._await_end(agent)
-        return f"the agent on {agent.host} has ended, its ssh connection was lost before"
-
-    async def _connect(self, agent: _RemoteAgent) -> asyncio.Task[int]:
-        """Return when the agent is up, or will never be; its ssh client's end."""
-        token = read_token_file(self._token_file).encode() + b"\n"
-        # In a thread: the way to the host may have to be looked up.
-        plan = await asyncio.to_thread(self.plan, agent.host, agent.incarnation, agent.name)
-
-        def on_lines(stream: int, lines: list[bytes]) -> None:
-            self._heard(agent, stream, lines)
-
-        agent.ssh = SshProcess(plan.argv, token, on_lines)
-        for console in self._open_consoles():
-            console.attach(agent.ssh.flow)
-        ended = asyncio.create_task(self._end_of(agent.ssh))
-        up = asyncio.create_task(agent.up.wait())
-        done, _ = await asyncio.wait(
-            (ended, up), timeout=START_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        up.cancel()
-        if not done:
-            agent.ssh.kill()
-            await ended
-            raise ClusterError(f"{agent.host}: no agent came up within {START_S:.0f} s")
-        return ended
-
-    async def _end_of(self, ssh: SshProcess) -> int:
-        try:
-            return await ssh.ended()
-        finally:
-            for console in self._consoles:
-                console.detach(ssh.flow)
-
-    def _heard(self, agent: _RemoteAgent, stream: int, lines: list[bytes]) -> None:
-        """Pass the agent's output on; what comes before it (a login script's) is not its."""
-        if not agent.up.is_set():
-            mark = f"{UP} {agent.name}".encode()
-            if stream == 1 and mark in lines:
-                agent.up.set()
-                lines = lines[lines.index(mark) + 1 :]
-            elif stream == 2:
-                agent.said = (agent.said + b"\n".join(lines) + b"\n")[-_MAX_SAID:]
-                return
-            else:
-                return
-        elif stream == 2 and not all(line.startswith(_OURS) for line in lines):
-            agent.ssh_spoke = True
-        if lines:
-            self._open_consoles()[stream - 1].write(b"\n".join(lines) + b"\n")
-
-    async def _await_end(self, agent: _RemoteAgent) -> None:
-        """Over new connections, wait until the agent is gone; for ever if need be.
-
-        An agent whose host is gone too is ended by `kill`, when its lease has expired.
-        """
-        patience = asyncio.get_running_loop().call_later(
-            SURELY_UP_S,
-            self._say,
-            f"lost the ssh connection to {agent.host}; its agent goes on, what its workers print "
-            "is not shown any more",
-        )
-        delay = FIRST_RETRY_S
-        try:
-            while await self._run(agent.host, "wait", agent.name) != 0:
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, LONGEST_RETRY_S)
-        finally:
-            patience.cancel()
-
-    async def _kill(self, key: tuple[str, int], patience: float) -> None:
-        """End an agent on its host; where that fails, it is as good as gone for the driver."""
-        agent = self._agents.get(key)
-        if agent is None:
-            return
-        try:
-            code = await asyncio.wait_for(self._run(agent.host, "end", agent.name), patience)
-        except (asyncio.TimeoutError, OSError):
-            code = CONNECTION_FAILED
-        if agent.life is not None:
-            agent.life.cancel()
-        if agent.ssh is not None:
-            agent.ssh.kill()
-        reason = f"the agent on {agent.host} was killed"
-        if code != 0:
-            reason = (
-                f"{agent.host} cannot be reached to end its agent, which ends by itself when it "
-                "has not reached the driver for the heartbeat timeout"
+            done = subprocess.run(
+                [self.options.program, "-G", "--", host],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_CONFIG_S,
+                check=False,
             )
-        self._over(agent, reason)
+        except (OSError, subprocess.TimeoutExpired):
+            return host
+        names = [line[9:] for line in done.stdout.splitlines() if line.startswith("hostname ")]
+        return names[0].strip() if names else host
 
-    async def _run(self, host: str, *words: str) -> int:
-        """Run one of `launcher.agent.remote`'s commands; its exit status."""
-        ssh = SshProcess(self._argv(host, *words), b"", lambda _stream, _lines: None)
-        return await ssh.ended()
+    def ending(self, host: str, exit_code: int, said: str) -> str | None:
+        """See `Reach.ending`."""
+        if exit_code != CONNECTION_FAILED:
+            return describe_end(host, from_shell(exit_code))
+        # ssh says why a connection broke, and nothing when what ran there was killed.
+        return None if said else f"the agent on {host} was killed"
 
-    def _argv(self, host: str, *words: str) -> tuple[str, ...]:
-        return ssh_argv(self._options, host, remote_command(self._python, self._home, *words))
-
-    # ---- output, and the end -------------------------------------------------------------
-
-    def _open_consoles(self) -> tuple[Console, ...]:
-        if not self._consoles:
-            self._consoles = (
-                Console(1, "stdout", on_trouble=self._say),
-                Console(2, "stderr", on_trouble=lambda _sentence: None),
-            )
-        return self._consoles
-
-    def _say(self, sentence: str) -> None:
-        self._open_consoles()[1].write(f"elasticrun: {sentence}\n".encode())
-
-    async def _close(self, grace: float) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            if self._agents:
-                self._none_left.clear()
-                await asyncio.wait_for(self._none_left.wait(), grace)
-        await asyncio.gather(*(self._kill(key, CLOSE_S) for key in tuple(self._agents)))
-        me = asyncio.current_task()
-        others = [task for task in asyncio.all_tasks() if task is not me]
-        for task in others:
-            task.cancel()
-        if others:
-            await asyncio.wait(others, timeout=_LAST_WORDS_S)
-        for console in self._consoles:
-            await console.drain(_LAST_WORDS_S)
-            console.close()
+    def explain(self, host: str, exit_code: int, said: str) -> str:
+        """See `Reach.explain`."""
+        if exit_code != CONNECTION_FAILED:
+            return explain_command(host, exit_code, said, self.python)
+        known = explain_by(host, said, MEANINGS)
+        return known or f"{host}: ssh failed{last_line(said)}; try: ssh {host} true"

@@ -10,15 +10,16 @@ BACKEND: Option[str] = Option(
     kinds.choice("auto", "local", "ssh", "slurm", "mpi", "ray"),
     "auto",
     START,
-    "How agents get onto hosts: auto takes local for names of this machine and ssh for all others "
-    "(docs/hosts.md). The remaining ones do not exist yet.",
+    "How agents get onto hosts: auto takes local for names of this machine and ssh for all others, "
+    "and slurm inside an allocation when no hosts are named (docs/starters.md). ray does not exist "
+    "yet.",
 )
 SSH_PORT: Option[int | None] = Option(
     "ssh-port",
     kinds.whole("PORT", least=1),
     None,
     START,
-    "The port that sshd listens on, on every host.",
+    "The port that sshd listens on, on every host (ssh and mpi).",
     aliases=("-p",),
     shown="as in ssh's configuration",
 )
@@ -27,7 +28,7 @@ SSH_IDENTITY_FILE: Option[str | None] = Option(
     kinds.text("FILE"),
     None,
     START,
-    "The private key for ssh.",
+    "The private key for ssh (ssh and mpi).",
     aliases=("-i",),
     shown="as in ssh's configuration",
 )
@@ -40,12 +41,13 @@ NETWORK_INTERFACES: Option[tuple[str, ...] | None] = Option(
     "the rendezvous listens on. By default the one that leads to the other hosts.",
     aliases=("--network-interface", "--nics"),
 )
-ENV: Option[tuple[tuple[str, str], ...]] = Option(
+ENV: Option[tuple[tuple[str, str | None], ...]] = Option(
     "env",
     kinds.variables(),
     (),
     START,
-    "A variable for the workers; may be given several times.",
+    "A variable for the workers; NAME alone passes on what it is here. May be given several times. "
+    "Workers on other hosts get some without asking (docs/hosts.md).",
     aliases=("-x",),
 )
 

@@ -98,7 +98,7 @@ def test_every_spelling_in_the_table_is_unique() -> None:
         (["--nproc-per-node", "all"], "--nproc-per-node needs a whole number of at least 1, auto"),
         (["--blacklist-cooldown-range", "9", "3"], "needs MIN <= MAX, got 9 3"),
         (["--blacklist-cooldown-range", "9"], "needs a number of seconds, more than 0, got 'train"),
-        (["--env", "A"], "--env needs NAME=VALUE, got 'A'"),
+        (["--env", "1A"], "--env needs NAME=VALUE or NAME, got '1A'"),
         (["--env", "1A=2"], "--env needs NAME=VALUE, got '1A=2'"),
         (["--backend", "k8s"], "--backend is one of auto, local, ssh, slurm, mpi, ray, got 'k8s'"),
         (["--tee", "4"], "--tee is 0 (none), 1 (stdout), 2 (stderr), 3 (both)"),

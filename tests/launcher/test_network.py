@@ -9,10 +9,10 @@ import pytest
 
 from elastic_driver.errors import ClusterError, UsageError
 from launcher import network
-from launcher.backends.ssh_command import SshOptions
+from launcher.backends.ssh import SshOptions, SshReach
 from launcher.network import Whereabouts, decide_whereabouts
 
-SSH = SshOptions()
+SSH = SshReach(SshOptions())
 
 
 def test_loopback_leads_to_loopback_and_is_no_interface_for_others() -> None:
@@ -75,10 +75,10 @@ def test_a_wildcard_is_told_to_each_host_as_the_address_it_reaches(tmp_path: Pat
     assert where.endpoint_for("http://[::1]:7", "six") == "http://[::1]:7"
 
 
-def fake_ssh(folder: Path, names: dict[str, str]) -> SshOptions:
+def fake_ssh(folder: Path, names: dict[str, str]) -> SshReach:
     """An ssh whose configuration has these host names."""
     cases = "".join(f"{host}) echo hostname {address} ;;\n" for host, address in names.items())
     program = folder / "ssh"
     program.write_text(f"#!/bin/sh\ncase $3 in\n{cases}esac\n")
     program.chmod(0o755)
-    return SshOptions(program=str(program))
+    return SshReach(SshOptions(program=str(program)))

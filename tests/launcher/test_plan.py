@@ -175,7 +175,7 @@ def test_a_nearer_size_in_other_words_replaces_a_farther_one() -> None:
         (("-np", "4", "--nnodes", "2"), "--nnodes and --num-proc both set the size"),
         (("--nproc-per-node", "gpu"), "no NVIDIA GPU that is visible"),
         (("--nproc-per-node", "2", "--slots-per-host", "3"), "say the same; keep one of them"),
-        (("--backend", "slurm"), "--backend slurm does not exist yet"),
+        (("--backend", "slurm"), "--backend slurm works inside an allocation only"),
         (("-q", "-v"), "-q and -v contradict each other"),
     ],
 )

@@ -1,263 +1,116 @@
-"""The ssh backend with real agents; its ssh is a stand-in that runs the commands on this machine.
-
-What runs "on the host" survives that ssh's death, as with a real sshd. The real one is used in
-tests/cluster, which needs root.
-"""
+"""What is typed to reach a host: compared word by word, and run by real shells."""
 
 from __future__ import annotations
 
-import os
-import signal
+import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from elastic_driver.core.events import AgentReady, HostLeaving, WorkerExited, WorkerStarted
-from launcher.agent import remote
-from launcher.agent.descendants import variables
-from launcher.backends.ssh import SshBackend
-from launcher.backends.ssh_command import SshOptions
-from tests.launcher.agent.harness import HOST, ROOT, TOKEN, Driver, eventually, lives
-from tests.launcher.agent.test_agent import DAEMON, STUBBORN, WAIT
+from elastic_driver.errors import ClusterError
+from launcher.backends.remote import RemoteBackend
+from launcher.backends.ssh import (
+    SshOptions,
+    SshReach,
+    alive_interval,
+    remote_command,
+    ssh_argv,
+)
 
-_SSH = """#!/bin/sh
-TMPDIR={tmp}; export TMPDIR
-test ! -e {tmp}/unreachable || {{ echo 'ssh: connect: Connection timed out' >&2; exit 255; }}
-echo a banner; echo 'Warning: known hosts' >&2
-while [ "$1" != -- ]; do shift; done
-trap 'echo "Connection to $2 closed by remote host." >&2; exit 255' HUP
-exec 3<&0
-setsid -w sh -c "$3" <&3 3<&- &
-exec 3<&-
-wait $!
-"""
+PLAIN = SshOptions(alive_interval=2)
 
 
-@pytest.fixture
-def driver(tmp_path: Path) -> Iterator[Driver]:
-    driver = Driver(tmp_path)
-    yield driver
-    driver.close()
+def test_the_command_line_asks_nothing_and_has_deadlines() -> None:
+    assert ssh_argv(PLAIN, "node1", "true") == (
+        *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+        *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"),
+        *("-o", "ClearAllForwardings=yes", "-o", "ControlMaster=no", "--", "node1", "true"),
+    )
 
 
-@pytest.fixture
-def tmp(tmp_path: Path) -> Path:
-    """The folder for temporary files on the host."""
-    (tmp_path / "tmp").mkdir()
-    return tmp_path / "tmp"
+def test_port_and_key_are_passed_on() -> None:
+    argv = ssh_argv(SshOptions(port=2222, identity_file="/k e y"), "2001:db8::7", "true")
+    assert argv[-7:] == ("-p", "2222", "-i", "/k e y", "--", "2001:db8::7", "true")
 
 
-@pytest.fixture
-def backend(driver: Driver, tmp: Path) -> Iterator[SshBackend]:
-    program = tmp.parent / "ssh"
-    program.write_text(_SSH.format(tmp=tmp))
-    program.chmod(0o755)
-    options = SshOptions(program=str(program))
-    backend = SshBackend(lambda _host: driver.server.url, driver.token_file, options, home=ROOT)
-    yield backend
-    backend.close(0)
+@pytest.mark.parametrize("name", ["-oProxyCommand=x", "a b", "a;b", "", "a\nb", "$(x)"])
+def test_a_name_that_is_none_never_reaches_ssh(name: str) -> None:
+    with pytest.raises(ClusterError, match="cannot reach"):
+        ssh_argv(PLAIN, name, "true")
 
 
-def keeper_and_agent(driver: Driver) -> tuple[psutil.Process, psutil.Process]:
-    agent = psutil.Process(driver.wait(AgentReady, within=20).pid)
-    keeper = agent.parent()
-    assert keeper is not None
-    return keeper, agent
-
-
-def ssh_clients() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if p.name() == "ssh"]
-
-
-def test_an_agent_comes_up_its_output_arrives_and_its_end_is_told_once(
-    driver: Driver, backend: SshBackend, tmp: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "csh", "fish"])
+def test_words_reach_the_agent_unchanged_whatever_the_login_shell(
+    shell: str, tmp_path: Path
 ) -> None:
-    driver.python("print('hello')")
-    reasons: list[str] = []
-    backend.start(HOST, 1, reasons.append)
-    driver.start_worker()
-    driver.wait(WorkerExited, within=20)
-    driver.shutdown()
-    eventually(lambda: reasons)
-    backend.close(0)
-    assert reasons == [f"the agent on {HOST} has ended"]
-    assert list(tmp.iterdir()) == []
-    said = capfd.readouterr()
-    assert said.out == "[0]<stdout>:hello\n", "and neither a banner nor our own marks"
-    assert "Warning" not in said.err
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    echo = tmp_path / "an 'echo'"
+    echo.write_text(f"#!/bin/sh\nshift 2\nexec {sys.executable} -c '{_SHOW}' \"$@\"\n")
+    echo.chmod(0o755)
+    words = ("keep", "a b", "it's", '"$HOME"', "*", "é;#")
+    command = remote_command(str(echo), tmp_path, *words)
+    done = subprocess.run([shell, "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout == repr([str(tmp_path), *words]) + "\n", done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_notice_to_the_agent_s_keeper_reaches_the_driver(
-    driver: Driver, backend: SshBackend, number: signal.Signals
-) -> None:
-    driver.python(WAIT, leave_notice=20.0)
-    backend.start(HOST, 1, lambda _reason: None)
-    keeper, _ = keeper_and_agent(driver)
-    keeper.send_signal(number)
-    assert number.name in driver.wait(HostLeaving).reason
+_SHOW = "import os, sys; print([os.getcwd(), *sys.argv[1:]])"
 
 
-def test_the_token_stands_in_a_private_file_and_in_no_argument_or_variable(
-    driver: Driver, backend: SshBackend, tmp: Path
-) -> None:
-    driver.python(WAIT)
-    backend.start(HOST, 1, lambda _reason: None)
-    keeper, agent = keeper_and_agent(driver)
-    (folder,) = tmp.iterdir()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert (folder / "token").stat().st_mode & 0o777 == 0o600
-    assert (folder / "token").read_text().strip() == TOKEN
-    for process in (keeper, agent, *ssh_clients()):
-        assert TOKEN not in " ".join(process.cmdline())
-        assert TOKEN not in " ".join(variables(process.pid).values())
+def test_a_host_without_our_folder_runs_in_the_root_folder_instead(tmp_path: Path) -> None:
+    where = tmp_path / "where"
+    where.write_text("#!/bin/sh\npwd\n")
+    where.chmod(0o755)
+    command = remote_command(str(where), tmp_path / "missing", "look", "/")
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout == "/\n", done.stderr
 
 
-def test_the_agent_survives_its_ssh_connection_and_its_end_is_told_all_the_same(
-    driver: Driver, backend: SshBackend, tmp: Path
-) -> None:
-    driver.python(WAIT)
-    reasons: list[str] = []
-    backend.start(HOST, 1, reasons.append)
-    worker = driver.wait(WorkerStarted, driver.start_worker(), within=20).pid
-    _, agent = keeper_and_agent(driver)
-    (client,) = ssh_clients()
-    os.kill(client.pid, signal.SIGHUP)
-    eventually(lambda: client.pid not in {p.pid for p in ssh_clients()})
-    assert lives(agent.pid)
-    assert lives(worker)
-    driver.shutdown()
-    eventually(lambda: reasons)
-    assert not lives(agent.pid)
-    eventually(lambda: list(tmp.iterdir()) == [])
+def test_a_missing_python_is_told_with_its_path() -> None:
+    command = remote_command("/no/python", Path("/"), "look", "/")
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 127
+    assert "no Python at /no/python" in done.stderr
+    said = SshReach(PLAIN, "/no/python").explain("node1", done.returncode, done.stderr)
+    assert said == "node1: there is no Python at /no/python; install the same environment there"
 
 
-def test_a_killed_agent_takes_its_workers_and_their_daemons_along(
-    driver: Driver, backend: SshBackend, tmp: Path
-) -> None:
-    driver.python(DAEMON, env={"STAY": "1"})
-    reasons: list[str] = []
-    backend.start(HOST, 1, reasons.append)
-    worker = driver.wait(WorkerStarted, driver.start_worker(), within=20).pid
-    path = driver.folder / "daemon"
-    daemon = int(eventually(lambda: path.exists() and path.read_text()))
-    _, agent = keeper_and_agent(driver)
-    agent.kill()
-    eventually(lambda: reasons)
-    assert reasons == [f"the agent on {HOST} was killed by SIGKILL"]
-    assert not lives(worker)
-    assert not lives(daemon)
-    assert list(tmp.iterdir()) == []
+@pytest.mark.parametrize(
+    ("said", "meaning"),
+    [
+        ("ssh: connect to host n port 22: Connection refused", "nothing listens on ssh's port"),
+        ("ssh: connect to host n port 22: Connection timed out", "did not answer in time"),
+        ("ssh: connect to host n port 22: No route to host", "no way to it"),
+        ("ssh: Could not resolve hostname n: Name or service not known", "has no address"),
+        ("root@n: Permission denied (publickey).", "no key it accepts"),
+        ("x\nHost key verification failed.", "host key is unknown"),
+        ("something else", "try: ssh n true"),
+        ("", "ssh failed"),
+    ],
+)
+def test_what_ssh_says_becomes_one_line_with_what_to_try(said: str, meaning: str) -> None:
+    line = SshReach(PLAIN, "/py").explain("n", 255, said)
+    assert line.startswith("n: ")
+    assert meaning in line
+    assert "\n" not in line
 
 
-def test_an_agent_whose_keeper_is_killed_ends_and_leaves_no_token(
-    driver: Driver, backend: SshBackend, tmp: Path
-) -> None:
-    driver.python(WAIT)
-    reasons: list[str] = []
-    backend.start(HOST, 1, reasons.append)
-    worker = driver.wait(WorkerStarted, driver.start_worker(), within=20).pid
-    keeper, agent = keeper_and_agent(driver)
-    keeper.kill()
-    eventually(lambda: reasons)
-    eventually(lambda: not lives(agent.pid) and not lives(worker))
-    assert not list(tmp.glob("*/token"))
+def test_a_silent_connection_is_given_up_after_the_heartbeat_timeout() -> None:
+    assert [alive_interval(timeout) for timeout in (0.5, 3.0, 30.0)] == [1, 1, 10]
 
 
-def test_an_agent_that_hangs_can_be_killed(driver: Driver, backend: SshBackend, tmp: Path) -> None:
-    driver.python(STUBBORN)
-    reasons: list[str] = []
-    backend.kill(HOST, 1)
-    backend.start(HOST, 1, reasons.append)
-    worker = driver.wait(WorkerStarted, driver.start_worker(), within=20).pid
-    _, agent = keeper_and_agent(driver)
-    agent.suspend()
-    backend.kill(HOST, 1)
-    eventually(lambda: reasons)
-    assert len(reasons) == 1
-    assert reasons[0].startswith(f"the agent on {HOST} was killed")
-    assert not lives(worker)
-    assert list(tmp.iterdir()) == []
-
-
-def test_a_host_that_cannot_be_reached_any_more_is_given_up_once(
-    driver: Driver, backend: SshBackend, tmp: Path
-) -> None:
-    driver.python(WAIT, heartbeat_timeout=2.0)
-    reasons: list[str] = []
-    backend.start(HOST, 1, reasons.append)
-    _, agent = keeper_and_agent(driver)
-    (tmp / "unreachable").touch()
-    backend.kill(HOST, 1)
-    eventually(lambda: reasons)
-    assert len(reasons) == 1
-    assert "ends by itself" in reasons[0]
-    driver.close()
-    eventually(lambda: not lives(agent.pid), within=15, what="the agent has ended by itself")
-
-
-def test_what_cannot_be_started_is_told_with_what_to_try(
-    driver: Driver, backend: SshBackend, tmp: Path
-) -> None:
-    (tmp / "unreachable").touch()
-    reasons: list[str] = []
-    backend.start(HOST, 1, reasons.append)
-    backend.start("-oProxyCommand=x", 1, reasons.append)
-    eventually(lambda: len(reasons) == 2)
-    assert any("did not answer in time" in reason for reason in reasons)
-    assert any("is not a host name" in reason for reason in reasons)
-
-
-def test_close_ends_what_runs_and_leaves_no_thread_or_descriptor(
-    driver: Driver, backend: SshBackend, tmp: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    me = psutil.Process()
-    before = me.num_fds(), {t.name for t in threading.enumerate()}
-    driver.python(WAIT)
-    backend.start(HOST, 1, lambda _reason: None)
-    worker = driver.wait(WorkerStarted, driver.start_worker(), within=20).pid
-    keeper, agent = keeper_and_agent(driver)
-    backend.close(0.1)
-    backend.close(0.1)
-    assert not any(lives(pid) for pid in (worker, keeper.pid, agent.pid))
-    assert list(tmp.iterdir()) == []
-    eventually(lambda: me.num_fds() <= before[0])
-    eventually(lambda: {t.name for t in threading.enumerate()} == before[1])
-
-
-def test_folders_of_keepers_that_died_with_their_machine_are_removed_by_the_next_one(
-    tmp: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote.tempfile, "tempdir", str(tmp))
-    dead = remote.folder_of("dead")
-    dead.mkdir()
-    (dead / "keeper").write_text("1")
-    beginning = remote.folder_of("beginning")
-    beginning.mkdir()
-    (tmp / "somebody-elses").mkdir()
-    argv = [sys.executable, "-m", "launcher.agent.remote", "keep", "live", "--endpoint"]
-    argv += ["http://127.0.0.1:1", "--host", "h", "--incarnation", "1"]
-    with subprocess.Popen(
-        argv,
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as keeper:
-        assert keeper.stdin is not None
-        assert keeper.stdout is not None
-        keeper.stdin.write(b"token\n")
-        keeper.stdin.close()
-        assert keeper.stdout.readline() == b"elastic-agent-up live\n"
-        live = remote.folder_of("live")
-        assert remote.keeper_of(live) == keeper.pid
-        remote.sweep()
-        assert sorted(tmp.iterdir()) == sorted([beginning, live, tmp / "somebody-elses"])
-        assert remote.end("live") == 0
-    assert not live.exists()
+def test_the_plan_of_an_agent_holds_no_token(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    reach = SshReach(PLAIN, python="/py")
+    backend = RemoteBackend(lambda host: f"http://10.0.0.1:7/{host}", token, reach)
+    plan = backend.plan("node1", 3, "cafe")
+    assert plan.env == {}
+    assert "secret" not in " ".join(plan.argv)
+    assert str(token) not in " ".join(plan.argv)
+    assert (
+        "exec /py -m launcher.agent.remote keep cafe --endpoint http://10.0.0.1:7/node1 "
+        "--host node1 --incarnation 3"
+    ) in plan.argv[-1]

@@ -1,6 +1,6 @@
-"""One running ssh client: its input given once, its output as whole lines, its exit status.
+"""One running program that reaches a host: its input given once, its output as whole lines.
 
-Belongs to the asyncio loop it is made on; used by `launcher.backends.ssh` alone.
+Belongs to the asyncio loop it is made on; used by `launcher.backends.remote` alone.
 """
 
 from __future__ import annotations
@@ -9,21 +9,27 @@ import asyncio
 import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from launcher.agent.lines import LineSplitter
 
 OnLines = Callable[[int, list[bytes]], None]
 """Told the stream (1 stdout, 2 stderr) and lines without their newline."""
 
-DRAIN_S = 1.0  # for output to end after ssh: another process of ssh's may hold the pipe
+DRAIN_S = 1.0  # for output to end after the program: a helper of its own may hold the pipe
 _PIECE = 64 * 1024
 
 
-class SshProcess:
-    """A started ssh client; raises OSError where it cannot be started. Close it with `ended()`."""
+class Client:
+    """A started ssh, srun or mpirun; raises OSError where it cannot be. End it with `ended()`."""
 
-    def __init__(self, argv: Sequence[str], given: bytes, on_lines: OnLines) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        given: bytes,
+        on_lines: OnLines,
+        environ: Mapping[str, str] | None = None,  # None: ours
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_lines = on_lines
         self._process = subprocess.Popen(
@@ -32,6 +38,7 @@ class SshProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
+            env=environ,
             start_new_session=True,  # Ctrl-C in our terminal is for us alone
         )
         self._splitters: dict[int, tuple[int, LineSplitter]] = {}

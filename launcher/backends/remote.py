@@ -1,0 +1,297 @@
+"""Agents on other machines, started through a program that reaches them: ssh, srun or mpirun.
+
+On the host `launcher.agent.remote` keeps the agent. The program's connection carries the token
+there and the workers' output back, and tells of the agent's end; the job does not depend on it.
+When it breaks, the agent goes on: its workers' lines are dropped from then on, and its end is
+awaited over a new connection. An agent that is to be killed is killed over a connection of its
+own; one that cannot be reached is fenced off by the driver and ends when it has not reached it for
+the heartbeat timeout. What differs between the programs is their `Reach`.
+
+One asyncio loop on one thread, started with the first agent, serves all connections. At most
+`AT_ONCE` are being set up at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_driver.errors import ClusterError
+from elastic_driver.runtime.starter import OnLost
+from launcher.agent.console import Console
+from launcher.agent.remote import UP
+from launcher.backends.base import AgentPlan, agent_arguments
+from launcher.backends.client import Client
+from launcher.backends.reach import Reach
+from rendezvous.auth import read_token_file
+from rendezvous.errors import TokenError
+
+AT_ONCE = 32  # connections being set up; the other side and our cores are spared
+START_S = 60.0  # from the connection to the agent's first sign
+END_S = 15.0  # for one attempt to kill an agent
+CLOSE_S = 6.0  # the same, when the job is over
+SURELY_UP_S = 3.0  # an agent that is not known to be gone after this time has lost its connection
+FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
+_LAST_WORDS_S = 3.0
+_MAX_SAID = 4096
+_OURS = (b"[", b"elasticrun:")  # how lines of workers and agents begin
+
+
+@dataclass(eq=False)
+class _RemoteAgent:
+    """An agent that was asked for, until its end was told."""
+
+    host: str
+    incarnation: int
+    on_lost: OnLost
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    client: Client | None = None
+    up: asyncio.Event = field(default_factory=asyncio.Event)
+    said: bytes = b""  # on stderr: all before it was up, since then only the program itself
+    life: asyncio.Task[None] | None = None
+
+
+class RemoteBackend:
+    """Starts agents on hosts that are reached through a program (an `AgentStarter`).
+
+    Args:
+        endpoint: the rendezvous' URL for a host's agent, by the host's name.
+        token_file: the job's token on this machine.
+        reach: how to reach the hosts.
+    """
+
+    def __init__(self, endpoint: Callable[[str], str], token_file: Path, reach: Reach) -> None:
+        self._endpoint, self._token_file, self._reach = endpoint, token_file, reach
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        # What follows belongs to the loop's thread.
+        self._agents: dict[tuple[str, int], _RemoteAgent] = {}
+        self._none_left = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._consoles: tuple[Console, ...] = ()
+        self._slots = asyncio.Semaphore(AT_ONCE)
+
+    def plan(self, host: str, incarnation: int, name: str = "NAME") -> AgentPlan:
+        """See `Backend.plan`; `name` is the agent's folder on the host, a random one each time."""
+        arguments = agent_arguments(self._endpoint(host), host, incarnation)
+        return AgentPlan(host, incarnation, self._reach.argv(host, "keep", name, *arguments))
+
+    # ---- AgentStarter --------------------------------------------------------------------
+
+    def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
+        """See `AgentStarter.start`."""
+        self._submit(self._begin(host, incarnation, on_lost))
+
+    def kill(self, host: str, incarnation: int) -> None:
+        """See `AgentStarter.kill`."""
+        self._submit(self._kill((host, incarnation), END_S))
+
+    def close(self, grace: float) -> None:
+        """See `AgentStarter.close`."""
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._closed, self._loop, self._thread = True, None, None
+        if loop is None or thread is None:
+            return
+        over = asyncio.run_coroutine_threadsafe(self._close(max(grace, 0.0)), loop)
+        with contextlib.suppress(TimeoutError):
+            over.result(grace + CLOSE_S + 2 * _LAST_WORDS_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_LAST_WORDS_S)
+        if not thread.is_alive():
+            loop.close()
+
+    def _submit(self, work: Coroutine[Any, Any, None]) -> None:
+        with self._lock:
+            if self._closed:
+                work.close()
+                return
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever, name="remote-agents", daemon=True
+                )
+                self._thread.start()
+            self._loop.call_soon_threadsafe(self._spawn, work)
+
+    # ---- on the loop ---------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _begin(self, host: str, incarnation: int, on_lost: OnLost) -> None:
+        agent = _RemoteAgent(host, incarnation, on_lost)
+        self._agents[host, incarnation] = agent
+        agent.life = self._spawn(self._live(agent))
+
+    async def _live(self, agent: _RemoteAgent) -> None:
+        """From the first connection to the agent's end, which is told once."""
+        try:
+            reason = await self._attend(agent)
+        except (ClusterError, TokenError) as error:
+            reason = str(error)
+        except OSError as error:
+            reason = f"cannot run {self._reach.program} to reach {agent.host}: {error.strerror}"
+        self._over(agent, reason)
+
+    def _over(self, agent: _RemoteAgent, reason: str) -> None:
+        """Tell the driver, unless that was done already."""
+        if self._agents.pop((agent.host, agent.incarnation), None) is agent:
+            if not self._closed:
+                agent.on_lost(reason)
+            if not self._agents:
+                self._none_left.set()
+
+    async def _attend(self, agent: _RemoteAgent) -> str:
+        """Start the agent and wait for its end; the reason for the driver."""
+        async with self._slots:
+            ended = await self._connect(agent)
+        code = await ended
+        said = agent.said.decode(errors="replace")
+        if not agent.up.is_set():
+            return self._reach.explain(agent.host, code, said)
+        # Somebody who killed the program here has not killed what runs there.
+        ending = self._reach.ending(agent.host, code, said) if code >= 0 else None
+        if ending is not None:
+            return ending
+        await self._await_end(agent)
+        return f"the agent on {agent.host} has ended, its connection was lost before"
+
+    async def _connect(self, agent: _RemoteAgent) -> asyncio.Task[int]:
+        """Return when the agent is up, or will never be; its client's end."""
+        token = read_token_file(self._token_file).encode() + b"\n"
+        # In a thread: the way to the host may have to be looked up.
+        plan = await asyncio.to_thread(self.plan, agent.host, agent.incarnation, agent.name)
+
+        def on_lines(stream: int, lines: list[bytes]) -> None:
+            self._heard(agent, stream, lines)
+
+        agent.client = Client(plan.argv, token, on_lines, self._reach.environ())
+        for console in self._open_consoles():
+            console.attach(agent.client.flow)
+        ended = asyncio.create_task(self._end_of(agent.client))
+        up = asyncio.create_task(agent.up.wait())
+        done, _ = await asyncio.wait(
+            (ended, up), timeout=START_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        up.cancel()
+        if not done:
+            agent.client.kill()
+            await ended
+            raise ClusterError(f"{agent.host}: no agent came up within {START_S:.0f} s")
+        return ended
+
+    async def _end_of(self, client: Client) -> int:
+        try:
+            return await client.ended()
+        finally:
+            for console in self._consoles:
+                console.detach(client.flow)
+
+    def _heard(self, agent: _RemoteAgent, stream: int, lines: list[bytes]) -> None:
+        """Pass the agent's output on; what comes before it (a login script's) is not its."""
+        if not agent.up.is_set():
+            mark = f"{UP} {agent.name}".encode()
+            if stream == 1 and mark in lines:
+                agent.up.set()
+                agent.said = b""
+                lines = lines[lines.index(mark) + 1 :]
+            elif stream == 2:
+                self._note(agent, lines)
+                return
+            else:
+                return
+        elif stream == 2:
+            self._note(agent, [line for line in lines if not line.startswith(_OURS)])
+        if lines:
+            self._open_consoles()[stream - 1].write(b"\n".join(lines) + b"\n")
+
+    @staticmethod
+    def _note(agent: _RemoteAgent, lines: list[bytes]) -> None:
+        agent.said = (agent.said + b"".join(line + b"\n" for line in lines))[-_MAX_SAID:]
+
+    async def _await_end(self, agent: _RemoteAgent) -> None:
+        """Over new connections, wait until the agent is gone; for ever if need be.
+
+        An agent whose host is gone too is ended by `kill`, when its lease has expired.
+        """
+        patience = asyncio.get_running_loop().call_later(
+            SURELY_UP_S,
+            self._say,
+            f"lost the {Path(self._reach.program).name} connection to {agent.host}; its agent goes "
+            "on, what its workers print is not shown any more",
+        )
+        delay = FIRST_RETRY_S
+        try:
+            while await self._run(agent.host, "wait", agent.name) != 0:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LONGEST_RETRY_S)
+        finally:
+            patience.cancel()
+
+    async def _kill(self, key: tuple[str, int], patience: float) -> None:
+        """End an agent on its host; where that fails, it is as good as gone for the driver."""
+        agent = self._agents.get(key)
+        if agent is None:
+            return
+        try:
+            code = await asyncio.wait_for(self._run(agent.host, "end", agent.name), patience)
+        except (asyncio.TimeoutError, OSError):
+            code = -1
+        if agent.life is not None:
+            agent.life.cancel()
+        if agent.client is not None:
+            agent.client.kill()
+        reason = f"the agent on {agent.host} was killed"
+        if code != 0:
+            reason = (
+                f"{agent.host} cannot be reached to end its agent, which ends by itself when it "
+                "has not reached the driver for the heartbeat timeout"
+            )
+        self._over(agent, reason)
+
+    async def _run(self, host: str, *words: str) -> int:
+        """Run one of `launcher.agent.remote`'s commands; its exit status."""
+        argv = self._reach.argv(host, *words)
+        client = Client(argv, b"", lambda _stream, _lines: None, self._reach.environ())
+        return await client.ended()
+
+    # ---- output, and the end -------------------------------------------------------------
+
+    def _open_consoles(self) -> tuple[Console, ...]:
+        if not self._consoles:
+            self._consoles = (
+                Console(1, "stdout", on_trouble=self._say),
+                Console(2, "stderr", on_trouble=lambda _sentence: None),
+            )
+        return self._consoles
+
+    def _say(self, sentence: str) -> None:
+        self._open_consoles()[1].write(f"elasticrun: {sentence}\n".encode())
+
+    async def _close(self, grace: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            if self._agents:
+                self._none_left.clear()
+                await asyncio.wait_for(self._none_left.wait(), grace)
+        await asyncio.gather(*(self._kill(key, CLOSE_S) for key in tuple(self._agents)))
+        me = asyncio.current_task()
+        others = [task for task in asyncio.all_tasks() if task is not me]
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=_LAST_WORDS_S)
+        for console in self._consoles:
+            await console.drain(_LAST_WORDS_S)
+            console.close()

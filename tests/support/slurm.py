@@ -1,0 +1,136 @@
+"""A real Slurm on a cluster of network namespaces: slurmctld on head, a slurmd on each node.
+
+Needs Debian's slurmctld, slurmd, slurm-client and munge beside what `tests.support.cluster` needs;
+`why_not()` says what is missing. Everything runs inside the nodes and ends with them.
+
+    with Cluster(2) as cluster:
+        slurm = Slurm(cluster)
+        slurm.start()
+        cluster.run("head", "srun", "-N2", "hostname")
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from tests.support import cluster as namespaces
+from tests.support.cluster import Cluster
+from tests.support.job import eventually
+
+READY_S = 30.0
+CPUS = 4  # each node says it has, whatever there is
+_TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "munged")
+_PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+
+_CONFIG = """\
+ClusterName={name}
+SlurmctldHost=head
+SlurmUser=root
+AuthType=auth/munge
+CryptoType=crypto/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,sched_min_interval=0
+MpiDefault=none
+ReturnToService=2
+SlurmctldTimeout=10
+SlurmdTimeout=10
+KillWait=10
+MinJobAge=60
+StateSaveLocation={folder}/state
+SlurmdSpoolDir=/tmp/slurmd
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+NodeName={nodes} CPUs={cpus} State=UNKNOWN
+PartitionName=all Nodes={nodes} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+"""
+
+
+def why_not() -> str | None:
+    """Why there can be no Slurm here; None where there can."""
+    missing = [tool for tool in _TOOLS if shutil.which(tool, path=_PATH) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)} (slurmctld, slurmd, slurm-client, munge)"
+    return namespaces.why_not()
+
+
+class Slurm:
+    """The daemons on a cluster's nodes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.folder = cluster.folder / "slurm"
+        self.environ = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def start(self) -> None:
+        """Start everything; returns when all nodes are idle."""
+        (self.folder / "state").mkdir(parents=True)
+        key = self.folder / "munge.key"
+        key.write_bytes(secrets.token_bytes(128))
+        key.chmod(0o400)
+        nodes = [name for name in self.cluster.nodes if name != "head"]
+        text = _CONFIG.format(
+            name=self.cluster.name, folder=self.folder, nodes=",".join(nodes), cpus=CPUS
+        )
+        Path(self.environ["SLURM_CONF"]).write_text(text)
+        self._munge("head")
+        self.run("head", "slurmctld")
+        for name in nodes:
+            self.join(name)
+        self.until_idle(len(nodes))
+
+    def join(self, name: str) -> None:
+        """Start a node's daemons, after its boot."""
+        self._munge(name)
+        self.run(name, "slurmd", "-N", name)
+
+    def until_idle(self, count: int) -> None:
+        """Wait until this many nodes can take jobs."""
+
+        def idle() -> bool:
+            listed = self.cluster.run(
+                "head", "env", *self._settings(), "sinfo", "-h", "-N", "-t", "idle", "-o", "%N %t"
+            )
+            states = [line.split() for line in listed.stdout.splitlines()]
+            return sum(len(s) == 2 and s[1] == "idle" for s in states) == count
+
+        eventually(idle, within=READY_S, what=f"{count} nodes are idle", context=self.describe)
+
+    def run(self, node: str, *argv: str, timeout: float = 30.0) -> str:
+        """Run one of Slurm's commands on a node; its output. Raises where it fails."""
+        done = self.cluster.run(node, "env", *self._settings(), *argv, timeout=timeout)
+        if done.returncode != 0:
+            raise RuntimeError(
+                f"{' '.join(argv)} on {node}: {done.stderr.strip()}\n{self.describe()}"
+            )
+        return done.stdout
+
+    def describe(self) -> str:
+        """The ends of the daemons' logs."""
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in logs)
+
+    def _settings(self) -> list[str]:
+        return [f"{name}={value}" for name, value in self.environ.items()]
+
+    def _munge(self, node: str) -> None:
+        self.run(node, "mkdir", "-p", "/run/munge")
+        self.run(
+            node,
+            "munged",
+            "--force",
+            f"--key-file={self.folder}/munge.key",
+            "--socket=/run/munge/munge.socket.2",
+            "--pid-file=/run/munge/munged.pid",
+            "--seed-file=/run/munge/seed",
+            "--log-file=/run/munge/munged.log",
+        )
