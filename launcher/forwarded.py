@@ -16,13 +16,13 @@ PASSED_ON = (
     "PYTHON*",
     *("OMP_*", "MKL_*", "KMP_*", "OPENBLAS_*", "BLIS_*", "NUMEXPR_*"),  # threads and numerics
     *("TORCH_*", "PYTORCH_*", "TORCHINDUCTOR_*", "TRITON_*", "CUDA_*", "CUBLAS_*", "CUDNN_*"),
-    *("TF_*", "XLA_*"),
+    *("TF_CPP_*", "TF_ENABLE_*", "TF_GPU_*", "TF_NUM_*", "TF_USE_*", "XLA_*"),
     *("NCCL_*", "GLOO_*", "UCX_*", "FI_*"),  # communication
 )
 # Of these some are of one machine only, or would change who answers to a name.
 OF_THIS_MACHINE = (
     *("CUDA_VISIBLE_DEVICES", "NCCL_HOSTID", "*_SOCKET_IFNAME"),
-    *("PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT", "TF_CONFIG"),
+    *("PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT"),
 )
 _SECRET = re.compile(r"TOKEN|SECRET|KEY|PASS|CREDENTIAL|AUTH")
 

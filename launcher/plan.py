@@ -51,10 +51,11 @@ class Facts(Struct, frozen=True):
 
 
 class FixedHosts(Struct, frozen=True):
-    """These hosts for the whole job."""
+    """These hosts for the whole job, or as long as the Slurm job `allocation` has them."""
 
     hosts: Hosts
     source: str
+    allocation: str | None = None
 
 
 class FileHosts(Struct, frozen=True):
@@ -236,7 +237,7 @@ def _choose_hosts(
     wanted = wish.most or wish.asked or wish.least
     chosen = choose_host_option(values)
     if chosen is None and allocation is not None:
-        return FixedHosts(allocation.hosts(slots, wanted), allocation.source)
+        return FixedHosts(allocation.hosts(slots, wanted), allocation.source, allocation.job_id)
     if chosen is o.HOST_DISCOVERY_SCRIPT:
         return ScriptHosts(
             path=str(values[o.HOST_DISCOVERY_SCRIPT]),

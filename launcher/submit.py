@@ -7,6 +7,7 @@ an orderly end, a second one kills at once; either way the driver cleans up.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -29,6 +30,7 @@ from elastic_driver.runtime.hostlist import Hosts
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.rundir import RunDir
 from launcher.backends.select import make_reach, make_starter_factory, remote_hosts
+from launcher.backends.slurm_nodes import AllocationDiscovery
 from launcher.network import Whereabouts, decide_whereabouts
 from launcher.nodecheck import WithoutHosts, check_before_training
 from launcher.plan import FileHosts, FixedHosts, HostSource, LaunchPlan, ScriptHosts
@@ -133,8 +135,10 @@ def make_discovery(hosts: HostSource) -> HostDiscovery:
             return ScriptDiscovery(Path(path), timeout=timeout, default_slots=slots)
         case FileHosts(path=path, default_slots=slots):
             return HostfileDiscovery(Path(path), default_slots=slots)
-        case FixedHosts(hosts=fixed):
-            return FixedDiscovery(fixed)
+        case FixedHosts(hosts=fixed, allocation=job_id):
+            if job_id is None:
+                return FixedDiscovery(fixed)
+            return AllocationDiscovery(job_id, fixed, os.environ)
 
 
 def numeric_address(host: str) -> str:

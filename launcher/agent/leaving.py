@@ -9,13 +9,26 @@ stopped. Owned by the agent; all on its loop. Times are seconds.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 
 from elastic_driver.core.events import HostLeaving
 
-ANNOUNCING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+ANNOUNCING = (signal.SIGTERM, *NOTICES)
 STOPPING_S = 5.0  # the last part of the time, for stopping workers that are still there
+
+
+def spare_workers() -> None:
+    """Between a worker's fork and its exec: have it overlook the notices that are the agent's.
+
+    Slurm sends a step's signals to all its processes, and by default a worker would die of them.
+    A script that handles these signals itself goes on to do so.
+    """
+    if "SLURM_STEP_ID" in os.environ:
+        for number in NOTICES:
+            signal.signal(number, signal.SIG_IGN)
 
 
 class Leaving:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from launcher.agent.descendants import die_with_parent
+from launcher.agent.leaving import spare_workers
 
 EXIT_NOT_EXECUTABLE = 126  # as the shells say it
 EXIT_NOT_FOUND = 127
@@ -116,6 +117,7 @@ def _before_exec(agent: int) -> Callable[[], None]:
 
     def bind() -> None:
         die_with_parent()
+        spare_workers()
         if os.getppid() != agent:  # the agent died in between: nobody would ever stop us
             os._exit(EXIT_NOT_EXECUTABLE)
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from launcher.agent.descendants import children, die_with_parent, reap
+from launcher.agent.leaving import spare_workers
 from launcher.agent.starter import FreshStarter, ProcessSpec, Starter
 from launcher.agent.warm_command import NotWarmable
 from launcher.agent.warm_plan import WarmPlan
@@ -287,6 +288,7 @@ def _execute(plan: WarmPlan, fds: tuple[int, int], log: IO[bytes]) -> subprocess
 
     def before_exec() -> None:
         die_with_parent()
+        spare_workers()
         if os.getppid() != agent:  # the agent died in between
             os._exit(_EXIT_ORPHANED)
 

@@ -19,7 +19,7 @@ def plan(
     hostfile: str | None = None,
     **environ: str,
 ) -> LaunchPlan:
-    facts = Facts("run", "/state", "/work", "/usr/bin/py", machine, hostfile)
+    facts = Facts("run", "/state", "/work", "/usr/bin/py", machine, hostfile, environ)
     return make_plan(resolve([*argv, "--", *command], environ), facts)
 
 
@@ -264,3 +264,67 @@ def test_a_long_list_of_hosts_is_cut_short() -> None:
     text = plan("-H", "n[001-100]:2").render()
     assert "n001:2, n002:2" in text
     assert "and 92 more" in text
+
+
+# ---- Slurm, mpirun and variables ---------------------------------------------------------
+
+IN_SLURM = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "4",
+            "SLURM_TASKS_PER_NODE": "2(x2)"}  # fmt: skip
+NODES = FixedHosts((("n1", 2), ("n2", 2)), "Slurm job 17", "17")
+
+
+@pytest.mark.parametrize("argv", [(), ("--backend", "slurm"), ("-np", "3")])
+def test_inside_an_allocation_its_nodes_are_the_hosts(argv: tuple[str, ...]) -> None:
+    made = plan(*argv, **IN_SLURM)
+    assert (made.hosts, made.backend) == (NODES, "slurm")
+    assert made.allocation is not None
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [("--standalone",), ("-H", "a:2"), SCRIPT, ("--backend", "local"), ("--backend", "ssh")],
+)
+def test_whoever_says_where_to_run_is_not_in_the_allocation_unasked(argv: tuple[str, ...]) -> None:
+    assert plan(*argv, **IN_SLURM).backend != "slurm"
+
+
+def test_some_nodes_of_an_allocation_may_be_named_and_no_others() -> None:
+    assert plan("--backend", "slurm", "-H", "n2:1", **IN_SLURM).settings.start_np == 1
+    with pytest.raises(
+        UsageError, match=r"n3 \(--hosts\) is not in Slurm job 17, whose nodes are n1"
+    ):
+        plan("--backend", "slurm", "-H", "n3:1", **IN_SLURM)
+
+
+def test_workers_of_a_node_are_counted_as_slurm_has_it() -> None:
+    gpus = {**IN_SLURM, "SLURM_GPUS_ON_NODE": "4"}
+    made = plan("--nproc-per-node", "gpu", machine=Machine(8, 0), **gpus)
+    assert made.settings.start_np == 8
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({**IN_SLURM, "SLURM_STEP_NUM_TASKS": "2"}, "srun has started elasticrun 2 times"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started elasticrun 4 times"),
+        ({"PMI_SIZE": "4"}, "mpirun has started elasticrun 4 times"),
+    ],
+)
+def test_being_started_many_times_is_refused(variables: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        plan(**variables)
+
+
+def test_other_hosts_get_useful_variables_and_those_that_were_named() -> None:
+    shell = {"PATH": "/bin", "HOME": "/h", "FOO": "a secret", "NCCL_DEBUG": "INFO"}
+    made = plan("-H", "n1:1", "-x", "FOO", "-x", "BAR", "--env", "NCCL_DEBUG=WARN", **shell)
+    assert made.spec.env == {"PATH": "/bin", "FOO": "a secret", "NCCL_DEBUG": "WARN"}
+    assert made.forwarded == ("PATH",)
+    assert made.notes == ("-x BAR: it is not set here, and is not passed on",)
+    shown = made.render(origins=True)
+    assert "variables   FOO NCCL_DEBUG\npassed on   PATH" in shown
+    assert "a secret" not in shown
+
+
+def test_workers_on_this_machine_inherit_and_need_nothing_passed_on() -> None:
+    assert plan(PATH="/bin").spec.env == {}

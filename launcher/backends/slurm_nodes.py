@@ -1,0 +1,75 @@
+"""The nodes that a Slurm allocation still has, asked of squeue (a `HostDiscovery`).
+
+Slurm takes a node that failed out of a job that goes on without it (`--no-kill`) and does not give
+it back; `scontrol update job` takes nodes away and adds others. Asked rarely: slurmctld serves the
+whole cluster.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+
+from elastic_driver.runtime.discovery import DiscoveryError
+from elastic_driver.runtime.hostlist import Hosts, parse_hosts
+
+EVERY_S = 10.0  # between two questions
+_ANSWER_S = 10.0
+_LOOK_S = 0.1
+
+
+class AllocationDiscovery:
+    """Those of the known nodes that squeue names, and new ones.
+
+    Args:
+        job_id: the allocation.
+        hosts: its nodes with their slots at the start; a node that comes later has as many
+            slots as the first of them.
+        environ: what squeue is run with.
+        every: seconds between two questions.
+    """
+
+    def __init__(
+        self, job_id: str, hosts: Hosts, environ: Mapping[str, str], *, every: float = EVERY_S
+    ) -> None:
+        self._job_id, self._environ, self._every = job_id, dict(environ), every
+        self._slots, self._hosts = dict(hosts), hosts
+        self._asked = time.monotonic()  # the variables that `hosts` is from are fresh
+        self._cancelled = threading.Event()
+        self._program = shutil.which("squeue", path=self._environ.get("PATH"))
+
+    def find(self) -> Hosts:
+        """The nodes; raises DiscoveryError where Slurm does not say, UsageError for nonsense."""
+        if self._program is not None and time.monotonic() - self._asked >= self._every:
+            self._asked = time.monotonic()
+            named = [name for name, _ in parse_hosts(self._ask(), source="squeue")]
+            usual = next(iter(self._slots.values()))
+            self._hosts = tuple((name, self._slots.get(name, usual)) for name in named)
+        return self._hosts
+
+    def cancel(self) -> None:
+        """See `HostDiscovery.cancel`."""
+        self._cancelled.set()
+
+    def _ask(self) -> str:
+        argv = [str(self._program), "--noheader", f"--jobs={self._job_id}", "--format=%N"]
+        with subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=self._environ,
+            start_new_session=True,
+        ) as squeue:
+            deadline = time.monotonic() + _ANSWER_S
+            while squeue.poll() is None:
+                if self._cancelled.wait(_LOOK_S) or time.monotonic() > deadline:
+                    squeue.kill()
+            said = squeue.stdout.read().strip() if squeue.stdout is not None else ""
+        if squeue.returncode != 0 or not said:
+            raise DiscoveryError(f"squeue does not say which nodes Slurm job {self._job_id} has")
+        return said

@@ -1,0 +1,117 @@
+"""How srun is used: its words, its environment, what its failures mean, which nodes there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_driver.errors import ClusterError
+from elastic_driver.runtime.discovery import DiscoveryError
+from launcher.backends.remote import RemoteBackend
+from launcher.backends.slurm import SrunReach
+from launcher.backends.slurm_nodes import AllocationDiscovery
+
+REACH = SrunReach("17", {}, python="/py", home=Path("/our home"))
+
+
+def test_an_agent_is_a_step_of_its_own_that_shares_its_node() -> None:
+    backend = RemoteBackend(lambda _host: "http://10.0.0.1:7", Path("/token"), REACH)
+    argv = backend.plan("n1", 3, "cafe").argv
+    assert argv[:-1] == (
+        *("srun", "--jobid=17", "--nodes=1", "--ntasks=1", "--nodelist=n1"),
+        *("--overlap", "--immediate=10", "--no-kill", "--kill-on-bad-exit=0"),
+        *("--mpi=none", "--cpu-bind=none", "--chdir=/", "--quiet", "--job-name=elastic-agent"),
+        *("/bin/sh", "-c"),
+    )
+    assert argv[-1].startswith("cd '/our home' 2>/dev/null || cd /; ")
+    assert argv[-1].endswith(
+        "exec /py -m launcher.agent.remote keep cafe --endpoint http://10.0.0.1:7 --host n1 "
+        "--incarnation 3"
+    )
+
+
+@pytest.mark.parametrize("name", ["-x", "a b", "n1,n2", "n[1-2]", ""])
+def test_a_name_that_is_none_never_reaches_srun(name: str) -> None:
+    with pytest.raises(ClusterError, match="cannot reach"):
+        REACH.argv(name, "look", "/")
+
+
+def test_what_sbatch_was_asked_for_does_not_shape_the_steps() -> None:
+    ours = {"PATH": "/bin", "SLURM_CONF": "/c", "SLURM_NTASKS": "8", "SLURM_GPUS_PER_TASK": "1"}
+    reach = SrunReach("17", {**ours, "SBATCH_EXPORT": "NONE", "SLURM_EXPORT_ENV": "NONE"})
+    assert reach.environ() == {"PATH": "/bin", "SLURM_CONF": "/c", "SLURM_EXPORT_ENV": "NONE"}
+    assert "SLURM_NTASKS" not in repr(reach)
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning"),
+    [
+        ("srun: error: Unable to create step for job 17: "
+         "Requested node configuration is not available",
+         "n1: it is not a node of this allocation (srun: error: Unable"),
+        ("srun: error: Task launch for StepId=17.3 failed on node n1: "
+         "Communication connection failure\nsrun: error: Timed out waiting for job step",
+         "n1: its slurmd does not answer"),
+        ("srun: error: Unable to confirm allocation for job 17: Invalid job id specified\n"
+         "srun: Check SLURM_JOB_ID environment variable.", "is its time over?"),
+        ("srun: error: Unable to do something new", "try: scontrol show node n1"),
+        ("elasticrun: no Python at /py\nsrun: error: n1: task 0: Exited with exit code 127",
+         "n1: there is no Python at /py"),
+    ],
+)  # fmt: skip
+def test_what_srun_says_becomes_one_line(said: str, meaning: str) -> None:
+    line = REACH.explain("n1", 127 if "Python" in said else 1, said)
+    assert line.startswith("n1: ")
+    assert meaning in line
+    assert "\n" not in line
+
+
+def test_srun_ends_with_the_agent_and_says_how() -> None:
+    assert REACH.ending("n1", 0, "") == "the agent on n1 has ended"
+    assert REACH.ending("n1", 137, "srun: Killed") == "the agent on n1 was killed by SIGKILL"
+    assert "the node failed" in str(REACH.ending("n1", 1, "srun: error: Node failure on n1"))
+
+
+# ---- which nodes there still are ---------------------------------------------------------
+
+
+@pytest.fixture
+def squeue(tmp_path: Path) -> Path:
+    """A stand-in that answers with the file `nodes`, and fails without it."""
+    program = tmp_path / "squeue"
+    program.write_text(f'#!/bin/sh\ntest "$2" = --jobs=17 && exec cat {tmp_path}/nodes\n')
+    program.chmod(0o755)
+    return tmp_path
+
+
+def discovery(folder: Path, every: float) -> AllocationDiscovery:
+    path = {"PATH": f"{folder}:/usr/bin:/bin"}
+    return AllocationDiscovery("17", (("n1", 2), ("n2", 4)), path, every=every)
+
+
+def test_nodes_that_slurm_takes_away_go_and_new_ones_come(squeue: Path) -> None:
+    found = discovery(squeue, 0.0)
+    (squeue / "nodes").write_text("n[2-3]\n")
+    assert found.find() == (("n2", 4), ("n3", 2))
+
+
+def test_slurm_is_not_asked_before_it_is_time(squeue: Path) -> None:
+    assert discovery(squeue, 1000.0).find() == (("n1", 2), ("n2", 4))
+
+
+def test_no_answer_is_an_error_and_no_empty_list(squeue: Path) -> None:
+    found = discovery(squeue, 0.0)
+    with pytest.raises(DiscoveryError, match="Slurm job 17"):
+        found.find()
+    (squeue / "nodes").write_text("\n")
+    with pytest.raises(DiscoveryError, match="Slurm job 17"):
+        found.find()
+
+
+def test_a_question_under_way_can_be_cancelled(squeue: Path) -> None:
+    (squeue / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
+    found = discovery(squeue, 0.0)
+    found.cancel()
+    with pytest.raises(DiscoveryError):
+        found.find()

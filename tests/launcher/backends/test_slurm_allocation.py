@@ -1,0 +1,99 @@
+"""What Slurm's variables say of an allocation: nodes, and how many workers each is for."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_driver.errors import UsageError
+from launcher.backends.slurm_allocation import Allocation, read_allocation
+
+JOB = {"SLURM_JOB_ID": "17"}
+
+
+def allocation(**more: str) -> Allocation:
+    found = read_allocation({**JOB, "SLURM_JOB_NODELIST": "n[1-2]", **more})
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("n[01-04,07],x5", ("n01", "n02", "n03", "n04", "n07", "x5")),
+        ("r[0-1]n[8-9]", ("r0n8", "r0n9", "r1n8", "r1n9")),
+        ("login.site", ("login.site",)),
+    ],
+)
+def test_a_node_list_is_spelled_out(text: str, nodes: tuple[str, ...]) -> None:
+    found = read_allocation({**JOB, "SLURM_JOB_NODELIST": text})
+    assert found is not None
+    assert found.nodes == nodes
+    assert found.source == "Slurm job 17"
+
+
+def test_outside_of_an_allocation_there_is_none() -> None:
+    assert read_allocation({}) is None
+    assert read_allocation({"SLURM_CONF": "/etc/slurm.conf", **JOB}) is None
+
+
+def test_older_names_are_read_too() -> None:
+    found = read_allocation({"SLURM_JOBID": "3", "SLURM_NODELIST": "a,b"})
+    assert found == Allocation(job_id="3", nodes=("a", "b"))
+
+
+def test_tasks_are_counted_only_where_somebody_asked_for_them() -> None:
+    per_node = "2(x3),1"
+    four = {**JOB, "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": per_node}
+    found = read_allocation({**four, "SLURM_NTASKS": "7"})
+    assert found is not None
+    assert found.tasks == (2, 2, 2, 1)
+    assert found.hosts(None, None) == (("n1", 2), ("n2", 2), ("n3", 2), ("n4", 1))
+    unasked = read_allocation(four)
+    assert unasked is not None
+    assert unasked.tasks is None
+
+
+@pytest.mark.parametrize(
+    ("said", "slots"),
+    [
+        ({}, 1),
+        ({"SLURM_GPUS_PER_NODE": "4"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "a100:4"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "a100:2,v100:1"}, 3),
+        ({"SLURM_GPUS_ON_NODE": "8"}, 8),
+        # one task a node with GPUs: a script written for torchrun
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}, 8),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, 4),
+    ],
+)  # fmt: skip
+def test_a_node_has_a_worker_for_each_task_or_each_gpu(said: dict[str, str], slots: int) -> None:
+    assert allocation(**said).hosts(None, None) == (("n1", slots), ("n2", slots))
+
+
+def test_a_number_of_slots_that_was_given_counts_most() -> None:
+    found = allocation(SLURM_NTASKS="4", SLURM_TASKS_PER_NODE="2(x2)")
+    assert found.hosts(8, None) == (("n1", 8), ("n2", 8))
+
+
+def test_where_nothing_else_is_said_the_workers_wanted_are_shared_out() -> None:
+    assert allocation().hosts(None, 3) == (("n1", 2), ("n2", 2))
+
+
+def test_the_smallest_node_says_how_many_cores_there_are() -> None:
+    assert allocation(SLURM_JOB_CPUS_PER_NODE="8,4").cpus == 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"SLURM_JOB_ID": "1; rm"},
+        {"SLURM_JOB_NODELIST": "n[1-"},
+        {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x3)"},
+        {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "two"},
+        {"SLURM_GPUS_ON_NODE": "many"},
+        {"SLURM_STEP_NUM_TASKS": "x"},
+    ],
+)
+def test_nonsense_is_a_usage_error(wrong: dict[str, str]) -> None:
+    with pytest.raises(UsageError):
+        allocation(**wrong)
