@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from elastic_driver.errors import ExitCode
 from elastic_driver.runtime.rundir import RunDir, default_state_dir, new_run_id
 from launcher import options as o
@@ -19,6 +21,7 @@ from launcher.build_info import render_build, render_version
 from launcher.checks import check_plan, read_hostfile, this_machine
 from launcher.commandline import CommandLine, resolve
 from launcher.help import render_help
+from launcher.mpi_ranks import meet_ranks, started_ranks
 from launcher.options import Option
 from launcher.plan import Facts, make_plan
 
@@ -36,7 +39,13 @@ def run(argv: Sequence[str]) -> int:
         if line.values[option]:
             print(render(), flush=True)
             return int(ExitCode.OK)
-    plan = make_plan(line, collect_facts(line, os.environ))
+    facts = collect_facts(line, os.environ)
+    if line.values[o.BACKEND] == "mpi" and started_ranks(os.environ) > 1:
+        ranks = meet_ranks()
+        if ranks is None:
+            return int(ExitCode.OK)
+        facts = replace(facts, ranks=ranks)
+    plan = make_plan(line, facts)
     run_dir = RunDir(Path(plan.state_dir), plan.spec.run_id)
     dry = line.values[o.DRY_RUN]
     check_plan(plan, os.environ, create=not dry)

@@ -13,6 +13,7 @@ from elastic_driver.runtime.hostlist import Hosts
 from launcher import options as o
 from launcher.backends.slurm_allocation import Allocation, read_allocation
 from launcher.commandline import Values
+from launcher.mpi_ranks import started_ranks
 from launcher.options import Option
 
 HOST_OPTIONS: tuple[Option[Any], ...] = (
@@ -73,11 +74,11 @@ def check_nodes(allocation: Allocation, hosts: Hosts, source: str) -> None:
 
 def check_alone(values: Values, environ: Mapping[str, str]) -> None:
     """Raise UsageError where mpirun has started many of us, each of which would be a job."""
-    ranks = environ.get("OMPI_COMM_WORLD_SIZE") or environ.get("PMI_SIZE") or "1"
-    if ranks not in ("0", "1") and not _meets_elsewhere(values):
+    ranks = started_ranks(environ)
+    if ranks > 1 and values[o.BACKEND] != "mpi" and not _meets_elsewhere(values):
         raise UsageError(
-            f"mpirun has started elasticrun {ranks} times; start it once, with --backend mpi and "
-            "-H or --hostfile: it starts its own agents with mpirun"
+            f"mpirun has started elasticrun {ranks} times, which would be as many jobs; say "
+            "--backend mpi for one job of all ranks, or start it once"
         )
 
 

@@ -48,6 +48,7 @@ class Facts(Struct, frozen=True):
     machine: Machine
     hostfile_text: str | None = None  # what stands in --hostfile, where one is given
     environ: dict[str, str] = {}
+    ranks: Hosts | None = None  # where mpirun has started us, a slot for each rank
 
 
 class FixedHosts(Struct, frozen=True):
@@ -236,6 +237,8 @@ def _choose_hosts(
     """Where the option that counts says, else the allocation's nodes, else this machine."""
     wanted = wish.most or wish.asked or wish.least
     chosen = choose_host_option(values)
+    if chosen is None and facts.ranks is not None:
+        return FixedHosts(facts.ranks, "the ranks of mpirun")
     if chosen is None and allocation is not None:
         return FixedHosts(allocation.hosts(slots, wanted), allocation.source, allocation.job_id)
     if chosen is o.HOST_DISCOVERY_SCRIPT:

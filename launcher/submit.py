@@ -39,13 +39,15 @@ from launcher.precheck import precheck
 _SIGNALS = {
     signal.SIGINT: ("interrupted by Ctrl-C", ExitCode.INTERRUPTED),
     signal.SIGTERM: ("told to stop by SIGTERM", ExitCode.TERMINATED),
+    signal.SIGUSR1: ("its time is over (SIGUSR1)", ExitCode.TERMINATED),  # Slurm's --signal
+    signal.SIGUSR2: ("its time is over (SIGUSR2)", ExitCode.TERMINATED),
     signal.SIGHUP: ("its terminal was closed (SIGHUP)", ExitCode.TERMINATED),
 }
 
 
 def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     """Run the job; returns its exit status. Raises ElasticError where it cannot be started."""
-    discovery = make_discovery(plan.hosts)
+    discovery = source = make_discovery(plan.hosts)
     plan, whereabouts = meet_the_hosts(plan, discovery)
     starter = make_starter_factory(plan.backend, whereabouts)
     checks: HostChecks | None = None
@@ -79,6 +81,8 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
         ),
         checks=checks,
     )
+    if isinstance(source, AllocationDiscovery):
+        source.on_over = lambda reason: driver.request_stop(reason, int(ExitCode.TERMINATED))
     with stop_on_signals(driver):
         return driver.run().exit_code
 

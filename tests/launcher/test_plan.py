@@ -315,6 +315,14 @@ def test_being_started_many_times_is_refused(variables: dict[str, str], said: st
         plan(**variables)
 
 
+def test_the_ranks_of_mpirun_are_the_hosts_of_one_job() -> None:
+    line = resolve(["--backend", "mpi", "--", "train.py"], {"OMPI_COMM_WORLD_SIZE": "3"})
+    facts = Facts("run", "/state", "/work", "/py", Machine(8, 0), ranks=(("a", 2), ("b", 1)))
+    made = make_plan(line, facts)
+    assert made.hosts == FixedHosts((("a", 2), ("b", 1)), "the ranks of mpirun")
+    assert (made.backend, made.settings.start_np) == ("mpi", 3)
+
+
 def test_other_hosts_get_useful_variables_and_those_that_were_named() -> None:
     shell = {"PATH": "/bin", "HOME": "/h", "FOO": "a secret", "NCCL_DEBUG": "INFO"}
     made = plan("-H", "n1:1", "-x", "FOO", "-x", "BAR", "--env", "NCCL_DEBUG=WARN", **shell)

@@ -38,7 +38,8 @@ def handling(driver: Asked) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGUSR1, 143)],
 )
 def test_a_signal_asks_for_the_end_with_its_status(number: signal.Signals, code: int) -> None:
     driver = Asked()

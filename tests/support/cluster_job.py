@@ -127,9 +127,14 @@ class ClusterJob(RunningJob):
 
 @contextlib.contextmanager
 def elasticrun_on(
-    cluster: Cluster, *args: str, steps: int = 100_000, width: int = 50
+    cluster: Cluster,
+    *args: str,
+    steps: int = 100_000,
+    width: int = 50,
+    inside: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
 ) -> Iterator[ClusterJob]:
-    """Start `elasticrun ARGS… -- train.py` on the cluster's head."""
+    """Start `elasticrun ARGS… -- train.py` on the cluster's head, as what `inside` starts."""
     run_id = f"t{uuid.uuid4().hex[:10]}"
     folder = Path(cluster.folder, run_id)
     (folder / "steps").mkdir(parents=True)
@@ -141,7 +146,7 @@ def elasticrun_on(
         "OMP_NUM_THREADS": "1",
     }
     argv = [
-        *(sys.executable, "-m", "launcher.cli", "--run-id", run_id),
+        *(*inside, sys.executable, "-m", "launcher.cli", "--run-id", run_id),
         *("--state-dir", str(folder / "state"), "--heartbeat-timeout", str(HEARTBEAT_S)),
         *("--blacklist-cooldown-range", "1", "4", "--debug"),
         *(word for item in worker_env.items() for word in ("--env", "=".join(item))),
@@ -149,7 +154,11 @@ def elasticrun_on(
         *("--", str(ROOT / "tests" / "e2e" / "jobs" / "train.py")),
     ]
     process = cluster.start(
-        "head", argv, out=folder / "stdout", err=folder / "stderr", env={"HOME": str(folder)}
+        "head",
+        argv,
+        out=folder / "stdout",
+        err=folder / "stderr",
+        env={"HOME": str(folder), **(env or {})},
     )
     job = ClusterJob(process, run_id, folder)
     job.cluster = cluster

@@ -11,10 +11,13 @@ Needs Debian's slurmctld, slurmd, slurm-client and munge beside what `tests.supp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
 from pathlib import Path
+
+import psutil
 
 from tests.support import cluster as namespaces
 from tests.support.cluster import Cluster
@@ -134,3 +137,18 @@ class Slurm:
             "--seed-file=/run/munge/seed",
             "--log-file=/run/munge/munged.log",
         )
+
+
+def left_behind(cluster: Cluster) -> list[str]:
+    """Processes and files of ours on nodes that are up; Slurm's own daemons stay, of course."""
+    found = []
+    for node in cluster.nodes.values():
+        if not node.is_up:
+            continue
+        found += [f"{node.name}: {name}" for name in node.files() if name.startswith("elastic-")]
+        for process in node.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                words = " ".join(process.cmdline())
+                if "launcher." in words or "train.py" in words:
+                    found.append(f"{node.name}: {words}")
+    return found

@@ -92,7 +92,7 @@ def discovery(folder: Path, every: float) -> AllocationDiscovery:
 
 def test_nodes_that_slurm_takes_away_go_and_new_ones_come(squeue: Path) -> None:
     found = discovery(squeue, 0.0)
-    (squeue / "nodes").write_text("n[2-3]\n")
+    (squeue / "nodes").write_text("RUNNING n[2-3]\n")
     assert found.find() == (("n2", 4), ("n3", 2))
 
 
@@ -107,6 +107,24 @@ def test_no_answer_is_an_error_and_no_empty_list(squeue: Path) -> None:
     (squeue / "nodes").write_text("\n")
     with pytest.raises(DiscoveryError, match="Slurm job 17"):
         found.find()
+
+
+@pytest.mark.parametrize("state", ["CANCELLED n[1-2]", "TIMEOUT ", "COMPLETING n1"])
+def test_the_end_of_the_allocation_is_told_once(squeue: Path, state: str) -> None:
+    found, reasons = discovery(squeue, 0.0), []
+    found.on_over = reasons.append
+    (squeue / "nodes").write_text(f"{state}\n")
+    assert found.find() == found.find() == (("n1", 2), ("n2", 4))
+    assert reasons == [f"Slurm job 17 is over ({state.split(maxsplit=1)[0].lower()}, says Slurm)"]
+
+
+def test_a_job_that_slurm_has_forgotten_is_over(squeue: Path) -> None:
+    found, reasons = discovery(squeue, 0.0), []
+    found.on_over = reasons.append
+    complaint = "slurm_load_jobs error: Invalid job id specified"
+    (squeue / "squeue").write_text(f"#!/bin/sh\necho '{complaint}' >&2; exit 1\n")
+    found.find()
+    assert reasons == ["Slurm job 17 is over (completed, says Slurm)"]
 
 
 def test_a_question_under_way_can_be_cancelled(squeue: Path) -> None:

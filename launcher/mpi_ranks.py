@@ -1,0 +1,65 @@
+"""When mpirun has started many of us: find out over MPI where all ranks are, and who goes on.
+
+`mpirun -np 8 elasticrun --backend mpi -- train.py`: sites where an outer mpirun or batch system
+says where to run. The ranks exchange their hosts' names (mpi4py), rank 0 becomes the driver of a
+job with a slot for each rank, and all others are done. `launcher.job` calls it before it plans.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_driver.errors import UsageError
+from elastic_driver.runtime.hostlist import Hosts, check_host
+
+# How many ranks there are: Open MPI's name for it, and that of MPICH and its relatives.
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def started_ranks(environ: Mapping[str, str]) -> int:
+    """How often mpirun has started us; 1 where it has not."""
+    said = next((environ[name] for name in _SIZES if name in environ), "1")
+    return int(said) if said.isdecimal() else 1
+
+
+def meet_ranks() -> Hosts | None:
+    """The hosts of all ranks with a slot for each rank, in the order of ranks; None: not rank 0.
+
+    Every rank has to call it; MPI is left by then. Raises UsageError without mpi4py, or where it
+    was built for another MPI than the mpirun that started us.
+    """
+    mpi = _import_mpi()
+    world = mpi.COMM_WORLD
+    rank, size = world.Get_rank(), world.Get_size()
+    names = world.allgather(socket.gethostname())
+    mpi.Finalize()
+    if size == 1:
+        raise UsageError(
+            "mpi4py sees one rank where mpirun has started several: it was built for another MPI; "
+            "try: pip install --no-binary=mpi4py mpi4py"
+        )
+    return count_ranks(names) if rank == 0 else None
+
+
+def count_ranks(names: list[str]) -> Hosts:
+    """A slot for each rank; raises UsageError for a name that is none."""
+    slots: dict[str, int] = {}
+    for name in names:
+        problem = check_host(name)
+        if problem:
+            raise UsageError(f"mpirun has started us on a host whose name is no name: {problem}")
+        slots[name] = slots.get(name, 0) + 1
+    return tuple(slots.items())
+
+
+def _import_mpi() -> Any:
+    try:
+        return importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
+        raise UsageError(
+            f"several ranks of mpirun find each other with mpi4py ({error}); install it with "
+            "pip install 'elastic-driver[mpi]', or start elasticrun once, with -H or --hostfile"
+        ) from None

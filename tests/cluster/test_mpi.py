@@ -1,0 +1,44 @@
+"""A real mpirun brings agents to two hosts, and the job outlives it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.support import mpi
+from tests.support.cluster import Cluster
+from tests.support.cluster_job import elasticrun_on
+from tests.support.job import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+_REASON = mpi.why_not()
+
+
+@pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
+def test_agents_outlive_mpirun_and_are_started_again_by_another_one() -> None:
+    args = ("--backend", "mpi", "-H", "node0:1,node1:1", "--min-np", "1")
+    with Cluster(2) as cluster, elasticrun_on(cluster, *args, env=mpi.ENVIRON) as job:
+        before = job.together(2)
+        node = cluster.node("node1")
+        runs = [p for p in cluster.node("head").processes() if p.name() == "mpirun"]
+        (run,) = (p for p in runs if "node1:1" in p.cmdline())
+        run.kill()
+        job.until(lambda: "lost the mpirun connection to node1" in job.stderr, "it is said")
+        assert job.together(2)[0].round == before[0].round
+        ranks = [p.environ() for p in node.processes() if "train.py" in " ".join(p.cmdline())]
+        assert ranks
+        assert not any(name.startswith(("OMPI_", "PMIX_")) for env in ranks for name in env)
+        next(p for p in node.processes() if "--endpoint" in p.cmdline()).kill()
+        job.wait_event("agent_lost", "node1")
+        job.together(2, above=before[0].round)
+        job.check_steps({"node1"})
+        job.signal(signal.SIGINT)
+        assert job.wait(30) == 130, job.describe()
+        eventually(
+            lambda: not job.left_behind(),
+            within=15,
+            what="nothing is left on any host",
+            context=lambda: f"{job.left_behind()}\n{job.describe()}",
+        )

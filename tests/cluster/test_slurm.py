@@ -1,0 +1,76 @@
+"""A real Slurm on three hosts: agents are its job steps, and it has the last word."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.support import slurm as real
+from tests.support.cluster import Cluster
+from tests.support.cluster_job import ClusterJob, elasticrun_on
+from tests.support.job import eventually
+from tests.support.slurm import Slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+_REASON = real.why_not()
+ALLOCATION = ("salloc", "--quiet", "--no-kill", "--nodes=2", "--ntasks-per-node=1")
+
+
+@pytest.fixture
+def slurm() -> Iterator[Slurm]:
+    """Slurm on head, node0 and node1."""
+    if _REASON is not None:
+        pytest.skip(_REASON)
+    with Cluster(2) as cluster:
+        slurm = Slurm(cluster)
+        slurm.start()
+        yield slurm
+
+
+def find(slurm: Slurm, node: str, words: str) -> psutil.Process:
+    """The process on a node whose command line has these words in it."""
+    every = slurm.cluster.node(node).processes()
+    return next(process for process in every if words in " ".join(process.cmdline()))
+
+
+def assert_nothing_left(slurm: Slurm, job: ClusterJob) -> None:
+    eventually(
+        lambda: not real.left_behind(slurm.cluster),
+        within=15,
+        what="nothing is left on any node",
+        context=lambda: f"{real.left_behind(slurm.cluster)}\n{job.describe()}",
+    )
+
+
+def test_a_killed_agent_is_started_again_and_scancel_leaves_nothing(slurm: Slurm) -> None:
+    with elasticrun_on(slurm.cluster, inside=ALLOCATION, env=slurm.environ) as job:
+        first = job.together(2)
+        assert {r.worker for r in first} == {"node0.0.1", "node1.0.1"}
+        find(slurm, "node1", "launcher.agent --endpoint").kill()
+        job.together(2, above=first[0].round)
+        assert job.wait_event("agent_lost", "node1")["reason"].endswith("was killed by SIGKILL")
+        job.check_steps({"node1"})
+        slurm.run("head", "scancel", "1")
+        assert job.wait(30) == 143, job.describe()
+        assert "Slurm job 1 is over" in job.stderr
+        assert_nothing_left(slurm, job)
+
+
+def test_a_notice_to_all_steps_is_left_with_at_a_step_boundary(slurm: Slurm) -> None:
+    args = ("--backend", "slurm", "--grace-period", "20")
+    with elasticrun_on(slurm.cluster, *args, inside=ALLOCATION, env=slurm.environ) as job:
+        job.together(2)
+        slurm.run("head", "scancel", "--signal=USR1", "1")
+        job.wait_event("host_drained", "node0")
+        job.wait_event("host_drained", "node1")
+        job.check_steps(set())
+        assert not job.events("worker_lost", "agent_lost")
+        last = {r.worker: r.step for r in job.steps()}
+        assert len(set(last.values())) == 1, "both have left after the same step"
+        job.signal(signal.SIGINT)
+        assert job.wait(30) == 130, job.describe()
+        assert_nothing_left(slurm, job)
