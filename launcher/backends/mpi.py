@@ -25,7 +25,7 @@ from launcher.backends.ssh import SshOptions, SshReach, common_options
 LAUNCH_S = 10.0  # for Open MPI's daemon to start on a host, beyond ssh's own time
 _LOST = "lost communication with a remote daemon"
 _RULE = "-----"  # above and below what mpirun itself has to say
-_SETTINGS = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT")
+_SETTING, _AS_ROOT, _RANK = "OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_COMM_WORLD_RANK"
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,14 @@ class MpirunReach:
         )
 
     def environ(self) -> Mapping[str, str]:
-        """See `Reach.environ`: Open MPI's settings stay, the rank we may have ourselves goes."""
+        """See `Reach.environ`: Open MPI's settings stay, those that are a rank's of ours go."""
+        is_rank = _RANK in self.variables
         return {
             name: value
             for name, value in self.variables.items()
-            if name.startswith(_SETTINGS) or not name.startswith(OF_A_RANK)
+            if not name.startswith(OF_A_RANK)
+            or name.startswith(_AS_ROOT)
+            or (name.startswith(_SETTING) and not is_rank)
         }
 
     def look_up(self, host: str) -> str:

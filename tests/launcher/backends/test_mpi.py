@@ -45,8 +45,11 @@ def test_a_name_that_is_none_never_reaches_mpirun(name: str) -> None:
 
 
 def test_a_rank_s_own_variables_are_not_handed_to_a_nested_mpirun() -> None:
-    reach = MpirunReach(SSH, {"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "OMPI_MCA_x": "1"})
-    assert reach.environ() == {"OMPI_MCA_x": "1"}
+    mine = {"PATH": "/bin", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_MCA_orte_x": "1"}
+    assert MpirunReach(SSH, mine).environ() == mine
+    of_a_rank = {**mine, "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}
+    del mine["OMPI_MCA_orte_x"]
+    assert MpirunReach(SSH, of_a_rank).environ() == mine
 
 
 @pytest.mark.parametrize(
