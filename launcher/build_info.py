@@ -26,7 +26,9 @@ def render_build() -> str:
     """One line a capability, `[X]` for those that are there (horovodrun's form)."""
     lines = [f"elastic-driver {version()}, Python {platform.python_version()}", ""]
     lines += ["Backends that start agents:", _line(True, "local")]
-    lines += [_line(shutil.which("ssh") is not None, "ssh"), ""]
+    starters = (("ssh", "ssh"), ("srun", "slurm"), ("mpirun", "mpi"))
+    lines += [_line(shutil.which(program) is not None, name) for program, name in starters]
+    lines.append("")
     lines += ["Collectives (torch.distributed):", *_collectives(), ""]
     lines += ["Tools:", _line(shutil.which("nvidia-smi") is not None, "nvidia-smi")]
     return "\n".join(lines)
