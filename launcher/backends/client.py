@@ -80,14 +80,19 @@ class Client:
             code = self._process.wait()
             if self._paused:
                 self.flow(True)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._drained.wait(), DRAIN_S)
-            for fd in tuple(self._splitters):
-                self._finish(fd)
-            for pipe in (self._process.stdout, self._process.stderr):
-                if pipe is not None:
-                    pipe.close()
+            try:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._drained.wait(), DRAIN_S)
+            finally:  # cancelled once more
+                self._close()
         return code
+
+    def _close(self) -> None:
+        for fd in tuple(self._splitters):
+            self._finish(fd)
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
 
     def _give(self, given: bytes) -> None:
         """A few bytes: the pipe takes them at once."""

@@ -55,6 +55,7 @@ class _RemoteAgent:
     up: asyncio.Event = field(default_factory=asyncio.Event)
     said: bytes = b""  # on stderr: all before it was up, since then only the program itself
     life: asyncio.Task[None] | None = None
+    being_killed: bool = False  # then its end is told once nothing is left of it
 
 
 class RemoteBackend:
@@ -143,7 +144,8 @@ class RemoteBackend:
             reason = str(error)
         except OSError as error:
             reason = f"cannot run {self._reach.program} to reach {agent.host}: {error.strerror}"
-        self._over(agent, reason)
+        if not agent.being_killed:
+            self._over(agent, reason)
 
     def _over(self, agent: _RemoteAgent, reason: str) -> None:
         """Tell the driver, unless that was done already."""
@@ -245,6 +247,7 @@ class RemoteBackend:
         agent = self._agents.get(key)
         if agent is None:
             return
+        agent.being_killed = True
         try:
             code = await asyncio.wait_for(self._run(agent.host, "end", agent.name), patience)
         except (asyncio.TimeoutError, OSError):

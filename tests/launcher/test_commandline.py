@@ -99,7 +99,7 @@ def test_every_spelling_in_the_table_is_unique() -> None:
         (["--blacklist-cooldown-range", "9", "3"], "needs MIN <= MAX, got 9 3"),
         (["--blacklist-cooldown-range", "9"], "needs a number of seconds, more than 0, got 'train"),
         (["--env", "1A"], "--env needs NAME=VALUE or NAME, got '1A'"),
-        (["--env", "1A=2"], "--env needs NAME=VALUE, got '1A=2'"),
+        (["--env", "1A=2"], "--env needs NAME=VALUE or NAME, got '1A=2'"),
         (["--backend", "k8s"], "--backend is one of auto, local, ssh, slurm, mpi, ray, got 'k8s'"),
         (["--tee", "4"], "--tee is 0 (none), 1 (stdout), 2 (stderr), 3 (both)"),
         (["--rdzv-endpoint", "h:70000"], "--rdzv-endpoint needs HOST:PORT"),
