@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
@@ -113,21 +114,18 @@ class TfLayout:
 
     def __init__(self, roles: TfRoles) -> None:
         self._roles = roles
-        self._tasks: dict[Where, Task] = {}
-        self._listening: dict[Where, tuple[str, int]] = {}  # the oldest member first
+        self._tasks: dict[Where, Task] = {}  # the oldest member first
+        self._rooms: dict[Where, Room] = {}  # as they were when the ports below were chosen
+        self._listening: dict[Where, tuple[str, int]] = {}
 
     def settle(self, present: Mapping[Where, Room]) -> dict[Where, str]:
         """TF_CONFIG of each member, now that these take part; newcomers in this order.
 
-        A slot keeps its port as long as its agent offers it.
+        A slot keeps its port as long as its agent offers the same ones.
         """
-        self._listening = {
-            where: at
-            for where, at in self._listening.items()
-            if where in present
-            and at[0] == present[where].address
-            and at[1] in _ports(present[where])
-        }
+        kept = (where for where, room in present.items() if self._rooms.get(where) == room)
+        self._listening = {where: self._listening[where] for where in kept}
+        self._rooms = dict(present)
         members = [w for w in self._tasks if w in present]
         members += [w for w in present if w not in self._tasks]
         for where in members:
@@ -153,11 +151,8 @@ class TfLayout:
 
     def _choose(self, room: Room) -> tuple[str, int]:
         used = {port for address, port in self._listening.values() if address == room.address}
-        return room.address, next(port for port in _ports(room) if port not in used)
-
-
-def _ports(room: Room) -> tuple[int, ...]:
-    return (*room.ports, *range(FIRST_FALLBACK_PORT, 65536))
+        ports = chain(room.ports, range(FIRST_FALLBACK_PORT, 65536))
+        return room.address, next(port for port in ports if port not in used)
 
 
 def _join(address: str, port: int) -> str:

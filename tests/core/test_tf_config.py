@@ -145,9 +145,9 @@ def test_slots_and_hosts_that_share_an_address_never_share_a_port() -> None:
 
 def test_an_agent_that_was_started_again_offers_other_ports_and_one_of_those_is_taken() -> None:
     layout = TfLayout(WORKERS_ONLY)
-    workers(layout, a=Room("10.0.0.1", (7000,)), b=Room("10.0.0.2", (7000,)))
-    again = workers(layout, a=Room("10.0.0.1", (7000,)), b=Room("10.0.0.2", (7777,)))
-    assert again == ["10.0.0.1:7000", "10.0.0.2:7777"]
+    workers(layout, a=Room("10.0.0.1", (61000,)), b=Room("10.0.0.2", (61000,)))
+    again = workers(layout, a=Room("10.0.0.1", (61000,)), b=Room("10.0.0.2", (61777,)))
+    assert again == ["10.0.0.1:61000", "10.0.0.2:61777"]
 
 
 def test_an_agent_without_ports_to_offer_gets_ones_beside_torchs_own() -> None:
