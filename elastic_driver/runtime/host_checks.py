@@ -59,8 +59,12 @@ class HostChecks:
         return self._report
 
     def start(self, decision: CheckHosts, post: Callable[[HostsChecked], None]) -> None:
-        """Check hosts in the background; `post` is called once, by another thread."""
-        checker = self._make(decision.hosts, self._report.nodes)
+        """Check hosts in the background; `post` is called once, mostly by another thread."""
+        try:
+            checker = self._make(decision.hosts, self._report.nodes)
+        except ElasticError as error:
+            post(HostsChecked(_impossible(decision, error)))
+            return
         thread = threading.Thread(
             target=self._run, args=(checker, decision, post), name="host-check", daemon=True
         )
@@ -86,9 +90,7 @@ class HostChecks:
         try:
             found = checker.run()
         except ElasticError as error:
-            # Nothing is known against the hosts; the core tries them again after a cool-down.
-            reason = f"it could not be made: {error}"
-            results = tuple(HostResult(host, False, reason) for host, _ in decision.hosts)
+            results = _impossible(decision, error)
         else:
             excluded = found.excluded(stragglers=self._exclude)
             results = tuple(
@@ -123,6 +125,12 @@ def merged(before: CheckReport, after: CheckReport) -> CheckReport:
         nodes=tuple(nodes.values()),
         checked_at=time.time(),
     )
+
+
+def _impossible(decision: CheckHosts, error: ElasticError) -> tuple[HostResult, ...]:
+    """Nothing is known of the hosts; the core has them checked again after a cool-down."""
+    reason = f"it could not be made: {error}"
+    return tuple(HostResult(host, False, reason) for host, _ in decision.hosts)
 
 
 def _words(node: NodeVerdict) -> str:

@@ -270,6 +270,51 @@ def test_one_clock_that_runs_too_fast_makes_nobody_a_straggler() -> None:
     assert of(verdicts, Verdict.STRAGGLER) == ""
 
 
+# ---- with an earlier check ---------------------------------------------------------------
+
+
+def known(*, compute: float = 1.0, network: float = 1.0) -> tuple[NodeVerdict, ...]:
+    """What an earlier check found of good nodes a to d."""
+    return tuple(NodeVerdict(n, Verdict.GOOD, "", compute, network, ()) for n in "abcd")
+
+
+def test_a_node_checked_alone_is_slow_beside_what_was_usual_before() -> None:
+    check = NodeCheck(("1",), known=known())
+    cluster = Cluster(compute={"1": 3.0})
+    verdicts = cluster.check(check)
+    assert cluster.played == [(("1",),), (("1",),)], "twice: once may have been a passing trouble"
+    assert of(verdicts, Verdict.STRAGGLER) == "1"
+    assert "3.0 times the usual" in verdicts["1"].reason
+
+
+@pytest.mark.parametrize("times", [1.0, 1.9, 2.0])
+def test_a_node_checked_alone_is_good_where_it_is_no_slower_than_usual(times: float) -> None:
+    cluster = Cluster(compute={"1": times})
+    verdicts = cluster.check(NodeCheck(("1",), known=known()))
+    assert of(verdicts, Verdict.GOOD) == "1"
+    assert len(cluster.played) == 1
+
+
+def test_two_nodes_that_are_slow_alike_are_told_by_what_was_usual_before() -> None:
+    verdicts = Cluster(compute={"1": 4.0, "2": 4.0}).check(NodeCheck(("1", "2"), known=known()))
+    assert of(verdicts, Verdict.STRAGGLER) == "12"
+
+
+def test_of_two_nodes_with_a_slow_exchange_neither_is_blamed() -> None:
+    verdicts = Cluster(network={"2": 4.0}).check(NodeCheck(("1", "2"), known=known()))
+    assert of(verdicts, Verdict.UNDECIDED) == "12"
+    assert "network takes 4 s, 4.0 times the usual, but not yet" in verdicts["1"].reason
+
+
+def test_bad_nodes_and_the_checked_ones_themselves_do_not_say_what_is_usual() -> None:
+    earlier = (
+        NodeVerdict("1", Verdict.GOOD, "", 1.0, 1.0, ()),
+        NodeVerdict("a", Verdict.STRAGGLER, "", 0.1, 0.1, ()),
+    )
+    verdicts = Cluster(compute={"1": 3.0}).check(NodeCheck(("1",), known=earlier))
+    assert of(verdicts, Verdict.GOOD) == "1"
+
+
 # ---- what always holds -------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ STRETCH_S = 0.3  # several periods of a quota
 STRETCHES = 3
 PATIENCE = 2.0  # times as long as all stretches should take, and no further one is begun
 PAUSE_S = 0.05  # between two of them: who shares the machine takes its turn
-TOGETHER_S = 0.8  # for all calls that are timed together with others
+TOGETHER_S = 2.5  # for all calls that are timed together with others: slow ones, or a busy machine
 TOGETHER_CALLS = (3, 80)  # at least, for slow links, and at most
 _LEAST_SHARE = 0.01  # of a stretch that counts, whatever is excused
 
