@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -271,8 +271,9 @@ _DROP_ALL_IN = ("-A", "INPUT", "-i", "eth0", "-j", "DROP")
 class Cluster:
     """`head` and `node0` … `node<count - 1>`; a context manager."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, env: Mapping[str, str] | None = None) -> None:
+        """Nodes whose sshd gives what it starts these variables besides."""
+        self._count, self._env = count, dict(env or {})
         self.name, self.switch = "", ""
         self.folder = Path()
         self.nodes: dict[str, Node] = {}
@@ -355,7 +356,9 @@ class Cluster:
         hosts = "".join(f"{n.address} {n.name}\n" for n in nodes)
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
         (etc / "resolv.conf").write_text("")  # no name server: look-ups fail at once
-        (etc / "sshd_config").write_text(_SSHD_CONFIG.format(keys=keys))
+        given = " ".join(f"{name}={value}" for name, value in self._env.items())
+        config = _SSHD_CONFIG.format(keys=keys) + (f"SetEnv {given}\n" if given else "")
+        (etc / "sshd_config").write_text(config)
         (etc / "ssh_config.d" / "cluster.conf").write_text(_SSH_CONFIG.format(keys=keys))
 
     def _remove(self) -> None:
