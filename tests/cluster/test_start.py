@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, why_not
 from tests.support.cluster_job import elasticrun_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -38,3 +38,14 @@ def test_workers_talk_over_the_interface_that_leads_to_the_rendezvous(cluster: C
         assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "eth0"
         assert variables["MASTER_ADDR"] == cluster.node("node0").address
         assert variables["ELASTIC_RENDEZVOUS"].startswith("http://10.99.0.1:")
+
+
+def test_hosts_that_have_ipv6_alone_train_together() -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    hosts = ("-np", "2", "-H", "node[0-1]:1")
+    with Cluster(2, ipv6=True) as cluster, elasticrun_on(cluster, *hosts, steps=30) as job:
+        assert job.wait(110) == 0, job.describe()
+        assert [e["reason"][:8] for e in job.events("agent_started")] == ["at fd99:", "at fd99:"]
+        assert job.stdout.count("done step=30") == 2
+        assert job.left_behind() == {}

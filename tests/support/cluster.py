@@ -29,7 +29,8 @@ import psutil
 from tests.support.job import ROOT, eventually
 
 BOOT_S = 15.0
-SUBNET = "10.99.0"  # head is .1, node<i> is .10 + i; the networks of two clusters never meet
+SUBNET = "10.99.0."  # head is 1, node<i> is 10 + i; the networks of two clusters never meet
+SUBNET6 = "fd99::"
 _INIT = Path(__file__).with_name("node.py")
 _FREEZER = Path("/sys/fs/cgroup/freezer")
 _TOOLS = ("ip", "tc", "iptables", "nsenter", "unshare", "ssh", "ssh-keygen", "sshd")
@@ -87,7 +88,8 @@ class Node:
     """One machine of a cluster; made by `Cluster`."""
 
     def __init__(self, cluster: Cluster, name: str, index: int) -> None:
-        self.name, self.address = name, f"{SUBNET}.{1 if index == 0 else 9 + index}"
+        subnet = SUBNET6 if cluster.ipv6 else SUBNET
+        self.name, self.address = name, f"{subnet}{1 if index == 0 else 9 + index}"
         self._cluster = cluster
         self._netns = f"{cluster.name}-{name}"
         self._port = f"p{index}"  # of the switch, that our cable ends in
@@ -107,7 +109,9 @@ class Node:
             *("peer", "name", self._port, "netns", switch),
         )
         _run("ip", "-n", switch, "link", "set", self._port, "master", "br0", "up")
-        _run("ip", "-n", self._netns, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        # No search for others with this address: it would not be usable for a second.
+        own = (f"{self.address}/64", "nodad") if self._cluster.ipv6 else (f"{self.address}/24",)
+        _run("ip", "-n", self._netns, "addr", "add", *own, "dev", "eth0")
         _run("ip", "-n", self._netns, "link", "set", "lo", "up")
         _run("ip", "-n", self._netns, "link", "set", "eth0", "up")
         if _FREEZER.is_dir():
@@ -257,8 +261,9 @@ class Node:
 
     def _listens(self) -> bool:
         pid = self.pid
+        table = "tcp6" if self._cluster.ipv6 else "tcp"
         try:
-            lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+            lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
         except OSError:
             return False
         fields = [line.split() for line in lines]
@@ -271,9 +276,11 @@ _DROP_ALL_IN = ("-A", "INPUT", "-i", "eth0", "-j", "DROP")
 class Cluster:
     """`head` and `node0` … `node<count - 1>`; a context manager."""
 
-    def __init__(self, count: int, env: Mapping[str, str] | None = None) -> None:
-        """Nodes whose sshd gives what it starts these variables besides."""
-        self._count, self._env = count, dict(env or {})
+    def __init__(
+        self, count: int, env: Mapping[str, str] | None = None, *, ipv6: bool = False
+    ) -> None:
+        """`env`: what each sshd gives to what it starts; `ipv6`: nodes have no other address."""
+        self._count, self._env, self.ipv6 = count, dict(env or {}), ipv6
         self.name, self.switch = "", ""
         self.folder = Path()
         self.nodes: dict[str, Node] = {}
