@@ -24,17 +24,12 @@ from msgspec import Struct
 from elastic_driver import contract
 from elastic_driver.core import invariants
 from elastic_driver.core.events import (
-    AgentLost,
     Announce,
     EndJob,
     Event,
     StopRequested,
     Tick,
     WorkerExited,
-    WorkerLost,
-    WorkerReady,
-    WorkerStarted,
-    WorkerStepped,
 )
 from elastic_driver.core.job import Job
 from elastic_driver.core.messages import Failure, JobSpec, encode
@@ -337,26 +332,9 @@ class ElasticDriver:
 
     def _note(self, event: Event, executor: Executor) -> None:
         """What the shell itself wants to know of an event, before the core hears of it."""
-        match event:
-            case WorkerStarted():
-                executor.worker_started(event)
-                self._shards.worker_started(event.worker)
-            case WorkerExited():
-                blameless = event.exit_code == 0 or event.victim
-                planned = blameless or executor.was_told_to_stop(event.worker)
-                reason = None if planned else f"exit code {event.exit_code}"
-                self._shards.worker_gone(event.worker, reason)
-                executor.worker_exited(event)
-            case WorkerLost(worker=worker, reason=reason):
-                self._shards.worker_gone(worker, reason)
-            case AgentLost(host=host, reason=reason):
-                self._shards.host_gone(host, reason)
-            case WorkerReady():
-                executor.tails.spoken = True
-            case WorkerStepped(round=round_id):
-                executor.step_finished(round_id)
-            case _:
-                pass
+        planned = isinstance(event, WorkerExited) and executor.was_told_to_stop(event.worker)
+        self._shards.heard(event, planned=planned)
+        executor.heard(event)
 
     def _shard_quarantined(self, dataset: str, entry: Quarantined) -> None:
         """On the server's loop: say it where it is seen, for the data will not be complete."""

@@ -23,6 +23,7 @@ from elastic_driver.core.events import (
     CheckHosts,
     Decision,
     EndJob,
+    Event,
     GiveOrder,
     HostsChecked,
     PublishNotice,
@@ -32,7 +33,9 @@ from elastic_driver.core.events import (
     StopAgent,
     WorkerExited,
     WorkerLost,
+    WorkerReady,
     WorkerStarted,
+    WorkerStepped,
 )
 from elastic_driver.core.messages import (
     Notice,
@@ -238,10 +241,19 @@ class Executor:
 
     # ---- what happened -------------------------------------------------------------------
 
-    def worker_started(self, event: WorkerStarted) -> None:
-        """Note a worker's process."""
-        if event.worker in self._workers:
-            self._workers[event.worker].pid = event.pid
+    def heard(self, event: Event) -> None:
+        """Note what happened to a worker, before the core hears of it."""
+        match event:
+            case WorkerStarted() if event.worker in self._workers:
+                self._workers[event.worker].pid = event.pid
+            case WorkerReady():
+                self.tails.spoken = True
+            case WorkerStepped(round=round_id):  # the job goes on after what went wrong before
+                self._show(self.tails.step_finished(round_id))
+            case WorkerExited():
+                self._worker_exited(event)
+            case _:
+                pass
 
     def worker_exited_late(self, event: WorkerExited) -> None:
         """Log the end of a worker of a job that is over; nothing else follows from it."""
@@ -264,8 +276,8 @@ class Executor:
             )
         )
 
-    def worker_exited(self, event: WorkerExited) -> None:
-        """Note a worker's end, before the core hears of it; clear the store of the worker."""
+    def _worker_exited(self, event: WorkerExited) -> None:
+        """Note a worker's end, and clear the store of the worker."""
         record = self._workers.pop(event.worker, None)
         if record is None:
             return
@@ -323,10 +335,6 @@ class Executor:
         if due is not None and time.monotonic() >= due:
             for event in self.slow.look():
                 self._tell(event)
-
-    def step_finished(self, round_id: int) -> None:
-        """A round has got somewhere: the job goes on after what went wrong before."""
-        self._show(self.tails.step_finished(round_id))
 
     def job_ended(self, end: EndJob) -> None:
         """Log and show the end, after everything else has been said."""

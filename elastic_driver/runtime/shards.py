@@ -28,6 +28,13 @@ from aiohttp import web
 from msgspec import Struct
 
 from elastic_driver import contract
+from elastic_driver.core.events import (
+    AgentLost,
+    Event,
+    WorkerExited,
+    WorkerLost,
+    WorkerStarted,
+)
 from elastic_driver.core.shard_messages import (
     WORLD,
     Answer,
@@ -126,17 +133,21 @@ class ShardRoutes:
 
     # ---- what the driver learns, on its own thread ---------------------------------------
 
-    def worker_started(self, worker: str) -> None:
-        """From now on the driver hears this worker's heartbeat."""
-        self._hand_over(self._heard.add, worker)
-
-    def worker_gone(self, worker: str, reason: str | None) -> None:
-        """A worker is gone: lost for this reason, or (None) as planned."""
-        self._hand_over(self._worker_gone, worker, reason)
-
-    def host_gone(self, host: str, reason: str) -> None:
-        """A host's agent is gone, and all its workers with it."""
-        self._hand_over(self._host_gone, host, reason)
+    def heard(self, event: Event, *, planned: bool) -> None:
+        """Something happened to a worker or a host; `planned`: a worker ended as it was told to."""
+        match event:
+            case WorkerStarted(worker=worker):
+                self._hand_over(self._heard.add, worker)
+            case WorkerExited(worker=worker):
+                blameless = planned or event.exit_code == 0 or event.victim
+                reason = None if blameless else f"exit code {event.exit_code}"
+                self._hand_over(self._worker_gone, worker, reason)
+            case WorkerLost(worker=worker, reason=reason):
+                self._hand_over(self._worker_gone, worker, reason)
+            case AgentLost(host=host, reason=reason):
+                self._hand_over(self._host_gone, host, reason)
+            case _:
+                pass
 
     def _hand_over(self, function: Callable[..., None], *facts: object) -> None:
         loop = self._loop
@@ -149,6 +160,7 @@ class ShardRoutes:
                 raise
 
     def _worker_gone(self, worker: str, reason: str | None) -> None:
+        """A worker is gone: lost for this reason, or (None) as planned."""
         self._heard.discard(worker)
         self._gone[worker] = None
         if len(self._gone) > MAX_GONE:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from elastic_driver.core.events import AgentLost, WorkerExited, WorkerLost, WorkerStarted
 from elastic_driver.core.shard_messages import Quarantined
 from elastic_driver.runtime import shards as subject
 from elastic_driver.runtime.shards import ShardRoutes
@@ -50,7 +51,10 @@ class Shards:
     def lose(self, worker: str, reason: str | None = "exit code -9") -> None:
         """As the driver's mailbox thread does; returns when the ledger has heard of it."""
         heard = threading.Event()
-        self.routes.worker_gone(worker, reason)
+        if reason is None:
+            self.routes.heard(WorkerExited(worker, 0, ""), planned=True)
+        else:
+            self.routes.heard(WorkerLost(worker, reason), planned=False)
         self.routes._hand_over(heard.set)
         assert heard.wait(5)
 
@@ -211,12 +215,12 @@ def test_a_silent_stranger_loses_its_shards_and_a_worker_that_is_heard_keeps_the
     shards: Shards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subject, "LEASE_S", 0.4)
-    shards.routes.worker_started("a.0.1")
+    shards.routes.heard(WorkerStarted("a.0.1", 1), planned=False)
     shards.next("a.0.1")
     shards.next("stranger")
     until(lambda: shards.status()["counts"]["returned"] == 1, "the stranger's lease is over")
     assert shards.status()["counts"]["doing"] == 1
-    shards.routes.host_gone("a", "its agent was killed")
+    shards.routes.heard(AgentLost("a", 1, "its agent was killed"), planned=False)
     until(lambda: shards.status()["counts"]["returned"] == 2, "the host's workers are gone")
 
 
