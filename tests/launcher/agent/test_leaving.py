@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from elastic_driver.core.events import HostLeaving, WorkerExited, WorkerStarted
+from launcher.agent.leaving import spare_workers
 from tests.launcher.agent.harness import Driver, agent_of, eventually, lives
 
 WAIT = "import time\nprint('up', flush=True)\ntime.sleep(600)"
@@ -69,3 +72,18 @@ def test_ctrl_c_is_no_announcement(driver: Driver) -> None:
         agent.process.send_signal(signal.SIGINT)
         assert agent.wait(8) == 130
         assert driver.told(HostLeaving) == []
+
+
+@pytest.mark.parametrize(("inside", "heard"), [(True, "SIG_IGN"), (False, "SIG_DFL")])
+def test_workers_overlook_the_notices_of_a_slurm_step_alone(
+    inside: bool, heard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    if inside:
+        monkeypatch.setenv("SLURM_STEP_ID", "3")
+    show = "import signal as s; print(*(s.getsignal(n).name for n in (s.SIGUSR1, s.SIGUSR2)))"
+    argv = [sys.executable, "-c", show]
+    done = subprocess.run(
+        argv, preexec_fn=spare_workers, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [heard, heard]

@@ -265,3 +265,29 @@ def test_folders_of_keepers_that_died_with_their_machine_are_removed_by_the_next
         assert sorted(tmp.iterdir()) == sorted([beginning, live, tmp / "somebody-elses"])
         assert remote.end("live") == 0
     assert not live.exists()
+
+
+def test_an_agent_kept_apart_outlives_the_rank_that_started_it(tmp: Path) -> None:
+    argv = [sys.executable, "-m", "launcher.agent.remote", "apart", "rank", "--endpoint"]
+    argv += ["http://127.0.0.1:1", "--host", "h", "--incarnation", "1"]
+    env = {**os.environ, "TMPDIR": str(tmp), "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}
+    folder = tmp / "elastic-agent-rank"
+    with subprocess.Popen(
+        argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as rank:
+        assert rank.stdin is not None
+        assert rank.stdout is not None
+        rank.stdin.write(b"token\n")
+        rank.stdin.close()
+        assert rank.stdout.readline() == b"elastic-agent-up rank\n"
+        rank.kill()
+        rank.wait()
+        keeper = remote.keeper_of(folder)
+        assert keeper is not None
+        assert keeper != rank.pid
+        (agent,) = psutil.Process(keeper).children()
+        assert not any(name.startswith(("OMPI_", "PMIX_")) for name in agent.environ())
+        end = [*argv[:3], "end", "rank"]
+        subprocess.run(end, cwd=ROOT, env=env, check=True)
+    assert not lives(agent.pid)
+    assert not folder.exists()
