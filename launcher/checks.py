@@ -23,7 +23,7 @@ from elastic_driver.runtime.hostlist import Hosts
 from launcher.backends.programs import check_starter
 from launcher.backends.this_machine import is_this_machine
 from launcher.own_packages import find_shadow
-from launcher.plan import LaunchPlan, ScriptHosts
+from launcher.plan import JoinedHosts, LaunchPlan, ScriptHosts
 from launcher.sizes import Machine
 
 
@@ -58,7 +58,7 @@ def check_plan(plan: LaunchPlan, environ: Mapping[str, str], *, create: bool) ->
     _check_shadows(spec.command, cwd, worker_environ)
     if isinstance(plan.hosts, ScriptHosts):
         _check_discovery_script(cwd / plan.hosts.path)
-    elif plan.backend == "local":
+    elif plan.backend == "local" and not isinstance(plan.hosts, JoinedHosts):
         _check_local(plan.hosts.hosts)
     check_starter(plan.backend, environ)
     if spec.log_dir is not None:

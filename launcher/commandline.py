@@ -51,6 +51,10 @@ class Values:
         """How much its source counts: 0 default, 1 file, 2 environment, 3 command line."""
         return self._settings[option].level
 
+    def replaced(self, option: Option[T], setting: Setting) -> Values:
+        """The same values but for this one."""
+        return Values({**self._settings, option: setting})
+
     def origins(self) -> tuple[tuple[str, str, str], ...]:
         """(option, value, source) of everything that was set, in the order of the table."""
         return tuple(

@@ -10,20 +10,26 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from msgspec.structs import replace
+import msgspec.structs
 
-from elastic_driver.errors import ExitCode
+from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.runtime.rundir import RunDir, default_state_dir, new_run_id
 from launcher import options as o
 from launcher.build_info import render_build, render_version
 from launcher.checks import check_plan, read_hostfile, this_machine
 from launcher.commandline import CommandLine, resolve
 from launcher.help import render_help
+from launcher.joining.identity import own_name
+from launcher.joining.role import Join, Serve, decide_role, with_node_count
+from launcher.joining.whereabouts import look
 from launcher.mpi_ranks import meet_ranks, started_ranks
 from launcher.options import Option
-from launcher.plan import Facts, make_plan
+from launcher.plan import Facts, JoinedHosts, LaunchPlan, make_plan, worker_command
+from launcher.sizes import slots_of_a_host
+from rendezvous.errors import AddressError
 
 _SHOW: dict[Option[bool], Callable[[], str]] = {
     o.HELP: render_help,
@@ -39,12 +45,16 @@ def run(argv: Sequence[str]) -> int:
         if line.values[option]:
             print(render(), flush=True)
             return int(ExitCode.OK)
-    facts = collect_facts(line, os.environ)
+    line = replace(line, values=with_node_count(line.values, os.environ))
+    role = decide_role(line.values, os.environ, look())
+    if isinstance(role, Join):
+        return join_job(line, role)
+    facts = collect_facts(line, os.environ, role)
     if line.values[o.BACKEND] == "mpi" and started_ranks(os.environ) > 1:
         ranks = meet_ranks()
         if ranks is None:
             return int(ExitCode.OK)
-        facts = replace(facts, ranks=ranks)
+        facts = msgspec.structs.replace(facts, ranks=ranks)
     plan = make_plan(line, facts)
     run_dir = RunDir(Path(plan.state_dir), plan.spec.run_id)
     dry = line.values[o.DRY_RUN]
@@ -54,12 +64,54 @@ def run(argv: Sequence[str]) -> int:
         return int(ExitCode.OK)
     for note in plan.notes:
         print(f"elasticrun: {note}", file=sys.stderr)
+    if isinstance(plan.hosts, JoinedHosts) and role is not None:
+        return serve_job(line, plan, plan.hosts, role, run_dir)
     from launcher.submit import submit  # noqa: PLC0415 - aiohttp's import is not for --help
 
     return submit(plan, run_dir)
 
 
-def collect_facts(line: CommandLine, environ: Mapping[str, str]) -> Facts:
+def serve_job(
+    line: CommandLine, plan: LaunchPlan, hosts: JoinedHosts, role: Serve, run_dir: RunDir
+) -> int:
+    """Hold a job that nodes join; where another process here was quicker, join that one."""
+    from launcher.joining.serve import serve  # noqa: PLC0415 - see `run`
+
+    try:
+        return serve(plan, hosts, run_dir)
+    except ClusterError as error:
+        if not role.by_name or not isinstance(error.__cause__, AddressError):
+            raise
+        return join_job(line, Join(role.host, role.port))
+
+
+def join_job(line: CommandLine, role: Join) -> int:
+    """Take part in a job that is served elsewhere."""
+    from launcher.joining.node import JoinPlan, join  # noqa: PLC0415 - see `run`
+
+    values, facts = line.values, collect_facts(line, os.environ)
+    RunDir(Path(facts.state_dir), facts.run_id)  # raises for a name that cannot be one
+    plan = JoinPlan(
+        host=role.host,
+        port=role.port,
+        slots=slots_of_a_host(values, facts.machine),
+        token_file=values[o.TOKEN_FILE],
+        run_id=values[o.RUN_ID],
+        state_dir=Path(facts.state_dir),
+        start_timeout=values[o.START_TIMEOUT],
+        elastic_timeout=values[o.ELASTIC_TIMEOUT],
+        command=worker_command(line.command, facts.python) if line.command else (),
+        quiet=values[o.QUIET],
+    )
+    if values[o.DRY_RUN]:
+        print(plan.render(), flush=True)
+        return int(ExitCode.OK)
+    return join(plan)
+
+
+def collect_facts(
+    line: CommandLine, environ: Mapping[str, str], role: Serve | None = None
+) -> Facts:
     """What planning has to know of this machine; raises UsageError for an unreadable hostfile."""
     values = line.values
     state_dir = values[o.STATE_DIR]
@@ -72,4 +124,6 @@ def collect_facts(line: CommandLine, environ: Mapping[str, str]) -> Facts:
         machine=this_machine(environ),
         hostfile_text=None if hostfile is None else read_hostfile(hostfile),
         environ=dict(environ),
+        role=role,
+        name=own_name(),
     )

@@ -22,6 +22,7 @@ from launcher import options as o
 from launcher.backends.slurm_allocation import Allocation
 from launcher.commandline import CommandLine, Values
 from launcher.forwarded import forwarded
+from launcher.joining.role import Serve
 from launcher.placing import check_alone, check_nodes, choose_allocation, choose_host_option
 from launcher.sizes import (
     Machine,
@@ -49,6 +50,8 @@ class Facts(Struct, frozen=True):
     hostfile_text: str | None = None  # what stands in --hostfile, where one is given
     environ: dict[str, str] = {}
     ranks: Hosts | None = None  # where mpirun has started us, a slot for each rank
+    role: Serve | None = None  # this node serves a job whose nodes join by themselves
+    name: str = THIS_MACHINE  # what it is called among them
 
 
 class FixedHosts(Struct, frozen=True):
@@ -75,7 +78,33 @@ class ScriptHosts(Struct, frozen=True):
     timeout: float
 
 
-HostSource: TypeAlias = FixedHosts | FileHosts | ScriptHosts
+class JoinedHosts(Struct, frozen=True):
+    """Nodes that join by themselves, and the server's own one where it trains too."""
+
+    host: str  # as the nodes know the server
+    port: int
+    own: Hosts
+    default_slots: int  # of a node that does not say
+    token_file: str | None = None
+    run_id: str | None = None  # as given: whoever knows it may join, where there is no token file
+
+    @property
+    def note(self) -> str:
+        """What whoever starts the server should know about who may join."""
+        if self.token_file is not None:
+            return ""
+        if self.run_id is not None:
+            return (
+                f"whoever knows the run id {self.run_id} and reaches port {self.port} can join "
+                "this job; give --token-file on every node for a real secret"
+            )
+        return (
+            "nodes can join only with this run's token, from a shared --state-dir; give the same "
+            "--run-id (--rdzv-id) or --token-file on every node otherwise"
+        )
+
+
+HostSource: TypeAlias = FixedHosts | FileHosts | ScriptHosts | JoinedHosts
 
 
 class NodeCheckPlan(Struct, frozen=True):
@@ -156,15 +185,23 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     values = line.values
     if values[o.QUIET] and values[o.VERBOSE]:
         raise UsageError("-q and -v contradict each other; keep one of them")
-    check_alone(values, facts.environ)
-    allocation = choose_allocation(values, facts.environ)
+    allocation = None
+    if facts.role is None:
+        check_alone(values, facts.environ)
+        allocation = choose_allocation(values, facts.environ)
     machine = facts.machine if allocation is None else _node(allocation, facts.machine)
     slots = slots_of_a_host(values, machine)
     wish = read_wish(values, slots)
-    hosts = _choose_hosts(values, facts, slots, wish, allocation)
-    if allocation is not None and not isinstance(hosts, ScriptHosts):
+    hosts: HostSource
+    if facts.role is not None:
+        hosts = _joined_hosts(values, facts, facts.role, slots)
+        if slots is None and not facts.role.own and values.level(o.NNODES):
+            wish = replace(wish, most=None)  # nodes say how many workers they have
+    else:
+        hosts = _choose_hosts(values, facts, slots, wish, allocation)
+    if allocation is not None and isinstance(hosts, FixedHosts | FileHosts):
         check_nodes(allocation, hosts.hosts, source_of(hosts))
-    capacity = None if isinstance(hosts, ScriptHosts) else sum(n for _, n in hosts.hosts)
+    capacity = sum(n for _, n in known) if isinstance(hosts, FixedHosts | FileHosts) else None
     size = decide_size(wish, capacity, describe_hosts(hosts))
     settings = _settings(values, size)
     if isinstance(hosts, FixedHosts):
@@ -172,13 +209,14 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     check_tf_roles(settings)
     interfaces = values[o.NETWORK_INTERFACES]
     backend = "slurm" if allocation is not None else _backend(values, hosts)
-    passed_on = {} if backend == "local" else forwarded(facts.environ)
+    passed_on = {} if backend in ("local", "join") else forwarded(facts.environ)
     spec, unset = _spec(values, settings, facts, worker_command(line.command, facts.python))
     return LaunchPlan(
         settings=settings,
         spec=replace(spec, env={**passed_on, **spec.env}),
         hosts=hosts,
-        discovery_interval=values[o.DISCOVERY_INTERVAL],
+        # Nodes that join are told of; whoever asks for them waits until there is news.
+        discovery_interval=0.0 if facts.role else values[o.DISCOVERY_INTERVAL],
         backend=backend,
         allocation=allocation,
         forwarded=tuple(name for name in passed_on if name not in spec.env),
@@ -186,12 +224,12 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         ssh_identity_file=values[o.SSH_IDENTITY_FILE],
         node_check=_node_check(values, machine),
         interfaces=() if interfaces is None else interfaces,
-        bind=values[o.RDZV_ENDPOINT],
+        bind=(facts.role.host, facts.role.port) if facts.role else values[o.RDZV_ENDPOINT],
         state_dir=facts.state_dir,
         verbosity=values[o.VERBOSE] - values[o.QUIET],
         log_format=values[o.LOG_FORMAT],
         debug=values[o.DEBUG],
-        notes=(*line.warnings, *([size.note] if size.note else []), *unset),
+        notes=tuple(filter(None, (*line.warnings, size.note, *unset, _joining_note(hosts)))),
         origins=values.origins(),
     )
 
@@ -213,6 +251,9 @@ def describe_hosts(hosts: HostSource) -> str:
     """The hosts in words."""
     if isinstance(hosts, ScriptHosts):
         return f"found by {hosts.path}"
+    if isinstance(hosts, JoinedHosts):
+        own = "".join(f"{host}:{slots} (this node), and " for host, slots in hosts.own)
+        return f"{own}nodes that join {hosts.host}:{hosts.port}"
     shown = ", ".join(f"{host}:{slots}" for host, slots in hosts.hosts[:8])
     more = f" and {len(hosts.hosts) - 8} more" if len(hosts.hosts) > 8 else ""
     return f"{shown}{more} ({source_of(hosts)})"
@@ -257,6 +298,21 @@ def _choose_hosts(
         return FileHosts(path, slots or 1, found)
     here = slots or wanted or 1
     return FixedHosts(((THIS_MACHINE, here),), "this machine")
+
+
+def _joined_hosts(values: Values, facts: Facts, role: Serve, slots: int | None) -> JoinedHosts:
+    return JoinedHosts(
+        host=role.host,
+        port=role.port,
+        own=((facts.name, slots or 1),) if role.own else (),
+        default_slots=slots or 1,
+        token_file=values[o.TOKEN_FILE],
+        run_id=values[o.RUN_ID],
+    )
+
+
+def _joining_note(hosts: HostSource) -> str:
+    return hosts.note if isinstance(hosts, JoinedHosts) else ""
 
 
 def _settings(values: Values, size: Size) -> Settings:
@@ -349,6 +405,10 @@ def _node_check(values: Values, machine: Machine) -> NodeCheckPlan | None:
 
 def _backend(values: Values, hosts: HostSource) -> str:
     wanted = values[o.BACKEND]
+    if isinstance(hosts, JoinedHosts):
+        if wanted != "auto":
+            raise UsageError(f"--backend {wanted} starts agents, and these nodes start their own")
+        return "join"
     if wanted == "ray":
         raise UsageError(
             "--backend ray does not exist yet; use ssh, or local for this machine alone"

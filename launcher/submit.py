@@ -24,16 +24,26 @@ from elastic_driver.runtime.discovery import (
     HostfileDiscovery,
     ScriptDiscovery,
 )
-from elastic_driver.runtime.driver import DriverOptions, ElasticDriver
+from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.rundir import RunDir
+from elastic_driver.runtime.starter import StarterFactory
 from launcher.backends.select import make_reach, make_starter_factory, remote_hosts
 from launcher.backends.slurm_nodes import AllocationDiscovery
 from launcher.network import Whereabouts, decide_whereabouts
 from launcher.nodecheck import WithoutHosts, check_before_training
-from launcher.plan import FileHosts, FixedHosts, HostSource, LaunchPlan, ScriptHosts
+from launcher.plan import (
+    FileHosts,
+    FixedHosts,
+    HostSource,
+    JoinedHosts,
+    LaunchPlan,
+    ScriptHosts,
+)
 from launcher.precheck import precheck
 
 _SIGNALS = {
@@ -64,6 +74,32 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
         plan, discovery = without(plan, hosts, bad), WithoutHosts(discovery, bad)
         good = tuple(host for host, _slots in hosts if host not in bad)
         plan = replace(plan, settings=replace(plan.settings, checked_hosts=good))
+    return run_driver(
+        plan,
+        discovery=discovery,
+        starter=starter,
+        bind_host=whereabouts.bind_host,
+        run_dir=run_dir,
+        checks=checks,
+        source=source,
+    )
+
+
+def run_driver(
+    plan: LaunchPlan,
+    *,
+    discovery: HostDiscovery,
+    starter: StarterFactory,
+    bind_host: str,
+    run_dir: RunDir,
+    checks: HostChecks | None = None,
+    joined: JoinedNodes | None = None,
+    source: HostDiscovery | None = None,
+) -> int:
+    """Run a driver with these parts to the job's end; its exit status.
+
+    `source`: what `discovery` asks in the end; it may have to end the job.
+    """
     driver = ElasticDriver(
         settings=plan.settings,
         spec=plan.spec,
@@ -74,12 +110,13 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
             sys.stderr, level=Level(plan.verbosity + 1), as_json=plan.log_format == "json"
         ),
         options=DriverOptions(
-            bind_host=whereabouts.bind_host,
+            bind_host=bind_host,
             bind_port=plan.bind[1],
             discovery_interval=plan.discovery_interval,
             debug=plan.debug,
         ),
         checks=checks,
+        joined=joined,
     )
     if isinstance(source, AllocationDiscovery):
         source.on_over = lambda reason: driver.request_stop(reason, int(ExitCode.TERMINATED))
@@ -135,6 +172,8 @@ def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> Launch
 def make_discovery(hosts: HostSource) -> HostDiscovery:
     """The plan's source of hosts as the driver asks it."""
     match hosts:
+        case JoinedHosts():
+            raise AssertionError("launcher.joining.serve runs such a job")
         case ScriptHosts(path=path, timeout=timeout, default_slots=slots):
             return ScriptDiscovery(Path(path), timeout=timeout, default_slots=slots)
         case FileHosts(path=path, default_slots=slots):

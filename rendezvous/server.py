@@ -19,7 +19,7 @@ import logging
 import resource
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 
 from aiohttp import web
@@ -43,7 +43,8 @@ KEEPALIVE_S = 600.0  # idle connections stay open: a client's next request finds
 class RendezvousServer:
     """Where a job's processes meet.
 
-    `host` is a numeric address, `port` 0 for any free one. `on_lease_expired(key)` is called on
+    `host` is a numeric address, `port` 0 for any free one. `others` are taken like the token:
+    secrets that nodes know before they know it. `on_lease_expired(key)` is called on
     the server's thread and must not block. `routes(app)` may add routes to the application.
     `first_revision`: see `KVStore`.
     """
@@ -54,13 +55,14 @@ class RendezvousServer:
         port: int = 0,
         *,
         token: str,
+        others: Collection[str] = (),
         on_lease_expired: Callable[[str], None] | None = None,
         routes: Callable[[web.Application], None] | None = None,
         first_revision: int = 0,
     ) -> None:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
-        self._host, self._wanted_port, self._token = host, port, token
+        self._host, self._wanted_port, self._tokens = host, port, (token, *others)
         self._on_lease_expired, self._routes = on_lease_expired, routes
         self._first_revision = first_revision
         self._port: int | None = None
@@ -198,7 +200,7 @@ class RendezvousServer:
         self._stop = asyncio.Event()
         self._service = StoreService(self._on_lease_expired, self._first_revision)
         app = web.Application(
-            middlewares=[guard(self._token), PostsOnce().middleware()],
+            middlewares=[guard(*self._tokens), PostsOnce().middleware()],
             client_max_size=MAX_BODY_BYTES,
         )
         KVRoutes(self._service).add_to(app)

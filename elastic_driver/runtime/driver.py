@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
-from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core import invariants
@@ -32,7 +31,7 @@ from elastic_driver.core.events import (
     WorkerExited,
 )
 from elastic_driver.core.job import Job
-from elastic_driver.core.messages import Failure, JobSpec, encode
+from elastic_driver.core.messages import JobSpec, encode
 from elastic_driver.core.shard_messages import Quarantined
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.runtime.api import DriverRoutes
@@ -40,7 +39,9 @@ from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.execution import Executor
 from elastic_driver.runtime.host_checks import HostChecks
+from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.mail import AgentEnded, Hurry, LeaseExpired, Message, StatusAsked
+from elastic_driver.runtime.options import DriverOptions, Outcome
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.shards import ShardRoutes
@@ -57,24 +58,6 @@ AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
 _SPIN_GUARD_S = 0.01  # the least time between two ticks
 
 
-class DriverOptions(Struct, frozen=True, kw_only=True):
-    """How the driver itself is to run; the job's behaviour is in `Settings`."""
-
-    bind_host: str = "127.0.0.1"  # a numeric address; 0.0.0.0: all
-    bind_port: int = 0  # 0: any free one
-    advertise: str | None = None  # `http://host:port` for agents, where it is not the bound one
-    discovery_interval: float = 1.0
-    debug: bool = False  # check the core's invariants after every event
-
-
-class Outcome(Struct, frozen=True):
-    """How the job ended; `exit_code` is what `elasticrun` returns."""
-
-    exit_code: int
-    reason: str
-    failure: Failure | None = None
-
-
 class ElasticDriver:
     """Runs one job. `run()` is `start()`, wait, and `stop()`."""
 
@@ -89,6 +72,7 @@ class ElasticDriver:
         reporter: Reporter,
         options: DriverOptions | None = None,
         checks: HostChecks | None = None,
+        joined: JoinedNodes | None = None,
     ) -> None:
         """Starts nothing, opens nothing.
 
@@ -101,11 +85,12 @@ class ElasticDriver:
             reporter: what the user sees.
             options: how the driver itself is to run.
             checks: what the check before the job found, and how hosts are checked again.
+            joined: takes in nodes that join by themselves; `discovery` and `starter` ask it.
         """
         self._settings, self._spec, self._run_dir = settings, spec, run_dir
         self._make_starter, self._reporter = starter, reporter
         self._options = options or DriverOptions()
-        self._checks = checks
+        self._checks, self._joined = checks, joined
         self._mailbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._job = Job(settings)
         self._log = EventLog(run_dir.events_file, clock=time.time, on_broken=reporter.note)
@@ -218,11 +203,13 @@ class ElasticDriver:
             self._log.open()
             token = make_token()
             write_token_file(self._run_dir.token_file, token)
-            routes = DriverRoutes(self, self._log, self._shards, self._settings.heartbeat_timeout)
+            lease = self._settings.heartbeat_timeout
+            routes = DriverRoutes(self, self._log, self._shards, self._joined, lease=lease)
             self._server = RendezvousServer(
                 self._options.bind_host,
                 self._options.bind_port,
                 token=token,
+                others=() if self._joined is None else self._joined.secrets,
                 on_lease_expired=lambda key: self._mailbox.put(LeaseExpired(key)),
                 routes=routes.add_to,
             )
@@ -275,6 +262,8 @@ class ElasticDriver:
             end = EndJob(int(ExitCode.BUG), "a bug of the driver's ended it")
         try:
             self._discovery.stop()
+            if self._joined is not None:
+                self._joined.job_ends(end.exit_code, end.reason)
             if self._starter is not None:
                 self._starter.close(0.0)
             # Only now has every worker's output been forwarded: these are the last lines.

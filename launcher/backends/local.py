@@ -51,6 +51,8 @@ class LocalBackend:
         orphan_files: what an agent removes when this process dies without cleaning up; by
             default the token and the endpoint file beside it.
         address: where processes on other machines reach those on this one; by default nobody does.
+        joined: this machine has joined a driver elsewhere, which names it as it likes; its agents
+            find their address by themselves.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class LocalBackend:
         python: str = sys.executable,
         orphan_files: tuple[Path, ...] | None = None,
         address: str | None = None,
+        joined: bool = False,
     ) -> None:
         self._endpoint, self._python, self._address = endpoint, python, address
+        self._joined = joined
         self._token_file = token_file.absolute()
         if orphan_files is None:
             orphan_files = (self._token_file, self._token_file.with_name("endpoint.json"))
@@ -76,18 +80,19 @@ class LocalBackend:
 
     def plan(self, host: str, incarnation: int) -> AgentPlan:
         """See `Backend.plan`; raises ClusterError for another machine's name."""
-        if not is_this_machine(host):
+        if not self._joined and not is_this_machine(host):
             raise ClusterError(
                 f"{host} is not this machine, and the local backend starts nothing elsewhere; "
                 "name localhost, or choose another --backend"
             )
+        address = self._address or (None if self._joined else meeting_address(host))
         argv = agent_argv(
             python=self._python,
             endpoint=self._endpoint,
             host=host,
             incarnation=incarnation,
             token_file=self._token_file,
-            address=self._address or meeting_address(host),
+            address=address,
             lifeline=True,
             orphan_files=self._orphan_files,
         )

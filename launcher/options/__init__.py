@@ -15,6 +15,7 @@ from typing import Any
 from launcher.options.check import *
 from launcher.options.foreign import FOREIGN as FOREIGN
 from launcher.options.hosts import *
+from launcher.options.join import *
 from launcher.options.option import GROUPS as GROUPS
 from launcher.options.option import Option as Option
 from launcher.options.other import *

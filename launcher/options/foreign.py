@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 FOREIGN: dict[str, str] = {
-    "--rdzv-backend": "not needed: the job brings its own rendezvous (--rdzv-endpoint binds it)",
     "--rdzv-conf": "use --start-timeout, --elastic-timeout and --last-call",
-    "--node-rank": "not needed: ranks are assigned by the driver",
-    "--master-addr": "not needed; to bind the rendezvous use --rdzv-endpoint HOST:PORT",
-    "--master-port": "not needed; to bind the rendezvous use --rdzv-endpoint HOST:PORT",
     "--monitor-interval": "not needed: a worker's end is noticed at once",
     "--no-python": "not needed: a COMMAND that does not end in .py is run as it is",
     "--gloo": "not needed: the script chooses, elastic.init(backend='gloo')",

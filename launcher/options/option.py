@@ -10,6 +10,7 @@ from launcher.kinds import Kind
 T = TypeVar("T")
 
 HOSTS = "Hosts (one of them; default: this machine)"
+JOIN = "Nodes that join by themselves (docs/joining.md)"
 SIZE = "Size of the job"
 POLICY = "What to do when workers and hosts fail (times in seconds)"
 START = "Starting workers"
@@ -18,7 +19,7 @@ CHECK = "Checking the nodes before training (docs/node-checks.md)"
 OUTPUT = "Output"
 STATE = "Identity and state"
 OTHER = "Other"
-GROUPS = (HOSTS, SIZE, POLICY, START, TENSORFLOW, CHECK, OUTPUT, STATE, OTHER)
+GROUPS = (HOSTS, JOIN, SIZE, POLICY, START, TENSORFLOW, CHECK, OUTPUT, STATE, OTHER)
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: each record is unique

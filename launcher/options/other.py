@@ -23,14 +23,6 @@ STATE_DIR: Option[str | None] = Option(
     shown="~/.local/state/elastic-driver",
 )
 
-RDZV_ENDPOINT: Option[tuple[str, int]] = Option(
-    "rdzv-endpoint",
-    kinds.endpoint(),
-    ("127.0.0.1", 0),
-    OTHER,
-    "Address and port the job's rendezvous listens on; 0.0.0.0 for all addresses.",
-    shown="this machine only, or the address that remote hosts reach; any free port",
-)
 CONFIG_FILE: Option[str | None] = Option(
     "config-file",
     kinds.text("FILE.yaml"),

@@ -79,7 +79,8 @@ def test_every_spelling_in_the_table_is_unique() -> None:
     [
         (["--min-npp", "2"], "unknown option --min-npp; did you mean --min-np?"),
         (["--xyzzy"], "unknown option --xyzzy; see elasticrun --help"),
-        (["--rdzv-backend=c10d"], "--rdzv-backend does not exist here; not needed"),
+        (["--rdzv-conf=x=1"], "--rdzv-conf does not exist here; use --start-timeout"),
+        (["--rdzv-backend=etcd"], "--rdzv-backend is one of c10d, static, got 'etcd'"),
         (["--min-np"], "--min-np needs a whole number of at least 1, got 'train.py'"),
         (["--min-np", "--max-np", "4"], "--min-np needs a value: --min-np N"),
         (["--min-np", "x"], "--min-np needs a whole number of at least 1, got 'x'"),

@@ -12,9 +12,10 @@ import pytest
 
 from elastic_driver.core.check_report import CheckReport
 from elastic_driver.core.messages import JobSpec
-from elastic_driver.runtime.driver import DriverOptions, ElasticDriver
+from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.settings import Settings

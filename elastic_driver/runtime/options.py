@@ -1,0 +1,25 @@
+"""How a driver is told to run, and what it leaves behind when the job is over."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from elastic_driver.core.messages import Failure
+
+
+class DriverOptions(Struct, frozen=True, kw_only=True):
+    """How the driver itself is to run; the job's behaviour is in `Settings`."""
+
+    bind_host: str = "127.0.0.1"  # a numeric address; 0.0.0.0: all
+    bind_port: int = 0  # 0: any free one
+    advertise: str | None = None  # `http://host:port` for agents, where it is not the bound one
+    discovery_interval: float = 1.0
+    debug: bool = False  # check the core's invariants after every event
+
+
+class Outcome(Struct, frozen=True):
+    """How the job ended; `exit_code` is what `elasticrun` returns."""
+
+    exit_code: int
+    reason: str
+    failure: Failure | None = None
