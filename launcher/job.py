@@ -15,21 +15,20 @@ from pathlib import Path
 
 import msgspec.structs
 
-from elastic_driver.errors import ClusterError, ExitCode
+from elastic_driver.errors import ExitCode
 from elastic_driver.runtime.rundir import RunDir, default_state_dir, new_run_id
 from launcher import options as o
 from launcher.build_info import render_build, render_version
 from launcher.checks import check_plan, read_hostfile, this_machine
 from launcher.commandline import CommandLine, resolve
 from launcher.help import render_help
-from launcher.joining.identity import own_name
+from launcher.joining.identity import claim_port, own_name
 from launcher.joining.role import Join, Serve, decide_role, with_node_count
 from launcher.joining.whereabouts import look
 from launcher.mpi_ranks import meet_ranks, started_ranks
 from launcher.options import Option
 from launcher.plan import Facts, JoinedHosts, LaunchPlan, make_plan, worker_command
 from launcher.sizes import slots_of_a_host
-from rendezvous.errors import AddressError
 
 _SHOW: dict[Option[bool], Callable[[], str]] = {
     o.HELP: render_help,
@@ -77,12 +76,10 @@ def serve_job(
     """Hold a job that nodes join; where another process here was quicker, join that one."""
     from launcher.joining.serve import serve  # noqa: PLC0415 - see `run`
 
-    try:
+    with claim_port(role.port) as ours:
+        if role.by_name and not ours:
+            return join_job(line, Join(role.host, role.port))
         return serve(plan, hosts, run_dir)
-    except ClusterError as error:
-        if not role.by_name or not isinstance(error.__cause__, AddressError):
-            raise
-        return join_job(line, Join(role.host, role.port))
 
 
 def join_job(line: CommandLine, role: Join) -> int:

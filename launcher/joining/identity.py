@@ -1,8 +1,8 @@
-"""What a node that joins calls itself, so that it keeps its name when it comes back.
+"""What a node that joins calls itself, and which of several processes here is to serve.
 
 The first node of a machine has the machine's name, a second one at the same server `name-2`. A
 name is held through an abstract socket, which the kernel frees when the process ends, however it
-ends: so whoever holds the name now follows the process that held it before.
+ends: so whoever holds the name now follows the process that held it before, and keeps its name.
 """
 
 from __future__ import annotations
@@ -33,6 +33,21 @@ def machine_id() -> str:
             if text := path.read_text(errors="replace").strip():
                 return text[:64]
     return own_name()[:64]
+
+
+@contextlib.contextmanager
+def claim_port(port: int) -> Iterator[bool]:
+    """Whether we are the one process of this machine that is to serve at this port.
+
+    Asked before anything is opened or written: of two that begin together, both find it free.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
+        try:
+            held.bind(f"\0elastic-serve/{port}")
+        except OSError:
+            yield False
+        else:
+            yield True
 
 
 @contextlib.contextmanager

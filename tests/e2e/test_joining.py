@@ -1,0 +1,165 @@
+"""Nodes that start by themselves: in any order, leaving and coming back, server restarts included.
+
+Every node here is a process of its own on this machine, as it would be on a machine of its own.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from rendezvous.auth import write_token_file
+from tests.support.job import JOBS, assert_no_step_lost_or_repeated, eventually
+from tests.support.nodes import Nodes, free_port
+
+TRAIN = str(JOBS / "train.py")
+SECRET = "a-secret-of-so-many-characters"
+FAST = ("--heartbeat-timeout", "3")
+
+
+def left_in(folder: str, prefix: str = "elastic-join-") -> set[str]:
+    return {path.name for path in Path(folder).glob(f"{prefix}*")}
+
+
+def test_a_node_comes_before_the_server_and_another_leaves_and_comes_back(tmp_path: Path) -> None:
+    at, before = f"127.0.0.1:{free_port()}", left_in("/tmp")
+    with Nodes(tmp_path, STEPS="100000") as nodes:
+        join = ("--join", at, "--nproc-per-node", "1", "--run-id", nodes.mark)
+        first = nodes.start(*join)
+        first.said(f"waiting for the server at {at}, 600 s at most")
+        job = nodes.serve("--serve", "--nnodes", "1:2", "--rdzv-endpoint", at, *FAST, TRAIN)
+        job.until_size(1, 90)
+        first.said(f"joined run {nodes.mark} at {at}")
+        second = nodes.start(*join)
+        job.until_size(2, 90)
+        second.signal(signal.SIGTERM)
+        assert second.wait() == 143, second.context()
+        job.until_size(1, 90)
+        assert not job.events("agent_lost", "worker_lost", "host_blacklisted")
+        again = nodes.start(*join)
+        job.until_size(2, 90)
+        hosts = [e["host"] for e in job.events("host_discovered")]
+        assert hosts[1] == hosts[2]  # it has its name again
+        assert_no_step_lost_or_repeated(job, max(r.step for r in job.steps()) - 1)
+        job.process.send_signal(signal.SIGINT)
+        assert [n.wait() for n in (first, again)] == [130, 130], first.context()
+        assert job.wait() == 130
+        assert "the job has ended with exit status 130: interrupted by Ctrl-C" in first.stderr
+        job.assert_nothing_left()
+    assert left_in("/tmp") == before
+
+
+def test_the_same_command_on_every_node(tmp_path: Path) -> None:
+    with Nodes(tmp_path, STEPS="30") as nodes:
+        command = (
+            *("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"),
+            *("--rdzv-id", nodes.mark, "--rdzv-endpoint", f"localhost:{free_port()}"),
+            *("--state-dir", str(tmp_path / "state"), *FAST, TRAIN),
+        )
+        both = [nodes.start(*command), nodes.start(*command)]  # at once: either may be quicker
+        assert [n.wait() for n in both] == [0, 0], both[0].context() + both[1].context()
+        lines = [sorted(n.stdout.splitlines()) for n in both]
+        # Each node shows its own workers, and all have trained together.
+        assert sorted(line[:12] for shown in lines for line in shown) == [
+            f"[{rank}]<stdout>:" for rank in range(4)
+        ]
+        assert [len(shown) for shown in lines] == [2, 2]
+        assert len({line[12:] for shown in lines for line in shown}) == 1
+        nodes.job(both[0]).assert_nothing_left()
+
+
+def test_nodes_with_numbers_share_the_jobs_failure(tmp_path: Path) -> None:
+    with Nodes(tmp_path) as nodes:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        args = ("--rdzv-id", nodes.mark, "--state-dir", str(tmp_path / "state"), *FAST)
+        command = (*args, "sh", "-c", "echo went wrong >&2; exit 7")
+        zero = nodes.start(*command, RANK="0", **where)
+        one = nodes.start(*command, RANK="1", **where)
+        assert [zero.wait(), one.wait()] == [7, 7], zero.context() + one.context()
+        assert "the job has ended with exit status 7: rank " in one.stderr
+        nodes.job(zero).assert_nothing_left()
+
+
+def test_the_server_restarts_and_its_nodes_join_the_new_run(tmp_path: Path) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    secret = ("--token-file", str(write_token_file(tmp_path / "secret", SECRET)))
+    with Nodes(tmp_path, STEPS="100000") as nodes:
+        serve = ("--serve", "--nnodes", "2", "--rdzv-endpoint", at, *secret, *FAST, TRAIN)
+        job = nodes.serve(*serve)
+        both = [nodes.start("--join", at, *secret) for _ in range(2)]
+        old = job.until_size(2, 90)
+        job.process.kill()
+        eventually(
+            lambda: not set(old) & {p.pid for p in job.processes()},
+            within=30,
+            what="workers of the dead server's job end",
+            context=both[0].context,
+        )
+        newest = max(r.round for r in job.steps())
+        (tmp_path / "steps").rename(tmp_path / "old-steps")
+        (tmp_path / "steps").mkdir()
+        job = nodes.serve(*serve)
+        job.until_size(2, 90)
+        assert newest >= 1
+        for each in both:
+            assert each.stderr.count("joined run") == 2
+        job.process.send_signal(signal.SIGTERM)
+        assert [n.wait() for n in both] == [143, 143]
+        job.wait()
+        job.assert_nothing_left()
+
+
+def test_a_node_that_is_killed_takes_its_workers_along_and_the_others_train_on(
+    tmp_path: Path,
+) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    with Nodes(tmp_path, STEPS="100000") as nodes:
+        join = ("--join", at, "--run-id", nodes.mark)
+        job = nodes.serve("--serve", "--nnodes", "1:2", "--rdzv-endpoint", at, *FAST, TRAIN)
+        both = [nodes.start(*join), nodes.start(*join)]
+        job.until_size(2, 90)
+        both[1].process.kill()
+        job.until_size(1, 90)
+        eventually(
+            lambda: len({p.pid for p in job.processes()} & set(job.agents())) == 1,
+            within=30,
+            what="the agent of the killed node is gone",
+            context=job.describe,
+        )
+        assert_no_step_lost_or_repeated(job, 5)
+        both[0].signal(signal.SIGINT)
+        both[0].signal(signal.SIGTERM)  # no grace the second time
+        assert both[0].wait(60) in (130, 143)
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130
+        job.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--run-id", "another"), "does not know this node's secret"),
+        ((), "nothing tells it that this node may join: give the same --run-id"),
+    ],
+)
+def test_a_node_without_the_right_secret_is_told_in_a_line(
+    tmp_path: Path, args: tuple[str, ...], said: str
+) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    with Nodes(tmp_path) as nodes:
+        job = nodes.serve("--serve", "--nnodes", "1", "--rdzv-endpoint", at, "true")
+        stranger = nodes.start("--join", at, "--state-dir", str(tmp_path / "elsewhere"), *args)
+        assert stranger.wait() == 64, stranger.context()
+        (line,) = [x for x in stranger.stderr.splitlines() if "waiting for" not in x]
+        assert said in line
+        assert not job.events("host_discovered")
+
+
+def test_a_server_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    with Nodes(tmp_path) as nodes:
+        at = f"127.0.0.1:{free_port()}"
+        lost = nodes.start("--join", at, "--run-id", "x", "--start-timeout", "1")
+        assert lost.wait() == 75
+        assert f"no server at {at} within 1 s (--start-timeout): " in lost.stderr
