@@ -22,8 +22,9 @@ from elastic_driver.errors import UsageError
 from elastic_driver.runtime.hostlist import Hosts
 from launcher.backends.programs import check_starter
 from launcher.backends.this_machine import is_this_machine
+from launcher.joining.hosts import JoinedHosts
 from launcher.own_packages import find_shadow
-from launcher.plan import JoinedHosts, LaunchPlan, ScriptHosts
+from launcher.plan import LaunchPlan, ScriptHosts
 from launcher.sizes import Machine
 
 

@@ -22,12 +22,13 @@ from launcher.build_info import render_build, render_version
 from launcher.checks import check_plan, read_hostfile, this_machine
 from launcher.commandline import CommandLine, resolve
 from launcher.help import render_help
+from launcher.joining.hosts import JoinedHosts
 from launcher.joining.identity import claim_port, own_name
 from launcher.joining.role import Join, Serve, decide_role, with_node_count
 from launcher.joining.whereabouts import look
 from launcher.mpi_ranks import meet_ranks, started_ranks
 from launcher.options import Option
-from launcher.plan import Facts, JoinedHosts, LaunchPlan, make_plan, worker_command
+from launcher.plan import Facts, LaunchPlan, make_plan, worker_command
 from launcher.sizes import slots_of_a_host
 
 _SHOW: dict[Option[bool], Callable[[], str]] = {

@@ -22,6 +22,7 @@ from launcher import options as o
 from launcher.backends.slurm_allocation import Allocation
 from launcher.commandline import CommandLine, Values
 from launcher.forwarded import forwarded
+from launcher.joining.hosts import JoinedHosts, joined_hosts, joining_note
 from launcher.joining.role import Serve
 from launcher.placing import check_alone, check_nodes, choose_allocation, choose_host_option
 from launcher.sizes import (
@@ -76,32 +77,6 @@ class ScriptHosts(Struct, frozen=True):
     path: str
     default_slots: int
     timeout: float
-
-
-class JoinedHosts(Struct, frozen=True):
-    """Nodes that join by themselves, and the server's own one where it trains too."""
-
-    host: str  # as the nodes know the server
-    port: int
-    own: Hosts
-    default_slots: int  # of a node that does not say
-    token_file: str | None = None
-    run_id: str | None = None  # as given: whoever knows it may join, where there is no token file
-
-    @property
-    def note(self) -> str:
-        """What whoever starts the server should know about who may join."""
-        if self.token_file is not None:
-            return ""
-        if self.run_id is not None:
-            return (
-                f"whoever knows the run id {self.run_id} and reaches port {self.port} can join "
-                "this job; give --token-file on every node for a real secret"
-            )
-        return (
-            "nodes can join only with this run's token, from a shared --state-dir; give the same "
-            "--run-id (--rdzv-id) or --token-file on every node otherwise"
-        )
 
 
 HostSource: TypeAlias = FixedHosts | FileHosts | ScriptHosts | JoinedHosts
@@ -194,14 +169,16 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     wish = read_wish(values, slots)
     hosts: HostSource
     if facts.role is not None:
-        hosts = _joined_hosts(values, facts, facts.role, slots)
+        hosts = joined_hosts(values, facts.name, facts.role, slots)
         if slots is None and not facts.role.own and values.level(o.NNODES):
             wish = replace(wish, most=None)  # nodes say how many workers they have
     else:
         hosts = _choose_hosts(values, facts, slots, wish, allocation)
-    if allocation is not None and isinstance(hosts, FixedHosts | FileHosts):
-        check_nodes(allocation, hosts.hosts, source_of(hosts))
-    capacity = sum(n for _, n in known) if isinstance(hosts, FixedHosts | FileHosts) else None
+    capacity = None
+    if isinstance(hosts, FixedHosts | FileHosts):
+        capacity = sum(n for _, n in hosts.hosts)
+        if allocation is not None:
+            check_nodes(allocation, hosts.hosts, source_of(hosts))
     size = decide_size(wish, capacity, describe_hosts(hosts))
     settings = _settings(values, size)
     if isinstance(hosts, FixedHosts):
@@ -229,7 +206,7 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         verbosity=values[o.VERBOSE] - values[o.QUIET],
         log_format=values[o.LOG_FORMAT],
         debug=values[o.DEBUG],
-        notes=tuple(filter(None, (*line.warnings, size.note, *unset, _joining_note(hosts)))),
+        notes=tuple(filter(None, (*line.warnings, size.note, *unset, joining_note(hosts)))),
         origins=values.origins(),
     )
 
@@ -252,8 +229,7 @@ def describe_hosts(hosts: HostSource) -> str:
     if isinstance(hosts, ScriptHosts):
         return f"found by {hosts.path}"
     if isinstance(hosts, JoinedHosts):
-        own = "".join(f"{host}:{slots} (this node), and " for host, slots in hosts.own)
-        return f"{own}nodes that join {hosts.host}:{hosts.port}"
+        return hosts.describe()
     shown = ", ".join(f"{host}:{slots}" for host, slots in hosts.hosts[:8])
     more = f" and {len(hosts.hosts) - 8} more" if len(hosts.hosts) > 8 else ""
     return f"{shown}{more} ({source_of(hosts)})"
@@ -298,21 +274,6 @@ def _choose_hosts(
         return FileHosts(path, slots or 1, found)
     here = slots or wanted or 1
     return FixedHosts(((THIS_MACHINE, here),), "this machine")
-
-
-def _joined_hosts(values: Values, facts: Facts, role: Serve, slots: int | None) -> JoinedHosts:
-    return JoinedHosts(
-        host=role.host,
-        port=role.port,
-        own=((facts.name, slots or 1),) if role.own else (),
-        default_slots=slots or 1,
-        token_file=values[o.TOKEN_FILE],
-        run_id=values[o.RUN_ID],
-    )
-
-
-def _joining_note(hosts: HostSource) -> str:
-    return hosts.note if isinstance(hosts, JoinedHosts) else ""
 
 
 def _settings(values: Values, size: Size) -> Settings:

@@ -34,13 +34,13 @@ from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.starter import StarterFactory
 from launcher.backends.select import make_reach, make_starter_factory, remote_hosts
 from launcher.backends.slurm_nodes import AllocationDiscovery
+from launcher.joining.hosts import JoinedHosts
 from launcher.network import Whereabouts, decide_whereabouts
 from launcher.nodecheck import WithoutHosts, check_before_training
 from launcher.plan import (
     FileHosts,
     FixedHosts,
     HostSource,
-    JoinedHosts,
     LaunchPlan,
     ScriptHosts,
 )

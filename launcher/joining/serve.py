@@ -16,9 +16,10 @@ from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.starter import AgentStarter, OnLost
 from launcher.backends.local import LocalBackend
 from launcher.build_info import version
+from launcher.joining.hosts import JoinedHosts
 from launcher.joining.secret import of_server
 from launcher.joining.whereabouts import bind_address, own_address
-from launcher.plan import JoinedHosts, LaunchPlan
+from launcher.plan import LaunchPlan
 from launcher.submit import run_driver
 
 

@@ -14,6 +14,8 @@ from rendezvous.auth import write_token_file
 from tests.support.job import JOBS, assert_no_step_lost_or_repeated, eventually
 from tests.support.nodes import Nodes, free_port
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 TRAIN = str(JOBS / "train.py")
 SECRET = "a-secret-of-so-many-characters"
 FAST = ("--heartbeat-timeout", "3")
@@ -91,6 +93,7 @@ def test_the_server_restarts_and_its_nodes_join_the_new_run(tmp_path: Path) -> N
         both = [nodes.start("--join", at, *secret) for _ in range(2)]
         old = job.until_size(2, 90)
         job.process.kill()
+        job.process.wait(10)
         eventually(
             lambda: not set(old) & {p.pid for p in job.processes()},
             within=30,
