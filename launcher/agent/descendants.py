@@ -15,10 +15,12 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Iterable
 
 import psutil
 
+_LOOK_AGAIN_S = 0.01
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -103,3 +105,15 @@ def reap(pid: int) -> int | None:
     except ChildProcessError:
         return 0
     return None if found == 0 else os.waitstatus_to_exitcode(status)
+
+
+def end_children(patience: float) -> None:
+    """Kill and reap every child of the calling process; gives up after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while left := children():
+        kill_trees(left)
+        for pid in left:
+            reap(pid)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_LOOK_AGAIN_S)

@@ -34,7 +34,7 @@ import psutil
 
 from elastic_driver import contract
 from elastic_driver.errors import ExitCode
-from launcher.agent.descendants import become_subreaper, children, kill_trees, reap
+from launcher.agent.descendants import become_subreaper, end_children
 from launcher.build_info import version
 from rendezvous.auth import write_token_file
 
@@ -120,20 +120,8 @@ def _keep(name: str, folder: Path, token: str, arguments: Sequence[str]) -> int:
     except OSError:  # whoever asked for it has gone, and will ask again
         agent.kill()
     code = agent.wait()
-    _end_orphans()
+    end_children(PATIENCE_S)  # what lost its agent and came to us: we have no others
     return code if code >= 0 else 128 - code
-
-
-def _end_orphans() -> None:
-    """Kill what lost its agent and came to us: we have no other children."""
-    deadline = time.monotonic() + PATIENCE_S
-    while left := children():
-        kill_trees(left)
-        for pid in left:
-            reap(pid)
-        if time.monotonic() > deadline:
-            return
-        time.sleep(_LOOK_AGAIN_S)
 
 
 @contextlib.contextmanager

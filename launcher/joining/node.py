@@ -27,6 +27,7 @@ from pathlib import Path
 from elastic_driver.core.join_messages import JoinRequest
 from elastic_driver.core.messages import JobSpec
 from elastic_driver.errors import UsageError
+from launcher.agent.descendants import end_children
 from launcher.backends.local import LocalBackend
 from launcher.build_info import version
 from launcher.joining.identity import claim_name, machine_id
@@ -36,6 +37,7 @@ from launcher.joining.server import Membership, Server
 from rendezvous.auth import write_token_file
 
 FOLDER_PREFIX = "elastic-join-"
+ORPHANS_S = 5.0  # for processes whose agent is gone to be gone too
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -125,6 +127,7 @@ class Node:
                 raise
             finally:
                 await asyncio.to_thread(backend.close, 0.0)
+                await asyncio.to_thread(end_children, ORPHANS_S)  # agents' workers came to us
                 await membership.client.close()
 
     def _secrets(self) -> tuple[str, ...]:

@@ -1,0 +1,126 @@
+"""The same command on three machines: one leaves and returns, one is lost, the server restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_driver.contract import host_of_worker
+from tests.support.cluster import Cluster, Node
+from tests.support.cluster_job import HEARTBEAT_S, ClusterJob
+from tests.support.job import ROOT, eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+HOSTS = ("node0", "node1", "node2")
+
+
+class Site:
+    """Nodes of a cluster on which the same command is started."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.folder = cluster, Path(cluster.folder, "job")
+        (self.folder / "steps").mkdir(parents=True)
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Site:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait(10)
+
+    def run(self, host: str, steps: int = 100_000) -> subprocess.Popen[bytes]:
+        """`elasticrun` on this host, as its own service would start it."""
+        argv = [
+            *(sys.executable, "-m", "launcher.cli", "--rdzv-id", "job", "--nnodes", "2:3"),
+            *("--state-dir", str(self.folder / "state"), "--rdzv-endpoint", "node0:29400"),
+            *("--heartbeat-timeout", str(HEARTBEAT_S), "--debug"),
+            *("--blacklist-cooldown-range", "1", "4", "--env", f"STEPS={steps}"),
+            *("--env", "STEP_MS=20", "--env", f"STEP_RECORDS={self.folder / 'steps'}"),
+            *("--", str(ROOT / "tests" / "e2e" / "jobs" / "train.py")),
+        ]
+        name = "" if host == "node0" else f"{host}-{len(self._started)}-"
+        out, err = self.folder / f"{name}stdout", self.folder / f"{name}stderr"
+        env = {"HOME": str(self.folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        process = self.cluster.start(host, argv, out=out, err=err, env=env)
+        self._started.append(process)
+        return process
+
+    def job(self, server: subprocess.Popen[bytes]) -> ClusterJob:
+        job = ClusterJob(server, "job", self.folder)
+        job.cluster = self.cluster
+        return job
+
+
+def signal_launcher(node: Node, number: signal.Signals) -> None:
+    """Signal `elasticrun` itself on a node."""
+    for process in node.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "launcher.cli" in process.cmdline():
+                process.send_signal(number)
+
+
+def test_the_same_command_on_three_hosts_one_of_which_leaves_and_one_is_lost(
+    cluster: Cluster,
+) -> None:
+    with Site(cluster) as site:
+        late = {host: site.run(host) for host in HOSTS[1:]}  # before there is a server
+        job = site.job(site.run("node0"))
+        records = job.together(3)
+        assert {host_of_worker(r.worker) for r in records} == set(HOSTS)
+
+        before = job.newest_round()
+        signal_launcher(cluster.node("node1"), signal.SIGTERM)
+        job.together(2, above=before)
+        assert late["node1"].wait(60) == 143
+        assert not job.events("agent_lost", "worker_lost")
+        job.check_steps(set())
+
+        late["node1"] = site.run("node1")
+        job.together(3, above=job.newest_round())
+        before = job.newest_round()
+        cluster.node("node2").poweroff()
+        job.together(2, above=before)
+        job.check_steps({"node2"})
+
+        signal_launcher(cluster.node("node0"), signal.SIGINT)
+        assert job.wait(60) == 130
+        assert late["node1"].wait(60) == 130
+        eventually(lambda: not job.left_behind(), within=15, what="nothing is left on any host")
+
+
+def test_the_servers_host_restarts_and_the_others_join_the_new_run(cluster: Cluster) -> None:
+    with Site(cluster) as site:
+        job = site.job(site.run("node0"))
+        others = [site.run(host) for host in HOSTS[1:]]
+        job.together(3)
+        old = {p.pid for host in HOSTS[1:] for p in cluster.node(host).processes() if is_worker(p)}
+        assert old
+        cluster.node("node0").poweroff()
+        eventually(
+            lambda: not any(map(psutil.pid_exists, old)),
+            within=4 * HEARTBEAT_S + 10,
+            what="workers of the dead server's job end",
+        )
+        (site.folder / "steps").rename(site.folder / "old-steps")
+        (site.folder / "steps").mkdir()
+        cluster.node("node0").heal()
+        cluster.node("node0").boot()
+        job = site.job(site.run("node0", steps=60))
+        assert job.wait(120) == 0, job.describe()
+        assert [other.wait(60) for other in others] == [0, 0]
+        assert {host_of_worker(r.worker) for r in job.steps()} >= {"node0"}
+
+
+def is_worker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "ELASTIC_WORKER_ID" in process.environ()
+    return False
