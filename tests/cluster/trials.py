@@ -14,13 +14,16 @@ import argparse
 import contextlib
 import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from tests import support
 from tests.support.cluster import Cluster, Node, why_not
 from tests.support.cluster_job import HEARTBEAT_S, ClusterJob, elasticrun_on, now
 from tests.support.job import eventually
@@ -29,10 +32,11 @@ from tests.support.slowing import slowed
 HOSTS = ("node0", "node1", "node2", "node3")
 SLOTS = 2
 FULL = len(HOSTS) * SLOTS
+FOUR_HOSTS = ("-np", str(FULL), "--min-np", "1", "-H", f"node[0-3]:{SLOTS}")
 BUSY_S = 3.0  # added to every bound: twenty processes share this machine's processors
 UNHARMED_STEPS = 40  # to be trained while a fault lasts that nobody is to be lost by
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
-FAKETIME_FILE = "/tmp/faketime"
+CLOCK = Path(support.__file__).with_name("jumping_clock.c")
+CLOCK_FILE = "/tmp/clock"
 
 Fault = Callable[[Node], "contextlib.AbstractContextManager[object]"]
 
@@ -105,10 +109,10 @@ def slow_cpu(node: Node) -> Iterator[None]:
 
 @contextlib.contextmanager
 def clock_jumps(node: Node) -> Iterator[None]:
-    clock = Path("/proc", str(node.pid), "root", FAKETIME_FILE.lstrip("/"))
-    clock.write_text("+1h\n")
+    clock = Path("/proc", str(node.pid), "root", CLOCK_FILE.lstrip("/"))
+    clock.write_text("3600\n")
     yield
-    clock.write_text("-2h\n")
+    clock.write_text("-7200\n")
 
 
 @dataclass(frozen=True)
@@ -186,12 +190,10 @@ def bear_it(job: ClusterJob, node: Node, kind: Kind, found: Measured) -> None:
 def try_kind(name: str, times: int) -> Measured:
     """One job, `times` faults of one kind, and its end."""
     kind, found = KINDS[name], Measured()
-    if kind.fault is clock_jumps and not FAKETIME.exists():
-        found.wrong.append("not tried: faketime is not installed")
-        return found
-    env = _clock_environment() if kind.fault is clock_jumps else {}
-    args = ("-np", str(FULL), "--min-np", "1", "-H", f"node[0-3]:{SLOTS}")
-    with Cluster(len(HOSTS), env) as cluster, elasticrun_on(cluster, *args) as job:
+    with contextlib.ExitStack() as stack:
+        env = stack.enter_context(_jumping_clock()) if kind.fault is clock_jumps else {}
+        cluster = stack.enter_context(Cluster(len(HOSTS), env))
+        job = stack.enter_context(elasticrun_on(cluster, *FOUR_HOSTS))
         try:
             job.together(FULL, within=120)
             for n in range(times):
@@ -205,8 +207,9 @@ def try_kind(name: str, times: int) -> Measured:
                 found.wrong.append(f"exit status {code}")
             eventually(lambda: not job.left_behind(), within=15, what="nothing is left")
         except AssertionError as error:
-            found.wrong.append(str(error).splitlines()[0] + f" {job.left_behind()}")
-            Path(f"trial-{name}.log").write_text(str(error))
+            log = Path(tempfile.gettempdir(), f"elastic-trial-{name}.log")
+            log.write_text(f"{error}\n{job.left_behind()}\n{job.describe()}")
+            found.wrong.append(f"{str(error).splitlines()[0]}, see {log}")
     return found
 
 
@@ -229,14 +232,14 @@ def _namespace(pid: int) -> int:
     return Path(f"/proc/{pid}/ns/pid").stat().st_ino
 
 
-def _clock_environment() -> dict[str, str]:
-    """For every process that ssh starts: a clock that can be told to jump."""
-    return {
-        "LD_PRELOAD": str(FAKETIME),
-        "FAKETIME_TIMESTAMP_FILE": FAKETIME_FILE,
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "FAKETIME_CACHE_DURATION": "1",
-    }
+@contextlib.contextmanager
+def _jumping_clock() -> Iterator[dict[str, str]]:
+    """For every process that ssh starts: a wall clock that can be told to jump."""
+    with tempfile.TemporaryDirectory(prefix="elastic-clock-", dir="/var/tmp") as folder:
+        library = Path(folder, "clock.so")
+        compiler = ["cc", "-shared", "-fPIC", "-O", "-o", str(library), str(CLOCK), "-ldl"]
+        subprocess.run(compiler, check=True)
+        yield {"LD_PRELOAD": str(library), "JUMPING_CLOCK": CLOCK_FILE}
 
 
 def main() -> int:
