@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from random import Random
 
 import pytest
 
@@ -104,17 +103,6 @@ def test_a_passing_disturbance_is_no_alarm_and_an_alarm_soon_withdrawn_a_false_o
     assert net.watch.false_alarms == 0
     assert len(net.train(confirm, only(()))) == 1
     assert net.watch.false_alarms == 1
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_an_hour_of_jitter_names_nobody(seed: int) -> None:
-    random = Random(seed)
-
-    def jittered(_a: int, _b: int) -> float:
-        pause = 8.0 if random.random() < 0.02 else 1.0
-        return 0.1 * pause * random.lognormvariate(0.0, 0.5)
-
-    assert Net(8).train(1800, jittered) == []
 
 
 def test_several_ranks_of_a_host_share_its_link_and_its_first_one_stands_for_it() -> None:
