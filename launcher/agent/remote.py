@@ -10,14 +10,12 @@
 a 0600 file in a private folder that is removed with the agent. It does not depend on the
 session that started it: it is a session of its own, and what closes is not read. It is the agent's
 parent and the reaper of everything below it, as the local backend is for agents on its machine, so
-that no process outlives the agent; when *it* dies, the agent sees its stdin close and ends. The
-folder holds a locked file, so that anybody can tell a live keeper from one that lost its power.
+that no process outlives the agent; when *it* dies, the agent sees its stdin close and ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -27,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -35,6 +33,7 @@ import psutil
 from elastic_driver import contract
 from elastic_driver.errors import ExitCode
 from launcher.agent.descendants import become_subreaper, end_children
+from launcher.agent.held_folder import held_folder, holder_of, sweep, wait_for_holder
 from launcher.build_info import version
 from rendezvous.auth import write_token_file
 
@@ -43,7 +42,7 @@ UP = "elastic-agent-up"  # `UP name`: the line that says the agent was started
 LOOKED = "elastic-look"  # `LOOKED {…}`: the line that says what `look` has found
 PATIENCE_S = 5.0  # for what was killed to be gone
 OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "ORTE_", "PRTE_")  # mpirun's words to a rank
-_TOKEN, _LOCK = "token", "keeper"
+_TOKEN = "token"  # noqa: S105 - a file's name
 _MAX_TOKEN = 4096
 _LOOK_AGAIN_S = 0.01
 
@@ -63,14 +62,10 @@ def keep(name: str, arguments: Sequence[str]) -> int:
         print("elasticrun: no token came over stdin", file=sys.stderr)
         return int(ExitCode.BUG)
     _detach()
-    sweep()
+    sweep(FOLDER_PREFIX)
     folder = folder_of(name)
-    folder.mkdir(mode=0o700)
-    try:
-        with _holding(folder):
-            return _keep(name, folder, token, arguments)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with held_folder(folder):
+        return _keep(name, folder, token, arguments)
 
 
 def keep_apart(name: str, arguments: Sequence[str]) -> int:
@@ -124,43 +119,19 @@ def _keep(name: str, folder: Path, token: str, arguments: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-@contextlib.contextmanager
-def _holding(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, with our pid in it, as long as this lasts."""
-    with (folder / _LOCK).open("x") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
-
-
-# ---- wait, end, sweep --------------------------------------------------------------------
-
-
-def keeper_of(folder: Path) -> int | None:
-    """The pid of the live process that holds this folder; None where there is none."""
-    try:
-        with (folder / _LOCK).open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return int(lock.read() or 0) or None
-    except OSError:
-        pass
-    return None
+# ---- wait and end ------------------------------------------------------------------------
 
 
 def wait(name: str) -> int:
     """Return when the agent's keeper is gone."""
-    with contextlib.suppress(OSError), (folder_of(name) / _LOCK).open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    wait_for_holder(folder_of(name))
     return 0
 
 
 def end(name: str) -> int:
     """Kill an agent, its keeper and everything below them; 0 when nothing of it is left."""
     folder = folder_of(name)
-    pid = keeper_of(folder)
+    pid = holder_of(folder)
     if pid is not None and not _kill_below(pid):
         print(f"elasticrun: process {pid} could not be killed", file=sys.stderr)
         return int(ExitCode.UNAVAILABLE)
@@ -194,16 +165,6 @@ def _kill_below(pid: int) -> bool:
     except psutil.TimeoutExpired:
         return False
     return True
-
-
-def sweep() -> None:
-    """Remove what keepers of this user left that died with their machine, or were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(FOLDER_PREFIX + "*"):
-        with contextlib.suppress(OSError):
-            mine = folder.stat().st_uid == os.geteuid()
-            # A folder without a lock may be one whose keeper is just beginning.
-            if mine and (folder / _LOCK).exists() and keeper_of(folder) is None:
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---- look --------------------------------------------------------------------------------

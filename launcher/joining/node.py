@@ -12,15 +12,13 @@ One asyncio loop; the local backend's thread tells it of agents' ends. Times are
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from elastic_driver.core.join_messages import JoinRequest
 from elastic_driver.core.messages import JobSpec
 from elastic_driver.errors import UsageError
 from launcher.agent.descendants import end_children
+from launcher.agent.held_folder import held_folder, sweep
 from launcher.backends.local import LocalBackend
 from launcher.build_info import version
 from launcher.joining.identity import claim_name, machine_id
@@ -109,7 +108,9 @@ class Node:
 
     async def _take_part(self, membership: Membership) -> int:
         joined = membership.joined
-        with _private_folder() as folder:
+        sweep(FOLDER_PREFIX)
+        folder = Path(tempfile.gettempdir(), FOLDER_PREFIX + secrets.token_hex(8))
+        with held_folder(folder):
             token_file = write_token_file(folder / "token", joined.token)
             backend = LocalBackend(
                 membership.url, token_file, orphan_files=(token_file,), joined=True
@@ -154,12 +155,3 @@ def check_spec(spec: JobSpec, typed: tuple[str, ...], say: Callable[[str], None]
         )
     if typed and typed != spec.command:
         say(f"the job runs what its server was told: {shlex.join(spec.command)}")
-
-
-@contextlib.contextmanager
-def _private_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,61 @@
+"""A private folder that shows whether the process it was made by still lives.
+
+Its holder keeps a file in it locked, with its pid inside: the kernel opens the lock however the
+holder ends, so anybody of the same user can tell a folder in use from what was left behind by a
+process that was killed or a machine that lost its power.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_LOCK = "keeper"
+
+
+@contextlib.contextmanager
+def held_folder(folder: Path) -> Iterator[None]:
+    """Make the folder, for this user alone, hold it as long as this lasts, and remove it."""
+    folder.mkdir(mode=0o700)
+    try:
+        with (folder / _LOCK).open("x") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write(str(os.getpid()))
+            lock.flush()
+            yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def holder_of(folder: Path) -> int | None:
+    """The pid of the live process that holds this folder; None where there is none."""
+    try:
+        with (folder / _LOCK).open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(lock.read() or 0) or None
+    except OSError:
+        pass
+    return None
+
+
+def wait_for_holder(folder: Path) -> None:
+    """Return when nobody holds this folder any more."""
+    with contextlib.suppress(OSError), (folder / _LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def sweep(prefix: str) -> None:
+    """Remove this user's folders of this prefix in the temporary folder that nobody holds."""
+    for folder in Path(tempfile.gettempdir()).glob(prefix + "*"):
+        with contextlib.suppress(OSError):
+            mine = folder.stat().st_uid == os.geteuid()
+            # A folder without a lock may be one whose holder is just beginning.
+            if mine and (folder / _LOCK).exists() and holder_of(folder) is None:
+                shutil.rmtree(folder, ignore_errors=True)
