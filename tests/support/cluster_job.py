@@ -86,16 +86,10 @@ class ClusterJob(RunningJob):
         assert twice == {}, f"steps done in several rounds: {twice}"
         missing = set(range(1, max(rounds_of) + 1)) - set(rounds_of)
         assert not missing, f"steps lost: {sorted(missing)}"
-        by_others = {
-            (r.round, r.step) for r in records if host_of_worker(r.worker) not in lost_hosts
-        }
-        late = [
-            r
-            for r in records
-            if any(n > r.round and t < r.t for n, t in began.items())
-            # A host that is frozen between a step's end and its record writes it when it thaws.
-            and not (last_of[r.worker] == r and (r.round, r.step) in by_others)
-        ]
+        late = [r for r in records if any(n > r.round and t < r.t for n, t in began.items())]
+        # A host that is frozen between a step's end and its record writes it when it thaws.
+        in_time = {(r.round, r.step) for r in records if r not in late}
+        late = [r for r in late if last_of[r.worker] != r or (r.round, r.step) not in in_time]
         assert not late, f"steps of a round that was over: {late}"
 
     def signal(self, number: signal.Signals) -> None:
