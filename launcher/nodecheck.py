@@ -16,8 +16,8 @@ from types import FrameType
 
 import msgspec
 
-from elastic_driver.core.check_messages import TaskSettings
-from elastic_driver.core.check_report import CheckReport
+from elastic_driver.core.checks.messages import TaskSettings
+from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.nodecheck import NodeVerdict
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
 from elastic_driver.runtime.discovery import HostDiscovery

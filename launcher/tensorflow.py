@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_driver.core.tf_config import CHIEF, PS, WORKERS_ONLY
+from elastic_driver.core.tf.config import CHIEF, PS, WORKERS_ONLY
 from elastic_driver.errors import UsageError
 from elastic_driver.settings import Settings, TfRoles
 from launcher import options as o

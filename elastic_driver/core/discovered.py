@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_driver.core import rechecks
+from elastic_driver.core.checks import rechecks
 from elastic_driver.core.events import DiscoveryFailed, HostsDiscovered
 from elastic_driver.core.state import JobState
 

@@ -21,10 +21,10 @@ from elastic_driver.core import (
     hangs,
     placement,
     plain,
-    rechecks,
     stacks,
     units,
 )
+from elastic_driver.core.checks import rechecks
 from elastic_driver.core.events import (
     AgentLost,
     AgentReady,
@@ -58,7 +58,7 @@ from elastic_driver.core.registry import ACTIVE, OCCUPYING, News, Worker, Worker
 from elastic_driver.core.rounds import RoundState
 from elastic_driver.core.state import JobState
 from elastic_driver.core.status import JobStatus, snapshot
-from elastic_driver.core.tf_config import TfLayout
+from elastic_driver.core.tf.config import TfLayout
 from elastic_driver.settings import Settings
 
 _MAX_PASSES = 64  # far more than any chain of consequences; a guard, not a limit

@@ -21,7 +21,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from elastic_driver.core.node_evidence import (
+from elastic_driver.core.checks.evidence import (
     FAILED_S,
     Evidence,
     GroupResult,

@@ -19,7 +19,7 @@ from elastic_driver.core.registry import ACTIVE, Worker
 from elastic_driver.core.rounds import RoundState
 from elastic_driver.core.slots import Seat, assign
 from elastic_driver.core.state import JobState, seat
-from elastic_driver.core.tf_config import Room, Where
+from elastic_driver.core.tf.config import Room, Where
 
 # ---- who has to leave --------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-from elastic_driver.core.shard_messages import (
+from elastic_driver.core.sharding.messages import (
     Accepted,
     Answer,
     Description,
@@ -33,7 +33,7 @@ from elastic_driver.core.shard_messages import (
     Verdict,
     Wait,
 )
-from elastic_driver.core.shard_sources import RangeSource, Shard, Source, StreamSource
+from elastic_driver.core.sharding.sources import RangeSource, Shard, Source, StreamSource
 from elastic_driver.errors import UsageError
 
 __all__ = ["ShardLedger", "open_ledger"]

@@ -36,7 +36,7 @@ from elastic_driver.core.outcome import Budget, Kind, Loss, exit_status, first_f
 from elastic_driver.core.registry import ACTIVE, News, Worker, WorkerState, WorkerStateRegistry
 from elastic_driver.core.rounds import Round, RoundState
 from elastic_driver.core.slots import Seat, assign
-from elastic_driver.core.tf_config import TfLayout
+from elastic_driver.core.tf.config import TfLayout
 from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings
 

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.core.check_messages import TASK_SETTINGS, TaskSettings
+from elastic_driver.core.checks.messages import TASK_SETTINGS, TaskSettings
 from elastic_driver.core.events import AgentLost, AgentReady, WireEvent
 from elastic_driver.core.messages import JobSpec, Order, ShutdownOrder, encode
 from elastic_driver.errors import ClusterError

@@ -32,7 +32,7 @@ from elastic_driver.core.events import (
 )
 from elastic_driver.core.job import Job
 from elastic_driver.core.messages import JobSpec, encode
-from elastic_driver.core.shard_messages import Quarantined
+from elastic_driver.core.sharding.messages import Quarantined
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery

@@ -1,7 +1,8 @@
 """Checks of hosts while the job runs, and what all checks of a run have found.
 
-The core decides which hosts are checked (`core.rechecks`); here a thread runs the check beside the
-job, with agents and a rendezvous of its own, and posts what came of it. One check at a time.
+The core decides which hosts are checked (`core.checks.rechecks`); here a thread runs the check
+beside the job, with agents and a rendezvous of its own, and posts what came of it. One check at a
+time.
 What is known of each node, with its whole history, is shown by `/v1/status` and kept in a file.
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic_driver.core.check_report import CheckReport
+from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.events import CheckHosts, HostResult, HostsChecked
 from elastic_driver.core.nodecheck import NodeVerdict
 from elastic_driver.errors import ElasticError

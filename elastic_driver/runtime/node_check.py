@@ -18,9 +18,9 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.check_gate import StartingGate
-from elastic_driver.core.check_messages import TaskResult, TaskSettings, go_key, result_key
-from elastic_driver.core.check_report import CheckReport
+from elastic_driver.core.checks.gate import StartingGate
+from elastic_driver.core.checks.messages import TaskResult, TaskSettings, go_key, result_key
+from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.events import AgentLost, AgentReady, WireEvent, WorkerExited, WorkerReady
 from elastic_driver.core.messages import JobSpec, StartWorkerOrder, StopWorkerOrder
 from elastic_driver.core.nodecheck import Group, Measurement, NodeCheck, NodeVerdict, failed

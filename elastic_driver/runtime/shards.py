@@ -35,7 +35,7 @@ from elastic_driver.core.events import (
     WorkerLost,
     WorkerStarted,
 )
-from elastic_driver.core.shard_messages import (
+from elastic_driver.core.sharding.messages import (
     WORLD,
     Answer,
     Description,

@@ -1,4 +1,4 @@
-"""HTTP routes for an orchestrator of TensorFlow, around the pure `core.tf_cluster`.
+"""HTTP routes for an orchestrator of TensorFlow, around the pure `core.tf.cluster`.
 
 | route | answer |
 |---|---|
@@ -7,7 +7,7 @@
 | `POST /v1/tf/barrier` | `Passed`, when every member has come |
 | `POST /v1/tf/synchronize` | `Synchronized`: every member's value |
 
-Requests are typed in `core.tf_messages`. What comes to nothing is answered 408 where time ran out,
+Requests are typed in `core.tf.messages`. What comes to nothing is answered 408 where time ran out,
 else 409 (422 for a request that can never be met). Everything runs on the server's loop. Times are
 seconds.
 """
@@ -22,8 +22,8 @@ import msgspec
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.core.tf_cluster import TfCluster
-from elastic_driver.core.tf_messages import (
+from elastic_driver.core.tf.cluster import TfCluster
+from elastic_driver.core.tf.messages import (
     Answer,
     BarrierRequest,
     ClusterSpecRequest,

@@ -42,10 +42,10 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_driver import contract
 from elastic_driver.core.batch import allocate_microbatches, virtual_ranges
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.division import Division
-from elastic_driver.worker.exact import fix_kernels, seed_everything
-from elastic_driver.worker.gradients import ExactSum, PlainSum, StepSum
-from elastic_driver.worker.schedule import Schedule, load
+from elastic_driver.worker.batching.division import Division
+from elastic_driver.worker.batching.exact import fix_kernels, seed_everything
+from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
+from elastic_driver.worker.batching.schedule import Schedule, load
 from elastic_driver.worker.whereabouts import whereabouts
 
 __all__ = ["BatchState", "FixedBatch", "Step"]

@@ -39,12 +39,12 @@ from msgspec import Struct
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from elastic_driver.core.permutation import Permutation, mix
-from elastic_driver.core.shard_messages import WORLD, End, Granted
-from elastic_driver.core.shard_sources import Shard
+from elastic_driver.core.sharding.messages import WORLD, End, Granted
+from elastic_driver.core.sharding.sources import Shard
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import session
 from elastic_driver.worker.shards import ShardClient
-from elastic_driver.worker.transfer import broadcast_bytes
+from elastic_driver.worker.syncing.transfer import broadcast_bytes
 from elastic_driver.worker.whereabouts import whereabouts
 
 __all__ = ["ShardedDataset"]

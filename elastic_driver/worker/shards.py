@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from elastic_driver.core.shard_messages import (
+from elastic_driver.core.sharding.messages import (
     Answer,
     Description,
     DoneRequest,
@@ -38,7 +38,7 @@ from elastic_driver.core.shard_messages import (
     Verdict,
     Wait,
 )
-from elastic_driver.core.shard_sources import Shard
+from elastic_driver.core.sharding.sources import Shard
 from elastic_driver.core.shards import open_ledger
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.worker import context

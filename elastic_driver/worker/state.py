@@ -24,17 +24,17 @@ from torch.optim import Optimizer
 from elastic_driver.core.messages import World
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current, session
-from elastic_driver.worker.agreement import Agreement, StateLostError, agree, agree_afresh
 from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints, Schedule
 from elastic_driver.worker.computing import ComputeClock
-from elastic_driver.worker.copying import copied
-from elastic_driver.worker.following import Advancing, StepCounter
 from elastic_driver.worker.link import Standing
 from elastic_driver.worker.notes import say
-from elastic_driver.worker.parts import Part, part_for
 from elastic_driver.worker.pulse import Pulse
-from elastic_driver.worker.rng import RandomStates
-from elastic_driver.worker.sharing import Shared, check_sendable, receive, send, stand_by
+from elastic_driver.worker.syncing.agreement import Agreement, StateLostError, agree, agree_afresh
+from elastic_driver.worker.syncing.copying import copied
+from elastic_driver.worker.syncing.following import Advancing, StepCounter
+from elastic_driver.worker.syncing.parts import Part, part_for
+from elastic_driver.worker.syncing.rng import RandomStates
+from elastic_driver.worker.syncing.sharing import Shared, check_sendable, receive, send, stand_by
 from elastic_driver.worker.wrapping import note_in_sync
 
 __all__ = ["Advancing", "ObjectState", "State", "TorchState"]

@@ -19,8 +19,8 @@ from urllib.parse import urlencode
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.tf_config import tf_config
-from elastic_driver.core.tf_messages import (
+from elastic_driver.core.tf.config import tf_config
+from elastic_driver.core.tf.messages import (
     BarrierRequest,
     ClusterSpec,
     ClusterSpecRequest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elastic_driver.core.shard_messages import (
+from elastic_driver.core.sharding.messages import (
     Accepted,
     End,
     Granted,
@@ -14,7 +14,7 @@ from elastic_driver.core.shard_messages import (
     Refused,
     Wait,
 )
-from elastic_driver.core.shard_sources import RangeSource, Shard, StreamSource
+from elastic_driver.core.sharding.sources import RangeSource, Shard, StreamSource
 from elastic_driver.core.shards import ShardLedger
 from elastic_driver.errors import UsageError
 

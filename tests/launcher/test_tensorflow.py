@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core.tf_config import WORKERS_ONLY
+from elastic_driver.core.tf.config import WORKERS_ONLY
 from elastic_driver.errors import UsageError
 from launcher.tensorflow import TF_PORTS
 from tests.launcher.test_plan import plan

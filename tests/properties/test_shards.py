@@ -9,13 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from elastic_driver.core.shard_messages import (
+from elastic_driver.core.sharding.messages import (
     Accepted,
     End,
     Granted,
     Refused,
 )
-from elastic_driver.core.shard_sources import RangeSource, Shard
+from elastic_driver.core.sharding.sources import RangeSource, Shard
 from elastic_driver.core.shards import ShardLedger
 from tests.core.test_shards import _train, finish, grant
 

@@ -15,7 +15,7 @@ import threading
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.check_messages import TaskResult, result_key
+from elastic_driver.core.checks.messages import TaskResult, result_key
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from elastic_driver.core.check_report import CheckReport
+from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.messages import JobSpec
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_checks import HostChecks

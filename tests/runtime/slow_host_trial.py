@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
-from elastic_driver.core.check_messages import TaskSettings
+from elastic_driver.core.checks.messages import TaskSettings
 from elastic_driver.core.nodecheck import Verdict
 from elastic_driver.runtime.node_check import CheckSettings, NodeChecker
 from elastic_driver.runtime.rundir import RunDir

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic_driver.core.check_report import CheckReport
+from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.events import CheckHosts, HostResult, HostsChecked
 from elastic_driver.core.nodecheck import Measurement, NodeVerdict, Verdict
 from elastic_driver.errors import ClusterError

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from elastic_driver.core.events import AgentLost, WorkerExited, WorkerLost, WorkerStarted
-from elastic_driver.core.shard_messages import Quarantined
+from elastic_driver.core.sharding.messages import Quarantined
 from elastic_driver.runtime import shards as subject
 from elastic_driver.runtime.shards import ShardRoutes
 from rendezvous.client import RendezvousClient

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from elastic_driver import contract
-from elastic_driver.core.check_report import CheckReport
+from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.messages import Member, Progress, Sample, SlotInfo, World, encode
 from elastic_driver.core.nodecheck import NodeVerdict, Verdict
 from elastic_driver.core.status import SlowStatus

@@ -17,7 +17,7 @@ from elastic_driver import contract
 from elastic_driver.core.batch import allocate_microbatches, virtual_ranges
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.batches import FixedBatch
-from elastic_driver.worker.schedule import Schedule
+from elastic_driver.worker.batching.schedule import Schedule
 
 
 def numbers(samples: int) -> list[Tensor]:

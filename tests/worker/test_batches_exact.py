@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from elastic_driver.core.batch import allocate_weighted
 from elastic_driver.core.messages import Allocation
 from elastic_driver.worker.batches import FixedBatch
-from elastic_driver.worker.division import Division
+from elastic_driver.worker.batching.division import Division
 from tests.support.gloo import run_ranks
 
 VIRTUAL_WORKERS = 8

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import elastic_driver as elastic
-from elastic_driver.core.shard_messages import Accepted, Granted, Wait
+from elastic_driver.core.sharding.messages import Accepted, Granted, Wait
 from elastic_driver.runtime.shards import ShardRoutes
 from rendezvous.auth import write_token_file
 from rendezvous.errors import RequestError

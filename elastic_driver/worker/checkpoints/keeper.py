@@ -24,7 +24,7 @@ from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest
 from elastic_driver.worker.checkpoints.staging import Staging, kinds_of
 from elastic_driver.worker.checkpoints.writer import Share, Values, Writer, describe
 from elastic_driver.worker.notes import say
-from elastic_driver.worker.sharing import Envelope, Shared, make_room, taken_apart
+from elastic_driver.worker.syncing.sharing import Envelope, Shared, make_room, taken_apart
 
 KEEP = 3
 HOLD_UP_S = 30.0  # longest that training waits for the checkpoint before

@@ -24,7 +24,7 @@ from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest, Report
 from elastic_driver.worker.checkpoints.staging import Staging
 from elastic_driver.worker.notes import say
-from elastic_driver.worker.sharing import Contents
+from elastic_driver.worker.syncing.sharing import Contents
 
 PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may take
 FIRST_LOOK_S = 0.02  # after other ranks' reports; then ever less often

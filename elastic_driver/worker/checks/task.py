@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_driver import contract
-from elastic_driver.core.check_messages import (
+from elastic_driver.core.checks.messages import (
     TASK_SETTINGS,
     TaskResult,
     TaskSettings,
@@ -259,7 +259,7 @@ def _choose_interface(endpoint: str) -> None:
 
 
 def _await_go(client: RendezvousClient, worker: str, task: int, timeout: float) -> None:
-    """Say that we are up, and wait for the others of the round to be so (`core.check_gate`)."""
+    """Say that we are up, and wait for the others of the round to be so (`core.checks.gate`)."""
     ready = WorkerReady(worker, task, -1, clean=True, reason="ready to measure")
     client.post_json(EVENTS_PATH, msgspec.json.encode(ready))
     until = time.monotonic() + timeout

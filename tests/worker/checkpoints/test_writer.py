@@ -15,9 +15,9 @@ from elastic_driver.core.messages import Member, SlotInfo, World
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints import keeper, writer
 from elastic_driver.worker.checkpoints.keeper import Checkpoints, Schedule
-from elastic_driver.worker.parts import part_for
-from elastic_driver.worker.rng import RandomStates
-from elastic_driver.worker.sharing import Shared
+from elastic_driver.worker.syncing.parts import part_for
+from elastic_driver.worker.syncing.rng import RandomStates
+from elastic_driver.worker.syncing.sharing import Shared
 from tests.support.coordinator import eventually
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elastic_driver.core.check_messages import TaskSettings
+from elastic_driver.core.checks.messages import TaskSettings
 from elastic_driver.worker.checks.task import Task
 from tests.support.gloo import run_ranks
 

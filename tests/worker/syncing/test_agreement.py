@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_driver.core.messages import Member, World
-from elastic_driver.worker.agreement import StateLostError, agree, agree_afresh
 from elastic_driver.worker.context import alone
+from elastic_driver.worker.syncing.agreement import StateLostError, agree, agree_afresh
 
 
 def world(*standings: tuple[int, bool]) -> World:

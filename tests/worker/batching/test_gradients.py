@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_driver.worker.gradients import ExactSum, PlainSum, StepSum
+from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 
 
 def add_up(sums: StepSum, model: nn.Module, leaves: list[float | None]) -> torch.Tensor | None:

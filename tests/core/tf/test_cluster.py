@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_driver.core.tf_cluster import TfCluster
-from elastic_driver.core.tf_config import tf_config
-from elastic_driver.core.tf_messages import (
+from elastic_driver.core.tf.cluster import TfCluster
+from elastic_driver.core.tf.config import tf_config
+from elastic_driver.core.tf.messages import (
     Answer,
     BarrierRequest,
     ClusterSpec,

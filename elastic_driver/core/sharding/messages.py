@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from elastic_driver.core.messages import WorkerId
-from elastic_driver.core.shard_sources import Offset, Shard, SourceState
+from elastic_driver.core.sharding.sources import Offset, Shard, SourceState
 
 __all__ = [
     "WORLD",

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from elastic_driver.core.tf_config import WORKERS_ONLY, Task, assign, cluster_of
-from elastic_driver.core.tf_meetings import Meetings
-from elastic_driver.core.tf_messages import (
+from elastic_driver.core.tf.config import WORKERS_ONLY, Task, assign, cluster_of
+from elastic_driver.core.tf.meetings import Meetings
+from elastic_driver.core.tf.messages import (
     Answer,
     BarrierRequest,
     ClusterSpec,

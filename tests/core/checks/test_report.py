@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from elastic_driver.core.check_report import CheckReport
+from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.nodecheck import Measurement, NodeVerdict, Verdict, failed
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_driver.core.permutation import Permutation
-from elastic_driver.worker.order import shuffled
+from elastic_driver.worker.batching.order import shuffled
 
 
 @settings(deadline=None, max_examples=60)

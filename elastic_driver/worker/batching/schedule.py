@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from elastic_driver.core.batch import sample_counts
 from elastic_driver.core.permutation import Permutation, mix
-from elastic_driver.worker.exact import SeededData, SeededIndices
-from elastic_driver.worker.order import shuffled
+from elastic_driver.worker.batching.exact import SeededData, SeededIndices
+from elastic_driver.worker.batching.order import shuffled
 
 __all__ = ["Schedule", "load"]
 

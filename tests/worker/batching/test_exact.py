@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic_driver.core.permutation import mix
-from elastic_driver.worker.exact import fix_kernels, seed_everything
+from elastic_driver.worker.batching.exact import fix_kernels, seed_everything
 
 
 def test_the_same_identity_draws_the_same_numbers() -> None:

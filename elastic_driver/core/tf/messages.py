@@ -1,6 +1,6 @@
 """What an orchestrator of TensorFlow and the driver say to each other: plain data, fit for JSON.
 
-`core.tf_cluster` answers, `runtime.tf` carries it over HTTP, `worker.tf` asks. Times are seconds.
+`core.tf.cluster` answers, `runtime.tf` carries it over HTTP, `worker.tf` asks. Times are seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
-from elastic_driver.core.tf_config import Task
+from elastic_driver.core.tf.config import Task
 
 MAX_WAIT_S = 60.0  # of one cluster_spec request; who waits longer asks again and keeps its place
 MAX_VALUE_BYTES = 1024 * 1024

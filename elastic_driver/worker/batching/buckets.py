@@ -1,7 +1,7 @@
 """How a model's gradients and buffers travel: many tensors as few flat ones.
 
-`worker.gradients` fills buckets, adds them over the workers and empties them again. Nothing
-here communicates or decides weights. Sizes are elements unless a name says bytes.
+`batching.gradients` fills buckets, adds them over the workers and empties them again. Nothing here
+communicates or decides weights. Sizes are elements unless a name says bytes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A tag may be used again and again: each member's n-th call belongs to the n-th meeting of that
 tag. A meeting that fails, fails for everybody: those who wait are told at once, those who come
-later as they come. Pure: `core.tf_cluster` calls it; `now` and deadlines are monotonic seconds.
+later as they come. Pure: `core.tf.cluster` calls it; `now` and deadlines are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from elastic_driver.core.tf_messages import Answer, Refused, Synchronized
+from elastic_driver.core.tf.messages import Answer, Refused, Synchronized
 
 MAX_TAGS = 4096  # that wait for somebody at the same time
 MAX_HELD_BYTES = 256 * 1024 * 1024  # of values that wait for others

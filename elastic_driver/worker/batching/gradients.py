@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from elastic_driver.core.batch import Block, TreeSum, finish_tree, tree_blocks
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.buckets import BUCKET_BYTES, Bucket, BufferChanges, make_buckets
+from elastic_driver.worker.batching.buckets import BUCKET_BYTES, Bucket, BufferChanges, make_buckets
 
 __all__ = ["ExactSum", "PlainSum", "StepSum"]
 

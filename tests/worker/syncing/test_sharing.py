@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker import transfer
-from elastic_driver.worker.parts import OptimizerPart, Part, part_for
-from elastic_driver.worker.rng import RandomStates
-from elastic_driver.worker.sharing import Shared, receive, send, stand_by
-from elastic_driver.worker.transfer import apart, join, packed, unpacked
+from elastic_driver.worker.syncing import transfer
+from elastic_driver.worker.syncing.parts import OptimizerPart, Part, part_for
+from elastic_driver.worker.syncing.rng import RandomStates
+from elastic_driver.worker.syncing.sharing import Shared, receive, send, stand_by
+from elastic_driver.worker.syncing.transfer import apart, join, packed, unpacked
 from tests.support.gloo import run_ranks
 from tests.worker.training import digest
 
@@ -94,7 +94,7 @@ def test_a_model_that_is_built_differently_is_named() -> None:
     assert mine is not None
     assert theirs is not None
     document, tensors = theirs.outgoing()
-    from elastic_driver.worker.parts import Spec
+    from elastic_driver.worker.syncing.parts import Spec
 
     with pytest.raises(UsageError, match="net is built differently"):
         mine.places(document, [Spec.of(tensor) for tensor in tensors])

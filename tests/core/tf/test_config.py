@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from elastic_driver.core.tf_config import (
+from elastic_driver.core.tf.config import (
     WORKERS_ONLY,
     Room,
     Task,

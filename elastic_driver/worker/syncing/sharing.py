@@ -14,10 +14,10 @@ from msgspec import Struct
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.copying import copied
-from elastic_driver.worker.parts import Part, Spec
-from elastic_driver.worker.rng import RandomStates
-from elastic_driver.worker.transfer import (
+from elastic_driver.worker.syncing.copying import copied
+from elastic_driver.worker.syncing.parts import Part, Spec
+from elastic_driver.worker.syncing.rng import RandomStates
+from elastic_driver.worker.syncing.transfer import (
     apart,
     broadcast_bytes,
     broadcast_tensors,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from elastic_driver.core.messages import Allocation
-from elastic_driver.worker.division import EVERY, Division
+from elastic_driver.worker.batching.division import EVERY, Division
 from tests.support.gloo import run_ranks
 
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.copying import copied
-from elastic_driver.worker.transfer import apart, join
+from elastic_driver.worker.syncing.copying import copied
+from elastic_driver.worker.syncing.transfer import apart, join
 
 
 class Spec(Struct, frozen=True, array_like=True):

@@ -1,0 +1,1 @@
+"""What a check of nodes consists of beside its verdicts (`core.nodecheck`); pure."""

@@ -1,0 +1,1 @@
+"""What `core.shards` hands out and is told: sources of data and messages; pure."""
