@@ -40,6 +40,9 @@ class Settings(Struct, frozen=True, kw_only=True):
     last_call: float = 0.02  # coalesces changes that arrive together
     settle: float = 1.0  # before any step was finished: time to see whether every worker fails
     plain_after: float = 10.0  # no word from a started script for this long: it is a plain one
+    replace_slow: bool = False  # a slow worker is replaced by one on another host
+    slow_for: float = 5.0  # beyond the verdict, before it is
+    replace_pause: float = 60.0  # from one slow host's replacements to the next one's
     tf_roles: TfRoles | None = None  # of the workers in TF_CONFIG; None: they get none
 
     checked_hosts: tuple[str, ...] | None = None  # before the job; None: hosts are never checked

@@ -300,6 +300,7 @@ def _settings(values: Values, size: Size) -> Settings:
         stop_grace=values[o.STOP_GRACE],
         last_call=values[o.LAST_CALL],
         tf_roles=tf_roles(values),
+        replace_slow=values[o.REPLACE_SLOW],
     )
 
 

@@ -30,22 +30,31 @@ def noticed(job: JobState, event: HostLeaving, now: float) -> None:
     _drain(job, event.host, event.reason, event.deadline, now)
 
 
-def cancelled(job: JobState, event: DrainCancelled) -> None:
+def cancelled(job: JobState, event: DrainCancelled, _now: float) -> None:
     """The host may be used again; workers that have not left yet stay."""
     if not job.hosts.undrain(event.host):
         job.ignore(f"host {event.host} is not drained")
         return
+    job.hosts.trust(event.host)  # whoever looked after it may have cured its slowness, too
     job.capacity_changed = True
     job.announce("drain_cancelled", event.reason, host=event.host)
 
 
 def waits_until(job: JobState, leavers: list[Worker]) -> float | None:
     """Until when these workers wait for their replacements to be ready; None: not at all."""
-    drains = [job.hosts.drained(worker.host) for worker in leavers]
-    until = [drain.replace_until for drain in drains if drain is not None]
-    if not until or len(until) < len(drains):  # others leave now: one change for all
+    patience = [_patience(job, worker) for worker in leavers]
+    until = [at for at in patience if at is not None]
+    if not until or len(until) < len(patience):  # others leave now: one change for all
         return None
     return min(until) if _replacements_are_coming(job) else None
+
+
+def _patience(job: JobState, worker: Worker) -> float | None:
+    drain = job.hosts.drained(worker.host)
+    if drain is not None:
+        return drain.replace_until
+    replaced = job.replacing is not None and job.replacing.worker == worker.id
+    return job.replacing.until if job.replacing is not None and replaced else None
 
 
 def _replacements_are_coming(job: JobState) -> bool:

@@ -153,6 +153,21 @@ class WorkerLost(Struct, frozen=True, tag="worker_lost"):
     reason: str
 
 
+class RankSlow(Struct, frozen=True, tag="rank_slow"):
+    """A member of this round computes slowly: `ratio` times the usual time."""
+
+    worker: str
+    round: int
+    ratio: float
+
+
+class RankRecovered(Struct, frozen=True, tag="rank_recovered"):
+    """A member of this round that was slow is so no longer."""
+
+    worker: str
+    round: int
+
+
 class HostResult(Struct, frozen=True):
     """What a check found out about a host: whether it may get workers, and the verdict in words."""
 
@@ -225,6 +240,8 @@ Event = (
     | DiscoveryFailed
     | AgentLost
     | WorkerLost
+    | RankSlow
+    | RankRecovered
     | ScaleRequested
     | DrainRequested
     | DrainCancelled

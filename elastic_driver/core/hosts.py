@@ -65,6 +65,7 @@ class HostManager:
         self._cooling: dict[str, Host] = {}
         self._drains: dict[str, Drain] = {}  # of hosts that are there
         self._held: dict[str, str] = {}  # host → why it is to be checked first
+        self._distrusted: set[str] = set()  # slow ones; flapping heals nothing here either
         # A host that is removed and added again keeps its record: flapping heals nothing.
         self._records: dict[str, Host] = {}
 
@@ -155,6 +156,26 @@ class HostManager:
     def drained(self, name: str) -> Drain | None:
         """The host's drain, if it is drained."""
         return self._drains.get(name)
+
+    def distrust(self, name: str) -> None:
+        """Make a slow host the last choice; it stays usable."""
+        self._distrusted.add(name)
+
+    def trust(self, name: str) -> None:
+        """Let a host count like any other again."""
+        self._distrusted.discard(name)
+
+    def distrusted(self, name: str) -> bool:
+        """Whether the host is the last choice, being slow."""
+        return name in self._distrusted
+
+    def choice(self) -> tuple[Host, ...]:
+        """Every discovered host in the order in which to use them: stable, slow ones last."""
+        return tuple(sorted(self._hosts.values(), key=self.preference))
+
+    def preference(self, host: Host) -> tuple[bool, int]:
+        """Sorts hosts into that order."""
+        return (host.name in self._distrusted, host.position)
 
     def cooldown_left(self, name: str, now: float) -> float:
         """Seconds until the host may receive workers again; 0 outside cool-down."""

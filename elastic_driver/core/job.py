@@ -21,6 +21,7 @@ from elastic_driver.core import (
     hangs,
     placement,
     plain,
+    replacing,
     stacks,
     units,
 )
@@ -37,6 +38,8 @@ from elastic_driver.core.events import (
     HostLeaving,
     HostsChecked,
     HostsDiscovered,
+    RankRecovered,
+    RankSlow,
     ScaleRequested,
     StacksRequested,
     StopRequested,
@@ -85,9 +88,11 @@ class Job:
             WorkerExited: self._worker_exited,
             WorkerLost: self._worker_lost,
             ScaleRequested: self._scale_requested,
-            DrainRequested: self._drain_requested,
-            DrainCancelled: self._drain_cancelled,
-            HostLeaving: self._host_leaving,
+            DrainRequested: partial(drain.requested, self.state),
+            DrainCancelled: partial(drain.cancelled, self.state),
+            HostLeaving: partial(drain.noticed, self.state),
+            RankSlow: partial(replacing.slow, self.state),
+            RankRecovered: partial(replacing.recovered, self.state),
             StacksRequested: lambda event, now: stacks.ask(self.state, now, event.reason),
             StopRequested: self._stop_requested,
             Tick: self._tick,
@@ -150,6 +155,7 @@ class Job:
         endings.judge(job, now)
         if job.end is not None:
             return
+        replacing.look(job, now)
         if job.capacity_changed and job.first_success is None:
             job.capacity_changed, job.placement_due = False, True
             placement.mark_leavers(job)
@@ -378,15 +384,6 @@ class Job:
         job.target = wish
         job.capacity_changed = True
         job.announce("scale_requested", f"{wish} workers (asked for {event.num_proc})")
-
-    def _drain_requested(self, event: DrainRequested, now: float) -> None:
-        drain.requested(self.state, event, now)
-
-    def _drain_cancelled(self, event: DrainCancelled, _now: float) -> None:
-        drain.cancelled(self.state, event)
-
-    def _host_leaving(self, event: HostLeaving, now: float) -> None:
-        drain.noticed(self.state, event, now)
 
     def _stop_requested(self, event: StopRequested, _now: float) -> None:
         self.state.finish(event.exit_code, event.reason)

@@ -36,6 +36,8 @@ def mark_leavers(job: JobState) -> None:
             worker.leaving = f"host {worker.host} was removed"
         elif drain is not None:
             worker.leaving = f"host {worker.host} is drained: {drain.reason}"
+        elif job.replacing is not None and worker.id == job.replacing.worker:
+            worker.leaving = f"{worker.id} is replaced: {job.replacing.reason}"
         elif taken >= slots:
             worker.leaving = f"host {worker.host} has only {slots} slots now"
         else:
@@ -68,18 +70,23 @@ def plan_fleet(job: JobState, now: float) -> None:
     _release_hosts(job)
     need = float("inf") if job.wanted is None else job.wanted - job.registry.active()
     without: list[str] = []
-    relied_on = 0
-    for known in job.hosts.order:
+    relied_on = spare = 0  # hosts; slots of slow hosts, which are the last choice
+    for known in job.hosts.choice():
         name = known.name
-        if not job.hosts.usable(name):
+        if not _eligible(job, name):
             continue
         agent = job.fleet.agents.get(name)
         if agent is None:
             without.append(name)
+        elif job.hosts.distrusted(name):
+            spare += _room(job, name)
+            relied_on += bool(job.registry.on_host(name))
         elif agent.state is AgentState.READY or not job.hosts.suspect(name, now):
             need -= _room(job, name)
             relied_on += 1
     for name in without:
+        if job.hosts.distrusted(name):
+            need, spare = need - spare, 0
         if not _more_hosts(job, need, relied_on):
             return
         start_agent(job, name, now, "its slots are needed")
@@ -94,6 +101,13 @@ def _more_hosts(job: JobState, need: float, hosts: int) -> bool:
     if settings.max_hosts is not None and hosts >= settings.max_hosts:
         return False
     return need > 0 or not units.enough(hosts, settings)
+
+
+def _eligible(job: JobState, host: str) -> bool:
+    """Whether the host may get workers now; while a worker is replaced, only one host may."""
+    if job.replacing is not None and host != job.replacing.target:
+        return False
+    return job.hosts.usable(host)
 
 
 def _release_hosts(job: JobState) -> None:
@@ -132,7 +146,8 @@ def stop_agent(job: JobState, agent: Agent, reason: str) -> None:
 def free_slots(job: JobState, limit: int | None = None) -> list[tuple[str, int]]:
     """(host, slot) that could get a worker now: hosts in stable order, at most `limit`.
 
-    Slots that failed last are chosen first, so that a failure is repaired in place.
+    Slots that failed last are chosen first, so that a failure is repaired in place; slow hosts
+    are chosen last.
     """
     hosts = {host.name: host for host in _ready_hosts(job)}
     free: dict[tuple[str, int], None] = {}
@@ -143,7 +158,8 @@ def free_slots(job: JobState, limit: int | None = None) -> list[tuple[str, int]]
         free.update(dict.fromkeys((host.name, slot) for slot in islice(slots, room)))
     if limit is None or limit >= len(free):
         return list(free)
-    first = dict.fromkeys(where for where in job.vacated if where in free)
+    vacated = [where for where in job.vacated if not job.hosts.distrusted(where[0])]
+    first = dict.fromkeys(where for where in vacated if where in free)
     chosen = islice(_in_turn(job, {**first, **free}), max(0, limit))
     return sorted(chosen, key=lambda where: (hosts[where[0]].position, where[1]))
 
@@ -176,10 +192,18 @@ def founding_slots(job: JobState) -> list[tuple[str, int]]:
 
 
 def _ready_hosts(job: JobState) -> list[Host]:
-    """Hosts that may get workers now, in stable order; only hosts with agents are looked at."""
+    """Hosts that may get workers now, slow ones last; only hosts with agents are looked at."""
     named = (job.hosts.get(name) for name in job.fleet.agents if job.fleet.is_ready(name))
-    usable = [host for host in named if host is not None and job.hosts.usable(host.name)]
-    return sorted(usable, key=lambda host: host.position)
+    usable = [host for host in named if host is not None and _eligible(job, host.name)]
+    if _better_is_coming(job):
+        usable = [host for host in usable if not job.hosts.distrusted(host.name)]
+    return sorted(usable, key=job.hosts.preference)
+
+
+def _better_is_coming(job: JobState) -> bool:
+    """Whether slow hosts need not be used: others' agents start, and enough workers go on."""
+    coming = any(not job.hosts.distrusted(agent.host) for agent in job.fleet.starting())
+    return coming and job.registry.active() >= job.settings.min_np
 
 
 def room_left(job: JobState) -> int | None:

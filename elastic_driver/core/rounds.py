@@ -51,6 +51,14 @@ class Stall:
         return (own or places or ["an unknown place"])[-1]
 
 
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """The verdict that a member computes slowly."""
+
+    ratio: float  # its time over the usual one
+    since: float
+
+
 @dataclass(slots=True)
 class Round:
     """One round; `since` is when it entered its present state."""
@@ -70,6 +78,7 @@ class Round:
     need: int = 0  # the number of workers it settled for when they were placed
     started_at: float | None = None  # FORMING: the last of `placed` is up since then
     stalls: dict[str, Stall] = field(default_factory=dict)  # members that stand still
+    slow: dict[str, Slow] = field(default_factory=dict)  # members that compute slowly, oldest first
 
     def enter(self, state: RoundState, now: float) -> None:
         """Move on; raises ValueError where the table does not allow it."""

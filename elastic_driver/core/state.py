@@ -41,6 +41,7 @@ from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings
 
 if TYPE_CHECKING:
+    from elastic_driver.core.replacing import Replacement
     from elastic_driver.core.stacks import Inquiry
 
 
@@ -75,6 +76,9 @@ class JobState:
     ever_gone: set[str] = field(default_factory=set)  # hosts that discovery has removed
     inquiry: Inquiry | None = None  # where does everybody stand? (`stacks`)
     inquiries: int = 0  # asked so far
+    replacing: Replacement | None = None  # a slow worker that is to go (`replacing`)
+    replace_after: float = 0.0  # none begins earlier
+    not_replaced: set[str] = field(default_factory=set)  # slow hosts for which there was no room
     first_success: float | None = None  # when the first member finished its script
     grace_over: bool = False  # the others' grace period has passed, and it was said
     end: EndJob | None = None

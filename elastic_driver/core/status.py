@@ -163,7 +163,8 @@ def _host_reason(job: JobState, name: str) -> str:
     drain = job.hosts.drained(name)
     if drain is not None:
         return drain.reason
-    return job.hosts.cooldown_reason(name) or job.hosts.held_reason(name)
+    slow = "slow: the last choice" if job.hosts.distrusted(name) else ""
+    return job.hosts.cooldown_reason(name) or job.hosts.held_reason(name) or slow
 
 
 def _host_state(job: JobState, name: str, workers: int) -> str:

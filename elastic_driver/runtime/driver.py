@@ -229,7 +229,7 @@ class ElasticDriver:
             on_agent_ended=lambda event: self._mailbox.put(AgentEnded(event)),
             heartbeat_timeout=self._settings.heartbeat_timeout,
             checks=self._checks,
-            on_checked=self._mailbox.put,
+            post=self._mailbox.put,
         )
 
     def _close_all(self) -> None:

@@ -25,7 +25,6 @@ from elastic_driver.core.events import (
     EndJob,
     Event,
     GiveOrder,
-    HostsChecked,
     PublishNotice,
     PublishWorld,
     SealRound,
@@ -98,12 +97,14 @@ class Executor:
         on_agent_ended: Callable[[AgentLost], None],
         heartbeat_timeout: float,
         checks: HostChecks | None,
-        on_checked: Callable[[HostsChecked], None],
+        post: Callable[[Event], None],
     ) -> None:
-        """`on_agent_ended` and `on_checked` may be called by any thread, and must not block."""
+        """`post` hands an event to the core. It and `on_agent_ended` may be called by any thread,
+        and must not block.
+        """
         self._server, self._starter, self._log = server, starter, log
         self._reporter, self._on_agent_ended = reporter, on_agent_ended
-        self._checks, self._on_checked = checks, on_checked
+        self._checks, self._post = checks, post
         self._heartbeat_timeout = heartbeat_timeout
         self._stale = min(heartbeat_timeout / 3, STALE_S)
         self._agents: dict[tuple[str, int], AgentRecord] = {}
@@ -112,7 +113,8 @@ class Executor:
         self._exit_codes: dict[str, tuple[int, bool]] = {}  # of the event being handled
         self._last_event: Announce | None = None
         self.tails = HeldTails()
-        self.slow = SlowRanks(functools.partial(server.apply, timeout=LOOK_S), time.monotonic)
+        apply = functools.partial(server.apply, timeout=LOOK_S)
+        self.slow = SlowRanks(apply, time.monotonic, post)
 
     @property
     def agents(self) -> tuple[AgentRecord, ...]:
@@ -150,7 +152,7 @@ class Executor:
             case AskStacks(number=number):
                 self._server.post([Set(contract.JOB_STACKS, str(number).encode())])
             case CheckHosts() if self._checks is not None:
-                self._checks.start(decision, self._on_checked)
+                self._checks.start(decision, self._post)
             case CheckHosts():
                 raise AssertionError("hosts are checked only in jobs that began with a check")
             case Announce():

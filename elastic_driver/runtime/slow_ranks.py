@@ -2,8 +2,8 @@
 
 The driver's mailbox thread owns one, tells it of each new world and lets it look when it is due.
 The verdict is `core.stragglers`', one watch for each complete round; here its reports are read
-from the store. It stands beside the job machine and not in it: no decision about the job follows
-from it, and step times need neither be journalled nor pass through the mailbox.
+from the store. It stands beside the job machine and not in it: only verdicts become events there,
+for `core.replacing`; step times need neither be journalled nor pass through the mailbox.
 
 A look reads one key of each worker and takes at most a twentieth of the thread's time, however many
 there are. Times are seconds.
@@ -16,12 +16,12 @@ from collections.abc import Callable
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.events import Announce
+from elastic_driver.core.events import Announce, Event, RankRecovered, RankSlow
 from elastic_driver.core.links import LinkWatch
 from elastic_driver.core.messages import Progress, World, decode
 from elastic_driver.core.robust import median
 from elastic_driver.core.status import SlowStatus
-from elastic_driver.core.stragglers import Change, StragglerWatch
+from elastic_driver.core.stragglers import Change, Slowness, StragglerWatch
 from elastic_driver.runtime.moving import Apply, WorkMover
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Entries, Get
@@ -34,11 +34,13 @@ class SlowRanks:
     """Watches the ranks of the newest round.
 
     `apply` carries out operations on the job's store, within a second or it raises
-    RendezvousError; `clock` is monotonic.
+    RendezvousError; `clock` is monotonic; `post` hears of ranks that compute slowly.
     """
 
-    def __init__(self, apply: Apply, clock: Callable[[], float]) -> None:
-        self._apply, self._clock = apply, clock
+    def __init__(
+        self, apply: Apply, clock: Callable[[], float], post: Callable[[Event], None]
+    ) -> None:
+        self._apply, self._clock, self._post = apply, clock, post
         self._world: World | None = None
         self._watch: StragglerWatch | None = None
         self._links = LinkWatch(())
@@ -98,6 +100,9 @@ class SlowRanks:
         if known:
             changes += self._links.look(median(known))
         moved = self._mover.look(read)
+        for change in changes:
+            if change.slow.kind is Slowness.COMPUTE:
+                self._post(_event(change, world))
         ended = self._clock()
         self._due = ended + max(LOOK_S, SHARE * (ended - began))
         return [*(_announce(change, world) for change in changes), *moved]
@@ -114,6 +119,13 @@ class SlowRanks:
         new = {key: entry for key, entry in entries.items() if entry.revision > seen}
         read = [_progress(new[key].value) if key in new else None for key in keys]
         return [p if p is not None and p.round == world.round else None for p in read]
+
+
+def _event(change: Change, world: World) -> Event:
+    worker = world.members[change.slow.rank].worker
+    if change.over:
+        return RankRecovered(worker, world.round)
+    return RankSlow(worker, world.round, change.slow.ratio)
 
 
 def _announce(change: Change, world: World) -> Announce:

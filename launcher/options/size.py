@@ -66,6 +66,14 @@ VIRTUAL_WORKERS: Option[int | None] = Option(
     "trains what N would.",
     shown="--max-np",
 )
+REPLACE_SLOW: Option[bool] = Option(
+    "replace-slow",
+    kinds.flag(),
+    False,
+    SIZE,
+    "Replace a worker that computes slowly for long by one on another host, where --max-np leaves "
+    "a slot free; no step is lost.",
+)
 BALANCE: Option[bool] = Option(
     "balance",
     kinds.flag(),

@@ -225,6 +225,11 @@ def test_virtual_workers_are_the_most_there_may_be_unless_somebody_says() -> Non
     assert plan("--virtual-workers", "6").spec.env["ELASTIC_VIRTUAL_WORKERS"] == "6"
 
 
+def test_slow_workers_are_replaced_only_where_asked_for() -> None:
+    assert not plan().settings.replace_slow
+    assert plan("--replace-slow").settings.replace_slow
+
+
 def test_balance_is_off_unless_asked_for() -> None:
     assert "ELASTIC_BALANCE" not in plan().spec.env
     assert plan("--balance").spec.env["ELASTIC_BALANCE"] == "1"

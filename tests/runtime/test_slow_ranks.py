@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from elastic_driver import contract
 from elastic_driver.core.checks.report import CheckReport
+from elastic_driver.core.events import Event, RankRecovered, RankSlow
 from elastic_driver.core.messages import Member, Progress, Sample, SlotInfo, World, encode
 from elastic_driver.core.nodecheck import NodeVerdict, Verdict
 from elastic_driver.core.status import SlowStatus
@@ -42,7 +43,8 @@ class Bench:
         self.revision = 0
         self.takes = 0.0
         self.answers = True
-        self.slow = SlowRanks(self.apply, lambda: self.now)
+        self.posted: list[Event] = []
+        self.slow = SlowRanks(self.apply, lambda: self.now, self.posted.append)
 
     def apply(self, operations: Sequence[Operation]) -> tuple[Result, ...]:
         (get,) = operations
@@ -80,8 +82,10 @@ def test_a_slow_rank_is_announced_shown_and_announced_again_when_it_has_recovere
     assert "rank 1 on b is slow (compute): 4.0 times the usual time" in event.reason
     assert event.detail["step"] <= 110, "within 30 steps"
     assert bench.slow.status() == (SlowStatus(1, "b", "b.0.1", "compute", 4.0, 94),)
+    assert bench.posted == [RankSlow("b.0.1", 1, 4.0)]
     assert bench.train(111, 151, slow=None) == ["rank_recovered"]
     assert bench.slow.status() == ()
+    assert bench.posted[1:] == [RankRecovered("b.0.1", 1)]
     assert bench.slow.false_alarms == 1, "the alarm was withdrawn after fewer than 50 steps"
 
 

@@ -21,7 +21,7 @@ def main() -> int:
     if options.seed is not None:
         seeds = range(options.seed, options.seed + 1)
     ends: Counter[str] = Counter()
-    rounds = 0
+    rounds = replaced = 0
     for seed in seeds:
         try:
             outcome = run_seed(seed)
@@ -31,9 +31,10 @@ def main() -> int:
             print("\n".join(shown))
             return 1
         rounds += outcome.rounds
+        replaced += outcome.replaced
         ends[f"exit code {outcome.exit_code}"] += 1
     summary = ", ".join(f"{count} ended with {end}" for end, count in sorted(ends.items()))
-    print(f"{len(seeds)} seeds, {rounds} rounds: {summary}")
+    print(f"{len(seeds)} seeds, {rounds} rounds, {replaced} slow workers replaced: {summary}")
     return 0
 
 

@@ -87,6 +87,7 @@ class Cluster:
         self.end: ev.EndJob | None = None
         self.groups: dict[int, Group] = {}
         self.births: dict[int, Group] = {}
+        self.replaced = 0  # slow workers
         self.trained = 0  # steps anybody has ever finished
         self.goal: int | None = None  # the number of steps after which workers finish
         self._trace: list[tuple[float, str, object]] = []
@@ -169,6 +170,8 @@ class Cluster:
             self._publish_notice(decision)
         elif isinstance(decision, ev.EndJob):
             self.end = decision
+        elif isinstance(decision, ev.Announce) and decision.event == "worker_replaced":
+            self._check_replaced(decision)
 
     def _start_agent(self, decision: ev.StartAgent) -> None:
         if not self.job.state.hosts.usable(decision.host):
@@ -250,6 +253,16 @@ class Cluster:
         alone = stopped.clean and stopped.version > 0 and not holders
         if order.grace > 0 and alone and heirs:
             raise Violation(f"{stopped.id} alone holds version {stopped.version}, but is stopped")
+
+    def _check_replaced(self, told: ev.Announce) -> None:
+        """A slow worker goes only when its replacement is there, on a host that was never slow."""
+        self.replaced += 1
+        job = self.job.state
+        successor = job.registry.workers[str(told.detail["replacement"])]
+        if successor.state.value not in ("ready", "running"):
+            raise Violation(f"{told.worker} left before {successor.id} was ready")
+        if job.hosts.distrusted(successor.host):
+            raise Violation(f"{told.worker} was replaced on {successor.host}, which is slow too")
 
     def someone_is_gone(self, world: msg.World) -> bool:
         """Whether building this group must fail: a member is dead or has gone on."""

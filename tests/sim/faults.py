@@ -43,6 +43,7 @@ class Faults:
             (1, self._undrain),
             (1, self._discovery_fails),
             (2 if own_exits else 0, self._exit),
+            (6 if cluster.settings.replace_slow else 0, self._slow),
         ]
 
     def discover(self) -> None:
@@ -138,6 +139,16 @@ class Faults:
     def _thaw(self) -> None:
         for worker in self.cluster.living():
             worker.frozen = worker.beats = False
+
+    def _slow(self) -> None:
+        """A member is found slow, or one that was known to be is so no longer."""
+        round_ = self.cluster.job.state.round
+        if round_.slow and self.random.random() < 0.3:
+            worker_id = self.random.choice(list(round_.slow))
+            self.cluster.deliver(ev.RankRecovered(worker_id, round_.number))
+        elif round_.members:
+            worker_id = self.random.choice(round_.members)
+            self.cluster.deliver(ev.RankSlow(worker_id, round_.number, 2.5))
 
     # ---- agents and hosts ------------------------------------------------------------
 

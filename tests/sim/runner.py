@@ -33,6 +33,7 @@ class Outcome:
     trained: int
     exit_code: int | None
     ignored: int
+    replaced: int  # slow workers
 
 
 class SeedFailed(AssertionError):
@@ -82,11 +83,26 @@ def with_hosts_bounded(settings: Settings, seed: int, hosts: int) -> Settings:
     return replace(bounded, min_np=1, max_np=max_np, start_np=1)
 
 
+def with_slow_replaced(settings: Settings, seed: int) -> Settings:
+    """Of every three seeds one replaces slow workers, sooner and more often than real jobs do."""
+    random = Random(f"slow of {seed}")
+    pause = random.choice([0.0, 1.0, 5.0])
+    if random.random() < 2 / 3:
+        return settings
+    # Rather one worker less than there are slots: otherwise there is nowhere to go.
+    most = max(settings.start_np, (settings.max_np or settings.start_np + 2) - 1)
+    fewer = replace(settings, max_np=most)
+    return replace(
+        fewer, replace_slow=True, slow_for=random.choice([0.0, 0.5]), replace_pause=pause
+    )
+
+
 def run_seed(seed: int) -> Outcome:
     """Play one seed to its end; raises `SeedFailed` where something is wrong."""
     random = Random(seed)
     hosts = {f"h{n}": random.randint(1, 4) for n in range(random.randint(1, 4))}
-    settings = with_hosts_bounded(settings_of(random, sum(hosts.values())), seed, len(hosts))
+    settings = with_slow_replaced(settings_of(random, sum(hosts.values())), seed)
+    settings = with_hosts_bounded(settings, seed, len(hosts))
     cluster = Cluster(seed, settings, elastic=random.random() < 0.75)
     faults = Faults(cluster, hosts, own_exits=random.random() < 0.4)
     cluster.agent_trouble = random.choice([0.0, 0.0, 0.15])
@@ -101,6 +117,7 @@ def run_seed(seed: int) -> Outcome:
         cluster.trained,
         cluster.end.exit_code if cluster.end else None,
         cluster.job.state.ignored_events,
+        cluster.replaced,
     )
 
 

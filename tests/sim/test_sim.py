@@ -21,6 +21,10 @@ def test_a_seed_replays_exactly() -> None:
     assert run_seed(7) == run_seed(7)
 
 
+def test_slow_workers_are_replaced_in_some_seeds() -> None:
+    assert sum(run_seed(seed).replaced for seed in range(PER_TEST)) > 0
+
+
 def test_a_core_that_forgets_who_holds_the_state_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,19 @@ def slowed(pid: int, share: float) -> Iterator[str]:
         for left in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(OSError):  # it has just ended
                 (_CPU / "cgroup.procs").write_text(left)
-        group.rmdir()
+        _remove(group)
+
+
+def _remove(group: Path) -> None:
+    """Remove the group once the process has left it; one that is ending takes a moment."""
+    deadline = time.monotonic() + 5.0
+    while True:
+        try:
+            return group.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _make_group(share: float) -> Path:
