@@ -76,37 +76,33 @@ def test_all_processes_of_a_host_are_killed(cluster: Cluster) -> None:
         assert_clean_end(job)
 
 
-def test_a_host_without_power_is_lost_in_time_and_comes_back(cluster: Cluster) -> None:
+def test_hosts_lost_in_silence_are_lost_in_time_come_back_and_disturb_nobody(
+    cluster: Cluster,
+) -> None:
+    """One job, four faults: power, cable, one-way loss, and an operating system that hangs."""
+    nodes = [cluster.node(name) for name in ("node2", "node3", "node1", "node0")]
+    faults = [
+        (nodes[0].poweroff, lambda: (nodes[0].heal(), nodes[0].boot())),
+        (nodes[1].cut, nodes[1].heal),
+        (nodes[2].deafen, nodes[2].heal),
+        (nodes[3].freeze, nodes[3].thaw),
+    ]
     with elasticrun_on(cluster, *FOUR) as job:
         job.together(4)
-        node = cluster.node("node2")
-        known, trained, _ = lose(job, node.poweroff, "node2")
-        assert known < HEARTBEAT_S + SLACK_S
-        assert trained < HEARTBEAT_S + SLACK_S
-        node.heal()
-        node.boot()
-        job.together(4, above=job.newest_round())
-        job.check_steps({"node2"})
-        assert_clean_end(job)
-
-
-def test_a_host_that_was_cut_off_and_healed_disturbs_nobody(cluster: Cluster) -> None:
-    with elasticrun_on(cluster, *FOUR) as job:
-        job.together(4)
-        node = cluster.node("node3")
-        old = {process.pid for process in node.processes()}
-        known, trained, before = lose(job, node.cut, "node3")
-        assert known < HEARTBEAT_S + SLACK_S
-        assert trained < HEARTBEAT_S + SLACK_S
-        node.heal()
-        job.together(4, above=before + 1)
-        eventually(
-            lambda: not old & {process.pid for process in node.processes()},
-            within=HEARTBEAT_S + SLACK_S,
-            what="the agent that was cut off, and its workers, are gone",
-            context=job.describe,
-        )
-        job.check_steps({"node3"})
+        for node, (fault, repair) in zip(nodes, faults, strict=True):
+            old = {process.pid for process in node.processes()}
+            known, trained, before = lose(job, fault, node.name)
+            assert known < HEARTBEAT_S + SLACK_S, fault
+            assert trained < HEARTBEAT_S + SLACK_S, fault
+            repair()
+            job.together(4, above=before + 1)
+            eventually(
+                lambda node=node, old=old: not old & {p.pid for p in node.processes()},
+                within=HEARTBEAT_S + SLACK_S,
+                what="the old agent and its workers are gone",
+                context=job.describe,
+            )
+        job.check_steps(ALL)
         assert_clean_end(job)
 
 
@@ -121,39 +117,6 @@ def test_a_host_that_stays_cut_off_ends_its_workers_by_itself(cluster: Cluster) 
             what="nothing is left on the host",
             context=lambda: f"{node.processes()} {node.files()} {job.describe()}",
         )
-
-
-def test_a_host_that_hears_nothing_is_lost_in_time(cluster: Cluster) -> None:
-    with elasticrun_on(cluster, *FOUR) as job:
-        job.together(4)
-        node = cluster.node("node1")
-        known, trained, _ = lose(job, node.deafen, "node1")
-        assert known < HEARTBEAT_S + SLACK_S
-        assert trained < HEARTBEAT_S + SLACK_S
-        node.heal()
-        job.together(4, above=job.newest_round())
-        job.check_steps({"node1"})
-        assert_clean_end(job)
-
-
-def test_a_frozen_host_is_lost_in_time_and_its_old_agent_ends(cluster: Cluster) -> None:
-    with elasticrun_on(cluster, *FOUR) as job:
-        job.together(4)
-        node = cluster.node("node2")
-        old = {process.pid for process in node.processes()}
-        known, trained, _ = lose(job, node.freeze, "node2")
-        assert known < HEARTBEAT_S + SLACK_S
-        assert trained < HEARTBEAT_S + SLACK_S
-        node.thaw()
-        job.together(4, above=job.newest_round())
-        eventually(
-            lambda: not old & {process.pid for process in node.processes()},
-            within=HEARTBEAT_S + SLACK_S,
-            what="the old agent and its workers are gone",
-            context=job.describe,
-        )
-        job.check_steps({"node2"})
-        assert_clean_end(job)
 
 
 def test_the_job_does_not_depend_on_sshd(cluster: Cluster) -> None:
