@@ -28,6 +28,7 @@ def check(job: Job) -> list[str]:
         *_ranks(state),
         *_sizes(state),
         *_units(state),
+        *_replacing(state),
         *_finishing(state),
         *_waiting(job),
     ]
@@ -112,6 +113,19 @@ def _units(job: JobState) -> Iterator[str]:
         yield f"round {job.round.number} has {hosts} hosts, at least {settings.min_hosts} are asked"
     if settings.max_hosts is not None and hosts > settings.max_hosts:
         yield f"round {job.round.number} has {hosts} hosts, at most {settings.max_hosts} are asked"
+
+
+def _replacing(job: JobState) -> Iterator[str]:
+    replacement = job.replacing
+    if replacement is None or job.end is not None:
+        return
+    worker = job.registry.workers.get(replacement.worker)
+    if worker is None or worker.state not in ACTIVE or not worker.leaving:
+        yield f"{replacement.worker} is being replaced but is not one that leaves"
+    if job.round.number != replacement.round:
+        yield f"{replacement.worker} is being replaced in round {replacement.round}, which is over"
+    if job.hosts.distrusted(replacement.target):
+        yield f"{replacement.worker} is being replaced on {replacement.target}, which is slow too"
 
 
 def _finishing(job: JobState) -> Iterator[str]:

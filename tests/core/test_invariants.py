@@ -91,6 +91,8 @@ def absurd(random: Random) -> ev.Event:
         ev.WorkerStepped(worker, number, number),
         ev.WorkerExited(worker, random.choice([0, 1, -9]), "", random.random() < 0.2),
         ev.WorkerLost(worker, "absurd"),
+        ev.RankSlow(worker, number, 2.0),
+        ev.RankRecovered(worker, number),
         ev.ScaleRequested(random.randint(-1, 9)),
         ev.DiscoveryFailed("absurd"),
         ev.Tick(),
@@ -102,7 +104,14 @@ def absurd(random: Random) -> ev.Event:
 def test_no_news_breaks_an_invariant_or_raises(seed: int) -> None:
     random = Random(seed)
     job = Job(
-        Settings(start_np=random.randint(1, 3), fruitless_restarts=99, blacklist_cooldown=(1, 5))
+        Settings(
+            start_np=random.randint(1, 3),
+            max_np=random.choice([None, 3]),
+            fruitless_restarts=99,
+            blacklist_cooldown=(1, 5),
+            replace_slow=True,
+            slow_for=0.0,
+        )
     )
     now = 0.0
     for _ in range(100):

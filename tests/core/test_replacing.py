@@ -180,6 +180,21 @@ def test_a_failure_meanwhile_keeps_the_slow_worker_in_the_world(scenario: MakeSc
     assert s.members == ["a.0.1", "b.0.1", "d.0.1"], "the replacement came just in time"
 
 
+def test_a_member_lost_while_they_change_places_leaves_the_slow_one_and_its_state_in(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, max_np=3, min_np=3, replace_slow=True).training(a=1, b=1, c=1, d=1)
+    slow(s, "b.0.1")
+    s.ready("d.0.1")
+    s.wait(0.1)
+    assert s.notice.at_boundary
+    s.ready("b.0.1", version=7)
+    s.exit("c.0.1", -9)
+    s.ready("a.0.1", version=6)
+    assert s.members == ["a.0.1", "b.0.1", "d.0.1"]
+    assert max(member.version for member in s.world.members) == 7
+
+
 def test_a_replacement_that_fails_to_start_leaves_the_world_as_it_was(
     scenario: MakeScenario,
 ) -> None:

@@ -7,11 +7,12 @@ import re
 import pytest
 
 from tests.e2e.test_exact import EXACT, alone, result_of
-from tests.support.job import RunningJob, elasticrun
+from tests.support.job import JOBS, RunningJob, elasticrun
 from tests.support.slowing import slowed
 
 SHARE = 0.08  # of a processor: several times slower, also beside busy neighbours
-WORK = {"MODE": "fixed", "EPOCHS": "3", "WORK_MS": "4", "STEP_MS": "0"}
+WORK = {"MODE": "fixed", "WORK_MS": "3", "STEP_MS": "0"}
+INTERRUPTED = str(JOBS / "exact_interrupted.py")
 
 
 def shares_of(job: RunningJob, rank: int) -> list[int]:
@@ -37,4 +38,15 @@ def test_work_moves_away_from_a_slowed_worker_and_the_result_stays_the_same() ->
         assert shares_of(job, 1)[1] < 4 < shares_of(job, 0)[1]
         assert "work is shared anew" in job.stderr
         assert job.wait(100) == 0, job.describe()
-        assert result_of(job.stdout) == alone("fixed", EPOCHS=WORK["EPOCHS"])
+        assert result_of(job.stdout) == alone("fixed")
+
+
+@pytest.mark.slow
+def test_rank_0_may_die_while_it_passes_shares_on() -> None:
+    args = ("-np", "2", "--min-np", "1", "--virtual-workers", "8", "--balance", "--", INTERRUPTED)
+    with elasticrun(*args, env={"MODE": "fixed", "STEP_MS": "5"}) as job:
+        assert job.wait(60) == 0, job.describe()
+        died = [e for e in job.events("worker_exited") if e["exit_code"] == -9]
+        assert [(e["rank"], e["round"]) for e in died] == [(0, 1)], job.describe()
+        assert job.events("worker_hung", "worker_lost") == []
+        assert result_of(job.stdout) == alone("fixed")

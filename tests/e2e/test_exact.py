@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -22,8 +23,9 @@ def result_of(output: str) -> str:
     return found[1].strip()
 
 
+@functools.cache
 def alone(mode: str, **env: str) -> str:
-    """The result of the same script in one process, without elasticrun."""
+    """The result of the same script in one process, without elasticrun; run once for all tests."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("ELASTIC")}
     done = subprocess.run(
         [sys.executable, EXACT],
