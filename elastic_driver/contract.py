@@ -54,6 +54,7 @@ JOB_SPEC = "job/spec"  # messages.JobSpec, written once
 JOB_WORLD = "job/world"  # messages.World of the newest complete round
 JOB_STACKS = "job/stacks"  # the number of the newest question where everybody stands
 JOB_NOTICE = "job/notice"  # messages.Notice: leave the current round
+JOB_SAVE = "job/save"  # messages.SaveRequest: the last who hold the state put it on disk
 JOB_ALLOCATION = "job/allocation"  # messages.Allocation: who trains how much of a step
 
 

@@ -43,6 +43,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     replace_slow: bool = False  # a slow worker is replaced by one on another host
     slow_for: float = 5.0  # beyond the verdict, before it is
     replace_pause: float = 60.0  # from one slow host's replacements to the next one's
+    fixed_hosts: bool = False  # no hosts can come but those that were given
     tf_roles: TfRoles | None = None  # of the workers in TF_CONFIG; None: they get none
 
     checked_hosts: tuple[str, ...] | None = None  # before the job; None: hosts are never checked

@@ -53,6 +53,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="samples a step on each worker")
+    parser.add_argument("--checkpoints", type=Path, help="a folder to keep them in and go on from")
     parser.add_argument("--record", type=Path, help="write a line for each step into this folder")
     return parser.parse_args()
 
@@ -66,8 +67,11 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 sampler = elastic.ElasticSampler(train_set, shuffle=True, seed=0)
 loader = DataLoader(train_set, batch_size=args.batch_size, sampler=sampler)
 
-# (1) Everything that has to survive; plain values are welcome.
-state = elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
+# (1) Everything that has to survive; plain values are welcome. Checkpoints outlive all workers.
+durable = {"checkpoint_dir": args.checkpoints, "every": 200} if args.checkpoints else {}
+state = elastic.TorchState(
+    model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0, **durable
+)
 
 
 def record() -> None:

@@ -180,7 +180,7 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         if allocation is not None:
             check_nodes(allocation, hosts.hosts, source_of(hosts))
     size = decide_size(wish, capacity, describe_hosts(hosts))
-    settings = _settings(values, size)
+    settings = _settings(values, size, fixed_hosts=isinstance(hosts, FixedHosts))
     if isinstance(hosts, FixedHosts):
         enough_hosts(settings, sum(1 for _, n in hosts.hosts if n), describe_hosts(hosts))
     check_tf_roles(settings)
@@ -276,9 +276,10 @@ def _choose_hosts(
     return FixedHosts(((THIS_MACHINE, here),), "this machine")
 
 
-def _settings(values: Values, size: Size) -> Settings:
+def _settings(values: Values, size: Size, *, fixed_hosts: bool) -> Settings:
     least_hosts, most_hosts = bounds_of_hosts(values)
     return Settings(
+        fixed_hosts=fixed_hosts,
         start_np=size.start_np,
         min_np=size.min_np,
         max_np=size.max_np,

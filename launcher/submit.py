@@ -1,7 +1,8 @@
 """Carries out a launch plan: puts a driver and its parts together and runs the job to its end.
 
 `launcher.job` calls `submit` last. Signals become requests to the driver here: the first asks for
-an orderly end, a second one kills at once; either way the driver cleans up.
+an orderly end, a second one kills at once; a notice asks for an end at a step boundary. Either way
+the driver cleans up.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import FrameType
 
 from msgspec.structs import replace
 
+from elastic_driver.core.events import JobLeaving
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode, UsageError
 from elastic_driver.runtime.discovery import (
     FixedDiscovery,
@@ -46,11 +48,12 @@ from launcher.plan import (
 )
 from launcher.precheck import precheck
 
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # of an end to come, as Slurm's --signal gives
 _SIGNALS = {
     signal.SIGINT: ("interrupted by Ctrl-C", ExitCode.INTERRUPTED),
     signal.SIGTERM: ("told to stop by SIGTERM", ExitCode.TERMINATED),
-    signal.SIGUSR1: ("its time is over (SIGUSR1)", ExitCode.TERMINATED),  # Slurm's --signal
-    signal.SIGUSR2: ("its time is over (SIGUSR2)", ExitCode.TERMINATED),
+    signal.SIGUSR1: ("told by SIGUSR1 that its time is over", ExitCode.TERMINATED),
+    signal.SIGUSR2: ("told by SIGUSR2 that its time is over", ExitCode.TERMINATED),
     signal.SIGHUP: ("its terminal was closed (SIGHUP)", ExitCode.TERMINATED),
 }
 
@@ -120,7 +123,7 @@ def run_driver(
     )
     if isinstance(source, AllocationDiscovery):
         source.on_over = lambda reason: driver.request_stop(reason, int(ExitCode.TERMINATED))
-    with stop_on_signals(driver):
+    with stop_on_signals(driver, notice=plan.settings.grace_period):
         return driver.run().exit_code
 
 
@@ -194,12 +197,18 @@ def numeric_address(host: str) -> str:
 
 
 @contextlib.contextmanager
-def stop_on_signals(driver: ElasticDriver) -> Iterator[None]:
-    """While this lasts, signals end the job and not this process."""
+def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
+    """While this lasts, signals end the job and not this process.
+
+    Those that announce the end, as Slurm's --signal does, leave it `notice` seconds; 0: none.
+    """
 
     def ask(number: int, _frame: FrameType | None) -> None:
         reason, exit_code = _SIGNALS[signal.Signals(number)]
-        driver.request_stop(reason, int(exit_code))
+        if notice and number in NOTICES:
+            driver.post(JobLeaving(reason, notice))
+        else:
+            driver.request_stop(reason, int(exit_code))
 
     # A signal that is ignored stays so: `nohup elasticrun …` is to survive its terminal.
     ours = [s for s in _SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]

@@ -8,9 +8,13 @@ stops nothing itself. Times are monotonic seconds.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+
 from elastic_driver.core import placement
 from elastic_driver.core.events import DrainCancelled, DrainRequested, HostLeaving
 from elastic_driver.core.hosts import Drain
+from elastic_driver.core.notices import time_to_leave
 from elastic_driver.core.registry import Worker, WorkerState
 from elastic_driver.core.state import JobState
 
@@ -19,7 +23,7 @@ REPLACEMENT_SHARE = 0.5  # of a deadline; the rest is for the boundary and for e
 
 def requested(job: JobState, event: DrainRequested, now: float) -> None:
     """Somebody wants the host to be left."""
-    _drain(job, event.host, event.reason, event.deadline, now)
+    _drain(job, event.host, _until(job, event.reason, event.deadline, now))
 
 
 def noticed(job: JobState, event: HostLeaving, now: float) -> None:
@@ -27,7 +31,8 @@ def noticed(job: JobState, event: HostLeaving, now: float) -> None:
     if job.fleet.current(event.host, event.incarnation) is None:
         job.ignore(f"agent {event.host}.{event.incarnation} is not the present one")
         return
-    _drain(job, event.host, event.reason, event.deadline, now)
+    by_hand = _until(job, event.reason, event.deadline, now)
+    _drain(job, event.host, replace(by_hand, leave_by=now + time_to_leave(event.deadline)))
 
 
 def cancelled(job: JobState, event: DrainCancelled, _now: float) -> None:
@@ -57,6 +62,13 @@ def _patience(job: JobState, worker: Worker) -> float | None:
     return job.replacing.until if job.replacing is not None and replaced else None
 
 
+def hand_over_until(job: JobState, leavers: list[Worker]) -> float:
+    """Until when workers that all leave may train on for somebody who takes over to come."""
+    drains = [job.hosts.drained(worker.host) for worker in leavers]
+    ends = [d.replace_until for d in drains if d is not None and d.leave_by is not None]
+    return min(ends, default=inf)
+
+
 def _replacements_are_coming(job: JobState) -> bool:
     if any(not worker.leaving for worker in job.registry.having(WorkerState.STARTING)):
         return True
@@ -65,14 +77,18 @@ def _replacements_are_coming(job: JobState) -> bool:
     return bool(job.fleet.starting() or placement.free_slots(job, 1))
 
 
-def _drain(job: JobState, host: str, reason: str, deadline: float | None, now: float) -> None:
+def _until(job: JobState, reason: str, deadline: float | None, now: float) -> Drain:
     patience = job.settings.start_timeout
     if deadline is not None:
         patience = min(patience, deadline * REPLACEMENT_SHARE)
-    if not job.hosts.drain(host, Drain(reason, now + patience)):
+    return Drain(reason, now + patience)
+
+
+def _drain(job: JobState, host: str, drain: Drain) -> None:
+    if not job.hosts.drain(host, drain):
         job.ignore(f"host {host} is not there, or is drained already")
         return
     job.capacity_changed = True
-    job.announce("drain_requested", reason, host=host)
+    job.announce("drain_requested", drain.reason, host=host)
     if host not in job.fleet.agents:
-        job.announce("host_drained", f"nothing ran there: {reason}", host=host)
+        job.announce("host_drained", f"nothing ran there: {drain.reason}", host=host)

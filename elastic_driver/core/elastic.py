@@ -7,7 +7,7 @@ monotonic seconds.
 
 from __future__ import annotations
 
-from elastic_driver.core import drain, hangs, placement, units
+from elastic_driver.core import departure, drain, farewell, hangs, placement, units
 from elastic_driver.core.endings import record_loss
 from elastic_driver.core.messages import Failure
 from elastic_driver.core.outcome import KILLED, Cause
@@ -23,11 +23,13 @@ def advance(job: JobState, now: float) -> None:
             job.stop_worker(worker, worker.leaving)
     if job.round.stalls:
         _end_hangs(job, now)
+    if job.end is not None:
+        return
     if job.round.state is RoundState.COMPLETE:
         _watch_changes(job, now)
     if job.round.state is RoundState.CLOSING:
         _watch_leaving(job, now)
-    if job.end is None and job.first_success is None:
+    if job.end is None and not job.finishing:
         _fill_slots(job, now)
     if job.end is None and job.round.state is RoundState.FORMING:
         _watch_forming(job, now)
@@ -57,14 +59,17 @@ def _watch_changes(job: JobState, now: float) -> None:
     if all_leave and _newcomers_in_sight(job):
         # Whoever leaves now takes the state along: train on until somebody can take it over.
         at = job.round.change_since + job.settings.elastic_timeout
+        at = min(at, drain.hand_over_until(job, leavers))
         reason = f"{reason}; nobody to take over yet"
-    elif (until := drain.waits_until(job, leavers)) is not None:
+    elif not job.finishing and (until := drain.waits_until(job, leavers)) is not None:
         at, reason = max(at, until), f"{reason}; its replacements are booting"
     if job.passed(at, now, f"change is coming: {reason}"):
         job.leave_round(now, reason, at_boundary=True)
 
 
 def _newcomers_in_sight(job: JobState) -> bool:
+    if job.finishing:
+        return False
     booting = any(not w.leaving for w in job.registry.having(WorkerState.STARTING))
     return booting or bool(job.fleet.starting()) or bool(placement.free_slots(job, 1))
 
@@ -159,6 +164,11 @@ def _watch_forming(job: JobState, now: float) -> None:
         _watch_last_round(job, now)
         return
     ready = [w for w in job.registry.having(WorkerState.READY) if not w.leaving]
+    if _would_be_lost(job, ready) and farewell.is_going_on(job, now):
+        return
+    if job.departure is not None:
+        departure.over(job)
+        return
     _release_leavers(job, ready)
     fitting = units.fit(ready, job.settings)
     if any(w.admitted is not None for w in ready):
@@ -242,6 +252,14 @@ def _state_holders(job: JobState, ready: list[Worker]) -> list[Worker]:
     best = max(leavers, key=lambda w: w.version, default=None)
     room = job.wanted is None or job.wanted >= 2  # beside it somebody has to receive
     return [best] if best is not None and best.version > newest and room else []
+
+
+def _would_be_lost(job: JobState, ready: list[Worker]) -> bool:
+    """Whether only workers that leave hold the newest state, and nobody can receive it."""
+    newest = max((w.version for w in ready if w.clean), default=-1)
+    waiting = job.registry.having(WorkerState.READY)
+    ahead = any(w.leaving and w.clean and w.version > newest for w in waiting)
+    return ahead and not (ready and _state_holders(job, ready))
 
 
 def _release_leavers(job: JobState, ready: list[Worker]) -> None:

@@ -14,6 +14,7 @@ from elastic_driver.core.messages import (
     Failure,
     Host,
     Order,
+    SaveRequest,
     Text,
     WorkerId,
     World,
@@ -114,6 +115,18 @@ class WorkerExited(Struct, frozen=True, tag="worker_exited", forbid_unknown_fiel
     victim: bool = False
 
 
+class WorkerSaved(Struct, frozen=True, tag="worker_saved", forbid_unknown_fields=True):
+    """How a `SaveRequest` went, from its first member, or of trouble from any other.
+
+    `folder` of the complete checkpoint, or the `problem`; neither: there is no `checkpoint_dir`.
+    """
+
+    worker: WorkerId
+    number: Count
+    folder: Annotated[str, Meta(max_length=4096)] = ""
+    problem: Annotated[str, Meta(max_length=1000)] = ""
+
+
 class HostLeaving(Struct, frozen=True, tag="host_leaving", forbid_unknown_fields=True):
     """An agent was told that its host goes away (a preemption notice) in `deadline` seconds."""
 
@@ -206,6 +219,13 @@ class DrainCancelled(Struct, frozen=True, tag="drain_cancelled"):
     reason: str
 
 
+class JobLeaving(Struct, frozen=True, tag="job_leaving"):
+    """The whole job has to be gone in `deadline` seconds (SIGUSR1 or SIGUSR2 to `elasticrun`)."""
+
+    reason: str
+    deadline: float
+
+
 class StopRequested(Struct, frozen=True, tag="stop_requested"):
     """End the job now, with this exit status (Ctrl-C, SIGTERM, `elasticctl stop`)."""
 
@@ -232,6 +252,7 @@ WireEvent = (
     | WorkerResumed
     | WorkerStack
     | WorkerExited
+    | WorkerSaved
     | HostLeaving
 )
 Event = (
@@ -245,6 +266,7 @@ Event = (
     | ScaleRequested
     | DrainRequested
     | DrainCancelled
+    | JobLeaving
     | StopRequested
     | StacksRequested
     | HostsChecked
@@ -297,6 +319,13 @@ class PublishNotice(Struct, frozen=True, tag="publish_notice"):
 
     round: int
     at_boundary: bool
+    reason: str
+
+
+class PublishSave(Struct, frozen=True, tag="publish_save"):
+    """Ask those who leave last to put the state on disk; the answer is `WorkerSaved`."""
+
+    request: SaveRequest
     reason: str
 
 
@@ -361,6 +390,7 @@ Decision = (
     | GiveOrder
     | PublishWorld
     | PublishNotice
+    | PublishSave
     | SealRound
     | AskStacks
     | CheckHosts

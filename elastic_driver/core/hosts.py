@@ -10,7 +10,7 @@ workers leave: until it is told otherwise, or has been away and is found again.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic_driver.settings import DEFAULT_HOST_FAILURES, Settings
 
@@ -33,10 +33,15 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Why a host is drained, and until when its workers may wait for their replacements."""
+    """Why a host is drained, and until when its workers may wait for their replacements.
+
+    `leave_by`: when its agent, which has a notice of the host's end, stops them; None: never.
+    Times are monotonic seconds.
+    """
 
     reason: str
-    replace_until: float  # monotonic seconds
+    replace_until: float
+    leave_by: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +150,9 @@ class HostManager:
         if name not in self._hosts:
             return False
         if known is not None and known.replace_until <= drain.replace_until:
-            return False
+            if known.leave_by is not None or drain.leave_by is None:
+                return False
+            drain = replace(drain, replace_until=known.replace_until)
         self._drains[name] = drain
         return True
 

@@ -67,7 +67,7 @@ def _round(job: JobState) -> Iterator[str]:
     if round_.state is RoundState.CLOSED:
         yield f"round {round_.number} is closed but no next round was opened"
     limit = job.settings.reset_limit
-    if limit is not None and round_.number - 1 > limit and job.first_success is None:
+    if limit is not None and round_.number - 1 > limit and not job.finishing:
         yield f"round {round_.number} exceeds the reset limit of {limit}"
 
 

@@ -14,10 +14,12 @@ from functools import partial
 from typing import Any
 
 from elastic_driver.core import (
+    departure,
     discovered,
     drain,
     elastic,
     endings,
+    farewell,
     hangs,
     placement,
     plain,
@@ -38,6 +40,7 @@ from elastic_driver.core.events import (
     HostLeaving,
     HostsChecked,
     HostsDiscovered,
+    JobLeaving,
     RankRecovered,
     RankSlow,
     ScaleRequested,
@@ -48,6 +51,7 @@ from elastic_driver.core.events import (
     WorkerLost,
     WorkerReady,
     WorkerResumed,
+    WorkerSaved,
     WorkerStack,
     WorkerStalled,
     WorkerStarted,
@@ -87,14 +91,16 @@ class Job:
             HostsChecked: partial(rechecks.checked, self.state),
             WorkerExited: self._worker_exited,
             WorkerLost: self._worker_lost,
+            WorkerSaved: lambda event, _now: farewell.told(self.state, event),
             ScaleRequested: self._scale_requested,
             DrainRequested: partial(drain.requested, self.state),
             DrainCancelled: partial(drain.cancelled, self.state),
             HostLeaving: partial(drain.noticed, self.state),
             RankSlow: partial(replacing.slow, self.state),
             RankRecovered: partial(replacing.recovered, self.state),
+            JobLeaving: partial(departure.told, self.state),
             StacksRequested: lambda event, now: stacks.ask(self.state, now, event.reason),
-            StopRequested: self._stop_requested,
+            StopRequested: lambda event, _now: self.state.finish(event.exit_code, event.reason),
             Tick: self._tick,
         }
 
@@ -153,13 +159,16 @@ class Job:
         rechecks.look(job, now)
         stacks.look(job, now)
         endings.judge(job, now)
+        if job.end is None:
+            departure.look(job, now)
         if job.end is not None:
             return
         replacing.look(job, now)
         if job.capacity_changed and job.first_success is None:
-            job.capacity_changed, job.placement_due = False, True
+            job.capacity_changed, job.placement_due = False, not job.finishing
             placement.mark_leavers(job)
-            placement.plan_fleet(job, now)
+            if not job.finishing:
+                placement.plan_fleet(job, now)
         if job.kind is Kind.ELASTIC:
             elastic.advance(job, now)
         else:
@@ -241,7 +250,7 @@ class Job:
         cooldown = job.hosts.agent_failed(agent.host, now, reason, started=was_up)
         if cooldown is not None:
             job.announce("host_blacklisted", cooldown, host=agent.host)
-        elif job.hosts.usable(agent.host) and job.first_success is None:
+        elif job.hosts.usable(agent.host) and not job.finishing:
             placement.start_agent(job, agent.host, now, f"again in place: {reason}")
 
     # ---- workers ---------------------------------------------------------------------
@@ -384,9 +393,6 @@ class Job:
         job.target = wish
         job.capacity_changed = True
         job.announce("scale_requested", f"{wish} workers (asked for {event.num_proc})")
-
-    def _stop_requested(self, event: StopRequested, _now: float) -> None:
-        self.state.finish(event.exit_code, event.reason)
 
     def _tick(self, _event: Tick, now: float) -> None:
         """Only time has passed; looking at the job does the rest."""

@@ -68,6 +68,19 @@ class Notice(Struct, frozen=True):
     reason: str
 
 
+class SaveRequest(Struct, frozen=True):
+    """Put the state after `step` committed steps on disk: all who hold it are about to go.
+
+    `members` write together, each the share of its place here; `number` tells requests apart.
+    """
+
+    number: int
+    step: int
+    members: tuple[str, ...]
+    seconds: float  # that there are for it
+    reason: str
+
+
 MAX_SAMPLES = 64  # of measured steps in one message
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Share = Annotated[int, Meta(ge=0, le=2**31)]

@@ -32,7 +32,9 @@ def mark_leavers(job: JobState) -> None:
         slots = job.hosts.slots(worker.host)
         taken = on_host.get(worker.host, 0)
         drain = job.hosts.drained(worker.host)
-        if slots == 0:
+        if job.departure is not None:
+            worker.leaving = job.departure.reason
+        elif slots == 0:
             worker.leaving = f"host {worker.host} was removed"
         elif drain is not None:
             worker.leaving = f"host {worker.host} is drained: {drain.reason}"

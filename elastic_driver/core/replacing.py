@@ -66,7 +66,7 @@ def look(job: JobState, now: float) -> None:
         return
     if job.replacing is not None:
         _follow(job, job.replacing, now)
-    elif job.round.slow and job.round.state is RoundState.COMPLETE and job.first_success is None:
+    elif job.round.slow and job.round.state is RoundState.COMPLETE and not job.finishing:
         _consider(job, now)
 
 
@@ -82,7 +82,7 @@ def _follow(job: JobState, replacement: Replacement, now: float) -> None:
         return
     if worker is None or worker.state not in ACTIVE:
         why = f"{replacement.worker} is gone"
-    elif job.first_success is not None:
+    elif job.finishing:
         why = "the job is finishing"
     elif job.round.number != replacement.round or _falls_apart(job):
         why = "the world has changed for another reason"

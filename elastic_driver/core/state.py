@@ -41,6 +41,8 @@ from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings
 
 if TYPE_CHECKING:
+    from elastic_driver.core.departure import Departure
+    from elastic_driver.core.farewell import Farewell
     from elastic_driver.core.replacing import Replacement
     from elastic_driver.core.stacks import Inquiry
 
@@ -79,6 +81,9 @@ class JobState:
     replacing: Replacement | None = None  # a slow worker that is to go (`replacing`)
     replace_after: float = 0.0  # none begins earlier
     not_replaced: set[str] = field(default_factory=set)  # slow hosts for which there was no room
+    departure: Departure | None = None  # the whole job was told to go (`departure`)
+    farewell: Farewell | None = None  # the last checkpoint, since the last round (`farewell`)
+    saves: int = 0  # asked for so far
     first_success: float | None = None  # when the first member finished its script
     grace_over: bool = False  # the others' grace period has passed, and it was said
     end: EndJob | None = None
@@ -102,6 +107,11 @@ class JobState:
     def size(self) -> int:
         """Members of the newest complete round that are still in it."""
         return self.registry.count(WorkerState.RUNNING)
+
+    @property
+    def finishing(self) -> bool:
+        """Whether the job comes to its end: nothing is started any more."""
+        return self.first_success is not None or self.departure is not None
 
     def at_most_wanted(self, need: int) -> int:
         """`need`, unless fewer workers are wished for: nobody waits for more than those."""
@@ -217,6 +227,7 @@ class JobState:
             worker.founder = worker.awaited = False
         self.round.members = tuple(worker_id for worker_id, _ in places)
         self.round.enter(RoundState.COMPLETE, now)
+        self.farewell = None  # training goes on
         self.decide(PublishWorld(World(self.round.number, tuple(members), reason), reason))
         self._tell_ranks(places, reason)
         hosts = places[-1][1].node_count if places else 0
@@ -247,8 +258,7 @@ class JobState:
         for a round that may not come.
         """
         limit = self.settings.reset_limit
-        finishing = self.first_success is not None
-        if limit is not None and self.round.number > limit and not finishing:
+        if limit is not None and self.round.number > limit and not self.finishing:
             self.fail(
                 f"round {self.round.number + 1} would exceed the reset limit of {limit} "
                 f"({reason}); raise --reset-limit"

@@ -26,6 +26,7 @@ from elastic_driver.core.events import (
     Event,
     GiveOrder,
     PublishNotice,
+    PublishSave,
     PublishWorld,
     SealRound,
     StartAgent,
@@ -146,6 +147,8 @@ class Executor:
                 self._publish_world(decision.world)
             case PublishNotice():
                 self._publish_notice(decision)
+            case PublishSave(request=request):
+                self._server.post([Set(contract.JOB_SAVE, encode(request))])
             case SealRound():
                 prefix = contract.round_prefix(decision.round)
                 self._server.post([DeletePrefix(prefix, seal=True)])

@@ -16,8 +16,9 @@ from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core.events import WorkerReady
-from elastic_driver.core.messages import Member, Notice, World, decode
+from elastic_driver.core.messages import Member, Notice, SaveRequest, World, decode
 from elastic_driver.worker.context import WorkerContext
+from elastic_driver.worker.farewell import LastSave
 from elastic_driver.worker.heartbeat import Heartbeat
 from elastic_driver.worker.notes import say
 from elastic_driver.worker.pulse import Pulse
@@ -26,9 +27,10 @@ from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError, UnreachableError
 from rendezvous.torch_store import HTTPStore
-from rendezvous.wire import EVENTS_PATH, Delete
+from rendezvous.wire import EVENTS_PATH, Delete, Entry
 
 SLICE_S = 10.0  # of a wait for the next world
+LOOK_S = 0.05  # between two looks whether the last checkpoint is written
 MAX_REASON_CHARS = 1000
 GOODBYE_S = 1.0  # for the driver to hear that we stop beating; it may be gone
 
@@ -60,6 +62,7 @@ class Link:
         self._client = RendezvousClient(born.endpoint, read_token_file(born.token_file))
         self._slice = min(SLICE_S, born.heartbeat_timeout)
         self._seen = 0  # revision of the newest World document
+        self._asked = 0  # revision of the newest SaveRequest
         self._heart = Heartbeat(
             born.worker,
             self._client.clone(),
@@ -109,12 +112,15 @@ class Link:
             else:
                 return
 
-    def await_world(self, left: int) -> tuple[World, Member]:
-        """The first world newer than round `left` in which we take part, and our entry in it."""
+    def await_world(self, left: int, last: LastSave | None = None) -> tuple[World, Member]:
+        """The first world newer than round `left` in which we take part, and our entry in it.
+
+        Meanwhile `last` may be asked to put the state on disk.
+        """
         silent = False
         while True:
             try:
-                found = self._client.watch({contract.JOB_WORLD: self._seen}, self._slice)
+                found = self._wait_between_rounds(last)
             except UnreachableError as error:
                 if not silent:
                     say(f"waiting for the next round, and the driver does not answer ({error})")
@@ -123,6 +129,10 @@ class Link:
             if silent:
                 say("the driver answers again; waiting for the next round")
             silent = False
+            request = found.get(contract.JOB_SAVE)
+            if request is not None and last is not None:
+                self._asked = request.revision
+                last.asked(decode(SaveRequest, request.value))
             entry = found.get(contract.JOB_WORLD)
             if entry is None:
                 continue
@@ -131,3 +141,16 @@ class Link:
             me = world.member(self.born.worker)
             if me is not None and world.round > left:
                 return world, me
+
+    def _wait_between_rounds(self, last: LastSave | None) -> dict[str, Entry]:
+        """What is new of the documents we wait for; soon, while we have news ourselves."""
+        keys, wait = {contract.JOB_WORLD: self._seen}, self._slice
+        if last is not None:
+            keys[contract.JOB_SAVE] = self._asked
+            news = last.news()
+            if news is not None:
+                self._client.post_json(EVENTS_PATH, _encode_event(news))
+                last.told()
+            elif last.pending:
+                wait = min(wait, LOOK_S)
+        return self._client.watch(keys, wait)

@@ -101,5 +101,5 @@ class _Course:
         return self._breaks >= SAME_AGAIN
 
     def _enter(self) -> None:
-        self._member.join(self._state.standing())
+        self._member.join(self._state.standing(), self._state)
         self._changed = True

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from elastic_driver.core.messages import World
+from elastic_driver.core.messages import SaveRequest, World
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current, session
 from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints, Schedule
@@ -256,6 +256,19 @@ class State:
                 value.reset()
         for callback in self._callbacks:
             callback()
+
+    def put_down(self, request: SaveRequest, rank: int) -> Path | None:
+        """Begin to write this rank's share of the last commit; see `farewell.Savable`."""
+        if self._checkpoints is None:
+            return None
+        if not self.clean or self._version != request.step:
+            raise UsageError(f"a worker was asked for step {request.step}, not {self._version}")
+        self.restore()  # the script may have gone on since its last commit
+        return self._checkpoints.take_last(self._shared(), request, rank)
+
+    def put_down_well(self, folder: Path) -> str | None:
+        """Whether the last checkpoint is complete; see `farewell.Savable`."""
+        return None if self._checkpoints is None else self._checkpoints.outcome(folder)
 
     # ---- the parts of sync ---------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from elastic_driver.core.messages import Member, Notice, World
 from elastic_driver.errors import ExitCode
 from elastic_driver.worker import current, groups
 from elastic_driver.worker.context import WorkerContext, alone
+from elastic_driver.worker.farewell import LastSave, Savable
 from elastic_driver.worker.groups import Group, GroupBuilder, RoundOverError
 from elastic_driver.worker.link import Link, Standing
 from elastic_driver.worker.notes import say
@@ -90,17 +91,19 @@ class Membership:
         if self._link is not None:
             self._link.say_ready(self._left, standing, reason)
 
-    def join(self, standing: Standing) -> World:
+    def join(self, standing: Standing, state: Savable | None = None) -> World:
         """Become a member of the next round, however many attempts it takes.
 
+        Where none comes, for all are to go, `state` is put on disk.
         A round that ends while its group is built costs nothing: we report for the next one.
         Raises `RendezvousError` only where the rendezvous refuses us; silence is waited out.
         """
         link = self._link
         if link is None:
             return self._enter_alone()
+        last = LastSave(link.born.worker, state) if state is not None else None
         while True:
-            world, me = link.await_world(self._left)
+            world, me = link.await_world(self._left, last)
             try:
                 self._enter(link, world, me, standing)
             except RoundOverError as error:

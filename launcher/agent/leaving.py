@@ -14,10 +14,10 @@ import signal
 from collections.abc import Callable
 
 from elastic_driver.core.events import HostLeaving
+from elastic_driver.core.notices import time_to_leave
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 ANNOUNCING = (signal.SIGTERM, *NOTICES)
-STOPPING_S = 5.0  # the last part of the time, for stopping workers that are still there
 
 
 def spare_workers() -> None:
@@ -66,13 +66,14 @@ class Leaving:
             return False
         if self._timer is not None:
             return number != signal.SIGTERM
-        grace = min(STOPPING_S, self._notice / 2)
+        patience = time_to_leave(self._notice)
+        grace = self._notice - patience
         reason = f"its agent got {number.name}"
         self._tell(HostLeaving(self._host, self._incarnation, self._notice, reason))
         self._say(f"got {number.name}: leaving this host within {self._notice:g} s")
-        late = f"got {number.name}, and workers were still here {self._notice - grace:g} s later"
+        late = f"got {number.name}, and workers were still here {patience:g} s later"
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._notice - grace, self._end, number, late, grace)
+        self._timer = loop.call_later(patience, self._end, number, late, grace)
         return True
 
     def over(self) -> None:

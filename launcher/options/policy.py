@@ -88,7 +88,8 @@ GRACE_PERIOD: Option[float] = Option(
     _DEFAULTS.grace_period,
     POLICY,
     "After the first worker finished: time for the others to finish too. After an agent was sent "
-    "SIGTERM, SIGUSR1 or SIGUSR2 (preemption, Slurm's --signal): time for its host to be left.",
+    "SIGTERM, SIGUSR1 or SIGUSR2 (preemption, Slurm's --signal): time for its host to be left. "
+    "After elasticrun itself was sent SIGUSR1 or SIGUSR2: time to leave and write a checkpoint.",
 )
 STOP_GRACE: Option[float] = Option(
     "stop-grace",

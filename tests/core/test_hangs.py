@@ -105,6 +105,17 @@ def test_a_mismatch_again_without_a_step_in_between_fails_the_job(three: Scenari
     assert "collectives that do not match, again: ranks 0, 1, 2 at" in three.end.reason
 
 
+def test_a_mismatch_that_ends_the_job_on_the_way_out_of_a_round_ends_it(three: Scenario) -> None:
+    mismatch(three)
+    three.ready(*three.members, version=5)
+    three.hosts(a=2)
+    three.wait(0.1)
+    assert three.round == (2, "closing")
+    mismatch(three)
+    assert three.end is not None
+    assert three.job.deadline() is None
+
+
 def test_a_mismatch_after_steps_is_a_first_one_again(three: Scenario) -> None:
     for _ in range(3):
         mismatch(three)

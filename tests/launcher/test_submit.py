@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from elastic_driver.core.events import JobLeaving
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.driver import ElasticDriver
 from launcher.plan import FileHosts, FixedHosts, ScriptHosts
@@ -27,10 +28,13 @@ class Asked:
     def request_stop(self, reason: str, exit_code: int) -> None:
         self.requests.append((reason, exit_code))
 
+    def post(self, event: JobLeaving) -> None:
+        self.requests.append((event.reason, int(event.deadline)))
+
 
 @contextlib.contextmanager
-def handling(driver: Asked) -> Iterator[None]:
-    with stop_on_signals(cast("ElasticDriver", driver)):
+def handling(driver: Asked, notice: float = 0.0) -> Iterator[None]:
+    with stop_on_signals(cast("ElasticDriver", driver), notice=notice):
         yield
 
 
@@ -49,6 +53,16 @@ def test_a_signal_asks_for_the_end_with_its_status(number: signal.Signals, code:
         signal.raise_signal(number)
     assert [exit_code for _, exit_code in driver.requests] == [code, code]
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_notice_gives_the_job_the_grace_period(number: signal.Signals) -> None:
+    driver = Asked()
+    with handling(driver, notice=40.0):
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
+    told = f"told by {number.name} that its time is over"
+    assert driver.requests == [(told, 40), ("told to stop by SIGTERM", 143)]
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:

@@ -85,10 +85,13 @@ class Cluster:
         self.world: msg.World | None = None
         self.notice: msg.Notice | None = None
         self.end: ev.EndJob | None = None
+        self.ended_at = 0.0
         self.groups: dict[int, Group] = {}
         self.births: dict[int, Group] = {}
         self.replaced = 0  # slow workers
         self.trained = 0  # steps anybody has ever finished
+        self.written: dict[int, set[str]] = {}  # shares of last checkpoints, by request
+        self.on_disk = 0  # the step of the newest that is complete
         self.goal: int | None = None  # the number of steps after which workers finish
         self._trace: list[tuple[float, str, object]] = []
         self.agent_trouble = 0.0  # chance that an agent fails to start
@@ -168,8 +171,10 @@ class Cluster:
             self._publish(decision.world)
         elif isinstance(decision, ev.PublishNotice):
             self._publish_notice(decision)
+        elif isinstance(decision, ev.PublishSave):
+            self._publish_save(decision.request)
         elif isinstance(decision, ev.EndJob):
-            self.end = decision
+            self.end, self.ended_at = decision, self.clock.now
         elif isinstance(decision, ev.Announce) and decision.event == "worker_replaced":
             self._check_replaced(decision)
 
@@ -216,6 +221,16 @@ class Cluster:
         self.notice = msg.Notice(decision.round, after, decision.reason)
         for worker in self.living():
             worker.act(self.delay(), "see_notice", self.notice)
+
+    def _publish_save(self, request: msg.SaveRequest) -> None:
+        workers = self.job.state.registry.workers
+        for member in request.members:
+            held = workers[member]  # READY when asked; it may be in a round again by now
+            there = held.state.value in ("ready", "running")
+            if not there or (held.version, held.clean) != (request.step, True):
+                raise Violation(f"{member} is asked to save step {request.step}, it is {held}")
+        for worker in self.living():
+            worker.act(self.delay(), "see_save", request)
 
     # ---- what is really there --------------------------------------------------------
 
@@ -291,6 +306,8 @@ class Cluster:
         version = max(0, *source)
         if not self.elastic:
             version = self.trained  # plain scripts go on from a checkpoint
+        elif version == 0:
+            version = self.on_disk
         for worker in members:
             worker.version, worker.clean = version, True
         self.clock.after(STEP_S, lambda: self._step(group))

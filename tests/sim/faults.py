@@ -75,6 +75,17 @@ class Faults:
             for host in self.hosts:
                 self.cluster.clock.after(delay, partial(self._let_back, host))
 
+    def notice_to_all(self, deadline: float, *, hosts: bool) -> None:
+        """The whole job has to go: itself is told, or every agent, which then ends in time."""
+        self.injected.append(f"{self.cluster.clock.now:.3f} notice_to_all")
+        if not hosts:
+            self.cluster.deliver(ev.JobLeaving("its time is over", deadline))
+            return
+        for host, agent in self.cluster.agents.items():
+            if agent.alive:
+                delay = self.random.uniform(0.0, 0.3)
+                self.cluster.clock.after(delay, partial(self._tell_host, host, deadline))
+
     # ---- workers ---------------------------------------------------------------------
 
     def _pick(self) -> SimWorker | None:
@@ -224,7 +235,11 @@ class Faults:
         agent = self.cluster.agents.get(host)
         if agent is None or not agent.alive or deadline is None:
             self.cluster.deliver(ev.DrainRequested(host, "maintenance", deadline))
-            return
+        else:
+            self._tell_host(host, deadline)
+
+    def _tell_host(self, host: str, deadline: float) -> None:
+        agent = self.cluster.agents[host]
         notice = ev.HostLeaving(host, agent.incarnation, deadline, "got SIGTERM")
         self.cluster.post(agent, notice)
 

@@ -7,6 +7,7 @@ round of the best possible size, and then finish with success.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from msgspec.structs import replace
@@ -97,15 +98,29 @@ def with_slow_replaced(settings: Settings, seed: int) -> Settings:
     )
 
 
+def _plan_departure(cluster: Cluster, faults: Faults, seed: int) -> None:
+    """In every fourth seed the whole job is told to go, in the midst of trouble or after it."""
+    random = Random(f"departure of {seed}")
+    if random.random() < 0.25:
+        hosts = random.random() < 0.5
+        # Hosts are let back when faults stop, for then the job is to grow; agents end all the same.
+        deadline = random.choice([0.5, 2.0, 8.0, 8.0 if hosts else 30.0])
+        at = random.uniform(2.0, FAULTS_S if hosts else FAULTS_S + 10.0)
+        go = partial(faults.notice_to_all, deadline, hosts=hosts)
+        cluster.clock.after(at, lambda: None if cluster.end else go())
+
+
 def run_seed(seed: int) -> Outcome:
     """Play one seed to its end; raises `SeedFailed` where something is wrong."""
     random = Random(seed)
     hosts = {f"h{n}": random.randint(1, 4) for n in range(random.randint(1, 4))}
     settings = with_slow_replaced(settings_of(random, sum(hosts.values())), seed)
     settings = with_hosts_bounded(settings, seed, len(hosts))
+    settings = replace(settings, fixed_hosts=Random(f"fixed {seed}").random() < 0.5)
     cluster = Cluster(seed, settings, elastic=random.random() < 0.75)
     faults = Faults(cluster, hosts, own_exits=random.random() < 0.4)
     cluster.agent_trouble = random.choice([0.0, 0.0, 0.15])
+    _plan_departure(cluster, faults, seed)
     try:
         _play(cluster, faults)
     except Exception as error:
@@ -138,6 +153,20 @@ def _play(cluster: Cluster, faults: Faults) -> None:
         cluster.goal = cluster.trained + 10
         clock.run(FAULTS_S + QUIET_S + FINISH_S, over)
     _check_end(cluster, faults)
+
+
+def _check_departure(cluster: Cluster) -> None:
+    """It has ended in time; where the state was saved, nobody who could write was further."""
+    job = cluster.job.state
+    assert job.departure is not None
+    if cluster.ended_at > job.departure.end_by + 1e-6:
+        raise Violation(f"ended {cluster.ended_at - job.departure.end_by:.3f} s too late")
+    if job.farewell is None or not job.farewell.folder:
+        return
+    for worker in cluster.living():
+        reachable = not (worker.frozen or worker.doomed or worker.agent.cut) and worker.clean
+        if cluster.elastic and reachable and worker.version > cluster.on_disk:
+            raise Violation(f"{worker.id} holds {worker.version}, on disk is {cluster.on_disk}")
 
 
 def _check_best_size(cluster: Cluster) -> None:
@@ -176,8 +205,12 @@ def _check_end(cluster: Cluster, faults: Faults) -> None:
         if cluster.goal is None:
             raise Violation("success before anybody had finished the script")
         return
+    if cluster.job.state.departure is not None:
+        _check_departure(cluster)
+        return
     # Ending with a failure is right only where the script itself may be to blame.
-    own = any("exit" in fault for fault in faults.injected)
+    mismatches = sum("mismatch" in fault for fault in faults.injected)
+    own = any("exit" in fault for fault in faults.injected) or mismatches > 1
     early = cluster.elastic and not cluster.job.state.fruitful
     if not own and not early:
         raise Violation(f"failed without a reason: {cluster.end.reason}")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elastic_driver.core.events import WorkerExited, WorkerReady, WorkerStepped
-from elastic_driver.core.messages import Notice, StartWorkerOrder, World
+from elastic_driver.core.events import WorkerExited, WorkerReady, WorkerSaved, WorkerStepped
+from elastic_driver.core.messages import Notice, SaveRequest, StartWorkerOrder, World
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster, SimAgent
@@ -92,6 +92,9 @@ class SimWorker:
     def see_notice(self, notice: Notice) -> None:
         """A notice was published, or is seen late."""
 
+    def see_save(self, request: SaveRequest) -> None:
+        """Somebody is to put the state on disk."""
+
 
 def break_group(group: Group) -> None:
     """A member is gone: the others notice within milliseconds."""
@@ -141,6 +144,25 @@ class ElasticWorker(SimWorker):
         self.notice = notice
         if notice.after_step is None:
             self.break_from(self.group)
+
+    def see_save(self, request: SaveRequest) -> None:
+        if self.ready and self.id in request.members:
+            self.act(self.soon(0.05, 1.0), "write", request)
+
+    def write(self, request: SaveRequest) -> None:
+        """Write a share; the first one tells when all have, which takes all of them."""
+        mine = (self.version, self.clean) == (request.step, True)
+        self.cluster.written.setdefault(request.number, set()).add(self.id if mine else "wrong")
+        self.tell_saved(request)
+
+    def tell_saved(self, request: SaveRequest) -> None:
+        if self.id != request.members[0]:
+            return
+        if self.cluster.written[request.number] != set(request.members):
+            self.act(0.1, "tell_saved", request)
+            return
+        self.cluster.on_disk = max(self.cluster.on_disk, request.step)
+        self.cluster.post(self.agent, WorkerSaved(self.id, request.number, f"step-{request.step}"))
 
     def break_from(self, group: Group) -> None:
         if self.group is group:

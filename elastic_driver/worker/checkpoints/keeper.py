@@ -11,18 +11,19 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.messages import World
-from elastic_driver.errors import UsageError
+from elastic_driver.core.messages import SaveRequest, World
+from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest
 from elastic_driver.worker.checkpoints.staging import Staging, kinds_of
-from elastic_driver.worker.checkpoints.writer import Share, Values, Writer, describe
+from elastic_driver.worker.checkpoints.writer import GOES_ON, Share, Values, Writer, describe
 from elastic_driver.worker.notes import say
 from elastic_driver.worker.syncing.sharing import Envelope, Shared, make_room, taken_apart
 
@@ -68,9 +69,7 @@ class Checkpoints:
 
     def entered(self, world: World, rank: int) -> None:
         """From now on the members of `world` write together, this process as `rank`."""
-        names = [os.environ.get(contract.RUN_ID, ""), *(m.worker for m in world.members)]
-        digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
-        self._place = _Place(rank, world.size, f"{world.round}-{digest}")
+        self._place = _place(rank, [m.worker for m in world.members], f"{world.round}")
 
     def due(self, version: int) -> bool:
         """Whether the state after `version` steps is to be kept."""
@@ -84,8 +83,24 @@ class Checkpoints:
         with slower disks leave out others than those with faster ones.
         """
         place = self._place
-        if place is None or not self._is_ready(version):
-            return
+        if place is not None and self._is_ready(version):
+            self._stage(shared, version, place, GOES_ON)
+
+    def take_last(self, shared: Shared, request: SaveRequest, rank: int) -> Path:
+        """As `take`, for workers that are about to go and write together; the folder.
+
+        Raises `ElasticError` where the disk does not answer in the time there is.
+        """
+        if not self._writer.is_free(request.seconds):
+            raise ElasticError(f"{self._root} has not answered for {request.seconds:.0f} s")
+        place = _place(rank, request.members, f"last{request.number}")
+        return self._stage(shared, request.step, place, "")
+
+    def outcome(self, folder: Path) -> str | None:
+        """What became of this process's newest checkpoint: "" complete, else why not; None: yet."""
+        return self._writer.outcome(folder)
+
+    def _stage(self, shared: Shared, version: int, place: _Place, then: str) -> Path:
         contents = taken_apart(shared)
         kinds = kinds_of(contents.tensors)
         old = self._staging
@@ -96,7 +111,8 @@ class Checkpoints:
         if place.rank == 0:
             values = Values(contents.without_ties(), shared.random.portable())
         folder = self._root / folders.folder_name(version, place.attempt)
-        self._writer.submit(Share(folder, version, old, values))
+        self._writer.submit(Share(folder, version, old, values, then))
+        return folder
 
     def _is_ready(self, version: int) -> bool:
         """Whether the checkpoint before is written; training waits for it, but not for ever."""
@@ -154,6 +170,12 @@ class Checkpoints:
         if candidates:
             say(f"no checkpoint in {self._root} can be used: training starts from the beginning")
         return None
+
+
+def _place(rank: int, members: Sequence[str], what: str) -> _Place:
+    names = [os.environ.get(contract.RUN_ID, ""), *members]
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+    return _Place(rank, len(members), f"{what}-{digest}")
 
 
 def _restore(shared: Shared, path: Path, manifest: Manifest) -> None:

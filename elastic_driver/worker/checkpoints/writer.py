@@ -30,6 +30,7 @@ PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may t
 FIRST_LOOK_S = 0.02  # after other ranks' reports; then ever less often
 LONGEST_LOOK_S = 1.0
 GROWTH = 1.5
+GOES_ON = "training goes on, and every later checkpoint is tried again"
 EXIT_S = 60.0  # a process that ends waits this long for its own share …
 EXIT_OTHERS_S = 10.0  # … and this long for the others'
 
@@ -52,6 +53,7 @@ class Share(Struct, frozen=True):
     version: int
     staging: Staging
     values: Values | None
+    then: str  # what follows where it cannot be written, for people; "": others will say it
 
 
 class _Awaited(Struct):
@@ -78,6 +80,7 @@ class Writer:
         self._owner = os.getpid()
         self._waited_for_at_exit = False
         self._in_trouble = False  # the last attempt failed, and that was said
+        self._given_up: tuple[Path, str] | None = None  # the newest that rank 0 gave up, and why
 
     # ---- called by the training thread ---------------------------------------------------
 
@@ -99,6 +102,16 @@ class Writer:
         if not self._waited_for_at_exit:
             self._waited_for_at_exit = True
             atexit.register(self.drain)
+
+    def outcome(self, folder: Path) -> str | None:
+        """For rank 0: "" once this checkpoint is complete, why it will never be, None before."""
+        with self._changed:
+            under_way = [awaited.share for awaited in self._awaited]
+            if any(share.folder == folder for share in (self._share, *under_way) if share):
+                return None
+            if self._given_up is not None and self._given_up[0] == folder:
+                return self._given_up[1]
+        return "" if folders.is_complete(folder) else "it was given up for another one"
 
     def drain(self, own: float = EXIT_S, others: float = EXIT_OTHERS_S) -> bool:
         """Wait for what is under way: for this rank's share, then for the others'; whether all is.
@@ -182,14 +195,16 @@ class Writer:
             self._complain(share, reason)
 
     def _give_up(self, share: Share, reason: str) -> None:
+        self._given_up = (share.folder, reason)
         folders.remove(share.folder)
-        self._complain(share, reason)
+        if share.then:
+            self._complain(share, reason)
 
     def _complain(self, share: Share, reason: str) -> None:
         if not self._in_trouble:
             say(
-                f"the checkpoint of step {share.version} in {self._root} is not written: {reason}; "
-                "training goes on, and every later checkpoint is tried again"
+                f"the checkpoint of step {share.version} in {self._root} is not written: {reason}"
+                f"{'; ' if share.then else ''}{share.then}"
             )
         self._in_trouble = True
 

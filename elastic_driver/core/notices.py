@@ -1,0 +1,15 @@
+"""How the time of a notice is divided: what is for leaving, and what for ending processes.
+
+Batch systems and clouds announce that a host, or all of them, go away in so many seconds. The
+agents and the core reckon alike, so that nobody is stopped while others still count on it.
+Pure. Times are seconds.
+"""
+
+from __future__ import annotations
+
+STOPPING_S = 5.0  # the last part of the time, for ending processes that are still there
+
+
+def time_to_leave(deadline: float) -> float:
+    """How much of a deadline workers have to leave by themselves; the rest is for ending them."""
+    return deadline - min(STOPPING_S, deadline / 2)
