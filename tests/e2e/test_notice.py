@@ -7,7 +7,7 @@ import re
 import signal
 from pathlib import Path
 
-from tests.support.job import JOBS, RunningJob, elasticrun
+from tests.support.job import JOBS, Hosts, RunningJob, elasticrun
 
 JOB = str(JOBS / "durable.py")
 NEVER = "1000000"  # steps from one checkpoint to the next: only the last one is written
@@ -60,6 +60,40 @@ def test_a_notice_to_every_agent_ends_the_job_at_once_and_loses_no_step(tmp_path
         step = told_to_go(job, *job.agents())
         assert "every host goes away (its agent got SIGUSR1)" in job.stderr
     assert_goes_on(checkpoints, step, *args)
+
+
+def test_where_other_hosts_may_come_they_go_on_at_exactly_that_step(tmp_path: Path) -> None:
+    checkpoints, hosts = tmp_path / "checkpoints", Hosts(tmp_path, "localhost:1", "127.0.0.2:1")
+    find = ("--host-discovery-script", str(hosts.script), "--discovery-interval", "0.1")
+    args = (*find, "-np", "2", "--min-np", "1", "--debug")
+    with elasticrun(*args, "--", JOB, env=environment(checkpoints, 100000)) as job:
+        job.until_size(2)
+        for agent in job.agents():
+            job.kill(agent, signal.SIGUSR1)
+        job.until(lambda: len(job.events("host_drained")) == 2, "both hosts are left")
+        step = int(job.events("state_saved")[0]["reason"].split()[4])
+        assert max(record.step for record in job.steps()) == step
+        hosts.set("127.0.0.3:1")
+        later = job.until_size(1)
+        assert min(r.step for r in job.steps() if r.pid in later) == step + 1
+        assert job.process.poll() is None
+
+
+def test_a_plain_script_gets_sigterm(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with elasticrun("-np", "1", "--", str(script)) as job:
+        job.until(lambda: "up" in job.stdout, "the script runs")
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.wait(30) == 143, job.describe()
+        assert "saved" in job.stdout
+        assert "they did not ask to be told earlier" in job.stderr.splitlines()[-1]
+        job.assert_nothing_left()
 
 
 def test_without_a_checkpoint_dir_the_end_says_what_is_lost() -> None:
