@@ -15,9 +15,14 @@ RENDEZVOUS = "ELASTIC_RENDEZVOUS"  # http://host:port
 TOKEN_FILE = "ELASTIC_TOKEN_FILE"  # noqa: S105 - the path of a 0600 file, never the token
 HEARTBEAT_TIMEOUT = "ELASTIC_HEARTBEAT_TIMEOUT"  # seconds
 HANG_TIMEOUT = "ELASTIC_HANG_TIMEOUT"  # seconds; 0: off, not set: adapts to the step time
+LEAVE_NOTICE = "ELASTIC_LEAVE_NOTICE"  # seconds from a signal to a worker's end; not set: at once
 VIRTUAL_WORKERS = "ELASTIC_VIRTUAL_WORKERS"  # --virtual-workers, by default --max-np
 BALANCE = "ELASTIC_BALANCE"  # "1" with --balance: shares of a step follow measured speed
 TF_CONFIG = "TF_CONFIG"  # TensorFlow's name; only with --tf-config
+
+# A SIGTERM that comes behind this signal is the agent's: no notice, the end. By default it is
+# ignored, so it means nothing to anybody else.
+STOP_MARK = "SIGURG"
 
 # ---- variables of a worker (torchrun's) --------------------------------------------------
 TORCHRUN_NAMES = (

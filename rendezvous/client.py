@@ -12,6 +12,7 @@ import contextlib
 import http.client
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -33,7 +34,7 @@ from rendezvous.calls import (
     time_for,
     unreachable,
 )
-from rendezvous.errors import AbortedError, RendezvousError
+from rendezvous.errors import AbortedError, RendezvousError, WokenError
 from rendezvous.wire import (
     BATCH_PATH,
     MAX_WAIT_S,
@@ -86,16 +87,19 @@ class RendezvousClient:
 
     # ---- the store -----------------------------------------------------------------------
 
-    def batch(self, *operations: Operation, deadline: float | None = None) -> tuple[Result, ...]:
+    def batch(
+        self, *operations: Operation, deadline: float | None = None, wake: int | None = None
+    ) -> tuple[Result, ...]:
         """Carry out operations in order; one result for each, `Refused` among them.
 
         `deadline`: seconds from now in which the answer must be here, repeats included
-        (default: the waits in the batch plus the client's timeout).
+        (default: the waits in the batch plus the client's timeout). `wake`: a descriptor; when it
+        becomes readable before there is an answer, WokenError is raised.
         """
         expected = time_for(operations, self.timeout)
         body = put_batch(operations)
         within = expected if deadline is None else deadline
-        return read_results(self._call("POST", BATCH_PATH, body, within, expected))
+        return read_results(self._call("POST", BATCH_PATH, body, within, expected, wake=wake))
 
     def set(self, key: str, value: bytes, lease: float | None = None) -> int:
         """Write a value, with `lease` (seconds) as a lease; return its revision."""
@@ -196,7 +200,14 @@ class RendezvousClient:
     # ---- one call ------------------------------------------------------------------------
 
     def _call(
-        self, method: str, path: str, body: bytes | None, within: float, expected: float
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        within: float,
+        expected: float,
+        *,
+        wake: int | None = None,
     ) -> bytes:
         """The answer's body; repeats until `within` seconds are over.
 
@@ -213,7 +224,7 @@ class RendezvousClient:
             reused = self._connection is not None
             try:
                 attempt_until = min(until, time.monotonic() + expected)
-                status, data = self._attempt(method, path, body, headers, attempt_until)
+                status, data = self._attempt(method, path, body, headers, attempt_until, wake=wake)
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 cause: object = error or type(error).__name__
@@ -229,7 +240,13 @@ class RendezvousClient:
             if now + delay >= until:
                 self._check_usable()
                 raise unreachable(self.url, now - started, cause)
-            self._aborted.wait(delay)
+            self._pause(delay, wake)
+
+    def _pause(self, seconds: float, wake: int | None) -> None:
+        if wake is None:
+            self._aborted.wait(seconds)
+        elif wake in _readable(seconds, wake):
+            raise WokenError(f"woken while {self.url} did not answer")
 
     def _check_usable(self) -> None:
         if self._pid != os.getpid():
@@ -242,12 +259,21 @@ class RendezvousClient:
             raise AbortedError(f"the call to {self.url} was aborted by another thread")
 
     def _attempt(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str], until: float
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        until: float,
+        *,
+        wake: int | None,
     ) -> tuple[int, bytes]:
         connection = self._connection or self._connect(until)
         self.requests += 1
         _arm(connection, until)
         connection.request(method, path, body, headers)
+        if wake is not None:
+            self._await_answer(connection, until, wake)
         response = connection.getresponse()
         chunks = []
         while True:
@@ -260,6 +286,18 @@ class RendezvousClient:
             self.close()
         return response.status, b"".join(chunks)
 
+    def _await_answer(
+        self, connection: http.client.HTTPConnection, until: float, wake: int
+    ) -> None:
+        """Wait for an answer's first byte, or for `wake`; the answer comes first."""
+        if connection.sock is None:
+            return
+        answer = connection.sock.fileno()
+        ready = _readable(until - time.monotonic(), answer, wake)
+        if wake in ready and answer not in ready:
+            self.close()
+            raise WokenError(f"woken before {self.url} answered")
+
     def _connect(self, until: float) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(self._host, self._port)
         connection.timeout = min(CONNECT_S, max(0.001, until - time.monotonic()))
@@ -268,6 +306,14 @@ class RendezvousClient:
             self._connection = connection
         self._check_usable()
         return connection
+
+
+def _readable(seconds: float, *descriptors: int) -> list[int]:
+    """Those of the descriptors that can be read, or have ended, within so many seconds."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)]
 
 
 def _arm(connection: http.client.HTTPConnection, until: float) -> None:

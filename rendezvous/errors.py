@@ -65,5 +65,9 @@ class AbortedError(RendezvousError):
     """Another thread called `abort()` on this client; it stays unusable."""
 
 
+class WokenError(RendezvousError):
+    """The descriptor that may end a call's wait has become readable; the call may be repeated."""
+
+
 class StoppedError(RendezvousError):
     """The server was stopped, or was not started, when it was asked for something."""

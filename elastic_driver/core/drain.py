@@ -1,9 +1,10 @@
-"""Hosts that are to be left in good order: drained by hand, or with a notice of their end.
+"""Hosts and workers that are to go in good order: drained by hand, or with a notice of their end.
 
 A drained host is left like one that discovery removed, at a step boundary and without a step
 lost, but there is time: where other hosts have room, its workers train on until their
-replacements are ready, so that the world need not shrink. Called by the job machine; starts and
-stops nothing itself. Times are monotonic seconds.
+replacements are ready, so that the world need not shrink. The same holds for a single worker with
+a notice; its slot is then free for the next one. Called by the job machine; starts and stops
+nothing itself. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from dataclasses import replace
 from math import inf
 
 from elastic_driver.core import placement
-from elastic_driver.core.events import DrainCancelled, DrainRequested, HostLeaving
+from elastic_driver.core.events import DrainCancelled, DrainRequested, HostLeaving, WorkerLeaving
 from elastic_driver.core.hosts import Drain
 from elastic_driver.core.notices import time_to_leave
-from elastic_driver.core.registry import Worker, WorkerState
+from elastic_driver.core.outcome import Kind
+from elastic_driver.core.registry import ACTIVE, Worker, WorkerState
 from elastic_driver.core.state import JobState
 
 REPLACEMENT_SHARE = 0.5  # of a deadline; the rest is for the boundary and for ending processes
@@ -31,8 +33,21 @@ def noticed(job: JobState, event: HostLeaving, now: float) -> None:
     if job.fleet.current(event.host, event.incarnation) is None:
         job.ignore(f"agent {event.host}.{event.incarnation} is not the present one")
         return
-    by_hand = _until(job, event.reason, event.deadline, now)
-    _drain(job, event.host, replace(by_hand, leave_by=now + time_to_leave(event.deadline)))
+    _drain(job, event.host, _with_notice(job, event, now))
+
+
+def told(job: JobState, event: WorkerLeaving, now: float) -> None:
+    """A worker says that it has to go; its host stays."""
+    worker = job.registry.workers.get(event.worker)
+    if worker is None or worker.state not in ACTIVE or job.kind is not Kind.ELASTIC:
+        job.ignore(f"{event.worker} is gone or going, or has not taken part yet")
+        return
+    if worker.drain is not None:
+        job.ignore(f"{event.worker} has said before that it has to go")
+        return
+    worker.drain = _with_notice(job, event, now)
+    job.capacity_changed = True
+    job.announce("worker_leaving", event.reason, worker, deadline=event.deadline)
 
 
 def cancelled(job: JobState, event: DrainCancelled, _now: float) -> None:
@@ -54,8 +69,13 @@ def waits_until(job: JobState, leavers: list[Worker]) -> float | None:
     return min(until) if _replacements_are_coming(job) else None
 
 
+def of_worker(job: JobState, worker: Worker) -> Drain | None:
+    """The drain for which a worker has to go: its host's, or its own."""
+    return job.hosts.drained(worker.host) or worker.drain
+
+
 def _patience(job: JobState, worker: Worker) -> float | None:
-    drain = job.hosts.drained(worker.host)
+    drain = of_worker(job, worker)
     if drain is not None:
         return drain.replace_until
     replaced = job.replacing is not None and job.replacing.worker == worker.id
@@ -64,9 +84,15 @@ def _patience(job: JobState, worker: Worker) -> float | None:
 
 def hand_over_until(job: JobState, leavers: list[Worker]) -> float:
     """Until when workers that all leave may train on for somebody who takes over to come."""
-    drains = [job.hosts.drained(worker.host) for worker in leavers]
+    drains = [of_worker(job, worker) for worker in leavers]
     ends = [d.replace_until for d in drains if d is not None and d.leave_by is not None]
     return min(ends, default=inf)
+
+
+def slots_come_free(job: JobState) -> bool:
+    """Whether others with a notice make room for somebody to whom one can hand the state."""
+    going = job.registry.having(WorkerState.READY, WorkerState.STOPPING)
+    return sum(1 for w in going if w.drain is not None and job.hosts.usable(w.host)) > 1
 
 
 def _replacements_are_coming(job: JobState) -> bool:
@@ -82,6 +108,11 @@ def _until(job: JobState, reason: str, deadline: float | None, now: float) -> Dr
     if deadline is not None:
         patience = min(patience, deadline * REPLACEMENT_SHARE)
     return Drain(reason, now + patience)
+
+
+def _with_notice(job: JobState, event: HostLeaving | WorkerLeaving, now: float) -> Drain:
+    drain = _until(job, event.reason, event.deadline, now)
+    return replace(drain, leave_by=now + time_to_leave(event.deadline))
 
 
 def _drain(job: JobState, host: str, drain: Drain) -> None:

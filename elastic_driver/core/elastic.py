@@ -265,7 +265,7 @@ def _would_be_lost(job: JobState, ready: list[Worker]) -> bool:
 def _release_leavers(job: JobState, ready: list[Worker]) -> None:
     """Stop those who have left the round and have to go, unless their state is still needed."""
     needed: list[Worker] = []
-    if ready or _newcomers_in_sight(job):
+    if ready or _newcomers_in_sight(job) or drain.slots_come_free(job):
         needed = _state_holders(job, ready)
     for worker in job.registry.having(WorkerState.READY):
         if worker.leaving and worker not in needed:

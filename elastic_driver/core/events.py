@@ -136,6 +136,14 @@ class HostLeaving(Struct, frozen=True, tag="host_leaving", forbid_unknown_fields
     reason: Text
 
 
+class WorkerLeaving(Struct, frozen=True, tag="worker_leaving", forbid_unknown_fields=True):
+    """A worker was told (a signal, a preemption notice) that it has to go in `deadline` seconds."""
+
+    worker: WorkerId
+    deadline: Annotated[float, Meta(ge=0.0, le=1e9)]
+    reason: Text
+
+
 # ---- events from the driver's own shell --------------------------------------------------
 
 
@@ -254,6 +262,7 @@ WireEvent = (
     | WorkerExited
     | WorkerSaved
     | HostLeaving
+    | WorkerLeaving
 )
 Event = (
     WireEvent

@@ -87,7 +87,7 @@ def _until(job: JobState, holders: list[Worker], now: float) -> float:
     """When the first of them is going to be stopped."""
     if job.departure is not None:
         return job.departure.end_by
-    drains = [job.hosts.drained(worker.host) for worker in holders]
+    drains = [job.hosts.drained(worker.host) or worker.drain for worker in holders]
     ends = [drain.leave_by for drain in drains if drain is not None and drain.leave_by is not None]
     return min([now + job.settings.grace_period, *ends])
 

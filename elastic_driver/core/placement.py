@@ -38,6 +38,8 @@ def mark_leavers(job: JobState) -> None:
             worker.leaving = f"host {worker.host} was removed"
         elif drain is not None:
             worker.leaving = f"host {worker.host} is drained: {drain.reason}"
+        elif worker.drain is not None:
+            worker.leaving = f"{worker.id} has to go: {worker.drain.reason}"
         elif job.replacing is not None and worker.id == job.replacing.worker:
             worker.leaving = f"{worker.id} is replaced: {job.replacing.reason}"
         elif taken >= slots:

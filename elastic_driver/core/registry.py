@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from elastic_driver.core.hosts import Drain
 from elastic_driver.core.messages import SlotInfo
 
 
@@ -106,6 +107,7 @@ class Worker:
     left: int = 0  # the round it reported to have left with its last READY
     stepped: bool = False  # has finished a training step
     leaving: str = ""  # why it has to leave at the next chance; empty: it stays
+    drain: Drain | None = None  # it has a notice of its own end
 
     @property
     def age(self) -> tuple[bool, int]:

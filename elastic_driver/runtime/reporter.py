@@ -46,6 +46,7 @@ _WORDS: dict[str, tuple[Level, str]] = {
     "host_removed": (Level.NORMAL, "host {host} removed"),
     "host_blacklisted": (Level.QUIET, "host {host} in cool-down"),
     "drain_requested": (Level.NORMAL, "host {host} is drained"),
+    "worker_leaving": (Level.NORMAL, "worker {worker} has to go"),
     "drain_cancelled": (Level.NORMAL, "host {host} may be used again"),
     "host_drained": (Level.NORMAL, "host {host} is empty"),
     "host_resurrected": (Level.NORMAL, "host {host} may be used again"),

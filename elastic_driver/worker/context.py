@@ -36,6 +36,7 @@ class WorkerContext(Struct, frozen=True, kw_only=True):
     token_file: str
     heartbeat_timeout: float
     hang_timeout: float | None = None  # None: adapts to the step time; 0: off
+    leave_notice: float = 0.0  # from a signal to the end of this process; 0: at once
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext | None:
@@ -82,6 +83,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext 
             if env.get(contract.HANG_TIMEOUT)
             else None
         ),
+        leave_notice=_number(env, contract.LEAVE_NOTICE, 0.0, float),
     )
 
 

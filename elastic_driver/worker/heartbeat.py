@@ -19,13 +19,20 @@ from collections.abc import Callable
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.events import WorkerResumed, WorkerStack, WorkerStalled, WorkerStepped
+from elastic_driver.core.events import (
+    WorkerLeaving,
+    WorkerResumed,
+    WorkerStack,
+    WorkerStalled,
+    WorkerStepped,
+)
 from elastic_driver.core.messages import Allocation, Notice, Progress, decode, encode
 from elastic_driver.worker.notes import say
+from elastic_driver.worker.notices import Notices
 from elastic_driver.worker.pulse import Pulse
 from elastic_driver.worker.watch import StallWatch
 from rendezvous.client import RendezvousClient
-from rendezvous.errors import AbortedError, RendezvousError
+from rendezvous.errors import AbortedError, RendezvousError, WokenError
 from rendezvous.wire import EVENTS_PATH, Entries, Set, Watch
 
 LONGEST_WAIT_S = 2.0  # while steps are made, so that the progress the driver reads is never older
@@ -34,6 +41,7 @@ GROWTH = 1.5
 STOP_S = 1.0  # for the thread to end; it is a daemon, so a process never hangs on it
 RECENT_STEPS = 11  # from which the step time of the moment is taken
 RETRY_S = 0.5  # after a refused or unanswered beat
+LEAVING_S = 1.0  # for the driver to hear that this worker has to go
 
 _events = msgspec.json.Encoder()
 
@@ -55,10 +63,11 @@ class Heartbeat:
         on_notice: Callable[[Notice], None],
         tend: Callable[[], float | None],
         watch: StallWatch,
+        notices: Notices,
     ) -> None:
         self._worker, self._client, self._pulse = worker, client, pulse
         self._timeout, self._on_notice, self._tend = timeout, on_notice, tend
-        self._watch = watch
+        self._watch, self._notices = watch, notices
         self._news: WorkerStalled | WorkerResumed | None = None
         self._idle = timeout / 3  # a lease survives two lost requests
         self._longest = min(self._idle, LONGEST_WAIT_S)
@@ -88,6 +97,7 @@ class Heartbeat:
         """End the thread, within a second even in the middle of a request."""
         self._stopping.set()
         self._client.abort()
+        self._notices.signals.wake()
         if self._thread is not None:
             self._thread.join(STOP_S)
         self._client.close()
@@ -103,16 +113,19 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                due = [self._tend(), self._look(), self._next_wait()]
+                due = [self._notices.heed(self._tell_leaving), self._tend(), self._look()]
+                due.append(self._next_wait())
                 self._beat(min(wait for wait in due if wait is not None))
                 self._tell()
             except AbortedError:
                 return
+            except WokenError:
+                continue  # a signal came, or the end
             except RendezvousError as error:
                 if not self._silent:
                     say(f"the driver does not answer; training goes on ({error})")
                 self._silent = True
-                self._stopping.wait(RETRY_S)
+                self._notices.wait(RETRY_S)
             else:
                 if self._silent:
                     say("the driver answers again")
@@ -126,7 +139,8 @@ class Heartbeat:
             keys[contract.JOB_WORLD] = self._world
         if self._pulse.passes_on:
             keys[contract.JOB_ALLOCATION] = self._allocation
-        results = self._client.batch(lease, *self._progress(), Watch(keys, wait))
+        wake = self._notices.signals.fileno()
+        results = self._client.batch(lease, *self._progress(), Watch(keys, wait), wake=wake)
         found = results[-1]
         if not isinstance(found, Entries) or found.timed_out:
             return
@@ -192,6 +206,18 @@ class Heartbeat:
         wait = min(self._wait, self._longest)
         self._wait = wait * GROWTH
         return wait
+
+    def _tell_leaving(self, event: WorkerLeaving) -> str:
+        """Have the driver know that we have to go; why that cannot be, or nothing."""
+        if self._silent:
+            return "it does not answer"
+        try:
+            self._client.post_json(EVENTS_PATH, _events.encode(event), deadline=LEAVING_S)
+        except AbortedError:
+            raise  # the script has ended by itself meanwhile
+        except RendezvousError as error:
+            return str(error)
+        return ""
 
     def _tell(self) -> None:
         if self._answer is not None:

@@ -21,6 +21,7 @@ from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.farewell import LastSave
 from elastic_driver.worker.heartbeat import Heartbeat
 from elastic_driver.worker.notes import say
+from elastic_driver.worker.notices import Notices
 from elastic_driver.worker.pulse import Pulse
 from elastic_driver.worker.watch import StallWatch
 from rendezvous.auth import read_token_file
@@ -63,6 +64,7 @@ class Link:
         self._slice = min(SLICE_S, born.heartbeat_timeout)
         self._seen = 0  # revision of the newest World document
         self._asked = 0  # revision of the newest SaveRequest
+        self._notices = Notices(born.worker, born.leave_notice)
         self._heart = Heartbeat(
             born.worker,
             self._client.clone(),
@@ -71,6 +73,7 @@ class Link:
             on_notice=on_notice,
             tend=tend,
             watch=StallWatch(born.worker, pulse, born.hang_timeout),
+            notices=self._notices,
         )
 
     def start(self) -> None:
@@ -80,11 +83,20 @@ class Link:
     def stop(self) -> None:
         """Stop beating, say that we do so on purpose, and close the connections; soon."""
         self._heart.stop()
+        self._notices.signals.let_go()
         # A lease that ran out would be taken for a hang: the process may take long to end.
         with contextlib.suppress(RendezvousError):
             lease = contract.worker_lease(self.born.worker)
             self._client.batch(Delete(lease), deadline=GOODBYE_S)
         self._client.close()
+
+    def listen(self) -> None:
+        """From now on heed signals that announce this worker's end; for the main thread."""
+        self._notices.listen()
+
+    def forget_in_child(self) -> None:
+        """Give the signals back in a forked child, whose end is no affair of the job's."""
+        self._notices.signals.let_go()
 
     def store(self, round_id: int) -> HTTPStore:
         """A torch store for the keys of one round."""

@@ -77,6 +77,6 @@ def shutdown() -> None:
 
 def _forget_in_child() -> None:
     member, _Session.membership = _Session.membership, None
-    if member is not None and member.group is not None:
-        member.group.close_in_child()
+    if member is not None:
+        member.forget_in_child()
     current.forget()

@@ -80,6 +80,13 @@ class Membership:
         self._end_parted()
         current.forget()
 
+    def forget_in_child(self) -> None:
+        """In a forked child: let go of the world's connections and of the signals."""
+        if self.group is not None:
+            self.group.close_in_child()
+        if self._link is not None:
+            self._link.forget_in_child()
+
     # ---- joining -------------------------------------------------------------------------
 
     def say_ready(self, standing: Standing, reason: str, speaker: object | None = None) -> None:
@@ -159,6 +166,8 @@ class Membership:
             if self._notice is not None:  # it may have come while the group was built
                 self._obey(self._notice)
         self._end_parted()  # whoever was in it is in this round, or gone
+        if self._link is not None:
+            self._link.listen()
         current.enter(me.place, world.round)
 
     def _enter_alone(self) -> World:

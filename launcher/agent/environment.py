@@ -29,6 +29,7 @@ _NOT_INHERITED = frozenset(
         contract.TOKEN_FILE,
         contract.HEARTBEAT_TIMEOUT,
         contract.HANG_TIMEOUT,
+        contract.LEAVE_NOTICE,
         contract.VIRTUAL_WORKERS,
         contract.BALANCE,
     )
@@ -61,6 +62,8 @@ def worker_environment(
         env[contract.TF_CONFIG] = order.tf_config
     if spec.hang_timeout is not None:
         env[contract.HANG_TIMEOUT] = repr(spec.hang_timeout)
+    if spec.leave_notice:
+        env[contract.LEAVE_NOTICE] = repr(spec.leave_notice)
     env.update(
         {
             contract.RUN_ID: spec.run_id,

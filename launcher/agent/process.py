@@ -13,10 +13,12 @@ import os
 import signal
 from collections.abc import Callable
 
+from elastic_driver import contract
 from launcher.agent.descendants import carries, children, kill_trees, reap
 
 LEFTOVERS_S = 2.0  # for the kernel to end what was killed
 _LOOK_AGAIN_S = 0.005
+_STOP_MARK = signal.Signals[contract.STOP_MARK]
 
 
 class Family:
@@ -80,6 +82,7 @@ class WorkerProcess:
             return
         when = self._loop.time() + grace
         if self._kill_at is None:
+            self._signal(_STOP_MARK)  # so that nobody takes it for a notice and trains on
             self._signal(signal.SIGTERM)
         elif when >= self._kill_at.when():
             return

@@ -222,3 +222,94 @@ def test_a_plain_job_is_restarted_without_the_drained_host(scenario: MakeScenari
     s.obey_stops()
     assert s.members == ["a.0.2"]
     assert [d.host for d in s.all(ev.StopAgent)] == ["b"]
+
+
+# ---- single workers with a notice --------------------------------------------------------
+
+
+def tell(s: Scenario, *workers: str, deadline: float = 30.0) -> None:
+    for worker in workers:
+        s.send(ev.WorkerLeaving(worker, deadline, "it got SIGTERM"))
+
+
+def test_a_worker_that_has_to_go_leaves_at_a_boundary_and_its_slot_is_filled_again(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, min_np=1, max_restarts=0).training(a=2, b=1)
+    tell(s, "a.1.1")
+    assert [(a.worker, a.reason) for a in s.announced("worker_leaving")] == [
+        ("a.1.1", "it got SIGTERM")
+    ]
+    leave(s, version=7)
+    assert s.members == ["a.0.1", "b.0.1"]
+    assert [o.worker for o in s.orders(msg.StopWorkerOrder)] == ["a.1.1"]
+    s.obey_stops()
+    assert s.starting == ["a.1.2"]
+    s.ready("a.1.2")
+    leave(s, version=9)
+    assert s.members == ["a.0.1", "a.1.2", "b.0.1"]
+    assert s.job.state.budget.failures == 0
+    assert not s.announced("host_blacklisted")
+
+
+def test_a_worker_that_has_to_go_is_replaced_first_where_there_is_room(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, min_np=1, max_np=2).training(a=1, b=2)
+    tell(s, "a.0.1")
+    assert s.starting == ["b.1.1"]
+    s.wait(10.0)
+    assert s.round == (1, "complete")
+    s.ready("b.1.1")
+    leave(s, version=9)
+    assert s.members == ["b.0.1", "b.1.1"]
+
+
+def test_a_worker_that_has_to_go_waits_for_half_of_its_time(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, min_np=1, max_np=2).training(a=1, b=2)
+    tell(s, "a.0.1", deadline=20.0)
+    s.wait(9.9)
+    assert s.all(ev.PublishNotice) == []
+    s.wait(0.1)
+    assert s.notice.at_boundary
+
+
+def test_a_worker_that_has_to_go_and_dies_of_it_is_no_failure(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, min_np=1, max_restarts=0).training(a=2)
+    tell(s, "a.1.1")
+    s.exit("a.1.1", -15)
+    assert not s.notice.at_boundary
+    s.ready("a.0.1", version=4)
+    assert s.members == ["a.0.1"]
+    assert s.starting == ["a.1.2"]
+    assert s.end is None
+
+
+def test_when_all_have_to_go_one_stays_until_its_state_is_handed_over(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, min_np=1).training(a=3)
+    tell(s, "a.0.1", "a.1.1", "a.2.1")
+    leave(s, version=7)
+    assert s.orders(msg.StopWorkerOrder) == []  # the state is written first, where it can be
+    s.send(ev.WorkerSaved("a.0.1", 1))
+    assert {o.worker for o in s.orders(msg.StopWorkerOrder)} == {"a.1.1", "a.2.1"}
+    s.obey_stops()
+    s.ready("a.1.2")
+    assert s.members == ["a.0.1", "a.1.2"]
+    s.ready("a.2.2")
+    leave(s, version=8)
+    assert s.members == ["a.1.2", "a.2.2"]
+    s.obey_stops()
+    assert s.starting == ["a.0.2"]
+
+
+def test_a_notice_that_is_repeated_or_comes_too_late_is_ignored(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, min_np=1).training(a=2)
+    tell(s, "a.1.1")
+    tell(s, "a.1.1")
+    assert "before" in s.job.state.ignored
+    leave(s, version=3)
+    tell(s, "a.1.1", "b.0.1")
+    assert s.job.state.ignored == "b.0.1 is gone or going, or has not taken part yet"
+    assert len(s.announced("worker_leaving")) == 1

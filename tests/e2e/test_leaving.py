@@ -119,6 +119,41 @@ def test_a_drain_that_is_taken_back_brings_the_host_back() -> None:
         assert_no_step_lost_or_repeated(job, min(r.step for r in after.values()))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_worker_with_a_notice_leaves_at_a_boundary_and_another_takes_its_slot(
+    number: signal.Signals,
+) -> None:
+    # With so long a grace, a worker that overlooks its agent's SIGTERM would be waited for.
+    args = ("-np", "3", "--min-np", "1", "--stop-grace", "60", "--debug", "--", TRAIN)
+    with elasticrun(*args, env=ENV) as job:
+        before = job.until_size(3)
+        gone = next(pid for pid, record in before.items() if record.rank == 1)
+        job.kill(gone, number)
+        job.until(lambda: job.rounds() == [3, 2, 3], "the world is whole again")
+        after = job.until_size(3)
+        assert set(before) - set(after) == {gone}
+        assert [e["pid"] for e in job.events("worker_leaving")] == [gone]
+        assert [(e["pid"], e["expected"]) for e in job.events("worker_exited")] == [(gone, True)]
+        assert_no_step_lost_or_repeated(job, min(r.step for r in after.values()))
+        assert_common_boundaries(job)
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(within=30) == 130
+        job.assert_nothing_left()
+
+
+def test_when_all_workers_have_a_notice_nothing_is_lost() -> None:
+    args = ("-np", "3", "--min-np", "1", "--debug", "--", TRAIN)
+    with elasticrun(*args, env=ENV) as job:
+        before = job.until_size(3)
+        for pid in before:
+            job.kill(pid, signal.SIGTERM)
+        job.until(lambda: not any(map(is_running, before)), "all of them are gone")
+        after = job.until_size(3)
+        assert not set(before) & set(after)
+        assert_no_step_lost_or_repeated(job, min(r.step for r in after.values()))
+        assert_common_boundaries(job)
+
+
 def test_a_plain_script_goes_on_without_the_drained_host() -> None:
     plain = str(JOBS / "plain.py")
     args = ("-H", "localhost:1,127.0.0.2:1", "-np", "2", "--min-np", "1", "--", plain)

@@ -16,9 +16,10 @@ from rendezvous.errors import (
     SealedError,
     UnauthorizedError,
     UnreachableError,
+    WokenError,
 )
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import Add, Compared, Entries, Entry, Get, Number, Set, Written
+from rendezvous.wire import Add, Compared, Entries, Entry, Get, Number, Set, Watch, Written
 from tests.rendezvous.bench import TOKEN, LossyProxy, eventually, free_port, waiting
 
 
@@ -52,6 +53,34 @@ def test_a_batch_is_one_request(client: RendezvousClient) -> None:
     results = client.batch(Set("a", b"1"), Add("n", 1), Get(("a",)))
     assert results == (Written(1), Number(1), Entries({"a": Entry(b"1", 1)}))
     assert client.requests == 1
+
+
+def test_a_wait_ends_when_its_descriptor_can_be_read_and_the_client_goes_on(
+    server: RendezvousServer, client: RendezvousClient
+) -> None:
+    reads, writes = socket.socketpair()
+    with reads, writes:
+        assert client.batch(Set("a", b"1"), wake=reads.fileno()) == (Written(1),)
+
+        def wake() -> None:
+            eventually(lambda: waiting(server) == 1, "the client waits")
+            writes.send(b"!")
+
+        waker = threading.Thread(target=wake)
+        waker.start()
+        with pytest.raises(WokenError):
+            client.batch(Watch({"a": 1}, wait=30.0), wake=reads.fileno())
+        waker.join(10)
+        assert client.set("a", b"2") == 2
+        eventually(lambda: waiting(server) == 0, "the waiter is gone")
+
+
+def test_a_wait_for_a_server_that_is_gone_ends_likewise() -> None:
+    reads, writes = socket.socketpair()
+    with reads, writes, RendezvousClient(f"http://127.0.0.1:{free_port()}", TOKEN) as client:
+        writes.send(b"!")
+        with pytest.raises(WokenError):
+            client.batch(Set("a", b"1"), wake=reads.fileno())
 
 
 def test_calls_share_one_connection(server: RendezvousServer, client: RendezvousClient) -> None:

@@ -41,6 +41,7 @@ class Faults:
             (1, self._scale),
             (1, self._drain),
             (1, self._undrain),
+            (2, self._notice),
             (1, self._discovery_fails),
             (2 if own_exits else 0, self._exit),
             (6 if cluster.settings.replace_slow else 0, self._slow),
@@ -113,6 +114,18 @@ class Faults:
     def _lease_expires(self, worker: SimWorker) -> None:
         if worker.alive and worker.frozen:
             self.cluster.deliver(ev.WorkerLost(worker.id, "no heartbeat"))
+
+    def _notice(self) -> None:
+        """Workers are told that they have to go, and see to it themselves when time is up."""
+        told = [w for w in self.cluster.living() if w.group is not None and not w.frozen]
+        if not self.cluster.elastic or not told:
+            return
+        chosen = [self.random.choice(told)] if self.random.random() < 0.8 else told
+        deadline = self.random.choice([0.5, 3.0, 10.0])
+        for worker in chosen:
+            leaving = ev.WorkerLeaving(worker.id, deadline, "it got SIGTERM")
+            self.cluster.post(worker.agent, leaving)
+            self.cluster.clock.after(deadline, partial(worker.end, -15))
 
     def _deadlock(self) -> None:
         """One training thread stops while its heartbeat goes on."""

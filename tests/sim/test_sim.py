@@ -22,7 +22,7 @@ def test_a_seed_replays_exactly() -> None:
 
 
 def test_slow_workers_are_replaced_in_some_seeds() -> None:
-    assert sum(run_seed(seed).replaced for seed in range(PER_TEST)) > 0
+    assert any(run_seed(seed).replaced for seed in range(SEEDS))  # the first ends the search
 
 
 def test_a_core_that_forgets_who_holds_the_state_is_found_out(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import signal
 from collections.abc import Iterator
 
 import msgspec
@@ -13,6 +15,7 @@ from aiohttp import web
 from elastic_driver import contract
 from elastic_driver.core.messages import Allocation, Division, Progress, decode, encode
 from elastic_driver.worker.heartbeat import Heartbeat
+from elastic_driver.worker.notices import Notices
 from elastic_driver.worker.pulse import Pulse
 from elastic_driver.worker.watch import StallWatch
 from rendezvous.client import RendezvousClient
@@ -42,8 +45,11 @@ def server(events: queue.SimpleQueue[dict[str, object]]) -> Iterator[RendezvousS
 
 
 @contextlib.contextmanager
-def beating(server: RendezvousServer, pulse: Pulse) -> Iterator[None]:
+def beating(
+    server: RendezvousServer, pulse: Pulse, notices: Notices | None = None
+) -> Iterator[None]:
     """A heartbeat of this pulse, with no limit to its patience."""
+    notices = Notices("a.0.1", 0.0) if notices is None else notices
     heart = Heartbeat(
         "a.0.1",
         RendezvousClient(server.url, TOKEN),
@@ -52,12 +58,14 @@ def beating(server: RendezvousServer, pulse: Pulse) -> Iterator[None]:
         on_notice=lambda _notice: None,
         tend=lambda: None,
         watch=StallWatch("a.0.1", pulse, None),
+        notices=notices,
     )
     heart.start()
     try:
         yield
     finally:
         heart.stop()
+        notices.signals.let_go()
 
 
 def test_the_first_step_of_a_round_is_told_soon_though_the_beat_before_could_wait_longer(
@@ -108,3 +116,16 @@ def test_others_hear_nothing_of_shares(server: RendezvousServer) -> None:
             what="a beat after the step",
         )
     assert pulse.allocation is None
+
+
+def test_a_notice_is_passed_on_at_once_though_the_beat_could_wait_longer(
+    server: RendezvousServer, events: queue.SimpleQueue[dict[str, object]]
+) -> None:
+    notices = Notices("a.0.1", 30.0)
+    notices.listen()
+    with beating(server, Pulse(), notices):
+        with pytest.raises(queue.Empty):
+            events.get(timeout=0.3)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        told = events.get(timeout=2.0)
+    assert (told["type"], told["worker"], told["deadline"]) == ("worker_leaving", "a.0.1", 30.0)

@@ -42,6 +42,23 @@ time.sleep(600)
 """
 
 
+def test_a_worker_is_told_that_its_sigterm_is_the_agent_s(driver: Driver) -> None:
+    driver.python(
+        "import signal, time\n"
+        "for n in (signal.SIGURG, signal.SIGTERM):\n"
+        "    signal.signal(n, lambda n, _: print(signal.Signals(n).name, flush=True))\n"
+        "print('up', flush=True)\n"
+        "while True: time.sleep(0.01)\n"
+    )
+    with agent_of(driver) as agent:
+        worker = driver.start_worker()
+        eventually(lambda: "up" in agent.out)
+        driver.stop_worker(worker, 60.0)
+        eventually(lambda: "SIGURG" in agent.out and "SIGTERM" in agent.out)
+        driver.stop_worker(worker, 0.0)
+        driver.wait(WorkerExited, worker)
+
+
 def test_an_agent_introduces_itself_and_keeps_its_lease(driver: Driver) -> None:
     driver.python(HELLO, heartbeat_timeout=1.5)
     with agent_of(driver) as agent:
