@@ -19,8 +19,8 @@ help: ## show this
 demo: $(READY) ## train on three workers, kill one on the way, show what happened
 	$(BIN)/python examples/demo.py
 
-test: $(READY) ## run the tests, two at a time (TESTS=tests/launcher for some of them)
-	$(BIN)/python -m pytest $(TESTS) -q -n 2 --dist loadfile
+test: $(READY) ## run the tests, three files at a time (TESTS=tests/launcher for some of them)
+	$(BIN)/python -m pytest $(TESTS) -q -n 3 --dist loadfile
 
 check: $(READY) ## formatting, lint, types, and which package may import which
 	$(BIN)/ruff format --check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.cluster import Cluster
@@ -19,17 +21,23 @@ def test_the_host_with_the_slow_link_is_named_and_nobody_else(cluster: Cluster) 
         def last(records: list[StepRecord]) -> int:
             return max(r.step for r in records)
 
+        def named() -> list[dict[str, Any]]:
+            """By its network: on a busy machine one may well compute slowly, and be named."""
+            return [event for event in job.events("rank_slow") if event["kind"] == "network"]
+
         begun = last(job.together(4))
         job.until(lambda: last(job.steps()) > begun + 100, "a hundred steps")
-        assert job.events("rank_slow") == [], job.describe()
+        assert named() == [], job.describe()
         cluster.node("node1").slow_link("50mbit")
         slowed_at = last(job.steps())
-        event = job.until(
-            lambda: next(iter(job.events("rank_slow")), None), "the host is named", within=90.0
-        )
+        event = job.until(lambda: next(iter(named()), None), "the host is named", within=90.0)
         print(f"named after {event['step'] - slowed_at} steps: {event['reason']}")
-        assert (event["host"], event["kind"]) == ("node1", "network"), job.describe()
+        assert event["host"] == "node1", job.describe()
         assert event["step"] - slowed_at <= 30
         cluster.node("node1").fast_link()
-        job.until(lambda: job.events("rank_recovered"), "it has recovered", within=90.0)
-        assert len(job.events("rank_slow")) == 1, job.describe()
+        job.until(
+            lambda: any(e["kind"] == "network" for e in job.events("rank_recovered")),
+            "it has recovered",
+            within=90.0,
+        )
+        assert len(named()) == 1, job.describe()
