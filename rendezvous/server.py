@@ -34,6 +34,7 @@ from rendezvous.wire import MAX_BODY_BYTES, Operation, Result
 log = logging.getLogger(__name__)
 
 START_S = 10.0  # for the thread to come up, and to go down
+_TURNS = 4  # of the loop: accept, make the transport, tell the protocol, close
 LINGER_S = 1.0  # for handlers of other rooms to end by themselves when the server stops
 BACKLOG = 4096  # connections that may arrive together while the loop is busy
 FILES = 65536  # connections, and what else the process has open
@@ -193,6 +194,7 @@ class RendezvousServer:
             if left:
                 loop.run_until_complete(asyncio.wait(left, timeout=LINGER_S))
             loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(_turn())  # transports that were closed free their sockets
             loop.close()
             listener.close()
 
@@ -219,9 +221,19 @@ class RendezvousServer:
             await web.SockSite(runner, listener, backlog=BACKLOG).start()
             up.set_result(None)
             await self._stop.wait()
+            # Take no more connections, and have those under way arrive: one that finds its server
+            # closed fails an assertion of asyncio's and never frees its socket.
+            asyncio.get_running_loop().remove_reader(listener)
+            await _turn()
         finally:
             self._service.close()
             await runner.cleanup()
+
+
+async def _turn() -> None:
+    """Let the loop carry out what is due, and what follows from it."""
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
 
 
 def _allow_many_connections() -> None:

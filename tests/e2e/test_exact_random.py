@@ -19,7 +19,7 @@ from tests.support.job import Hosts, RunningJob, elasticrun
 pytestmark = pytest.mark.slow
 
 FIRST = int(os.environ.get("ELASTIC_FIRST_SCHEDULE", "0"))
-SCHEDULES = range(FIRST, FIRST + int(os.environ.get("ELASTIC_SCHEDULES", "3")))
+SCHEDULES = range(FIRST, FIRST + int(os.environ.get("ELASTIC_SCHEDULES", "2")))
 ACTS = 4
 LAST_STEP = 75  # of 100: what is done later may find the job at its end
 NAMES = ("localhost", "127.0.0.2", "127.0.0.3")

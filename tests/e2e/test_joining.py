@@ -50,7 +50,7 @@ def test_a_node_comes_before_the_server_and_another_leaves_and_comes_back(tmp_pa
         assert job.wait() == 130
         assert "the job has ended with exit status 130: interrupted by Ctrl-C" in first.stderr
         job.assert_nothing_left()
-    assert left_in("/tmp") == before
+    assert left_in("/tmp") <= before  # a later node may have swept what others left
 
 
 def test_the_same_command_on_every_node(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import resource
 import socket
 import threading
@@ -193,3 +194,13 @@ def test_a_stopped_server_says_so() -> None:
 def test_a_wildcard_address_is_shown_as_one_that_can_be_reached() -> None:
     with RendezvousServer("0.0.0.0", token=TOKEN) as server:  # noqa: S104 - what is tested
         assert server.url == f"http://127.0.0.1:{server.port}"
+
+
+def test_a_connection_that_is_made_as_the_server_stops_leaves_no_open_socket() -> None:
+    for _ in range(20):
+        server = RendezvousServer(token=TOKEN).start()
+        clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
+        server.stop()
+        for client in clients:
+            client.close()
+    gc.collect()  # what was forgotten warns, and pytest takes that for an error
