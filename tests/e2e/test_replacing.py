@@ -33,6 +33,7 @@ def test_a_slowed_worker_is_replaced_on_an_idle_host_before_it_leaves() -> None:
             event = job.until(
                 lambda: next(iter(job.events("worker_replaced")), None), "it is replaced", 90.0
             )
+        job.until(lambda: len(job.rounds()) == 2, "the world has changed")
         newest = job.until_size(2, steps=5)
         assert (event["worker"], event["host"]) == (victim.worker, "127.0.0.2")
         assert {r.worker for r in newest.values()} == {stays.worker, event["replacement"]}

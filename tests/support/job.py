@@ -128,20 +128,21 @@ class RunningJob:
         return eventually(look_while_running, within=within, what=what, context=self.describe)
 
     def until_size(self, size: int, within: float = 40.0, steps: int = 2) -> dict[int, StepRecord]:
-        """Wait until `size` live workers each finished `steps` steps in one world of that size."""
+        """Wait until `size` live workers each finished `steps` steps in one world of that size.
+
+        Only the newest world counts: one that the event log has, though nobody may have finished
+        a step in it yet, makes those before it history.
+        """
 
         def look() -> dict[int, StepRecord] | None:
-            records = self.steps()
-            if not records:
-                return None
-            newest = max(r.round for r in records)
-            done: dict[int, list[StepRecord]] = {}
-            for record in records:
-                alive = record.pid not in self.killed and is_running(record.pid)
-                if record.round == newest and record.size == size and alive:
-                    done.setdefault(record.pid, []).append(record)
-            full = {pid: rs[-1] for pid, rs in done.items() if len(rs) >= steps}
-            return full if len(full) == size else None
+            newest = max((e["round"] for e in self.events("round_completed")), default=None)
+            of_pid: dict[int, list[StepRecord]] = {}
+            for record in self.steps():
+                if record.round == newest and record.size == size:
+                    of_pid.setdefault(record.pid, []).append(record)
+            full = {pid: rs[-1] for pid, rs in of_pid.items() if len(rs) >= steps}
+            alive = all(pid not in self.killed and is_running(pid) for pid in full)
+            return full if len(full) == size and alive else None
 
         return self.until(look, f"{size} workers training together", within)
 
