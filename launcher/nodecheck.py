@@ -12,6 +12,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 
 import msgspec
@@ -20,6 +21,7 @@ from elastic_driver.core.checks.messages import TaskSettings
 from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.nodecheck import NodeVerdict
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
+from elastic_driver.runtime.check_history import CheckHistoryFile
 from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.hostlist import Hosts
@@ -56,6 +58,7 @@ def check_before_training(
     """
     run_dir.create()
     say = _say if plan.verbosity >= 0 else _say_nothing
+    kept = CheckHistoryFile(Path(plan.state_dir), _say)
 
     def make(some: Hosts, known: Sequence[NodeVerdict]) -> NodeChecker:
         return make_checker(
@@ -70,7 +73,7 @@ def check_before_training(
         )
 
     with _ended_by_signals():
-        report = make(hosts, ()).run()
+        report = remember(make(hosts, ()).run(), kept)
     file = run_dir.path / REPORT_FILE
     file.write_bytes(msgspec.json.encode(report) + b"\n")
     excluded = report.excluded(stragglers=wish.exclude_stragglers)
@@ -82,7 +85,12 @@ def check_before_training(
             f"{next(iter(excluded.values()))}; repair them, or start without --network-check"
         )
     checks = HostChecks(
-        report, make, exclude_stragglers=wish.exclude_stragglers, file=file, say=say
+        report,
+        make,
+        exclude_stragglers=wish.exclude_stragglers,
+        file=file,
+        keep=kept.add,
+        say=say,
     )
     return checks, excluded
 
@@ -102,7 +110,15 @@ def check_hosts(
         plan, wish, hosts, starter=starter, bind_host=bind_host, run_dir=run_dir, say=say
     )
     with _ended_by_signals():
-        return checker.run()
+        report = checker.run()
+    return remember(report, CheckHistoryFile(Path(plan.state_dir), say))
+
+
+def remember(report: CheckReport, kept: CheckHistoryFile) -> CheckReport:
+    """Keep a check beyond its run; the report with what earlier ones found, for people to see."""
+    before = kept.read().remarks([node.node for node in report.nodes])
+    kept.add(report)
+    return msgspec.structs.replace(report, before=before)
 
 
 def make_checker(

@@ -201,6 +201,7 @@ class HostsChecked(Struct, frozen=True, tag="hosts_checked"):
     """The check that `CheckHosts` asked for is over."""
 
     results: tuple[HostResult, ...]
+    number: int  # of the CheckHosts that this answers
 
 
 class ScaleRequested(Struct, frozen=True, tag="scale_requested"):
@@ -350,6 +351,7 @@ class CheckHosts(Struct, frozen=True, tag="check_hosts"):
 
     hosts: tuple[tuple[str, int], ...]
     reason: str
+    number: int  # from 1
 
 
 class AskStacks(Struct, frozen=True, tag="ask_stacks"):

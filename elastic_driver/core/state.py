@@ -73,7 +73,8 @@ class JobState:
     last_loss_at: float | None = None
     vacated: list[tuple[str, int]] = field(default_factory=list)  # slots to fill again first
     mismatches: int = 0  # rounds broken for collectives that do not match, without a step since
-    checking: tuple[str, ...] = ()  # held hosts whose check is going on (`rechecks`)
+    checking: dict[str, int] = field(default_factory=dict)  # host → position; being checked
+    host_checks: int = 0  # begun so far (`rechecks`)
     held_since: float | None = None  # a host waits for a check since then
     ever_gone: set[str] = field(default_factory=set)  # hosts that discovery has removed
     inquiry: Inquiry | None = None  # where does everybody stand? (`stacks`)

@@ -18,7 +18,7 @@ import msgspec
 from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.events import CheckHosts, HostResult, HostsChecked
 from elastic_driver.core.nodecheck import NodeVerdict
-from elastic_driver.errors import ElasticError
+from elastic_driver.errors import ClusterError, ElasticError
 from elastic_driver.runtime.hostlist import Hosts
 from elastic_driver.runtime.node_check import NodeChecker
 
@@ -34,7 +34,8 @@ class HostChecks:
         first: what that one found.
         make: a checker for some hosts, that knows earlier verdicts.
         exclude_stragglers: whether a slow host is kept out, too.
-        file: where the findings are kept; None: nowhere.
+        file: where the findings of this run are kept; None: nowhere.
+        keep: adds one check's findings to what is kept beyond this run.
         say: told in a line what came of a check, and what went wrong with one.
     """
 
@@ -45,8 +46,10 @@ class HostChecks:
         *,
         exclude_stragglers: bool,
         file: Path | None,
+        keep: Callable[[CheckReport], None],
         say: Callable[[str], None],
     ) -> None:
+        self._keep_history = keep
         self._make, self._exclude, self._file, self._say = make, exclude_stragglers, file, say
         self._lock = threading.Lock()  # guards the rest
         self._report = first  # replaced, never changed
@@ -60,20 +63,33 @@ class HostChecks:
         return self._report
 
     def start(self, decision: CheckHosts, post: Callable[[HostsChecked], None]) -> None:
-        """Check hosts in the background; `post` is called once, mostly by another thread."""
-        try:
-            checker = self._make(decision.hosts, self._report.nodes)
-        except ElasticError as error:
-            post(HostsChecked(_impossible(decision, error)))
-            return
-        thread = threading.Thread(
-            target=self._run, args=(checker, decision, post), name="host-check", daemon=True
-        )
+        """Check hosts in the background; `post` is called once, mostly by another thread.
+
+        While a check is going on a second one is refused: it would want the same folder, and the
+        processors whose speed the first one measures.
+        """
         with self._lock:
             if self._stopped:
                 return
-            self._checker, self._thread = checker, thread
-            thread.start()
+            refused = self._begin(decision, post)
+        if refused is not None:
+            post(_impossible(decision, refused))
+
+    def _begin(
+        self, decision: CheckHosts, post: Callable[[HostsChecked], None]
+    ) -> ElasticError | None:
+        """Start the thread; or why that cannot be done."""
+        if self._thread is not None and self._thread.is_alive():
+            return ClusterError("another check is going on")
+        try:
+            self._checker = checker = self._make(decision.hosts, self._report.nodes)
+        except ElasticError as error:
+            return error
+        self._thread = threading.Thread(
+            target=self._run, args=(checker, decision, post), name="host-check", daemon=True
+        )
+        self._thread.start()
+        return None
 
     def stop(self) -> None:
         """End a check that is going on, and everything it started. Idempotent."""
@@ -87,22 +103,41 @@ class HostChecks:
     def _run(
         self, checker: NodeChecker, decision: CheckHosts, post: Callable[[HostsChecked], None]
     ) -> None:
-        results: tuple[HostResult, ...]
+        """The thread. Whatever happens, the job hears of it: it holds the hosts until then."""
         try:
             found = checker.run()
         except ElasticError as error:
-            results = _impossible(decision, error)
+            answer = _impossible(decision, error)
+        except Exception as error:  # a full disk, or a bug: the hosts wait all the same
+            self._tell(f"the check of hosts broke down: {type(error).__name__}: {error}")
+            answer = _impossible(decision, error)
         else:
-            excluded = found.excluded(stragglers=self._exclude)
-            results = tuple(
+            answer = self._take(decision, found)
+        with self._lock:
+            stopped, self._thread = self._stopped, None
+        if not stopped:
+            post(answer)
+
+    def _take(self, decision: CheckHosts, found: CheckReport) -> HostsChecked:
+        excluded = found.excluded(stragglers=self._exclude)
+        with self._lock:  # what comes after the end is no longer this job's
+            if not self._stopped:
+                self._report = merged(self._report, found)
+                self._keep()
+                self._keep_history(found)
+                self._say(found.summary())
+        return HostsChecked(
+            tuple(
                 HostResult(n.node, n.node not in excluded, excluded.get(n.node, _words(n)))
                 for n in found.nodes
-            )
-            self._report = merged(self._report, found)
-            self._keep()
-            self._say(found.summary())
-        if not self._stopped:
-            post(HostsChecked(results))
+            ),
+            decision.number,
+        )
+
+    def _tell(self, line: str) -> None:
+        with self._lock:
+            if not self._stopped:
+                self._say(line)
 
     def _keep(self) -> None:
         if self._file is None:
@@ -125,13 +160,15 @@ def merged(before: CheckReport, after: CheckReport) -> CheckReport:
         seconds=before.seconds + after.seconds,
         nodes=tuple(nodes.values()),
         checked_at=time.time(),
+        before=before.before,
     )
 
 
-def _impossible(decision: CheckHosts, error: ElasticError) -> tuple[HostResult, ...]:
+def _impossible(decision: CheckHosts, error: Exception) -> HostsChecked:
     """Nothing is known of the hosts; the core has them checked again after a cool-down."""
     reason = f"it could not be made: {error}"
-    return tuple(HostResult(host, False, reason) for host, _ in decision.hosts)
+    results = tuple(HostResult(host, False, reason) for host, _ in decision.hosts)
+    return HostsChecked(results, decision.number)
 
 
 def _words(node: NodeVerdict) -> str:

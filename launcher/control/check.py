@@ -8,19 +8,27 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
+from elastic_driver.core.checks.history import CheckHistory
+from elastic_driver.runtime.check_history import CheckHistoryFile
+from elastic_driver.runtime.hostlist import parse_hosts
 from elastic_driver.runtime.rundir import RunDir
 from launcher import nodecheck
 from launcher.backends.select import make_starter_factory
-from launcher.commandline import resolve, split
+from launcher.commandline import CommandLine, resolve, split
 from launcher.job import collect_facts
 from launcher.options import HELP, NETWORK_CHECK
 from launcher.plan import make_plan
 from launcher.submit import find_whereabouts, make_discovery
 
+_HISTORY = "--history"
 _HELP = """\
 usage: elasticctl check [OPTIONS] [HOSTS…]
+       elasticctl check --history [OPTIONS] [HOSTS…]
 
 Runs short tasks on HOSTS in changing pairs, and says which of them are faulty or slow. HOSTS are
 written as for elasticrun -H (n1, n[01-04]:8); without any, those of --hostfile or
@@ -31,6 +39,10 @@ the hosts, among them:
   --exclude-straggler    the same; and let a slow node count as a bad one
   --check-timeout S      time for one round
   --log-format json      the report as one JSON object
+  --state-dir D          where the findings are kept, and earlier ones are looked up
+
+With --history nothing is checked: what earlier checks found out about HOSTS, or about all that
+were ever checked, is shown.
 
 Exit status
   0 no bad node; 1 some; 64 wrong usage; 75 nothing could be checked; 130/143 interrupted.
@@ -39,6 +51,8 @@ Exit status
 
 def check(words: list[str]) -> int:
     """`elasticctl check`: 1 when a node is faulty (or slow, where that is to count)."""
+    past = _HISTORY in words
+    words = [word for word in words if word != _HISTORY]
     given, hosts = split(words)
     if HELP in given:
         print(_HELP, end="")
@@ -46,6 +60,8 @@ def check(words: list[str]) -> int:
     options = words[: len(words) - len(hosts)]
     if options and options[-1] == "--":
         options.pop()
+    if past:
+        return _show_history(resolve([*options, "--", "true"], os.environ), hosts)
     named = ["--hosts", ",".join(hosts)] if hosts else []
     # The rest of a plan needs a command; it is not run.
     line = resolve([*options, NETWORK_CHECK.long, *named, "--", "true"], os.environ)
@@ -67,6 +83,22 @@ def check(words: list[str]) -> int:
         )
     print(nodecheck.show(report, as_json=plan.log_format == "json"), flush=True)
     return 1 if report.excluded(stragglers=plan.node_check.exclude_stragglers) else 0
+
+
+def _show_history(line: CommandLine, hosts: Sequence[str]) -> int:
+    """Print what earlier checks have found; hosts as they are written for a check."""
+    plan = make_plan(line, collect_facts(line, os.environ))
+    names = [name for name, _slots in parse_hosts(",".join(hosts))] if hosts else []
+    file = CheckHistoryFile(Path(plan.state_dir), _say)
+    history = file.read()
+    if plan.log_format == "json":
+        chosen = {n: past for n, past in history.nodes.items() if not names or n in names}
+        print(msgspec.json.encode(CheckHistory(chosen)).decode(), flush=True)
+    elif history.nodes:
+        print(history.render(names), flush=True)
+    else:
+        print(f"no check was ever kept in {file.path.parent}; is it another --state-dir?")
+    return 0
 
 
 def _say(line: str) -> None:

@@ -246,6 +246,32 @@ def test_elasticctl_check_of_healthy_hosts_succeeds(
     assert printed.err == ""
 
 
+@pytest.mark.usefixtures("quick_tasks")
+def test_what_a_check_found_is_told_by_the_next_one_and_by_the_history(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ctl.main(["check", *options(tmp_path, {HOSTS[1]: "dies"}), *HOSTS]) == 1
+    assert ctl.main(["check", *options(tmp_path, {}), *HOSTS]) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert again[-2].startswith("127.0.0.2  good")
+    assert again[-2].endswith("before: faulty in 1 of its last check")
+    assert ctl.main(["check", "--history", *options(tmp_path, {}), HOSTS[1]]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split()[:4] == ["node", "last", "check", "checks"]
+    assert line.split()[0] == HOSTS[1]
+    assert line.split()[3:7] == ["2", "1", "–", "1"]
+    shown = ["check", *options(tmp_path, {}), "--history", "--log-format", "json"]
+    assert ctl.main(shown) == 0
+    assert set(json.loads(capsys.readouterr().out)["nodes"]) == set(HOSTS)
+
+
+def test_a_history_of_nothing_says_where_it_was_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ctl.main(["check", "--history", "--state-dir", str(tmp_path)]) == 0
+    assert f"no check was ever kept in {tmp_path}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

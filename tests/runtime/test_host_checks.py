@@ -28,14 +28,14 @@ FIRST = CheckReport(rounds=1, seconds=2.0, nodes=(verdict("a"), verdict("b")))
 class FakeChecker:
     """A check that ends when it is told to, or is cancelled."""
 
-    def __init__(self, report: CheckReport | ClusterError) -> None:
+    def __init__(self, report: CheckReport | Exception) -> None:
         self.report, self.go, self.cancelled = report, threading.Event(), False
 
     def run(self) -> CheckReport:
         assert self.go.wait(10)
         if self.cancelled:
             raise ClusterError("the node check was cancelled")
-        if isinstance(self.report, ClusterError):
+        if isinstance(self.report, Exception):
             raise self.report
         return self.report
 
@@ -48,12 +48,13 @@ class Checks:
     """HostChecks with a fake checker, and what it was asked for."""
 
     def __init__(
-        self, folder: Path, report: CheckReport | ClusterError, *, exclude: bool = False
+        self, folder: Path, report: CheckReport | Exception, *, exclude: bool = False
     ) -> None:
         self.checker, self.said = FakeChecker(report), list[str]()
         self.asked: list[tuple[Hosts, tuple[NodeVerdict, ...]]] = []
         self.posted: queue.SimpleQueue[HostsChecked] = queue.SimpleQueue()
         self.file = folder / "node_check.json"
+        self.kept: list[CheckReport] = []
 
         def make(hosts: Hosts, known: tuple[NodeVerdict, ...]) -> FakeChecker:
             self.asked.append((hosts, known))
@@ -64,11 +65,12 @@ class Checks:
             make,  # type: ignore[arg-type]
             exclude_stragglers=exclude,
             file=self.file,
+            keep=self.kept.append,
             say=self.said.append,
         )
 
-    def start(self) -> None:
-        self.checks.start(CheckHosts((("b", 2), ("c", 2)), "new"), self.posted.put)
+    def start(self, number: int = 1) -> None:
+        self.checks.start(CheckHosts((("b", 2), ("c", 2)), "new", number), self.posted.put)
 
     def results(self) -> tuple[HostResult, ...]:
         self.checker.go.set()
@@ -97,6 +99,7 @@ def test_what_is_found_is_posted_and_added_to_what_was_known(tmp_path: Path) -> 
     assert [m.compute for m in report.nodes[1].history] == [1.0, 5.0]
     assert msgspec.json.decode(job.file.read_bytes(), type=CheckReport) == report
     assert job.said == [SECOND.summary()]
+    assert job.kept == [SECOND]
 
 
 def test_a_slow_host_is_kept_out_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -126,6 +129,37 @@ def test_it_ends_with_the_job_and_nothing_is_posted_then(tmp_path: Path, started
     job.start()
     assert job.posted.empty()
     assert threading.active_count() == before - started
+
+
+def test_a_second_check_is_refused_while_one_is_going_on(tmp_path: Path) -> None:
+    job = Checks(tmp_path, SECOND)
+    job.start(1)
+    job.start(2)
+    refused = job.posted.get(timeout=10)
+    assert refused.number == 2
+    assert [r.passed for r in refused.results] == [False, False]
+    assert "another check is going on" in refused.results[0].reason
+    assert len(job.asked) == 1
+    assert job.results()[1] == HostResult("c", True, "good")
+    job.checks.stop()
+    assert job.posted.empty()
+
+
+def test_a_check_that_breaks_in_an_unforeseen_way_is_answered_too(tmp_path: Path) -> None:
+    job = Checks(tmp_path, OSError(28, "No space left on device"))
+    job.start()
+    assert [r.passed for r in job.results()] == [False, False]
+    assert any("OSError: [Errno 28]" in line for line in job.said)
+
+
+def test_what_comes_after_the_end_of_the_job_is_neither_kept_nor_said(tmp_path: Path) -> None:
+    job = Checks(tmp_path, SECOND)
+    job.start()
+    job.checker.cancel = job.checker.go.set  # type: ignore[method-assign]  # it is done just then
+    job.checks.stop()
+    assert (job.checks.report, job.said, job.file.exists()) == (FIRST, [], False)
+    assert job.kept == []
+    assert job.posted.empty()
 
 
 def test_a_folder_that_is_gone_costs_the_file_and_not_the_check(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ would otherwise wait for it. Entered by `job`. Pure; times are monotonic seconds
 
 from __future__ import annotations
 
-from elastic_driver.core.events import CheckHosts, HostsChecked
+from elastic_driver.core.events import CheckHosts, HostResult, HostsChecked
 from elastic_driver.core.state import JobState
 
 
@@ -45,13 +45,22 @@ def look(job: JobState, now: float) -> None:
     since = job.held_since = now if job.held_since is None else job.held_since
     if not job.passed(since + job.settings.last_call, now, ""):
         return  # hosts often come several at a time
-    job.held_since, job.checking = None, held
     partner = next((h.name for h in job.hosts.order if _idle(job, h.name)), None)
     hosts = (*held, partner) if partner is not None else held
     beside = f", beside {partner}" if partner is not None else ""
     reason = f"{', '.join(f'{h}: {job.hosts.held_reason(h)}' for h in held)}{beside}"
     job.announce("host_check_started", reason)
-    job.decide(CheckHosts(tuple((h, job.hosts.slots(h)) for h in hosts), reason))
+    job.held_since = None
+    job.host_checks += 1
+    job.checking = {host: _position(job, host) for host in hosts}
+    slots = tuple((host, job.hosts.slots(host)) for host in hosts)
+    job.decide(CheckHosts(slots, reason, job.host_checks))
+
+
+def _position(job: JobState, host: str) -> int:
+    """Changes when a host goes away and comes back; −1 where it is not there."""
+    known = job.hosts.get(host)
+    return -1 if known is None else known.position
 
 
 def _idle(job: JobState, host: str) -> bool:
@@ -59,17 +68,26 @@ def _idle(job: JobState, host: str) -> bool:
 
 
 def checked(job: JobState, event: HostsChecked, now: float) -> None:
-    """A check is over: release the hosts that passed, put the others in cool-down."""
-    waited, job.checking = job.checking, ()
+    """A check is over: release the hosts that passed, put the others in cool-down.
+
+    An answer to another check than the one that is going on came late, or for the second time. A
+    host that has been away since the check began is held anew; what was found before is void.
+    """
+    if event.number != job.host_checks or not job.checking:
+        return
+    began, job.checking = job.checking, {}
     job.capacity_changed = True
-    for host in waited:
-        job.hosts.release(host)
-    for result in event.results:
-        if result.host not in job.hosts:
-            continue
-        if result.passed:
-            if result.host in waited:
-                job.announce("host_checked", result.reason, host=result.host)
-            continue
-        cooldown = job.hosts.check_failed(result.host, now, f"node check: {result.reason}")
-        job.announce("host_blacklisted", cooldown, host=result.host)
+    results = {result.host: result for result in event.results}
+    for host, position in began.items():
+        if host in job.hosts and _position(job, host) == position:
+            _judge(job, results.get(host) or HostResult(host, False, "it was not mentioned"), now)
+
+
+def _judge(job: JobState, result: HostResult, now: float) -> None:
+    host, held = result.host, bool(job.hosts.held_reason(result.host))
+    job.hosts.release(host)
+    if not result.passed:
+        cooldown = job.hosts.check_failed(host, now, f"node check: {result.reason}")
+        job.announce("host_blacklisted", cooldown, host=host)
+    elif held:  # the others were its partners
+        job.announce("host_checked", result.reason, host=host)

@@ -20,6 +20,7 @@ class CheckReport(Struct, frozen=True, kw_only=True):
     seconds: float  # how long it has taken
     nodes: tuple[NodeVerdict, ...]
     checked_at: float | None = None  # unix seconds at its end
+    before: dict[str, str] = {}  # node → what earlier checks found, for those not always good
 
     def named(self, *verdicts: Verdict) -> tuple[str, ...]:
         """The nodes with one of these verdicts."""
@@ -55,11 +56,12 @@ class CheckReport(Struct, frozen=True, kw_only=True):
             head += ["bandwidth", "latency"]
         rows = [[*head, ""]]
         for node in self.nodes:
-            row = [node.node, node.verdict.value, _seconds(node.compute), _seconds(node.network)]
+            row = [node.node, node.verdict.value, seconds(node.compute), seconds(node.network)]
             if measured:
-                row += [_rate(_bandwidth(node)), _seconds(_latency(node))]
-            rows.append([*row, node.reason])
-        return "\n".join([*_align(rows), self.summary()])
+                row += [_rate(_bandwidth(node)), seconds(_latency(node))]
+            said = (node.reason, self.before.get(node.node, ""))
+            rows.append([*row, "; ".join(filter(None, said))])
+        return "\n".join([*align(rows), self.summary()])
 
 
 def _bandwidth(node: NodeVerdict) -> float | None:
@@ -74,17 +76,19 @@ def _passed(node: NodeVerdict) -> list[Measurement]:
     return [m for m in node.history if not m.failure]
 
 
-def _seconds(seconds: float | None) -> str:
-    if seconds is None:
+def seconds(time: float | None) -> str:
+    """A time for people; a dash for one that was not measured."""
+    if time is None:
         return "–"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{time:.2f} s" if time >= 1 else f"{time * 1e3:.3g} ms"
 
 
 def _rate(bytes_a_second: float | None) -> str:
     return "–" if bytes_a_second is None else f"{bytes_a_second / 1e9:.3g} GB/s"
 
 
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with their cells in columns; the last cell, free text, is as long as it is."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:

@@ -30,7 +30,7 @@ def checks(s: Scenario) -> list[tuple[str, ...]]:
 def finish(s: Scenario, *passed: str, failed: tuple[str, ...] = ()) -> None:
     results = [ev.HostResult(h, True, "good") for h in passed]
     results += [ev.HostResult(h, False, "faulty: failed alone") for h in failed]
-    s.send(ev.HostsChecked(tuple(results)))
+    s.send(ev.HostsChecked(tuple(results), s.all(ev.CheckHosts)[-1].number))
 
 
 def started_on(s: Scenario, host: str) -> int:
@@ -117,6 +117,44 @@ def test_one_that_comes_back_is_checked_and_one_that_goes_meanwhile_is_forgotten
     job.hosts(a=1, c=1)
     job.wait(0.1)
     assert checks(job) == [("b",), ("c",)]
+
+
+def test_an_answer_that_comes_twice_or_late_changes_nothing(job: Scenario) -> None:
+    job.hosts(a=1, b=1, c=1)
+    job.wait(0.1)
+    (first,) = job.all(ev.CheckHosts)
+    finish(job, "c")
+    failures = tuple(ev.HostResult(host, False, "faulty") for host in "abc")
+    job.send(ev.HostsChecked(failures, first.number))
+    job.hosts(a=1, b=1, c=1, d=1)
+    job.wait(0.1)
+    job.send(ev.HostsChecked((ev.HostResult("d", True, "good"),), first.number))
+    assert state_of(job, "d") == "checking", "that was the answer to another check"
+    finish(job, "d")
+    assert [a.host for a in job.announced("host_checked")] == ["c", "d"]
+    assert job.announced("host_blacklisted") == []
+
+
+def test_what_a_check_found_before_a_host_was_away_does_not_count(job: Scenario) -> None:
+    job.hosts(a=1, b=1, c=1, d=1)
+    job.wait(0.1)
+    job.hosts(a=1, b=1)
+    job.hosts(a=1, b=1, c=1, d=1)
+    finish(job, "c", failed=("d",))
+    assert job.announced("host_checked") == job.announced("host_blacklisted") == []
+    assert (started_on(job, "c"), state_of(job, "d")) == (0, "checking")
+    job.wait(0.1)
+    assert checks(job) == [("c", "d"), ("c", "d")]
+    finish(job, "c", "d")
+    assert (started_on(job, "c"), started_on(job, "d")) == (1, 1)
+
+
+def test_a_host_without_a_result_is_not_let_in(job: Scenario) -> None:
+    job.hosts(a=1, b=1, c=1, d=1)
+    job.wait(0.1)
+    finish(job, "c")
+    assert (started_on(job, "c"), started_on(job, "d")) == (1, 0)
+    assert state_of(job, "d") == "cool-down"
 
 
 def test_hosts_that_come_during_a_check_wait_for_the_next_one(job: Scenario) -> None:
