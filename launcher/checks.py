@@ -40,6 +40,14 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
     return Machine(cpus=len(os.sched_getaffinity(0)), gpus=gpus)
 
 
+def working_folder() -> str:
+    """Where we stand; raises UsageError where that folder has been deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the working folder has been deleted; cd to one that exists") from None
+
+
 def read_hostfile(path: str) -> str:
     """The text of a hostfile; raises UsageError where it cannot be read."""
     try:

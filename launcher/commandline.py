@@ -16,7 +16,15 @@ from typing import Any, TypeVar, cast
 from elastic_driver.errors import UsageError
 from launcher.configfile import FileEntry, read_config
 from launcher.kinds import Words
-from launcher.options import CONFIG_FILE, ENV, FOREIGN, OPTIONS, Option
+from launcher.options import (
+    CONFIG_FILE,
+    ENV,
+    FOREIGN,
+    NEEDLESS,
+    OPTIONS,
+    PET_OPTIONS,
+    Option,
+)
 
 T = TypeVar("T")
 
@@ -79,7 +87,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     Raises:
         UsageError: an option is unknown, or a value cannot be read; names option and source.
     """
-    given, command = split(argv)
+    given, command, remarks = split(argv)
     from_environment, warnings = _from_environment(environ)
     from_argv: Layer = {option: (words, "command line") for option, words in given.items()}
     from_file: Layer = {}
@@ -91,7 +99,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     for level, layer in enumerate((from_file, from_environment, from_argv), start=1):
         for option, (words, source) in layer.items():
             settings[option] = Setting(_read(option, words, source), source, level)
-    return CommandLine(Values(settings), command, warnings)
+    return CommandLine(Values(settings), command, (*remarks, *warnings))
 
 
 # ---- argv --------------------------------------------------------------------------------
@@ -102,20 +110,30 @@ _BY_SPELLING: dict[str, Option[Any]] = {
 _SHORT = sorted((s for s in _BY_SPELLING if not s.startswith("--")), key=len, reverse=True)
 
 
-def split(argv: Sequence[str]) -> tuple[dict[Option[Any], Words], tuple[str, ...]]:
-    """The words of each option given, and the command: everything from its first word on."""
+def split(
+    argv: Sequence[str],
+) -> tuple[dict[Option[Any], Words], tuple[str, ...], tuple[str, ...]]:
+    """The words of each option given; the command, everything from its first word on; remarks."""
     given: dict[Option[Any], Words] = {}
+    remarks: list[str] = []
     rest = list(argv)
     while rest:
         if rest[0] == "--":
-            return given, tuple(rest[1:])
-        if rest[0] == "-m" or not rest[0].startswith("-") or rest[0] == "-":
-            return given, tuple(rest)  # `-m module` is a command, as for python itself
+            return given, tuple(rest[1:]), tuple(remarks)
+        if rest[0] in ("-m", "--module"):  # `-m module` is a command, as for python itself
+            return given, ("-m", *rest[1:]), tuple(remarks)
+        if not rest[0].startswith("-") or rest[0] == "-":
+            return given, tuple(rest), tuple(remarks)
         spelling, attached = _split_argument(rest.pop(0))
+        if spelling in NEEDLESS:
+            words, reason = NEEDLESS[spelling]
+            del rest[: words if attached is None else 0]
+            remarks.append(f"{spelling} is passed over: {reason}")
+            continue
         option = _find(spelling)
-        words = _take(option, spelling, attached, rest)
-        given[option] = given.get(option, ()) + words if option.kind.repeat else words
-    return given, ()
+        taken = _take(option, spelling, attached, rest)
+        given[option] = given.get(option, ()) + taken if option.kind.repeat else taken
+    return given, (), tuple(remarks)
 
 
 def _split_argument(argument: str) -> tuple[str, str | None]:
@@ -163,10 +181,13 @@ def _did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def _from_environment(environ: Mapping[str, str]) -> tuple[Layer, tuple[str, ...]]:
-    by_variable = {option.variable: option for option in OPTIONS}
+    by_variable = {
+        "PET_" + s.removeprefix("--").replace("-", "_").upper(): _BY_SPELLING[s]
+        for s in PET_OPTIONS
+    } | {option.variable: option for option in OPTIONS}
     layer: Layer = {}
     warnings = []
-    for name in sorted(environ):
+    for name in sorted(environ, key=lambda name: (name.startswith(_PREFIX), name)):  # ours win
         if name in by_variable:
             option = by_variable[name]
             layer[option] = (_words(option, environ[name], name), name)

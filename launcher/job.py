@@ -19,7 +19,7 @@ from elastic_driver.errors import ExitCode
 from elastic_driver.runtime.rundir import RunDir, default_state_dir, new_run_id
 from launcher import options as o
 from launcher.build_info import render_build, render_version
-from launcher.checks import check_plan, read_hostfile, this_machine
+from launcher.checks import check_plan, read_hostfile, this_machine, working_folder
 from launcher.commandline import CommandLine, resolve
 from launcher.help import render_help
 from launcher.joining.hosts import JoinedHosts
@@ -112,12 +112,13 @@ def collect_facts(
 ) -> Facts:
     """What planning has to know of this machine; raises UsageError for an unreadable hostfile."""
     values = line.values
+    cwd = working_folder()
     state_dir = values[o.STATE_DIR]
     hostfile = values[o.HOSTFILE]
     return Facts(
         run_id=values[o.RUN_ID] or new_run_id(time.time()),
         state_dir=str(Path(state_dir).absolute() if state_dir else default_state_dir(environ)),
-        cwd=os.getcwd(),
+        cwd=cwd,
         python=sys.executable,
         machine=this_machine(environ),
         hostfile_text=None if hostfile is None else read_hostfile(hostfile),

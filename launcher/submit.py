@@ -31,7 +31,7 @@ from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.hostlist import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.options import DriverOptions
-from elastic_driver.runtime.reporter import Level, Reporter
+from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
 from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.starter import StarterFactory
 from launcher.backends.select import make_reach, make_starter_factory, remote_hosts
@@ -103,15 +103,15 @@ def run_driver(
 
     `source`: what `discovery` asks in the end; it may have to end the job.
     """
+    level, as_json = Level(plan.verbosity + 1), plan.log_format == "json"
+    reporter = Reporter(sys.stderr, level=level, as_json=as_json)
     driver = ElasticDriver(
         settings=plan.settings,
         spec=plan.spec,
         discovery=discovery,
         starter=starter,
         run_dir=run_dir,
-        reporter=Reporter(
-            sys.stderr, level=Level(plan.verbosity + 1), as_json=plan.log_format == "json"
-        ),
+        reporter=reporter,
         options=DriverOptions(
             bind_host=bind_host,
             bind_port=plan.bind[1],
@@ -123,7 +123,8 @@ def run_driver(
     )
     if isinstance(source, AllocationDiscovery):
         source.on_over = lambda reason: driver.request_stop(reason, int(ExitCode.TERMINATED))
-    with stop_on_signals(driver, notice=plan.settings.grace_period):
+    notice = plan.settings.grace_period
+    with warnings_shown(reporter, "rendezvous"), stop_on_signals(driver, notice=notice):
         return driver.run().exit_code
 
 

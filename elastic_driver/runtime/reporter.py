@@ -10,9 +10,11 @@ Called by any thread; lines never mix.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import TextIO
 
@@ -177,6 +179,32 @@ class Reporter:
         poll = select.poll()
         poll.register(self._descriptor, select.POLLOUT)
         return bool(poll.poll(wait * 1000))
+
+
+class _Passed(logging.Handler):
+    """What a library logs, as notes of the driver."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        super().__init__(logging.WARNING)
+        self._reporter = reporter
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):  # a wrong log call must not end a job
+            for line in self.format(record).splitlines():
+                self._reporter.note(line)
+
+
+@contextlib.contextmanager
+def warnings_shown(reporter: Reporter, *loggers: str) -> Iterator[None]:
+    """While this lasts, show the warnings of these loggers as the driver's own lines."""
+    handler = _Passed(reporter)
+    for name in loggers:
+        logging.getLogger(name).addHandler(handler)
+    try:
+        yield
+    finally:
+        for name in loggers:
+            logging.getLogger(name).removeHandler(handler)
 
 
 def _is_failure(event: Announce) -> bool:

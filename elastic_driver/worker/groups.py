@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -183,6 +184,7 @@ def install(group: Group, store: Store, rank: int, size: int, subgroup: Creator)
     """Make `group` torch's default process group; `subgroup` makes those of `new_group()`."""
     _register()
     _Handover.ready, _Handover.subgroup = group.backend, subgroup
+    excepthook = sys.excepthook
     try:
         dist.init_process_group(
             backend=BACKEND,
@@ -193,6 +195,8 @@ def install(group: Group, store: Store, rank: int, size: int, subgroup: Creator)
         )
     finally:
         _Handover.ready = None
+        # Torch's puts `[rank0]:` before each line of a traceback, and in the next round another.
+        sys.excepthook = excepthook
 
 
 def uninstall() -> None:

@@ -53,7 +53,7 @@ def check(words: list[str]) -> int:
     """`elasticctl check`: 1 when a node is faulty (or slow, where that is to count)."""
     past = _HISTORY in words
     words = [word for word in words if word != _HISTORY]
-    given, hosts = split(words)
+    given, hosts, _remarks = split(words)
     if HELP in given:
         print(_HELP, end="")
         return 0

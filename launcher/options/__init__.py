@@ -14,6 +14,8 @@ from typing import Any
 
 from launcher.options.check import *
 from launcher.options.foreign import FOREIGN as FOREIGN
+from launcher.options.foreign import NEEDLESS as NEEDLESS
+from launcher.options.foreign import PET_OPTIONS as PET_OPTIONS
 from launcher.options.hosts import *
 from launcher.options.join import *
 from launcher.options.option import GROUPS as GROUPS

@@ -41,7 +41,7 @@ HOSTFILE: Option[str | None] = Option(
     None,
     HOSTS,
     "Hosts from a file, 'host', 'host:4' or 'host slots=4' a line; read again when it changes.",
-    aliases=("--host-file",),
+    aliases=("--host-file", "--machinefile"),
 )
 STANDALONE: Option[bool] = Option(
     "standalone", kinds.flag(), False, HOSTS, "This machine only, whatever else is configured."

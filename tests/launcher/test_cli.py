@@ -58,6 +58,19 @@ def test_a_users_mistake_is_one_line_and_64(
     assert len(err.splitlines()) == 1
 
 
+def test_a_working_folder_that_was_deleted_is_the_users_to_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    status, _, err = call(capsys, "--state-dir", "state", "true")
+    monkeypatch.chdir(tmp_path)
+    assert (status, len(err.splitlines())) == (64, 1)
+    assert "the working folder has been deleted" in err
+
+
 def test_hosts_that_can_never_be_enough_are_75_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = call(capsys, "-H", "localhost:1", "-np", "2", "sh", "-c", "true")
     assert status == 75

@@ -68,7 +68,27 @@ def test_every_spelling_in_the_table_is_unique() -> None:
     spellings = [s for option in o.OPTIONS for s in (option.long, *option.aliases)]
     assert len(spellings) == len(set(spellings))
     assert all(option.group in o.GROUPS for option in o.OPTIONS)
-    assert not set(o.FOREIGN) & set(spellings)
+    foreign, needless = set(o.FOREIGN), set(o.NEEDLESS)
+    assert not (foreign | needless) & set(spellings)
+    assert not foreign & needless
+    assert set(o.PET_OPTIONS) <= set(spellings)
+
+
+def test_what_a_torchrun_or_mpirun_command_says_in_vain_is_passed_over_with_a_remark() -> None:
+    line = read(
+        *("--monitor_interval", "0.1", "--role=trainer", "--nproc-per-node=2", "--tag-output"),
+        *("--no-python", "./prog", "--role", "x"),
+    )
+    assert line.values[o.NPROC_PER_NODE] == 2
+    assert line.command == ("./prog", "--role", "x")
+    assert line.warnings[0] == (
+        "--monitor-interval is passed over: a worker's end is noticed at once"
+    )
+    assert len(line.warnings) == 4
+
+
+def test_torchruns_long_word_for_a_module() -> None:
+    assert read("--module", "pkg.train", "--module").command == ("-m", "pkg.train", "--module")
 
 
 # ---- mistakes ----------------------------------------------------------------------------
@@ -124,9 +144,10 @@ def test_an_option_at_the_end_needs_its_value() -> None:
 
 
 def test_splitting_ignores_what_the_values_are() -> None:
-    given, command = split(["-H", "a:1", "x"])
+    given, command, remarks = split(["-H", "a:1", "x"])
     assert given == {o.HOSTS_LIST: ("a:1",)}
     assert command == ("x",)
+    assert remarks == ()
 
 
 # ---- sources -----------------------------------------------------------------------------
@@ -231,6 +252,16 @@ def test_a_switch_and_a_list_of_variables_in_the_environment() -> None:
     assert line.values[o.STANDALONE] is True
     assert line.values[o.QUIET] is False
     assert dict(line.values[o.ENV]) == {"A": "1", "B": "x y"}
+
+
+def test_torchruns_variables_count_and_ours_win_over_them() -> None:
+    line = read(PET_NNODES="1:3", PET_RDZV_ID="job7", PET_NPROC_PER_NODE="4", PET_ROLE="x")
+    assert line.values[o.NNODES] == (1, 3)
+    assert line.values[o.RUN_ID] == "job7"
+    assert line.values.source(o.NPROC_PER_NODE) == "PET_NPROC_PER_NODE"
+    line = read("--tee=3", PET_NNODES="1:3", ELASTICRUN_NNODES="2:2", PET_TEE="1")
+    assert line.values[o.NNODES] == (2, 2)
+    assert line.values[o.TEE] == "3"
 
 
 def test_a_misspelt_variable_is_remarked_on_and_does_not_end_anything() -> None:

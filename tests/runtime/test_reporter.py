@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from elastic_driver.core.events import Announce
 from elastic_driver.core.messages import Failure
-from elastic_driver.runtime.reporter import MAX_EXITS_SHOWN, Level, Reporter
+from elastic_driver.runtime.reporter import MAX_EXITS_SHOWN, Level, Reporter, warnings_shown
 
 
 def completed(round_id: int, size: int, hosts: int, reason: str) -> Announce:
@@ -152,6 +153,16 @@ def test_a_reader_that_has_gone_is_no_error(pipe: tuple[int, TextIO]) -> None:
     os.dup2(null, reading)  # the pipe's last reader is gone
     os.close(null)
     Reporter(stream).note("anybody?")
+
+
+def test_what_the_rendezvous_complains_of_is_said_like_everything_else() -> None:
+    stream = io.StringIO()
+    log = logging.getLogger("rendezvous.service")
+    with warnings_shown(Reporter(stream), "rendezvous"):
+        log.warning("stood still for %.1fs", 1.5)
+        log.info("nothing of interest")
+    assert stream.getvalue() == "elasticrun: stood still for 1.5s\n"
+    assert logging.getLogger("rendezvous").handlers == []
 
 
 def test_a_closed_stream_is_no_error() -> None:

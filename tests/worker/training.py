@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import sys
 import time
 from typing import Any
 
@@ -181,6 +182,7 @@ def uses_torch_directly(path: str) -> None:
     checks = {
         "backend": dist.get_backend(),
         "same": (rank, size) == (elastic.rank(), elastic.size()),
+        "excepthook": sys.excepthook is sys.__excepthook__,  # torch's own adds a prefix a round
     }
     for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bfloat16):
         values = torch.ones(4).to(dtype)
