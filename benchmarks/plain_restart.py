@@ -20,8 +20,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     kills = parser.parse_args().kills
     env = {"STEP_MS": str(STEP_MS)}
+    # A plain script reports no steps, so kills one after the other look like a script that only
+    # fails; torchrun is given its restarts too.
+    flags = ("--fruitless-restarts", "100", "--host-failures", "100")
     figures = []
-    for start in (lambda: torchrun(3, env), lambda: elasticrun(3, how="plain", env=env)):
+    for start in (
+        lambda: torchrun(3, env),
+        lambda: elasticrun(3, how="plain", flags=flags, env=env),
+    ):
         name, _, fulls, note = measure(start, 3, kills)
         figures.append(Figure(name, ALL, "s", tuple(fulls), note))
     report("plain_restart", figures, baseline="torchrun")

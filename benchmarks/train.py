@@ -48,10 +48,11 @@ def record(file, step: int, number: int, rank: int, size: int) -> None:
 
 
 def ballast() -> torch.nn.Module:
-    """Frozen state of STATE_MB megabytes."""
+    """Frozen parameters of STATE_MB megabytes: a newcomer receives them, no step touches them."""
     module = torch.nn.Module()
     for index in range(max(0, round(STATE_MB / 4))):
-        module.register_buffer(f"b{index}", torch.zeros(1024, 1024))
+        block = torch.nn.Parameter(torch.zeros(1024, 1024), requires_grad=False)
+        module.register_parameter(f"block{index}", block)
     return module
 
 

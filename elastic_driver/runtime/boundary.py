@@ -17,6 +17,8 @@ from msgspec import Struct
 
 BASE_MARGIN = 0.1  # store → long-poll → heartbeat thread, on a busy machine
 MARGIN_PER_WORKER = 0.0005  # the server answers its long-polls one after the other
+LEAST_MARGIN = 0.03  # a heartbeat thread may have to wait for the interpreter, or for a core
+MARGIN_PER_ANSWER = 5  # times what question and answer just took; the notice goes half that way
 LONGEST_AHEAD = 10_000  # steps; a nonsensical step time must not name a step nobody reaches
 
 UNREACHABLE_STEP = 2**53
@@ -32,7 +34,19 @@ class Reading(Struct, frozen=True):
     age: float
 
 
-def leave_after(readings: Iterable[Reading], *, base: int, members: int) -> int:
+def margin_for(members: int, answered: float | None) -> float:
+    """Seconds to allow for a notice to reach `members` workers.
+
+    `answered`: how long a question to all of them took just now, with the last one's answer; None
+    where one of them did not answer in time.
+    """
+    longest = BASE_MARGIN + MARGIN_PER_WORKER * members
+    if answered is None:
+        return longest
+    return min(longest, max(LEAST_MARGIN, MARGIN_PER_ANSWER * answered))
+
+
+def leave_after(readings: Iterable[Reading], *, base: int, margin: float) -> int:
     """The step S after which the members of a round leave: floor(furthest + margin/step) + 1.
 
     The furthest is the worker with the most steps *now*: its last word, extrapolated by its age.
@@ -41,9 +55,8 @@ def leave_after(readings: Iterable[Reading], *, base: int, members: int) -> int:
     Args:
         readings: what is known of the round's workers; may be empty.
         base: the committed steps the round began with; nobody can be behind it.
-        members: how many workers have to hear of it, which takes the longer the more they are.
+        margin: seconds in which every worker will have heard of it.
     """
-    margin = BASE_MARGIN + MARGIN_PER_WORKER * members
     furthest, fastest = float(base), math.inf
     for reading in readings:
         step_time = reading.step_time

@@ -49,7 +49,7 @@ from elastic_driver.core.messages import (
     decode,
     encode,
 )
-from elastic_driver.runtime.boundary import UNREACHABLE_STEP, Reading, leave_after
+from elastic_driver.runtime.boundary import UNREACHABLE_STEP, Reading, leave_after, margin_for
 from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.host_checks import HostChecks
@@ -235,6 +235,7 @@ class Executor:
         keys = tuple(contract.worker_progress(member.worker) for member in members)
         (found,) = self._server.apply([Get(keys, wait=FRESH_S, after=revision)])
         elapsed = time.monotonic() - began
+        everybody = isinstance(found, Entries) and not found.timed_out
         readings = []
         for entry in found.entries.values() if isinstance(found, Entries) else ():
             progress = _progress(entry.value)
@@ -242,7 +243,8 @@ class Executor:
                 age = elapsed if entry.revision > revision else self._stale
                 readings.append(Reading(progress.step, progress.step_time, age))
         base = max(member.version for member in members)
-        return leave_after(readings, base=max(base, 0), members=len(members))
+        margin = margin_for(len(members), elapsed if everybody else None)
+        return leave_after(readings, base=max(base, 0), margin=margin)
 
     # ---- what happened -------------------------------------------------------------------
 

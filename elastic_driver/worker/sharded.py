@@ -44,7 +44,7 @@ from elastic_driver.core.sharding.sources import Shard
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import session
 from elastic_driver.worker.shards import ShardClient
-from elastic_driver.worker.syncing.transfer import broadcast_bytes
+from elastic_driver.worker.syncing.transfer import carry_bytes, to_all
 from elastic_driver.worker.whereabouts import whereabouts
 
 __all__ = ["ShardedDataset"]
@@ -144,7 +144,7 @@ class _Pass:
             ahead = self._base + self._drawn - data.progress.trained
             news = data.ask(data.batch_size * self.size + ahead, first=first)
         if self.size > 1:
-            news = _decode_news(broadcast_bytes(None if news is None else _encode(news), 0))
+            news = _decode_news(carry_bytes(None if news is None else _encode(news), to_all(0)))
         if news is None:
             raise AssertionError("rank 0 always has an answer")
         data.take_in(news)

@@ -35,6 +35,7 @@ from elastic_driver.worker.syncing.following import Advancing, StepCounter
 from elastic_driver.worker.syncing.parts import Part, part_for
 from elastic_driver.worker.syncing.rng import RandomStates
 from elastic_driver.worker.syncing.sharing import Shared, check_sendable, receive, send, stand_by
+from elastic_driver.worker.syncing.transfer import Route
 from elastic_driver.worker.wrapping import note_in_sync
 
 __all__ = ["Advancing", "ObjectState", "State", "TorchState"]
@@ -280,16 +281,17 @@ class State:
             check_sendable(shared)  # now, on every rank, rather than at the first failure
             if rank == verdict.source:
                 resumed = self._reload(shared)
-        if verdict.receivers:
+        route = Route(verdict.source, verdict.receivers)
+        if verdict.receivers and route.concerns(rank):
             if rank == verdict.source:
-                send(shared, rank, resumed)
+                send(shared, route, resumed)
             elif rank in verdict.receivers:
                 self._torn = True
                 newcomer = not verdict.fresh and self._is_untrained()
-                resumed = receive(shared, verdict.source, newcomer=newcomer)
+                resumed = receive(shared, route, newcomer=newcomer)
                 self._torn = False
             else:
-                stand_by(verdict.source)
+                stand_by(route)
         if not verdict.exact and rank == verdict.source:
             say(
                 f"round {world.round}: no worker was at a commit; going on from rank {rank}, "

@@ -10,46 +10,58 @@ from hypothesis import strategies as st
 
 from elastic_driver.runtime.boundary import (
     BASE_MARGIN,
+    LEAST_MARGIN,
     LONGEST_AHEAD,
+    MARGIN_PER_ANSWER,
     MARGIN_PER_WORKER,
     Reading,
     leave_after,
+    margin_for,
 )
 
 
 def test_the_margin_covers_the_message_delay_in_steps() -> None:
-    margin = BASE_MARGIN + 2 * MARGIN_PER_WORKER
     readings = [Reading(step=100, step_time=0.01, age=0.0)] * 2
-    assert leave_after(readings, base=90, members=2) == math.floor(100 + margin / 0.01) + 1
+    assert leave_after(readings, base=90, margin=0.055) == 100 + 5 + 1
+
+
+def test_the_margin_follows_what_a_question_to_all_just_took() -> None:
+    assert margin_for(3, 0.001) == LEAST_MARGIN
+    assert margin_for(3, 0.015) == 0.015 * MARGIN_PER_ANSWER
+    assert margin_for(3, 5.0) == BASE_MARGIN + 3 * MARGIN_PER_WORKER
+
+
+def test_where_somebody_did_not_answer_the_margin_is_the_longest() -> None:
+    assert margin_for(3, None) == BASE_MARGIN + 3 * MARGIN_PER_WORKER
 
 
 def test_slow_steps_are_left_after_the_one_under_way() -> None:
-    assert leave_after([Reading(step=100, step_time=5.0, age=0.0)], base=0, members=1) == 101
+    assert leave_after([Reading(step=100, step_time=5.0, age=0.0)], base=0, margin=0.1) == 101
 
 
 def test_old_news_is_extrapolated_to_now() -> None:
-    fresh = leave_after([Reading(step=100, step_time=0.1, age=0.0)], base=0, members=1)
-    old = leave_after([Reading(step=100, step_time=0.1, age=10.0)], base=0, members=1)
+    fresh = leave_after([Reading(step=100, step_time=0.1, age=0.0)], base=0, margin=0.1)
+    old = leave_after([Reading(step=100, step_time=0.1, age=10.0)], base=0, margin=0.1)
     assert old == fresh + 100
 
 
 def test_the_furthest_worker_counts_even_when_another_spoke_later() -> None:
     readings = [Reading(step=90, step_time=1.0, age=0.0), Reading(step=95, step_time=1.0, age=3.0)]
-    assert leave_after(readings, base=0, members=2) == 99
+    assert leave_after(readings, base=0, margin=0.1) == 99
 
 
 def test_without_any_progress_the_round_is_left_after_its_second_step() -> None:
-    assert leave_after([], base=41, members=4) == 43
-    assert leave_after([Reading(step=41, step_time=0.0, age=3.0)], base=41, members=4) == 43
+    assert leave_after([], base=41, margin=0.1) == 43
+    assert leave_after([Reading(step=41, step_time=0.0, age=3.0)], base=41, margin=0.1) == 43
 
 
 def test_the_step_the_round_began_with_is_a_floor_for_stale_readings() -> None:
-    assert leave_after([Reading(step=3, step_time=1.0, age=0.0)], base=50, members=1) == 51
+    assert leave_after([Reading(step=3, step_time=1.0, age=0.0)], base=50, margin=0.1) == 51
 
 
 @pytest.mark.parametrize("step_time", [0.0, -1.0, math.nan, math.inf, 1e-300])
 def test_a_nonsensical_step_time_never_names_a_step_out_of_reach(step_time: float) -> None:
-    step = leave_after([Reading(step=7, step_time=step_time, age=60.0)], base=0, members=3)
+    step = leave_after([Reading(step=7, step_time=step_time, age=60.0)], base=0, margin=0.1)
     assert 7 < step <= 7 + 2 * LONGEST_AHEAD + 1
 
 
@@ -66,6 +78,6 @@ def test_a_nonsensical_step_time_never_names_a_step_out_of_reach(step_time: floa
     st.integers(0, 10**6),
 )
 def test_the_boundary_is_beyond_everyone_s_last_word(readings: list[Reading], base: int) -> None:
-    step = leave_after(readings, base=base, members=max(1, len(readings)))
+    step = leave_after(readings, base=base, margin=0.1)
     assert step > base
     assert all(step > reading.step for reading in readings)

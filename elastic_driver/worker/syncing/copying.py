@@ -11,13 +11,22 @@ import copy
 import sys
 from typing import Any
 
-_IMMUTABLE = frozenset({int, float, bool, str, bytes, complex, type(None), type, range, slice})
+IMMUTABLE = frozenset({int, float, bool, str, bytes, complex, type(None), type, range, slice})
+
+
+def settings(group: dict[str, Any], *, but: str) -> dict[str, Any]:
+    """A copy of a dictionary of mostly numbers and flags, without the entry named `but`."""
+    return {
+        key: value if type(value) in IMMUTABLE else copied(value)
+        for key, value in group.items()
+        if key != but
+    }
 
 
 def copied(value: Any) -> Any:
     """A copy of `value` that no later change of `value` reaches."""
     kind = type(value)
-    if kind in _IMMUTABLE:
+    if kind in IMMUTABLE:
         return value
     if kind is dict:
         return {key: copied(item) for key, item in value.items()}

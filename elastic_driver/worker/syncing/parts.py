@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.syncing.copying import copied
+from elastic_driver.worker.syncing.copying import copied, settings
 from elastic_driver.worker.syncing.transfer import apart, join
 
 
@@ -173,10 +173,7 @@ class OptimizerPart(_Steady):
 
     def keep(self) -> None:
         """Copy the settings of each parameter group."""
-        self._kept = [
-            {key: copied(value) for key, value in group.items() if key != "params"}
-            for group in self._optimizer.param_groups
-        ]
+        self._kept = [settings(group, but="params") for group in self._optimizer.param_groups]
 
     def roll_back(self) -> None:
         """Put the settings back."""

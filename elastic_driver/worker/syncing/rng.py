@@ -10,52 +10,125 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_MT19937_BYTES = 624 * 4 + 4  # the key and the position, as NumPy lays them out
+_WORD_BYTES = 4
+_KEY_BYTES = 624 * _WORD_BYTES  # NumPy keeps the position behind the key
+
+
+class Twister:
+    """A Mersenne Twister of this process that is asked for its state only when it has moved.
+
+    Asking takes 30 to 60 µs at the end of a step, when the processor's caches hold other things,
+    and most loops draw from torch alone. Two words of the generator's memory tell whether it moved:
+    the position changes with each draw, and every word of the key when the position starts over,
+    or with another seed (but for the first word, which seeding sets to a constant: so the second).
+
+    Args:
+        ask: gives the state.
+        owner: the object that the memory belongs to; held, so that it stays.
+        key, position: their addresses.
+    """
+
+    def __init__(self, ask: Callable[[], Any], owner: object, key: int, position: int) -> None:
+        self.owner = owner
+        self._ask = ask
+        self._second = ctypes.c_uint32.from_address(key + _WORD_BYTES)
+        self._position = ctypes.c_uint32.from_address(position)
+        self._seen = (0, 0)
+        self._state: Any = None
+
+    def words(self) -> tuple[int, int]:
+        """The second word of the key, and the position."""
+        return self._second.value, self._position.value
+
+    def state(self, *, holds_gaussian: Callable[[Any], bool]) -> Any:
+        """The state now; `holds_gaussian` says whether one has a second Gaussian in store."""
+        now = self.words()
+        # A stored Gaussian can be used up without moving the bits: then only asking tells.
+        if self._state is None or now != self._seen or holds_gaussian(self._state):
+            self._state, self._seen = self._ask(), now
+        return self._state
+
+
+class PythonWatch:
+    """Python's global generator."""
+
+    def __init__(self) -> None:
+        self._twister = _of_python()
+
+    def state(self) -> tuple[Any, ...]:
+        """What `random.getstate()` gives."""
+        if self._twister is None:
+            return random.getstate()
+        state: tuple[Any, ...] = self._twister.state(holds_gaussian=_python_holds_gaussian)
+        return state
+
+
+def _of_python() -> Twister | None:
+    """The interpreter lays a generator out as position and key; None where it does otherwise."""
+    owner = getattr(random.getstate, "__self__", None)
+    if type(owner) is not random.Random:
+        return None
+    position = id(owner) + object.__basicsize__
+    twister = Twister(random.getstate, owner, position + _WORD_BYTES, position)
+    words = random.getstate()[1]
+    return twister if twister.words() == (words[1], words[-1]) else None
+
+
+def _python_holds_gaussian(state: tuple[Any, ...]) -> bool:
+    return state[2] is not None
 
 
 class NumpyWatch:
-    """NumPy's global generator; asking for its state takes 60 µs, so ask only when it moved."""
+    """NumPy's global generator."""
 
     def __init__(self) -> None:
-        self._bits = b""
-        self._state: tuple[Any, ...] | None = None
+        self._twister: Twister | None = None
 
-    def state(self) -> tuple[Any, ...] | None:
-        """The legacy state tuple of `numpy.random`, or None where NumPy is not loaded."""
+    def state(self) -> Any:
+        """What `numpy.random.set_state()` takes, or None where NumPy is not loaded.
+
+        A tuple for the Mersenne Twister, a dictionary for a generator put in its place.
+        """
         numpy = sys.modules.get("numpy")
         if numpy is None or "numpy.random" not in sys.modules:
             return None
-        bits = self._raw_bits(numpy)
-        # A stored Gaussian can be used up without moving the bits: then only asking tells.
-        if bits is None or bits != self._bits or self._state is None or self._state[3]:
-            self._state = numpy.random.get_state()
-            self._bits = bits or b""
-        return self._state
-
-    @staticmethod
-    def _raw_bits(numpy: Any) -> bytes | None:
-        """The generator's memory, or None where it is not the Mersenne Twister."""
         generator = numpy.random.get_bit_generator()
-        if type(generator).__name__ != "MT19937":
-            return None
-        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        if self._twister is None or self._twister.owner is not generator:
+            self._twister = _of_numpy(numpy, generator)
+        if self._twister is None:
+            return numpy.random.get_state(legacy=False)
+        return self._twister.state(holds_gaussian=_numpy_holds_gaussian)
+
+
+def _of_numpy(numpy: Any, generator: Any) -> Twister | None:
+    """None where it is not the Mersenne Twister, but another kind that was put in its place."""
+    if type(generator).__name__ != "MT19937":
+        return None
+    key = generator.ctypes.state_address
+    return Twister(numpy.random.get_state, generator, key, key + _KEY_BYTES)
+
+
+def _numpy_holds_gaussian(state: tuple[Any, ...]) -> bool:
+    return bool(state[3])
 
 
 class RandomStates:
     """Takes and puts back all generators of this process."""
 
     def __init__(self) -> None:
+        self._python = PythonWatch()
         self._numpy = NumpyWatch()
 
     def take(self) -> dict[str, Any]:
         """The states now, by generator."""
         states: dict[str, Any] = {
-            "python": random.getstate(),
-            "torch": torch.get_rng_state(),
+            "python": self._python.state(),
+            "torch": torch.default_generator.get_state(),
         }
         if (numpy_state := self._numpy.state()) is not None:
             states["numpy"] = numpy_state
@@ -64,10 +137,14 @@ class RandomStates:
         return states
 
     def portable(self) -> dict[str, Any]:
-        """The states now, in a form made of plain values and tensors only."""
+        """The states now, in a form made of plain values and tensors only.
+
+        Without NumPy's where it has another generator than its own: each process keeps its state.
+        """
         states = self.take()
-        if "numpy" in states:
-            name, key, *rest = states["numpy"]
+        numpy_state = states.pop("numpy", None)
+        if isinstance(numpy_state, tuple):
+            name, key, *rest = numpy_state
             states["numpy"] = (name, torch.from_numpy(key.astype("int64")), *rest)
         return states
 

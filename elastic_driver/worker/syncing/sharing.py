@@ -1,8 +1,9 @@
 """Sends a whole state from one rank to those that need it.
 
 `state` calls, on every rank of the world and in the same order: `send` on the source, `receive`
-where the state is to be taken over, `stand_by` where it is right already. One document goes
-first (what there is, and every plain value), then all tensors, into the receivers' own.
+where the state is to be taken over, `stand_by` where it is right already and the route concerns
+it. One document goes first (what there is, and every plain value), then all tensors, into the
+receivers' own.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from elastic_driver.worker.syncing.copying import copied
 from elastic_driver.worker.syncing.parts import Part, Spec
 from elastic_driver.worker.syncing.rng import RandomStates
 from elastic_driver.worker.syncing.transfer import (
+    Route,
     apart,
-    broadcast_bytes,
-    broadcast_tensors,
+    carry_bytes,
+    carry_tensors,
     join,
     packed,
     paths,
@@ -69,31 +71,30 @@ def check_sendable(shared: Shared) -> None:
     taken_apart(shared).envelope(shared.random.portable())
 
 
-def send(shared: Shared, rank: int, resumed: int | None = None) -> None:
+def send(shared: Shared, route: Route, resumed: int | None = None) -> None:
     """Send all of it from this rank; `resumed` as in `Envelope`."""
     contents = taken_apart(shared)
     envelope = contents.envelope(shared.random.portable(), resumed)
-    broadcast_bytes(msgspec.msgpack.encode(envelope), rank)
-    broadcast_tensors(list(contents.tensors.values()), rank, receiving=False)
+    carry_bytes(msgspec.msgpack.encode(envelope), route)
+    carry_tensors(list(contents.tensors.values()), route)
 
 
-def stand_by(source: int) -> None:
+def stand_by(route: Route) -> None:
     """Take part in the transfer without taking anything over."""
-    envelope = msgspec.msgpack.decode(broadcast_bytes(None, source), type=Envelope)
+    envelope = msgspec.msgpack.decode(carry_bytes(None, route), type=Envelope)
     # Nothing is written here; only the sizes matter, and meta tensors have no more.
-    sizes = [spec.room("meta") for spec in envelope.specs()]
-    broadcast_tensors(sizes, source, receiving=False)
+    carry_tensors([spec.room("meta") for spec in envelope.specs()], route)
 
 
-def receive(shared: Shared, source: int, newcomer: bool) -> int | None:
-    """Take over the state of rank `source`; a newcomer its random generators as well.
+def receive(shared: Shared, route: Route, newcomer: bool) -> int | None:
+    """Take over the state of the route's source; a newcomer its random generators as well.
 
     Returns the envelope's `resumed`. Raises `UsageError` where this script's state has other
     parts, or they are built differently.
     """
-    envelope = msgspec.msgpack.decode(broadcast_bytes(None, source), type=Envelope)
+    envelope = msgspec.msgpack.decode(carry_bytes(None, route), type=Envelope)
     room = make_room(shared, envelope)
-    broadcast_tensors(room.tensors(), source, receiving=True)
+    carry_tensors(room.tensors(), route)
     room.take_over(shared, with_random=newcomer or envelope.resumed is not None)
     return envelope.resumed
 

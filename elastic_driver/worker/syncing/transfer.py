@@ -1,9 +1,11 @@
 """Moves state from one rank to others: a small document first, then tensors, in bounded chunks.
 
-`state` calls `send` on the rank whose state wins and `receive` on all others, in the same order.
+`sharing` says what goes and to whom (`Route`): to a single receiver from rank to rank, so that
+nobody else waits for it; to several by broadcast.
 The document is read with torch's safe unpickler (`weights_only=True`): plain values, containers
-and tensors pass, code does not. Tensors follow as bytes, small ones packed together, large ones in
-slices, so that neither side needs more than one chunk beyond the state itself. Sizes are bytes.
+and tensors pass, code does not. Tensors follow as bytes: small ones packed together, large ones
+from where they lie to where they are to lie, in slices, so that neither side needs more than one
+chunk beyond the state itself. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
 
 CHUNK_BYTES = 32 * 1024 * 1024
+ALONE_BYTES = 1024 * 1024  # a tensor of this size is not worth packing with others
 _ALIGNMENT = 16  # of a tensor inside a chunk, so that any dtype can be viewed in place
 
 
@@ -109,52 +113,99 @@ def join(tree: Any, tensors: Sequence[Tensor]) -> Any:
 # ---- over the process group --------------------------------------------------------------
 
 
-def broadcast_bytes(data: bytes | None, source: int) -> bytes:
-    """The bytes of rank `source`, on every rank."""
+class Route(Struct, frozen=True):
+    """Who sends to whom, by rank."""
+
+    source: int
+    receivers: frozenset[int]
+
+    @property
+    def direct(self) -> bool:
+        """Whether ranks that are neither source nor receiver have no part in it."""
+        return len(self.receivers) == 1
+
+    def concerns(self, rank: int) -> bool:
+        """Whether this rank has to take part in each transfer."""
+        return not self.direct or rank == self.source or rank in self.receivers
+
+    def carry(self, content: Tensor) -> None:
+        """Copy the source's contiguous CPU tensor into those of the others that take part."""
+        if not self.direct:
+            dist.broadcast(content, self.source)
+        elif dist.get_rank() == self.source:
+            (receiver,) = self.receivers
+            dist.send(content, receiver)
+        else:
+            dist.recv(content, self.source)
+
+
+def to_all(source: int) -> Route:
+    """The route from one rank to all others."""
+    return Route(source, frozenset(range(dist.get_world_size())) - {source})
+
+
+def carry_bytes(data: bytes | None, route: Route) -> bytes:
+    """The bytes of the source, on every rank the route concerns; others pass None."""
     length = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
-    dist.broadcast(length, source)
+    route.carry(length)
     if data is not None:
         content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     else:
         content = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(content, source)
+    route.carry(content)
     return bytes(content.numpy().tobytes())
 
 
-def broadcast_tensors(tensors: Sequence[Tensor], source: int, receiving: bool) -> None:
-    """Copy rank `source`'s tensors into those of every rank that is `receiving`.
+def carry_tensors(tensors: Sequence[Tensor], route: Route) -> None:
+    """Copy the source's tensors into the receivers'.
 
-    All ranks pass tensors of the same shapes and dtypes in the same order; a rank that is neither
-    source nor receiving takes part without its tensors being touched.
+    Every rank that the route concerns passes tensors of the same shapes and dtypes in the same
+    order; those of one that is neither source nor receiver are not touched.
     """
-    sending = dist.get_rank() == source
+    rank = dist.get_rank()
+    sending, receiving = rank == route.source, rank in route.receivers
     for pieces, size in _chunks([tensor.numel() * tensor.element_size() for tensor in tensors]):
+        index, start, stop, _ = pieces[0]
+        tensor = tensors[index]
+        if len(pieces) == 1 and (sending or receiving) and _lies_ready(tensor):
+            route.carry(_as_bytes(tensor)[start:stop])
+            continue
         chunk = torch.empty(size, dtype=torch.uint8)
         if sending:
             for index, start, stop, at in pieces:
                 chunk[at : at + stop - start].copy_(_as_bytes(tensors[index])[start:stop])
-        dist.broadcast(chunk, source)
-        if receiving and not sending:
+        route.carry(chunk)
+        if receiving:
             for index, start, stop, at in pieces:
                 _write(tensors[index], start, stop, chunk[at : at + stop - start])
 
 
+def _lies_ready(tensor: Tensor) -> bool:
+    """Whether its memory can be sent from, or received into, as it is."""
+    return bool(tensor.device.type == "cpu" and tensor.is_contiguous())
+
+
 def _chunks(sizes: Sequence[int]) -> Iterator[tuple[list[tuple[int, int, int, int]], int]]:
-    """Chunks as (pieces, bytes); a piece is (tensor, first byte, last byte + 1, place in chunk)."""
+    """Chunks as (pieces, bytes); a piece is (tensor, first byte, last byte + 1, place in chunk).
+
+    A large tensor has its chunks to itself, small ones share theirs.
+    """
     pieces: list[tuple[int, int, int, int]] = []
-    at = 0
+    end = 0
     for index, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            if at >= CHUNK_BYTES:
-                yield pieces, at
+        if size >= min(ALONE_BYTES, CHUNK_BYTES):
+            for start in range(0, size, CHUNK_BYTES):
+                stop = min(size, start + CHUNK_BYTES)
+                yield [(index, start, stop, 0)], stop - start
+        elif size:
+            at = -(-end // _ALIGNMENT) * _ALIGNMENT
+            if at + size > CHUNK_BYTES:
+                yield pieces, end
                 pieces, at = [], 0
-            stop = min(size, start + CHUNK_BYTES - at)
-            pieces.append((index, start, stop, at))
-            at += -(-(stop - start) // _ALIGNMENT) * _ALIGNMENT
-            start = stop
+            pieces.append((index, 0, size, at))
+            end = at + size
     if pieces:
-        yield pieces, at
+        yield pieces, end
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from elastic_driver.worker.syncing import transfer
 from elastic_driver.worker.syncing.parts import OptimizerPart, Part, part_for
 from elastic_driver.worker.syncing.rng import RandomStates
 from elastic_driver.worker.syncing.sharing import Shared, receive, send, stand_by
-from elastic_driver.worker.syncing.transfer import apart, join, packed, unpacked
+from elastic_driver.worker.syncing.transfer import Route, apart, join, packed, unpacked
 from tests.support.gloo import run_ranks
 from tests.worker.training import digest
 
@@ -37,9 +37,13 @@ def test_code_is_refused_when_packed_and_when_unpacked() -> None:
         packed(Evil(), "the thing")
 
 
-def share(rank: int, size: int, seed: int, chunk: int) -> tuple[str, str]:
-    """Rank 1 sends; 0 receives; others stand by. (digest before, digest after)"""
+def share(
+    rank: int, size: int, seed: int, chunk: int, receivers: frozenset[int]
+) -> tuple[str, str]:
+    """Rank 1 sends; others stand by or have no part. (digest before, digest after)"""
     transfer.CHUNK_BYTES = chunk
+    transfer.ALONE_BYTES = 64
+    route = Route(1, receivers)
     torch.manual_seed(seed + rank)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1).double())
     model.register_parameter("strided", nn.Parameter(torch.rand(3, 4).t()))
@@ -47,7 +51,7 @@ def share(rank: int, size: int, seed: int, chunk: int) -> tuple[str, str]:
     model.register_parameter("small", nn.Parameter(torch.rand(3).to(torch.bfloat16)))
     model.register_buffer("none", torch.empty(0))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
-    if rank != 0:  # the receiver's optimizer has made no state of its own yet
+    if rank not in receivers:  # a receiver's optimizer has made no state of its own yet
         for parameter in model.parameters():
             parameter.grad = torch.rand_like(parameter)
         optimizer.step()
@@ -59,21 +63,35 @@ def share(rank: int, size: int, seed: int, chunk: int) -> tuple[str, str]:
     pointers = [p.data_ptr() for p in model.parameters()]
     before = digest(model.state_dict(), optimizer.state_dict(), values["note"])
     if rank == 1:
-        send(shared, 1)
-    elif rank == 0:
-        receive(shared, 1, newcomer=True)
-    else:
-        stand_by(1)
+        send(shared, route)
+    elif rank in receivers:
+        receive(shared, route, newcomer=True)
+    elif route.concerns(rank):
+        stand_by(route)
     assert [p.data_ptr() for p in model.parameters()] == pointers, "written in place"
     return before, digest(model.state_dict(), optimizer.state_dict(), values["note"])
 
 
 @pytest.mark.parametrize("chunk", [32, 1 << 20])
-def test_a_receiver_has_the_senders_state_and_a_bystander_its_own(
+def test_one_receiver_has_the_senders_state_and_nobody_else_takes_part(
     tmp_path: Path, chunk: int
 ) -> None:
-    (_, received), (sent, after), (before, kept) = run_ranks(3, share, tmp_path, 5, chunk)
+    only = frozenset({0})
+    (_, received), (sent, after), (before, kept) = run_ranks(3, share, tmp_path, 5, chunk, only)
     assert sent == after == received
+    assert before == kept
+    assert before != sent
+
+
+@pytest.mark.parametrize("chunk", [32, 1 << 20])
+def test_several_receivers_have_the_senders_state_and_a_bystander_its_own(
+    tmp_path: Path, chunk: int
+) -> None:
+    both = frozenset({0, 3})
+    (_, one), (sent, after), (before, kept), (_, other) = run_ranks(
+        4, share, tmp_path, 5, chunk, both
+    )
+    assert sent == after == one == other
     assert before == kept
     assert before != sent
 
