@@ -1,14 +1,13 @@
 """Builds, breaks and takes down the torch process group of one round.
 
-Why a group is built in a thread of its own: while gloo connects, its constructor cannot be
-interrupted, and a member that dies in that moment would hold everybody until the timeout. So
-`GroupBuilder` builds in a thread that is abandoned when the round is closed meanwhile.
+Why a group is built in a thread of its own: see `attempts`.
 
 Why there is a backend named `elastic_gloo`: torch's global state must only be touched by
 the main thread. The thread makes the bare `ProcessGroupGloo`; the main thread then calls
 `init_process_group(backend="elastic_gloo")`, whose creator, registered through torch's public
 extension point, hands over the object that is ready. Collectives, DDP and `new_group()` behave
-as with "gloo", because the object is gloo's own; `dist.get_backend()` tells the name.
+as with "gloo", because the object is gloo's own; `dist.get_backend()` tells the name. Where NCCL is
+to carry CUDA tensors, torch makes that half itself (`cpu:elastic_gloo,cuda:nccl`); see `devices`.
 
 Only `world` uses this module. Times are seconds.
 """
@@ -19,17 +18,20 @@ import contextlib
 import os
 import socket
 import sys
-import threading
+import time
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
 
 from elastic_driver.core.messages import Links, World
+from elastic_driver.worker.attempts import Attempt, RoundOverError
+from elastic_driver.worker.devices import DeviceHalf
 from elastic_driver.worker.links import read_links
 from elastic_driver.worker.sockets import Connections
 
@@ -38,20 +40,40 @@ COLLECTIVE_TIMEOUT_S = (
     1800.0  # torch's own default; a hung peer is noticed by its lease long before
 )
 CONNECT_TIMEOUT_S = 120.0  # for the construction alone; an abandoned thread lives no longer
+LINGER_S = 1.0  # for peers to have what this process has sent, before its device is cut off
+_LOOK_S = 0.001
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "::1"})
 
 
-class RoundOverError(Exception):
-    """The round a group was being built for is over; wait for the next one."""
-
-
 class Group:
-    """The gloo group of one round, with the connections it stands on."""
+    """The gloo group of one round, with the connections it stands on.
+
+    `half` is what carries an accelerator's tensors beside it, where there is such a thing.
+    """
 
     def __init__(self, backend: Any, connections: Connections) -> None:
         self.backend = backend
         self.connections = [connections]  # of it and of its subgroups
+        self.half: DeviceHalf | None = None
+        self.elected = True  # whether the vote, if there was one, was for such a half
         self.at_end: Callable[[], None] | None = None
+
+    def vote(self, identity: str) -> bool:
+        """Collective: whether everybody has a device (an `identity`), and each one of its own."""
+        ballot = torch.zeros(self.backend.size(), dtype=torch.int64)
+        ballot[self.backend.rank()] = zlib.crc32(identity.encode()) + 1 if identity else 0
+        self.backend.allreduce([ballot]).wait()
+        return 0 not in ballot and len(ballot.unique()) == len(ballot)
+
+    def linger(self) -> None:
+        """Wait until all peers are at this point too, for a moment only; whatever comes, go on."""
+        until = time.monotonic() + LINGER_S
+        with contextlib.suppress(RuntimeError):  # they have left already, or are gone
+            barrier = self.backend.barrier()
+            while not barrier.is_completed() and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+            if not barrier.is_completed():
+                self.stop_hearing()  # it must not hold up the end of the group
 
     def links(self) -> Links | None:
         """What has gone over its connections to other hosts; any thread."""
@@ -85,12 +107,25 @@ class Group:
 
 
 class GroupBuilder:
-    """Builds one group in a thread; the caller waits, and may be told that the round is over."""
+    """Builds one group in a thread; the caller waits, and may be told that the round is over.
 
-    def __init__(self, store: Store, rank: int, size: int, device: Any, not_to: int | None) -> None:
+    `device`: gloo's own, of the network. With a `ballot` the members vote at once: `Group.vote`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: Any,
+        *,
+        not_to: int | None,
+        ballot: str | None = None,
+    ) -> None:
         self._store, self._rank, self._size, self._device = store, rank, size, device
+        self._ballot = ballot
         self._connections = Connections(not_to)
-        self._outcome: SimpleQueue[Group | Exception] = SimpleQueue()
+        self._attempt: Attempt[Group] = Attempt()
 
     def build(self, name: str) -> Group:
         """The finished group.
@@ -98,31 +133,26 @@ class GroupBuilder:
         Raises `RoundOverError` once `abandon` was called or where the peers could not be reached.
         """
         self._connections.start()
-        threading.Thread(target=self._construct, name=name, daemon=True).start()
         try:
-            outcome = self._outcome.get(timeout=CONNECT_TIMEOUT_S + 1)
-        except Empty:
-            outcome = RoundOverError(f"no group within {CONNECT_TIMEOUT_S:.0f} s")
-        if isinstance(outcome, Group):
-            return outcome
-        self._connections.finish()  # what was half built must not keep the others waiting
-        self._connections.hang_up()
-        self._connections.stop_hearing()
-        self._connections.close()
-        raise RoundOverError(str(outcome).splitlines()[0]) from outcome
+            return self._attempt.make(self._construct, name, CONNECT_TIMEOUT_S + 1)
+        except Exception as error:
+            self._connections.finish()  # what was half built must not keep the others waiting
+            self._connections.hang_up()
+            self._connections.stop_hearing()
+            self._connections.close()
+            raise RoundOverError(str(error).partition("\n")[0]) from error
 
     def abandon(self, reason: str) -> None:
         """Let `build` raise now; any thread may call it."""
-        self._outcome.put(RoundOverError(reason))
+        self._attempt.abandon(reason)
 
-    def _construct(self) -> None:
-        try:
-            backend = make_gloo(self._store, self._rank, self._size, self._device)
-        except Exception as error:  # carried over to the thread that waits
-            self._outcome.put(error)
-            return
+    def _construct(self) -> Group:
+        backend = make_gloo(self._store, self._rank, self._size, self._device)
         self._connections.finish()
-        self._outcome.put(Group(backend, self._connections))
+        group = Group(backend, self._connections)
+        if self._ballot is not None:
+            group.elected = group.vote(self._ballot)
+        return group
 
 
 def make_gloo(store: Store, rank: int, size: int, device: Any) -> ProcessGroupGloo:
@@ -180,14 +210,25 @@ class _Handover:
     subgroup: Creator | None = None  # makes the groups of `new_group()`
 
 
-def install(group: Group, store: Store, rank: int, size: int, subgroup: Creator) -> None:
-    """Make `group` torch's default process group; `subgroup` makes those of `new_group()`."""
+def install(
+    group: Group,
+    store: Store,
+    rank: int,
+    size: int,
+    subgroup: Creator,
+    *,
+    beside: str | None = None,
+) -> None:
+    """Make `group` torch's default process group; `subgroup` makes those of `new_group()`.
+
+    `beside`: the backends that torch is to make itself, for other devices ("cuda:nccl").
+    """
     _register()
     _Handover.ready, _Handover.subgroup = group.backend, subgroup
     excepthook = sys.excepthook
     try:
         dist.init_process_group(
-            backend=BACKEND,
+            backend=BACKEND if beside is None else f"cpu:{BACKEND},{beside}",
             store=store,
             rank=rank,
             world_size=size,
@@ -199,10 +240,17 @@ def install(group: Group, store: Store, rank: int, size: int, subgroup: Creator)
         sys.excepthook = excepthook
 
 
-def uninstall() -> None:
-    """Take down torch's process groups, healthy or broken; never waits for a peer."""
+def uninstall(half: DeviceHalf | None = None) -> None:
+    """Take down torch's process groups, healthy or broken; never waits for a peer.
+
+    `half`: what was beside the group, cut off already.
+    """
     _Handover.subgroup = None  # it holds the group
-    if dist.is_initialized():
+    if not dist.is_initialized():
+        return
+    if half is not None:
+        half.forget()
+    else:
         dist.destroy_process_group()
 
 

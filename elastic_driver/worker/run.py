@@ -75,17 +75,13 @@ class _Course:
 
     def rejoin(self, reason: str) -> None:
         """Leave at a step boundary, and enter the next world."""
-        standing = self._state.standing()
-        self._member.say_ready(standing, reason, speaker=self._state)
-        self._member.leave()
+        self._member.move_on(self._state.standing(), reason, self._state)
         self._enter()
 
     def rejoin_after_break(self, reason: str) -> None:
         """Go back to the commit, leave what is left of the group, and enter the next world."""
         standing = self._state.standing()
-        self._member.say_ready(standing, reason, speaker=self._state)
-        self._state.restore()
-        self._member.leave()
+        self._member.move_on(standing, reason, self._state, roll_back=self._state.restore)
         self._enter()
 
     def is_stuck(self) -> bool:

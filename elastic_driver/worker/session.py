@@ -10,13 +10,11 @@ from __future__ import annotations
 import atexit
 import os
 
-from elastic_driver.errors import UsageError
 from elastic_driver.worker import context, current
+from elastic_driver.worker.backends import choose
 from elastic_driver.worker.link import Standing
 from elastic_driver.worker.notes import say
 from elastic_driver.worker.world import Membership
-
-BACKENDS = ("gloo",)
 
 
 class _Session:
@@ -33,27 +31,31 @@ def init(backend: str | None = None) -> None:
     a world of one, so that a script can be tried with plain `python`.
 
     Args:
-        backend: "gloo" or None, which means the same.
+        backend: as for torch's `init_process_group`: "gloo", or "nccl" for CUDA tensors (gloo then
+            carries CPU tensors, as with "cpu:gloo,cuda:nccl"). None: NCCL in every round in
+            which each worker has a GPU of its own, else gloo.
 
     Raises:
-        UsageError: for an unknown backend, or an environment that is none of a worker.
+        UsageError: for an unknown backend, NCCL without a GPU, or an environment that is none of a
+            worker.
         RendezvousError: where the rendezvous cannot be reached or refuses this worker.
     """
-    if backend not in (None, *BACKENDS):
-        raise UsageError(f"backend {backend!r} is not supported; use one of {', '.join(BACKENDS)}")
-    member = begin()
+    member = begin(backend)
     if member.group is None:
         member.say_ready(Standing(), "started")
         member.join(Standing())
 
 
-def begin() -> Membership:
-    """The membership of this process, started if it was not; does not wait for a round."""
+def begin(backend: str | None = None) -> Membership:
+    """The membership of this process, started if it was not; does not wait for a round.
+
+    `backend` counts for the call that starts it.
+    """
     if _Session.membership is None:
         born = context.from_environment()
         if born is None:
             say("not started by elasticrun: training in this process alone, as a world of one")
-        member = Membership(born)
+        member = Membership(born, choose(backend, born.slot if born is not None else 0))
         member.start()
         _Session.membership = member
         if not _Session.exits:

@@ -181,6 +181,7 @@ class State:
         self._kept_values = {n: copied(v) for n, v in self._values.items() if n not in parts}
         self._kept_random = self._random.take()
         if self._snapshot:
+            self._counter.settle()
             for part in parts.values():
                 part.keep_large()
         self._counter.restart()
@@ -214,7 +215,7 @@ class State:
         member = session.begin()
         if member.group is None or member.world is None or member.world.round == self._round:
             return
-        self._pulse = member.pulse
+        self._pulse, self._counter.settle = member.pulse, member.settle
         world = member.world
         # What the members said was said of their first state; of another they know nothing yet.
         known = member.speaks_for(self)

@@ -14,8 +14,14 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-# Where Python stands while torch waits for a collective: in a call, in DDP, or in backward().
-_WAITING_IN = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")
+# Where Python stands while torch waits for a collective: in a call, in DDP, in backward(), or
+# for the device that carries it out.
+_WAITING_IN = (
+    "torch/distributed/",
+    "torch/nn/parallel/distributed.py",
+    "torch/autograd/graph.py",
+    "torch/cuda/",
+)
 
 
 class TrainingThread:

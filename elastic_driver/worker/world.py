@@ -8,20 +8,26 @@ peer that is gone. A process that `elasticrun` did not start is a world of one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from torch.distributed import HashStore, Store
 
 from elastic_driver.core.messages import Member, Notice, World
-from elastic_driver.errors import ExitCode
+from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.worker import current, groups
+from elastic_driver.worker.attempts import Attempt, RoundOverError
+from elastic_driver.worker.backends import Choice
 from elastic_driver.worker.context import WorkerContext, alone
+from elastic_driver.worker.devices import CONNECT_S, DeviceHalf
 from elastic_driver.worker.farewell import LastSave, Savable
-from elastic_driver.worker.groups import Group, GroupBuilder, RoundOverError
+from elastic_driver.worker.groups import Group, GroupBuilder
 from elastic_driver.worker.link import Link, Standing
 from elastic_driver.worker.notes import say
 from elastic_driver.worker.pulse import AT_ONCE, Pulse
@@ -31,6 +37,8 @@ from elastic_driver.worker.wrapping import tear_down_wrapped
 GRACE_S = 0.25  # for collectives to fail by themselves, once told to leave at once
 LOOK_S = 1.0  # between two looks at a training thread that has not left yet
 HOPELESS_LOOKS = 8  # a collective that is to end does so within milliseconds
+T = TypeVar("T")
+SAME_AGAIN = 3  # devices that refuse to meet, in a row, in rounds that nobody has ended
 
 
 class Membership:
@@ -39,8 +47,9 @@ class Membership:
     `world` and `group` are those of the round it is in; `group` is None between two rounds.
     """
 
-    def __init__(self, born: WorkerContext | None) -> None:
+    def __init__(self, born: WorkerContext | None, choice: Choice | None = None) -> None:
         self.pulse = Pulse()
+        self._choice = choice or Choice()
         self.world: World | None = None
         self.group: Group | None = None
         self._link = (
@@ -50,8 +59,9 @@ class Membership:
         self._speaker: object | None = None  # the state that READY was said of
         self._lock = threading.Lock()  # guards what follows: notices come on the heartbeat thread
         self._notice: Notice | None = None
-        self._builder: GroupBuilder | None = None
+        self._builder: GroupBuilder | Attempt[None] | None = None
         self._building = 0  # round `_builder` is at work for
+        self._refused = 0  # times in a row that the devices have not met
         self._broken_since: float | None = None  # when we were told to leave this round at once
         self._thread = TrainingThread()
         self._parting: list[Group] = []  # left, while some peer may still be in it
@@ -90,10 +100,7 @@ class Membership:
     # ---- joining -------------------------------------------------------------------------
 
     def say_ready(self, standing: Standing, reason: str, speaker: object | None = None) -> None:
-        """Report for the next round what `speaker`, a state, stands for.
-
-        With gloo this may be done before `leave`, to save time.
-        """
+        """Report for the next round what `speaker`, a state, stands for; see `move_on`."""
         self._speaker = speaker
         if self._link is not None:
             self._link.say_ready(self._left, standing, reason)
@@ -125,12 +132,13 @@ class Membership:
         device = groups.gloo_device(world, link.born.endpoint)
         rank, size = me.place.rank, world.size
 
-        def build(store: Store, rank: int, size: int) -> Group:
-            builder = GroupBuilder(store, rank, size, device, not_to=link.port)
-            return self._build(builder, world.round)
+        def build(store: Store, rank: int, size: int, ballot: str | None = None) -> Group:
+            builder = GroupBuilder(store, rank, size, device, not_to=link.port, ballot=ballot)
+            name = f"elastic-group-{world.round}"
+            return self._attempt(builder, world.round, lambda: builder.build(name))
 
         try:
-            group = build(store, rank, size)
+            group = build(store, rank, size, self._ballot())
         except RoundOverError:
             store.abort()  # its thread may still be waiting for keys
             raise
@@ -141,19 +149,58 @@ class Membership:
             group.connections += part.connections
             return part.backend
 
-        groups.install(group, store, rank, size, subgroup)
+        self._install(
+            group, world.round, partial(groups.install, group, store, rank, size, subgroup)
+        )
         self._entered(world, me, group, standing.version)
 
-    def _build(self, builder: GroupBuilder, round_id: int) -> Group:
+    def _attempt(
+        self, builder: GroupBuilder | Attempt[None], round_id: int, work: Callable[[], T]
+    ) -> T:
+        """Do what a notice that the round is over makes `builder` give up."""
         with self._lock:
             self._builder, self._building = builder, round_id
             if self._notice is not None and _at_once(self._notice, round_id):
                 builder.abandon(self._notice.reason)
         try:
-            return builder.build(f"elastic-group-{round_id}")
+            return work()
         finally:
             with self._lock:
                 self._builder = None
+
+    def _ballot(self) -> str | None:
+        """What this worker says in the vote on whether devices take part, if there is one."""
+        choice = self._choice
+        if not choice.by_vote:
+            return None
+        return choice.device.identity() if choice.device is not None else ""
+
+    def _install(self, group: Group, round_id: int, install: Callable[..., None]) -> None:
+        """Give the group to torch; where a device takes part, have it meet its peers."""
+        device = self._choice.device if group.elected else None
+        if device is None:
+            install()
+            return
+        device.begin()
+        group.half = half = DeviceHalf(device)
+        try:
+            install(beside=device.backends)
+            meeting: Attempt[None] = Attempt()
+            self._attempt(
+                meeting,
+                round_id,
+                lambda: meeting.make(half.connect, f"elastic-device-{round_id}", CONNECT_S),
+            )
+        except (RoundOverError, UsageError):
+            self._drop(group, "the round is over")
+            raise
+        except Exception as error:
+            self._drop(group, "the devices have not met")
+            self._refused += 1
+            if self._refused >= SAME_AGAIN:
+                raise
+            raise RoundOverError(str(error).partition("\n")[0]) from error
+        self._refused = 0
 
     def _entered(self, world: World, me: Member, group: Group, version: int) -> None:
         with self._lock:
@@ -179,12 +226,48 @@ class Membership:
             return groups.make_gloo(store, rank, size, device)
 
         store = HashStore()
-        group = GroupBuilder(store, 0, 1, device, not_to=None).build("elastic-group")
-        groups.install(group, store, 0, 1, subgroup)
+        builder = GroupBuilder(store, 0, 1, device, not_to=None, ballot=self._ballot())
+        group = builder.build("elastic-group")
+        self._install(group, world.round, partial(groups.install, group, store, 0, 1, subgroup))
         self._entered(world, me, group, self.pulse.version)
         return world
 
     # ---- leaving -------------------------------------------------------------------------
+
+    def move_on(
+        self,
+        standing: Standing,
+        reason: str,
+        speaker: object,
+        roll_back: Callable[[], None] | None = None,
+    ) -> None:
+        """Leave this round and report for the next, in the order that the backend demands.
+
+        With gloo alone READY comes first, to save time. A device may still write where the state
+        is to be rolled back, and the next round must not begin before everybody has left this one
+        (a rank that met others while one was still aborting has been seen to hang): there it is
+        told to stop first, and READY comes last. `roll_back` is for rounds that broke.
+        """
+        group = self.group
+        waits = group is not None and group.half is not None
+        if group is not None and waits:
+            self._end_half(group, broken=roll_back is not None)
+        else:
+            self.say_ready(standing, reason, speaker)
+        if roll_back is not None:
+            roll_back()
+        self.leave()
+        if waits:
+            self.say_ready(standing, reason, speaker)
+
+    def settle(self) -> None:
+        """Wait until what came out of collectives is there; raises where it never will be.
+
+        With gloo it always is. Called on the training thread, before state is changed by it.
+        """
+        group = self.group
+        if group is not None and group.half is not None:
+            group.half.settle()
 
     def leave(self) -> None:
         """Take the process group down, healthy or broken; never waits for a peer.
@@ -198,10 +281,36 @@ class Membership:
             self._broken_since = None
         if group is None:
             return
+        if group.half is not None and not group.half.is_cut_off:  # the script has ended
+            self._end_half(group, broken=False)
+        self._take_down(group)
+
+    def _end_half(self, group: Group, *, broken: bool) -> None:
+        """Return when the device does nothing any more; unless `broken`, it first gets done."""
+        half = group.half
+        if half is None:
+            return
+        if not broken:
+            with contextlib.suppress(WorldBrokenError):
+                half.settle()
+                group.linger()
+        half.cut_off("this round is left")
+        half.wait_until_cut_off()
+        if (trouble := half.trouble()) is not None:
+            self._give_up(trouble)
+
+    def _drop(self, group: Group, reason: str) -> None:
+        """Take down a group whose devices have not met."""
+        if group.half is not None:
+            group.half.cut_off(reason)
+            self._end_half(group, broken=True)
+        self._take_down(group)
+
+    def _take_down(self, group: Group) -> None:
         group.hang_up()
         tear_down_wrapped()
         group.let_go()
-        groups.uninstall()
+        groups.uninstall(group.half)
         self._parting.append(group)
 
     def _end_parted(self) -> None:
@@ -227,6 +336,8 @@ class Membership:
         if _at_once(notice, pulse.round):
             pulse.leave_after = AT_ONCE
             self._broken_since = time.monotonic()
+            if self.group is not None and self.group.half is not None:
+                self.group.half.cut_off(notice.reason)
         elif notice.after_step is not None:
             pulse.leave_after = notice.after_step
 
@@ -244,11 +355,16 @@ class Membership:
             if waited < GRACE_S:
                 return GRACE_S - waited
             self.group.stop_hearing()
-            if self._thread.asleep_in_a_collective() < HOPELESS_LOOKS:
+            trouble = self.group.half.trouble() if self.group.half is not None else None
+            if trouble is None and self._thread.asleep_in_a_collective() < HOPELESS_LOOKS:
                 return LOOK_S
+        return self._give_up(trouble or "a collective was not ended by the loss of its peer")
+
+    def _give_up(self, what: str) -> NoReturn:
+        """End this process, which nothing can bring into the next round."""
         say(
-            f"WorldBrokenError: a collective of round {self.pulse.round} was not ended by the loss "
-            f"of its peer ({self.pulse.leave_reason}); this worker ends, to be replaced"
+            f"WorldBrokenError: round {self.pulse.round}: {what} ({self.pulse.leave_reason}); "
+            "this worker ends, to be replaced"
         )
         os._exit(ExitCode.UNAVAILABLE)
 

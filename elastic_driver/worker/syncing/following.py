@@ -33,11 +33,14 @@ class StepCounter:
 
     `steps` counts those that finished, of all optimizers together. `unfinished` is how many are
     inside `step()`: above zero at rest, a step was interrupted and its tensors are half written.
+    `settle` is called before each step: it raises where the gradients are not there, or never
+    will be, so that no optimizer works with them.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.unfinished = 0
+        self.settle: Callable[[], None] = _nothing_to_wait_for
         self._hooks: list[Any] = []
         self._advancing: Sequence[Advancing] = ()
 
@@ -65,6 +68,7 @@ class StepCounter:
             thing.advance()
 
     def _before(self, *_: Any) -> None:
+        self.settle()
         self.unfinished += 1
 
     def _after(self, leads: bool) -> Callable[..., None]:
@@ -75,3 +79,7 @@ class StepCounter:
                 self.advance()
 
         return after
+
+
+def _nothing_to_wait_for() -> None:
+    """What a state has to settle before it was in a world."""

@@ -1,0 +1,98 @@
+"""Recovery where groups have a second half: real workers, only the device is pretended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elastic_driver.core.events import WorkerReady
+from tests.support.coordinator import Coordinator
+from tests.worker import device_training
+from tests.worker.test_recovery import assert_every_step_once_and_equal_everywhere
+
+
+def assert_nobody_met_before_all_had_ended(job: Coordinator) -> None:
+    """Each survivor's device had ended round r before any device of round r + 1 connected."""
+
+    def times(worker: str, what: str) -> list[float]:
+        return [line["t"] for line in job.records(f"{worker}.device") if line["device"] == what]
+
+    members = {world.round: [m.worker for m in world.members] for world in job.worlds}
+    assert len(members) > 1
+    for number in sorted(members)[:-1]:
+        survivors = [worker for worker in members[number] if worker in members[number + 1]]
+        before = {w: sum(w in members[r] for r in members if r <= number) for w in survivors}
+        ended = [times(w, "ended")[count - 1] for w, count in before.items()]
+        met = [times(w, "connects")[count] for w, count in before.items()]
+        assert max(ended) <= min(met), (number, ended, met)
+
+
+def test_after_a_kill_the_survivors_end_their_devices_and_lose_no_step(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, device_training.steps, 100000) as job:
+        alive = job.start(3)
+        took = []
+        for round_id in (1, 2):
+            job.until_step(10 * round_id, alive, round_id)
+            killed_at = job.kill(alive.pop(0))
+            job.until_step(1, alive, round_id + 1)
+            next_round = [
+                next(line["t"] for line in job.records(w) if line["round"] == round_id + 1)
+                for w in alive
+            ]
+            took.append(max(next_round) - killed_at)
+        print("kill to next step:", took)
+        job.until_step(job.furthest() + 5, alive, 3)
+        last = min(job.newest(worker)["step"] for worker in alive)
+        assert_every_step_once_and_equal_everywhere(job, last)
+        assert_nobody_met_before_all_had_ended(job)
+
+
+def test_a_stopped_peer_does_not_hold_a_thread_that_waits_for_its_device(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, device_training.steps, 100000) as job:
+        alive = job.start(3)
+        job.until_step(10, alive)
+        stopped = alive.pop()
+        job.stop(stopped)
+        reached = job.furthest()
+        job.forget(stopped)
+        job.leave_now(f"{stopped} is hung")
+        job.until_step(reached + 10, alive, 2)
+        last = min(job.newest(worker)["step"] for worker in alive)
+        assert_every_step_once_and_equal_everywhere(job, last)
+        assert_nobody_met_before_all_had_ended(job)
+
+
+def test_a_newcomer_joins_when_all_devices_have_done_and_ended(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, device_training.steps, 80) as job:
+        first = job.start(2)
+        job.until_step(10, first)
+        (newcomer,) = job.start(1, expected=False)
+        boundary = job.let_in([newcomer], margin=10)
+        assert job.wait([*first, newcomer]) == [0, 0, 0]
+        ends = {max(r["step"] for r in job.records(w) if r["round"] == 1) for w in first}
+        assert ends == {boundary}, "nothing of the last step was cut off"
+        assert job.records(newcomer)[0]["step"] == boundary + 1
+        assert_every_step_once_and_equal_everywhere(job, 80)
+        assert_nobody_met_before_all_had_ended(job)
+        ready = {e.worker: e for e in job.events if isinstance(e, WorkerReady) and e.round == 1}
+        assert all(ready[w].version == boundary and ready[w].clean for w in first)
+
+
+def test_a_member_that_dies_before_the_devices_meet_is_not_waited_for(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, device_training.steps, 100000) as job:
+        alive = job.start(2)
+        job.function, job.args = device_training.dies_while_connecting, ()
+        (lost,) = job.start(1)
+        assert job.wait([lost]) == [9]
+        job.forget(lost)
+        job.leave_now(f"{lost} died")
+        job.until_step(3, alive, 2)
+        assert_every_step_once_and_equal_everywhere(job, 3)
+
+
+def test_a_worker_whose_device_cannot_be_ended_ends_itself(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, device_training.cannot_be_ended) as job:
+        workers = job.start(2)
+        job.until_step(3, workers)
+        job.kill(workers.pop())
+        assert job.wait(workers) == [75]
+        assert "its device's group was not ended within" in job.said(workers[0])

@@ -1,0 +1,163 @@
+"""The order in which a device is left: settle, cut off, wait; and what the others wait for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from elastic_driver.errors import WorldBrokenError
+from elastic_driver.worker import devices, groups
+from elastic_driver.worker.attempts import Attempt, RoundOverError
+from elastic_driver.worker.devices import DeviceHalf
+from elastic_driver.worker.groups import Group
+from elastic_driver.worker.sockets import Connections
+from tests.support.gloo import run_ranks
+
+
+class Stuck:
+    """A device whose work ends only when it is aborted, and whose abort ends when it is let."""
+
+    backends = "cuda:none"
+
+    def __init__(self) -> None:
+        self.freed, self.let = threading.Event(), threading.Event()
+        self.aborts = 0
+        self.error: Exception | None = None
+
+    def identity(self) -> str:
+        return "stuck"
+
+    def begin(self) -> None: ...
+
+    def connect(self) -> None: ...
+
+    def settle(self) -> None:
+        assert self.freed.wait(10)
+
+    def abort(self) -> None:
+        self.aborts += 1
+        assert self.let.wait(10)
+        if self.error is not None:
+            raise self.error
+        self.freed.set()
+
+    def forget(self) -> None: ...
+
+
+def test_a_thread_that_waits_for_its_device_is_freed_by_another_and_knows_why() -> None:
+    device = Stuck()
+    half = DeviceHalf(device)
+    found: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            half.settle()
+        except WorldBrokenError as error:
+            found.append(error)
+
+    training = threading.Thread(target=train)
+    training.start()
+    began = time.monotonic()
+    half.cut_off("a.0.1 was killed")
+    half.cut_off("and now this")
+    assert time.monotonic() - began < 1, "whoever hears of the loss goes on beating"
+    assert half.is_cut_off
+    assert training.is_alive()
+    device.let.set()
+    training.join(10)
+    half.wait_until_cut_off()
+    assert device.aborts == 1
+    assert "a.0.1 was killed" in str(found[0])
+    assert half.trouble() is None
+
+
+def test_what_was_done_before_the_cut_off_counts() -> None:
+    device = Stuck()
+    device.freed.set()
+    DeviceHalf(device).settle()
+
+
+def test_after_a_cut_off_nothing_counts_even_if_the_device_has_done_it() -> None:
+    device = Stuck()
+    device.freed.set()
+    half = DeviceHalf(device)
+    half.cut_off("a.0.1 was killed")
+    with pytest.raises(WorldBrokenError):
+        half.settle()
+    device.let.set()
+
+
+def test_a_cut_off_that_takes_for_ever_or_fails_is_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "CUT_OFF_S", 0.05)
+    slow, failing = Stuck(), Stuck()
+    failing.error = RuntimeError("NCCL timeout\nand where")
+    failing.let.set()
+    for device, what in (
+        (slow, "was not ended within 0.05 s"),
+        (failing, "could not be ended: NCCL timeout"),
+    ):
+        half = DeviceHalf(device)
+        assert half.trouble() is None
+        half.cut_off("a.0.1 was killed")
+        half.wait_until_cut_off()
+        assert str(half.trouble()).endswith(what)
+    slow.let.set()
+
+
+def test_an_attempt_gives_its_result_its_error_or_is_given_up() -> None:
+    assert Attempt[int]().make(lambda: 3, "three", 10) == 3
+    with pytest.raises(ZeroDivisionError):
+        Attempt[float]().make(lambda: 1 / 0, "zero", 10)
+    hangs = threading.Event()
+    with pytest.raises(RoundOverError, match="no group within 0 s"):
+        Attempt[bool]().make(hangs.wait, "hangs", 0.01)
+    given_up: Attempt[bool] = Attempt()
+    given_up.abandon("round 3 is over")
+    with pytest.raises(RoundOverError, match="round 3 is over"):
+        given_up.make(hangs.wait, "hangs", 10)
+    hangs.set()
+
+
+# ---- what a group does for its half ------------------------------------------------------
+
+
+def votes(rank: int, _size: int, ballots: list[list[str]]) -> list[bool]:
+    group = Group(dist.group.WORLD._get_backend(groups.torch.device("cpu")), Connections())
+    return [group.vote(ballot[rank]) for ballot in ballots]
+
+
+def test_devices_take_part_where_everybody_has_one_of_its_own(tmp_path: Path) -> None:
+    ballots = [["a/1", "a/2", "b/1"], ["a/1", "", "b/1"], ["a/1", "a/1", "b/1"], ["", "", ""]]
+    for found in run_ranks(3, votes, tmp_path, ballots):
+        assert found == [True, False, False, False]
+
+
+def lingers(rank: int, _size: int) -> float:
+    made = Connections()
+    made.start()
+    store = dist.FileStore("second", 2)
+    device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    backend = groups.make_gloo(store, rank, 2, device)
+    made.finish()
+    group = Group(backend, made)
+    took = []
+    for absent in (None, 1):
+        began = time.monotonic()
+        if rank != absent:
+            group.linger()
+        took.append(time.monotonic() - began)
+        dist.barrier()
+    return took
+
+
+def test_a_group_lingers_for_its_peers_but_not_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (together, alone), _ = run_ranks(2, lingers, tmp_path)
+    assert together < groups.LINGER_S
+    assert groups.LINGER_S <= alone < groups.LINGER_S + 5
