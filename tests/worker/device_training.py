@@ -7,8 +7,10 @@ import time
 from typing import Any
 
 import elastic_driver as elastic
+from elastic_driver.core.messages import Notice
 from elastic_driver.worker import devices, session
 from elastic_driver.worker.backends import Choice
+from elastic_driver.worker.world import Membership
 from tests.support.coordinator import Recorder
 from tests.support.second_gloo import SecondGloo
 from tests.worker.training import Everything
@@ -55,6 +57,18 @@ def steps(path: str, count: int, pause: float = 0.01) -> None:
             time.sleep(pause)
 
     train(job.state)
+
+
+def steps_past_boundaries(path: str, count: int) -> None:
+    """The same, in a worker that a notice to leave at a boundary never reaches in time."""
+    obey = Membership._obey
+
+    def obeys_what_comes_at_once(member: Membership, notice: Notice) -> None:
+        if notice.after_step is None:
+            obey(member, notice)
+
+    Membership._obey = obeys_what_comes_at_once
+    steps(path, count)
 
 
 def dies_while_connecting(path: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from elastic_driver.core.events import WorkerReady
-from tests.support.coordinator import Coordinator
+from elastic_driver.core.messages import Notice
+from tests.support.coordinator import Coordinator, eventually
 from tests.worker import device_training
 from tests.worker.test_recovery import assert_every_step_once_and_equal_everywhere
 
@@ -62,19 +63,34 @@ def test_a_stopped_peer_does_not_hold_a_thread_that_waits_for_its_device(tmp_pat
 
 
 def test_a_newcomer_joins_when_all_devices_have_done_and_ended(tmp_path: Path) -> None:
-    with Coordinator(tmp_path, device_training.steps, 80) as job:
+    with Coordinator(tmp_path, device_training.steps, 150) as job:
         first = job.start(2)
         job.until_step(10, first)
         (newcomer,) = job.start(1, expected=False)
-        boundary = job.let_in([newcomer], margin=10)
+        boundary = job.let_in([newcomer], margin=40)
         assert job.wait([*first, newcomer]) == [0, 0, 0]
         ends = {max(r["step"] for r in job.records(w) if r["round"] == 1) for w in first}
         assert ends == {boundary}, "nothing of the last step was cut off"
         assert job.records(newcomer)[0]["step"] == boundary + 1
-        assert_every_step_once_and_equal_everywhere(job, 80)
+        assert_every_step_once_and_equal_everywhere(job, 150)
         assert_nobody_met_before_all_had_ended(job)
         ready = {e.worker: e for e in job.events if isinstance(e, WorkerReady) and e.round == 1}
         assert all(ready[w].version == boundary and ready[w].clean for w in first)
+
+
+def test_who_goes_on_alone_past_the_boundary_is_cut_off_and_loses_nothing(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, device_training.steps, 100000) as job:
+        (early,) = job.start()
+        job.function = device_training.steps_past_boundaries
+        (late,) = job.start()
+        job.until_step(10, [early, late])
+        job.publish(Notice(1, job.furthest() + 20, "a newcomer is ready"))
+        eventually(lambda: early in job.ready, "one has left, and its peer waits for it")
+        job.leave_now(f"{early} has left")  # as the driver does, a moment later
+        job.until_step(job.furthest() + 10, [early, late], 2)
+        last = min(job.newest(worker)["step"] for worker in (early, late))
+        assert_every_step_once_and_equal_everywhere(job, last)
+        assert_nobody_met_before_all_had_ended(job)
 
 
 def test_a_member_that_dies_before_the_devices_meet_is_not_waited_for(tmp_path: Path) -> None:
