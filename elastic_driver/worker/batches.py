@@ -20,9 +20,10 @@ micro-batches, and leaves the whole step's gradient in `parameter.grad` on every
                 scheduler.step()                      # one tick a step, as on one machine
                 state.commit()
 
-The model is not wrapped: FixedBatch communicates once a step, when the inner loop ends, and that is
-why clipping, `GradScaler` (`scaler.scale(loss).backward()`, then `unscale_`, `step`, `update` after
-the inner loop) and schedulers see what they would see on one machine with the whole batch.
+The model need not be wrapped; what `elastic.wrap` made of it may be called, and is silent meanwhile.
+FixedBatch communicates once a step, when the inner loop ends, and that is why clipping,
+`GradScaler` (`scaler.scale(loss).backward()`, then `unscale_`, `step`, `update` after the inner
+loop) and schedulers see what they would see on one machine with the whole batch.
 
 **The gradient** is the mean over the step's *samples*, if the loss is a mean over the micro-batch:
 virtual worker v counts with (its samples) / (the step's samples). In a full step that is
@@ -47,6 +48,7 @@ from elastic_driver.worker.batching.exact import fix_kernels, seed_everything
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 from elastic_driver.worker.batching.schedule import Schedule, load
 from elastic_driver.worker.whereabouts import whereabouts
+from elastic_driver.worker.wrapping import silenced
 
 __all__ = ["BatchState", "FixedBatch", "Step"]
 
@@ -71,6 +73,7 @@ class _Round:
         self.schedule = batches.schedule()
         self.steps = range(batches.step, len(batches))
         self.sums = batches.sums
+        self.model = batches.model
         self.division = batches.division
         self.deterministic = batches.deterministic
         self._share(batches.shares_of(self.rank, size), batches.step)
@@ -146,7 +149,8 @@ class Step:
         self._begun = True
         self._turn.begin(self)
         try:
-            yield from self._micro_batches(self._turn.sums)
+            with silenced(self._turn.model):
+                yield from self._micro_batches(self._turn.sums)
             self._turn.finish(self)
         except BaseException:  # a broken world, or the loop was left
             self._turn.abandon(self)
@@ -187,7 +191,8 @@ class FixedBatch:
     Args:
         dataset: map-style data set.
         micro_batch_size: samples of one virtual worker in one step.
-        model: the module to train, not wrapped in DistributedDataParallel.
+        model: the module to train, not what `elastic.wrap` made of it; that may be called in the
+            loop all the same. (A DistributedDataParallel made by hand may not.)
         virtual_workers: N; None takes the job's `--virtual-workers`, and outside of a job the
             number of workers when training starts.
         seed, shuffle: the order of each epoch; the same on every worker.
@@ -231,6 +236,7 @@ class FixedBatch:
         balanced = os.environ.get(contract.BALANCE) == "1" if balance is None else balance
         self.division = Division() if balanced else None
         self.loader_options = {"collate_fn": collate_fn, "num_workers": num_workers, **loader}
+        self.model = model
         self.sums: StepSum = ExactSum(model) if deterministic else PlainSum(model)
         self.epoch = 0
         self.step = 0

@@ -8,7 +8,9 @@ group on live parameters.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch.nn import Module
@@ -41,6 +43,27 @@ def wrap(model: Module, **ddp_kwargs: Any) -> DistributedDataParallel:
     ddp = DistributedDataParallel(model, **ddp_kwargs)
     _wrapped.add(ddp)
     return ddp
+
+
+@contextlib.contextmanager
+def silenced(model: Module) -> Iterator[None]:
+    """While this lasts, wrappers of `model` communicate nothing: `FixedBatch` does it for them.
+
+    Their own mean over ranks would be wrong where ranks have different shares, and hang where one
+    has none.
+    """
+    before = [
+        (ddp, ddp.require_backward_grad_sync, ddp.require_forward_param_sync)
+        for ddp in _wrapped
+        if ddp.module is model
+    ]
+    for ddp, _, _ in before:
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for ddp, gradients, parameters in before:
+            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = gradients, parameters
 
 
 def note_in_sync(model: Module) -> None:

@@ -162,6 +162,14 @@ def test_the_group_of_init_is_a_whole_torch_process_group(tmp_path: Path) -> Non
             assert all(checks.values()), checks
 
 
+def test_a_wrapped_model_is_trained_by_fixed_batches_as_a_bare_one(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, training.trains_fixed_batches) as job:
+        workers = job.start(4)  # of which one is a standby, without a micro-batch
+        assert job.wait(workers) == [0] * 4
+        found = [job.newest(worker) for worker in workers]
+        assert len({one["wrapped"] for one in found} | {one["bare"] for one in found}) == 1
+
+
 def test_each_worker_tells_of_its_first_step_once_a_round(tmp_path: Path) -> None:
     with Coordinator(tmp_path, training.steps, 100000) as job:
         workers = job.start(2)

@@ -214,6 +214,27 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
         return torch.tensor([os.getpid(), int(session.membership() is not None)])
 
 
+def trains_fixed_batches(path: str) -> None:
+    """The same steps with the bare model and with the wrapped one, by ranks of unequal shares."""
+
+    def train(*, wrapped: bool) -> str:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        batches = elastic.FixedBatch(
+            torch.randn(18, 3), 2, model=model, virtual_workers=3, deterministic=True
+        )
+        optimizer = torch.optim.Adam(model.parameters())
+        called = elastic.wrap(model) if wrapped else model
+        for step in batches:
+            for inputs in step:
+                called(inputs).square().mean().backward()
+            optimizer.step()
+        return digest(model.state_dict(), optimizer.state_dict())
+
+    elastic.init()
+    Recorder(path).note(wrapped=train(wrapped=True), bare=train(wrapped=False))
+
+
 def loads_data_in_children(path: str) -> None:
     """Train with two loader processes, forked while the group stands."""
     job, record = Everything(), Recorder(path)
