@@ -20,7 +20,7 @@ micro-batches, and leaves the whole step's gradient in `parameter.grad` on every
                 scheduler.step()                      # one tick a step, as on one machine
                 state.commit()
 
-The model need not be wrapped; what `elastic.wrap` made of it may be called, and is silent meanwhile.
+The model need not be wrapped; what `elastic.wrap` made of it may be called, and is silent then.
 FixedBatch communicates once a step, when the inner loop ends, and that is why clipping,
 `GradScaler` (`scaler.scale(loss).backward()`, then `unscale_`, `step`, `update` after the inner
 loop) and schedulers see what they would see on one machine with the whole batch.
