@@ -80,8 +80,7 @@ def host_members(pipe: Connection, mine: list[str], port: int, token: str, rests
         members = await connected(mine, port, token)
         pipe.send("connected")
         await asyncio.to_thread(pipe.recv)
-        last = len(members) - 1
-        sizes = await asyncio.gather(*(m.meet(parse=i == last) for i, m in enumerate(members)))
+        sizes = await asyncio.gather(*(member.meet() for member in members))
         pipe.send((time.time(), min(sizes), time.process_time()))
         if rests:
             resting = [asyncio.create_task(m.rest(HEARTBEAT_S)) for m in members]

@@ -15,7 +15,7 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core.events import WorkerReady
-from elastic_driver.core.messages import World, decode
+from elastic_driver.core.messages import decode_world
 from rendezvous.wire import (
     BATCH_PATH,
     EVENTS_PATH,
@@ -48,16 +48,13 @@ class Member:
             "127.0.0.1", self._port, limit=limit
         )
 
-    async def meet(self, parse: bool) -> int:
-        """Say READY, wait for the world; its size. `parse`: also read who is in it."""
+    async def meet(self) -> int:
+        """Say READY, wait for the world; its size, once we know our place among whom."""
         ready = WorkerReady(self.name, 0, -1, True, "started")
         await self._post(EVENTS_PATH, msgspec.json.encode(ready), request_id=True)
         (found,) = await self._batch(Watch({contract.JOB_WORLD: 0}, WAIT_S))
         assert isinstance(found, Entries)
-        document = found.entries[contract.JOB_WORLD].value
-        if not parse:
-            return document.count(b'",["')  # between a worker's name and its place
-        world = decode(World, document)
+        world = decode_world(found.entries[contract.JOB_WORLD].value)
         assert world.member(self.name) is not None
         return world.size
 

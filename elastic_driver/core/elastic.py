@@ -18,9 +18,8 @@ from elastic_driver.core.state import JobState
 
 def advance(job: JobState, now: float) -> None:
     """Do what the present state asks for; called again until nothing more is decided."""
-    for worker in job.registry.having(WorkerState.STARTING, WorkerState.READY):
-        if worker.leaving and worker.admitted is None:  # it never took part: nothing to leave
-            job.stop_worker(worker, worker.leaving)
+    if job.some_leave:
+        _stop_newcomers(job)
     if job.round.stalls:
         _end_hangs(job, now)
     if job.end is not None:
@@ -33,6 +32,13 @@ def advance(job: JobState, now: float) -> None:
         _fill_slots(job, now)
     if job.end is None and job.round.state is RoundState.FORMING:
         _watch_forming(job, now)
+
+
+def _stop_newcomers(job: JobState) -> None:
+    """Those that have to go and never took part: they have nothing to leave."""
+    for worker in job.registry.having(WorkerState.STARTING, WorkerState.READY):
+        if worker.leaving and worker.admitted is None:
+            job.stop_worker(worker, worker.leaving)
 
 
 # ---- a round that trains -----------------------------------------------------------------
@@ -109,14 +115,15 @@ def _hurry_stragglers(job: JobState, now: float) -> None:
     """
     if not job.round.at_boundary:
         return
-    gone = [w for w in job.registry.having(WorkerState.READY) if w.id in job.round.members]
-    if not gone:
+    ready = job.registry.having(WorkerState.READY)
+    gone = next((w for w in ready if w.left == job.round.number), None)
+    if gone is None:
         return
     if job.round.left_since is None:
         job.round.left_since = now
     at = job.round.left_since + job.settings.settle
-    if job.passed(at, now, f"{gone[0].id} has left round {job.round.number}; others follow"):
-        reason = f"{gone[0].id} has left round {job.round.number} and others have not"
+    if job.passed(at, now, f"{gone.id} has left round {job.round.number}; others follow"):
+        reason = f"{gone.id} has left round {job.round.number} and others have not"
         job.leave_round(now, reason, at_boundary=False)
 
 
@@ -163,6 +170,8 @@ def _watch_forming(job: JobState, now: float) -> None:
     if job.first_success is not None:
         _watch_last_round(job, now)
         return
+    if _founders_boot(job, now):
+        return
     ready = [w for w in job.registry.having(WorkerState.READY) if not w.leaving]
     if _would_be_lost(job, ready) and farewell.is_going_on(job, now):
         return
@@ -182,6 +191,34 @@ def _watch_forming(job: JobState, now: float) -> None:
         _complete(job, ready, now, "every worker is ready")
 
 
+def _founders_boot(job: JobState, now: float) -> bool:
+    """Whether the first round waits for workers that were started for it, and nothing else matters.
+
+    Seen without a look at each, for that would cost the square of their number.
+    """
+    if job.round.number > 1 or job.some_leave or job.departure is not None:
+        return False
+    if not any(worker.awaited for worker in job.registry.having(WorkerState.STARTING)):
+        return False
+    return not job.passed(_fresh_until(job), now, _fresh_waiting(job))
+
+
+def _fresh_until(job: JobState) -> float:
+    """Until when workers that were started together are waited for."""
+    since = job.round.since if job.round.placed_at is None else job.round.placed_at
+    return since + job.settings.start_timeout
+
+
+def _fresh_need(job: JobState) -> int:
+    first = job.round.number == 1
+    return job.at_most_wanted(job.round.need if first else job.settings.min_np)
+
+
+def _fresh_waiting(job: JobState) -> str:
+    ready, booting = (job.registry.count(s) for s in (WorkerState.READY, WorkerState.STARTING))
+    return f"{ready} of at least {_fresh_need(job)} workers are ready, {booting} are booting"
+
+
 def _watch_last_round(job: JobState, now: float) -> None:
     """After a success: those who are left form a round of their own, however few."""
     ready = list(job.registry.having(WorkerState.READY))
@@ -195,15 +232,12 @@ def _need_of_a_fresh_round(
     job: JobState, ready: list[Worker], fitting: list[Worker], now: float
 ) -> int | None:
     """How many are enough where nobody trains yet; None: those started together are waited for."""
-    settings, first = job.settings, job.round.number == 1
-    need = job.at_most_wanted(job.round.need if first else settings.min_np)
-    since = job.round.since if job.round.placed_at is None else job.round.placed_at
-    booting = sum(1 for w in job.registry.having(WorkerState.STARTING) if w.awaited)
-    waiting = f"{len(ready)} of at least {need} workers are ready, {booting} are booting"
+    settings, first, need = job.settings, job.round.number == 1, _fresh_need(job)
+    booting = any(w.awaited for w in job.registry.having(WorkerState.STARTING))
     if not first and len(fitting) < max(need, 1):
         _give_up_below(job, need, ready, now)
         return None
-    if not job.passed(since + settings.start_timeout, now, waiting):
+    if not job.passed(_fresh_until(job), now, _fresh_waiting(job)):
         return None if booting else need
     if first and settings.start_min_np is not None:
         need = min(need, settings.start_min_np)

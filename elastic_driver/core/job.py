@@ -69,6 +69,9 @@ from elastic_driver.core.status import JobStatus, snapshot
 from elastic_driver.core.tf.config import TfLayout
 from elastic_driver.settings import Settings
 
+TOGETHER = (AgentReady, WorkerStarted, WorkerReady, WorkerStepped)
+"""News that all workers of a job have at once, and of which the last one matters: see `handle`."""
+
 _MAX_PASSES = 64  # far more than any chain of consequences; a guard, not a limit
 
 
@@ -106,8 +109,12 @@ class Job:
             Tick: self._tick,
         }
 
-    def handle(self, event: Event, now: float) -> list[Decision]:
-        """Take in one event; the decisions to carry out, in order. Never raises for an event."""
+    def handle(self, event: Event, now: float, *others: Event) -> list[Decision]:
+        """Take in one event; the decisions to carry out, in order. Never raises for an event.
+
+        `others` arrived with it, all of kinds that stand in `TOGETHER`: the job looks at itself
+        once for all, as a look costs the more the more workers there are.
+        """
         job = self.state
         if job.end is not None:
             job.ignore(f"{type(event).__name__} after the end of the job")
@@ -115,7 +122,9 @@ class Job:
         if job.born is None:
             job.born = job.round.since = now
             job.announce("round_opened", "the job begins")
-        self._handlers[type(event)](event, now)
+        for news in (event, *others):
+            if job.end is None:
+                self._handlers[type(news)](news, now)
         self._look(now)
         decisions, job.out = job.out, []
         return decisions

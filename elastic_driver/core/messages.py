@@ -6,48 +6,26 @@ them. Their keys are named in `elastic_driver.contract`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+
+from elastic_driver.core.members import Member as Member  # noqa: PLC0414 - also to be had here
+from elastic_driver.core.members import Members, Roster, roster_of
+from elastic_driver.core.members import SlotInfo as SlotInfo  # noqa: PLC0414
 
 Host = Annotated[str, Meta(min_length=1, max_length=253)]
 WorkerId = Annotated[str, Meta(min_length=1, max_length=300)]
 Text = Annotated[str, Meta(max_length=65536)]
 
 
-class SlotInfo(Struct, frozen=True, array_like=True):
-    """One worker's place in a round (meaning of the six numbers as in Horovod).
-
-    JSON arrays without names, as a `World` of a thousand members goes to each of them.
-    """
-
-    host: str
-    slot: int  # names the device; never changes in a process's life
-    rank: int
-    local_rank: int  # counted anew each round, 0 … local_size − 1
-    cross_rank: int  # index of this host among the hosts that have this local_rank
-    size: int
-    local_size: int
-    cross_size: int  # number of hosts that have this local_rank
-    node_rank: int  # index of the host in the round
-    node_count: int
-
-
-class Member(Struct, frozen=True, array_like=True):
-    """A worker of a complete round, with the state it brought along."""
-
-    worker: str
-    place: SlotInfo
-    version: int = -1  # committed steps; −1: a newcomer that holds no trained state
-    clean: bool = True  # its tensors are those of `version`
-
-
 class World(Struct, frozen=True):
-    """A complete round: who takes part, ordered by rank."""
+    """A complete round: who takes part, ordered by rank. Travels as a `WorldDocument`."""
 
     round: int
-    members: tuple[Member, ...]
+    members: Sequence[Member]
     reason: str
 
     @property
@@ -57,7 +35,28 @@ class World(Struct, frozen=True):
 
     def member(self, worker: str) -> Member | None:
         """The entry of one worker, or None where it does not take part."""
+        if isinstance(self.members, Members):
+            return self.members.named(worker)
         return next((m for m in self.members if m.worker == worker), None)
+
+
+class WorldDocument(Struct, frozen=True):
+    """A `World` as it goes to each of its members."""
+
+    round: int
+    reason: str
+    roster: Roster
+
+
+def encode_world(world: World) -> bytes:
+    """The bytes of `job/world`."""
+    return encode(WorldDocument(world.round, world.reason, roster_of(world.members)))
+
+
+def decode_world(data: bytes) -> World:
+    """The world in these bytes; raises `ValueError` where they hold none."""
+    document = decode(WorldDocument, data)
+    return World(document.round, Members(document.roster), document.reason)
 
 
 class Notice(Struct, frozen=True):

@@ -54,6 +54,7 @@ def mark_leavers(job: JobState) -> None:
             worker.leaving = f"only {job.wanted} workers are wanted"
         for worker in shares[job.wanted - _hosts_to_come(job, shares) : job.wanted]:
             worker.leaving = "more hosts are needed, and one of them gets its place"
+    job.some_leave = any(worker.leaving for worker in job.registry.having(*ACTIVE))
 
 
 def _hosts_to_come(job: JobState, kept: list[Worker]) -> int:

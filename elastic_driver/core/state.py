@@ -91,6 +91,7 @@ class JobState:
     # Set anew each time the job looks at itself:
     alarm: float | None = None  # the next moment at which time alone changes something
     waiting: str = ""  # what the job waits for
+    some_leave: bool = False  # whether any worker may be marked as `leaving`
     capacity_changed: bool = True  # slots, agents, the wished size: who leaves, which agents?
     placement_due: bool = False  # the same, for workers that are to be started
     out: list[Decision] = field(default_factory=list)

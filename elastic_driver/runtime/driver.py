@@ -30,7 +30,7 @@ from elastic_driver.core.events import (
     Tick,
     WorkerExited,
 )
-from elastic_driver.core.job import Job
+from elastic_driver.core.job import TOGETHER, Job
 from elastic_driver.core.messages import JobSpec, encode
 from elastic_driver.core.sharding.messages import Quarantined
 from elastic_driver.errors import ClusterError, ExitCode
@@ -40,7 +40,14 @@ from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.execution import Executor
 from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.joined import JoinedNodes
-from elastic_driver.runtime.mail import AgentEnded, Hurry, LeaseExpired, Message, StatusAsked
+from elastic_driver.runtime.mail import (
+    AgentEnded,
+    Hurry,
+    LeaseExpired,
+    Mailbox,
+    Message,
+    StatusAsked,
+)
 from elastic_driver.runtime.options import DriverOptions, Outcome
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.rundir import RunDir
@@ -53,6 +60,7 @@ from rendezvous.server import RendezvousServer
 from rendezvous.wire import Set
 
 MAX_MAIL = 100_000  # waiting messages; more than that, and senders are told to come back later
+MAX_TOGETHER = 1000  # events that the core takes in at once
 SIGNAL_SLICE_S = 0.5  # the longest that a signal may go unheard
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
 _SPIN_GUARD_S = 0.01  # the least time between two ticks
@@ -91,7 +99,7 @@ class ElasticDriver:
         self._make_starter, self._reporter = starter, reporter
         self._options = options or DriverOptions()
         self._checks, self._joined = checks, joined
-        self._mailbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._mailbox = Mailbox()
         self._job = Job(settings)
         self._log = EventLog(run_dir.events_file, clock=time.time, on_broken=reporter.note)
         self._discovery = DiscoveryThread(
@@ -186,7 +194,7 @@ class ElasticDriver:
 
     def post(self, event: Event) -> bool:
         """Put an event into the mailbox; False when it is full or the job is over."""
-        if self._outcome is not None or self._mailbox.qsize() >= MAX_MAIL:
+        if self._outcome is not None or len(self._mailbox) >= MAX_MAIL:
             return False
         self._mailbox.put(event)
         return True
@@ -281,7 +289,7 @@ class ElasticDriver:
         try:
             if not deadlines:
                 return self._mailbox.get()
-            return self._mailbox.get(timeout=max(_SPIN_GUARD_S, min(deadlines) - time.monotonic()))
+            return self._mailbox.get(max(_SPIN_GUARD_S, min(deadlines) - time.monotonic()))
         except queue.Empty:
             return Tick()
 
@@ -304,8 +312,12 @@ class ElasticDriver:
                 event = message
         if event is None:
             return None
-        self._note(event, executor)
-        decisions = self._job.handle(event, time.monotonic())
+        others: list[Event] = []
+        if isinstance(event, TOGETHER):
+            others = self._mailbox.following(TOGETHER, MAX_TOGETHER)
+        for news in (event, *others):
+            self._note(news, executor)
+        decisions = self._job.handle(event, time.monotonic(), *others)
         if self._options.debug:
             self._check_invariants(event)
         for decision in decisions:
@@ -340,7 +352,7 @@ class ElasticDriver:
         deadline = time.monotonic() + grace + AGENT_EXIT_S
         while executor.agents:
             try:
-                message = self._mailbox.get(timeout=max(0.0, deadline - time.monotonic()))
+                message = self._mailbox.get(max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return
             match message:

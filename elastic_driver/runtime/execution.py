@@ -48,6 +48,7 @@ from elastic_driver.core.messages import (
     World,
     decode,
     encode,
+    encode_world,
 )
 from elastic_driver.runtime.boundary import UNREACHABLE_STEP, Reading, leave_after, margin_for
 from elastic_driver.runtime.eventlog import EventLog
@@ -206,7 +207,7 @@ class Executor:
             if member.worker in self._workers:
                 record = self._workers[member.worker]
                 record.round, record.place = world.round, member.place
-        self._server.post([Set(contract.JOB_WORLD, encode(world))])
+        self._server.post([Set(contract.JOB_WORLD, encode_world(world))])
         self._show(self.tails.world_published(world.round))
 
     # ---- notices -------------------------------------------------------------------------

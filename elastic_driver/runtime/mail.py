@@ -1,4 +1,4 @@
-"""What can lie in the driver's mailbox: the core's events, and the shell's own messages.
+"""The driver's mailbox, and what can lie in it: the core's events, and the shell's own messages.
 
 Put there by the server, discovery, a starter's threads and whoever asks the job to stop; taken
 out by the driver's mailbox thread alone, which turns most of the shell's messages into events.
@@ -6,9 +6,10 @@ out by the driver's mailbox thread alone, which turns most of the shell's messag
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from elastic_driver.core.events import AgentLost, Event
 
@@ -40,3 +41,39 @@ class Hurry:
 
 
 Message: TypeAlias = Event | LeaseExpired | AgentEnded | StatusAsked | Hurry
+M = TypeVar("M")
+
+
+class Mailbox:
+    """A queue with one reader, who may also take what follows as long as it is of some kind."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._next: Message | None = None  # taken out of the queue, not handed out yet
+
+    def __len__(self) -> int:
+        """About how many messages wait."""
+        return self._queue.qsize() + (self._next is not None)
+
+    def put(self, message: Message) -> None:
+        """Add a message; for any thread, and for signal handlers."""
+        self._queue.put(message)
+
+    def get(self, timeout: float | None = None) -> Message:
+        """The next message; raises `queue.Empty` when there is none for so many seconds."""
+        message, self._next = self._next, None
+        return self._queue.get(timeout=timeout) if message is None else message
+
+    def following(self, kinds: tuple[type[M], ...], most: int) -> list[M]:
+        """The messages that come next and are there already, while they are of these kinds."""
+        found: list[M] = []
+        while self._next is None and len(found) < most:
+            try:
+                message = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(message, kinds):
+                found.append(message)
+            else:
+                self._next = message
+        return found

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core.events import WorkerReady
-from elastic_driver.core.messages import Member, Notice, SaveRequest, World, decode
+from elastic_driver.core.messages import Member, Notice, SaveRequest, World, decode, decode_world
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.farewell import LastSave
 from elastic_driver.worker.heartbeat import Heartbeat
@@ -149,7 +149,7 @@ class Link:
             if entry is None:
                 continue
             self._seen = entry.revision
-            world = decode(World, entry.value)
+            world = decode_world(entry.value)
             me = world.member(self.born.worker)
             if me is not None and world.round > left:
                 return world, me

@@ -31,8 +31,8 @@ from elastic_driver.core.messages import (
     StartWorkerOrder,
     StopWorkerOrder,
     World,
-    decode,
     decode_order,
+    decode_world,
     encode,
 )
 from elastic_driver.runtime.starter import OnLost
@@ -191,7 +191,7 @@ class Cluster:
 
         def look() -> World | None:
             entry = self.client.get(contract.JOB_WORLD)
-            world = None if entry is None else decode(World, entry.value)
+            world = None if entry is None else decode_world(entry.value)
             return world if world is not None and world.round >= round_id else None
 
         world = until(look, f"round {round_id} is complete", within)

@@ -12,11 +12,14 @@ from random import Random
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
 from elastic_driver.core.invariants import check
-from elastic_driver.core.job import Job
+from elastic_driver.core.job import TOGETHER, Job
 from elastic_driver.core.registry import ACTIVE
 from elastic_driver.settings import Settings
 from tests.sim.clock import Clock
 from tests.sim.workers import STEP_S, ElasticWorker, Group, PlainWorker, SimWorker, break_group
+
+GATHERED = 0.2  # of the events that can be: so many are taken in together with the next one
+GATHER_S = 0.002
 
 
 class Violation(AssertionError):
@@ -98,6 +101,8 @@ class Cluster:
         self.duplicates = 0.1
         self._pids = 1000
         self._alarm: float | None = None
+        self._gathering = Random(f"gathering of {seed}")
+        self._gathered: list[ev.Event] = []  # arrived, and taken in together with what follows
 
     # ---- the network -----------------------------------------------------------------
 
@@ -132,12 +137,31 @@ class Cluster:
     # ---- the driver's shell ----------------------------------------------------------
 
     def deliver(self, event: ev.Event) -> None:
-        """Hand one event to the core and carry out what it decides."""
+        """Hand one event to the core and carry out what it decides.
+
+        Some are held back for a moment, to be taken in together with what comes next.
+        """
+        together = isinstance(event, TOGETHER)
+        if together and self._gathering.random() < GATHERED:
+            self._gathered.append(event)
+            self.clock.after(GATHER_S, self._take_in_gathered)
+        else:
+            if not together:
+                self._take_in_gathered()
+            self._take_in(event)
+
+    def _take_in_gathered(self) -> None:
+        if self._gathered:
+            self._take_in(self._gathered.pop())
+
+    def _take_in(self, event: ev.Event) -> None:
         if self.end is not None:
             return
+        events, self._gathered = [*self._gathered, event], []
         now = self.clock.now
-        self.note("->", event)
-        for decision in self.job.handle(event, now):
+        for arrived in events:
+            self.note("->", arrived)
+        for decision in self.job.handle(events[0], now, *events[1:]):
             self.note("  ", decision)
             self._execute(decision)
         problems = check(self.job)

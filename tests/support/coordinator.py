@@ -29,7 +29,16 @@ from aiohttp import web
 
 from elastic_driver import contract
 from elastic_driver.core.events import WireEvent, WorkerReady, WorkerStepped
-from elastic_driver.core.messages import Member, Notice, Progress, SlotInfo, World, decode, encode
+from elastic_driver.core.messages import (
+    Member,
+    Notice,
+    Progress,
+    SlotInfo,
+    World,
+    decode,
+    encode,
+    encode_world,
+)
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, DeletePrefix, Entries, Get, Set
@@ -186,7 +195,7 @@ class Coordinator:
             self.worlds.append(world)
             self.ready.clear()
         seal = DeletePrefix(contract.round_prefix(number - 1), seal=True)
-        self.server.post([seal, Set(contract.JOB_WORLD, encode(world))])
+        self.server.post([seal, Set(contract.JOB_WORLD, encode_world(world))])
 
     def _form_if_complete(self) -> None:
         with self._lock:

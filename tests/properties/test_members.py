@@ -1,0 +1,30 @@
+"""The short form in which the members of a round travel."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_driver.core.messages import Member, World, decode_world, encode_world
+from elastic_driver.core.slots import Seat, assign
+
+WHERE = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.integers(0, 5)), unique=True, min_size=1, max_size=20
+)
+
+
+@given(WHERE, st.data())
+def test_any_world_arrives_as_it_was_sent(
+    where: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    numbers = st.integers(1, 3)
+    names = [(f"{h}.{s}.{data.draw(numbers)}", h, s) for h, s in where]
+    places = assign(Seat(name, h, s, (False, age)) for age, (name, h, s) in enumerate(names))
+    members = tuple(
+        Member(name, place, data.draw(st.integers(-1, 1)), data.draw(st.booleans()))
+        for name, place in places
+    )
+    arrived = decode_world(encode_world(World(3, members, "test")))
+    assert tuple(arrived.members) == members
+    assert [arrived.members[rank] for rank in range(len(members))] == list(members)
+    assert [arrived.member(member.worker) for member in members] == list(members)
