@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 from msgspec import Struct
 
@@ -27,11 +28,13 @@ _Pair = tuple[str, str]  # who sends, who receives
 
 
 class LinkSettings(Struct, frozen=True, kw_only=True):
-    """When a link is called slow; the defaults name one after about three beats, six seconds."""
+    """When a link is called slow; the defaults name one within about 15 steps, or two seconds."""
 
     factor: float = 3.0  # slow: more than this many times the usual pair's time
     recovered: float = 2.0  # no longer slow: less than this many times
     part: float = 0.2  # and more than this part of a step: what hides behind computing is no harm
+    steps: int = 3  # that a look is taken over, at least
+    seconds: float = 0.3  # and what these take, at least
     confirm: int = 3  # looks in a row that must agree
     brief: int = 15  # an alarm withdrawn within so many looks was a false one
 
@@ -77,13 +80,15 @@ class LinkWatch:
         self._now[rank] = _Report(step, links)
 
     def look(self, step_time: float) -> tuple[Change, ...]:
-        """What changes once every rank has told of further steps; `step_time`: of a whole one."""
+        """What changes once every rank has told of enough steps; `step_time`: of a whole one."""
         if len(self._now) < len(self.hosts):
             return ()
         if not self._before:
             self._before = dict(self._now)
             return ()
-        if any(self._now[rank].step <= self._before[rank].step for rank in self._now):
+        settings = self.settings
+        needed = max(settings.steps, ceil(settings.seconds / max(step_time, 1e-6)))
+        if any(self._now[rank].step - self._before[rank].step < needed for rank in self._now):
             return ()
         seconds = self._host_seconds(self._pair_seconds())
         step = min(report.step for report in self._now.values())

@@ -4,10 +4,12 @@ Workers report for each step what they spent computing, without the time they wa
 a synchronous step everyone *finishes* together, so only that shows who held the others up. (Whose
 network is slow, `links` finds.)
 
-A rank's time is the median of its last steps; it is compared with the usual time of all ranks
+A rank's time is the median of its last reports; it is compared with the usual time of all ranks
 (`robust.usual`). Hysteresis and a number of looks that must agree keep jitter from raising an
-alarm; where most ranks would be slow, the difference must be larger. Pure: the driver feeds
-reports in and passes the alarms on. Times are seconds.
+alarm; where most ranks would be slow, the difference must be larger. A report may stand for
+several short steps, whose mean is steadier than each of them: of those fewer are asked for, so that
+a verdict takes about as many steps. Pure: the driver feeds reports in and passes the alarms on.
+Times are seconds.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice, pairwise
 
 from msgspec import Struct
 
 from elastic_driver.core.robust import median, usual
 
 _OPEN_STEPS = 256  # steps that are remembered while a rank has not reported them
+_NEIGHBOURS = 4  # reports from whose distance it follows for how many steps each stands
 
 
 class Slowness(str, Enum):
@@ -32,14 +36,20 @@ class Slowness(str, Enum):
 
 
 class WatchSettings(Struct, frozen=True, kw_only=True):
-    """When a rank is called slow; the defaults name one within about 20 steps."""
+    """When a rank is called slow; the defaults name one within about 20 steps.
+
+    What counts steps is met by fewer reports where each stands for several, but never by fewer
+    than `reports` and `looks`.
+    """
 
     factor: float = 1.5  # slow: more than this many times the usual time
     recovered: float = 1.25  # no longer slow: less than this many times
     window: int = 20  # steps whose median is a rank's time
     least: int = 10  # steps a rank must have reported before it is judged
-    confirm: int = 5  # looks in a row that must agree
-    brief: int = 50  # an alarm withdrawn within so many steps was a false one
+    confirm: int = 5  # steps in a row that must agree, and themselves be as slow
+    reports: int = 9  # at least, of a window; half as many before a rank is judged
+    looks: int = 3  # at least, that must agree
+    brief: int = 50  # an alarm withdrawn within so many looks was a false one
 
 
 class SlowRank(Struct, frozen=True):
@@ -73,6 +83,7 @@ class _Track:
     times: deque[float]
     agree: int = 0  # looks in a row that contradict the present verdict
     alarm: SlowRank | None = None
+    raised: int = 0  # the look at which it was
 
 
 @dataclass
@@ -92,10 +103,13 @@ class StragglerWatch:
     _tracks: list[_Track] = field(init=False)
     _reported: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     _latest: list[int] = field(init=False)
+    _seen: deque[int] = field(init=False)  # the last steps that all have reported
+    _looks: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        window = self.settings.window
-        self._tracks = [_Track(deque(maxlen=window)) for _ in self.hosts]
+        most = max(self.settings.window, self.settings.reports)
+        self._tracks = [_Track(deque(maxlen=most)) for _ in self.hosts]
+        self._seen = deque(maxlen=_NEIGHBOURS)
         self._latest = [self.first_step - 1] * len(self.hosts)
 
     @property
@@ -120,23 +134,27 @@ class StragglerWatch:
             if len(self._reported) > _OPEN_STEPS:
                 del self._reported[min(self._reported)]
             return ()
-        self._take(reported)
+        self._take(step, reported)
         # Everybody is past the earlier steps: a report that was lost for one will not come.
         self._reported = {s: ranks for s, ranks in self._reported.items() if s > step}
         return tuple(self._look(step))
 
     # ---- one look ------------------------------------------------------------------------
 
-    def _take(self, reported: dict[int, float]) -> None:
+    def _take(self, step: int, reported: dict[int, float]) -> None:
         """Count a step that all have reported: the same steps of every rank are compared."""
+        self._seen.append(step)
         for rank, compute in reported.items():
             self._tracks[rank].times.append(compute)
 
     def _look(self, step: int) -> list[Change]:
-        tracks = self._tracks
-        if any(len(track.times) < self.settings.least for track in tracks):
+        tracks, settings = self._tracks, self.settings
+        self._looks += 1
+        window = self._reports(settings.window, settings.reports)
+        least = self._reports(settings.least, settings.reports // 2)
+        if any(len(track.times) < least for track in tracks):
             return []
-        times = [median(track.times) for track in tracks]
+        times = self._medians(window)
         normal = usual(times, self.settings.factor)
         if normal <= 0:
             return []
@@ -151,18 +169,36 @@ class StragglerWatch:
                 changes.append(change)
         return changes
 
+    def _medians(self, last: int) -> list[float]:
+        """Each rank's median over so many reports."""
+        return [median(islice(reversed(track.times), last)) for track in self._tracks]
+
+    def _has_passed(self, rank: int, factor: float, reports: int) -> bool:
+        """Whether it was a few slow steps that have passed, though the median is still large."""
+        times = self._medians(reports)
+        return times[rank] <= factor * usual(times, self.settings.factor)
+
+    def _reports(self, steps: int, least: int) -> int:
+        """How many reports are enough for so many steps."""
+        seen = self._seen
+        each = min((b - a for a, b in pairwise(seen)), default=1)
+        return min(max(least, -(-steps // each)), steps)
+
     def _judge(self, track: _Track, found: SlowRank, factor: float) -> Change | None:
         raised = track.alarm
         contradicts = found.ratio > factor if raised is None else self._recovered(found)
         track.agree = track.agree + 1 if contradicts else 0
-        if track.agree < self.settings.confirm:
+        needed = self._reports(self.settings.confirm, self.settings.looks)
+        if track.agree < needed or (
+            raised is None and self._has_passed(found.rank, factor, needed)
+        ):
             return None
         track.agree = 0
         if raised is None:
-            track.alarm = found
+            track.alarm, track.raised = found, self._looks
             return Change(found)
         track.alarm = None
-        self.false_alarms += found.step - raised.step <= self.settings.brief
+        self.false_alarms += self._looks - track.raised <= self.settings.brief
         return Change(raised, over=True)
 
     def _recovered(self, found: SlowRank) -> bool:

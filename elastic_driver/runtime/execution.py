@@ -55,7 +55,7 @@ from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.reporter import Reporter
-from elastic_driver.runtime.slow_ranks import LOOK_S, SlowRanks
+from elastic_driver.runtime.slow_ranks import READ_S, SlowRanks
 from elastic_driver.runtime.starter import AgentStarter
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Delete, DeletePrefix, Entries, Get, Operation, Set, Written
@@ -115,7 +115,7 @@ class Executor:
         self._exit_codes: dict[str, tuple[int, bool]] = {}  # of the event being handled
         self._last_event: Announce | None = None
         self.tails = HeldTails()
-        apply = functools.partial(server.apply, timeout=LOOK_S)
+        apply = functools.partial(server.apply, timeout=READ_S)
         self.slow = SlowRanks(apply, time.monotonic, post)
 
     @property

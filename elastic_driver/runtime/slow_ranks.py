@@ -26,7 +26,8 @@ from elastic_driver.runtime.moving import Apply, WorkMover
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Entries, Get
 
-LOOK_S = 1.0  # workers beat about every two
+LOOK_S = 0.25  # workers of a small world beat as often
+READ_S = 1.0  # for the store to answer
 SHARE = 20.0  # a look that took long is followed by so many times as long without one
 
 

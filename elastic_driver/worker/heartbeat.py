@@ -35,7 +35,9 @@ from rendezvous.client import RendezvousClient
 from rendezvous.errors import AbortedError, RendezvousError, WokenError
 from rendezvous.wire import EVENTS_PATH, Entries, Set, Watch
 
-LONGEST_WAIT_S = 2.0  # while steps are made, so that the progress the driver reads is never older
+BEATS_PER_S = 256.0  # of all workers of a world that trains; and each of them
+LONGEST_WAIT_S = 2.0  # at least so often, so that the progress the driver reads is never older
+SHORTEST_WAIT_S = 0.25  # but no oftener
 FIRST_WAIT_S = 0.05  # until the first step of a round is told, wait this long, then ever longer
 GROWTH = 1.5
 STOP_S = 1.0  # for the thread to end; it is a daemon, so a process never hangs on it
@@ -73,6 +75,7 @@ class Heartbeat:
         self._longest = min(self._idle, LONGEST_WAIT_S)
         self._said = (0, 0)  # round and step of the progress told last
         self._wait = FIRST_WAIT_S
+        self._pause = self._longest  # between beats while steps are made
         self._seen = 0  # revision of the newest notice
         self._asked = 0  # revision of the newest question where we stand
         self._answer: WorkerStack | None = None  # to it; kept until it is told
@@ -195,14 +198,19 @@ class Heartbeat:
     def _next_wait(self) -> float:
         """Short while a round's first step is awaited, growing with the time it takes.
 
-        As long as the lease allows where there was nothing new to tell.
+        While steps are made, it depends on how many workers there are; without a step to tell it
+        grows until it is as long as the lease allows.
         """
         round_id = self._pulse.round
         settled = not self._entering if round_id == 0 else round_id == self._told
         if settled:
             self._wait = FIRST_WAIT_S
-            trains = round_id != 0 and self._said != (round_id, self._pulse.version)
-            return self._longest if trains else self._idle
+            if round_id == 0:
+                return self._idle
+            stepped = self._said != (round_id, self._pulse.version)
+            pause = next_pause(self._pause, self._pulse.size, stepped=stepped)
+            self._pause = min(pause, self._idle)
+            return self._pause
         wait = min(self._wait, self._longest)
         self._wait = wait * GROWTH
         return wait
@@ -232,3 +240,13 @@ class Heartbeat:
         event = WorkerStepped(worker=self._worker, round=round_id, step=step)
         client.post_json(EVENTS_PATH, _events.encode(event))
         self._told, self._entering = round_id, False
+
+
+def next_pause(before: float, size: int, *, stepped: bool) -> float:
+    """Seconds between two beats of a worker that trains with so many others.
+
+    As the world's size allows where it has `stepped` since the last beat, else longer than before.
+    """
+    if stepped:
+        return min(max(size / BEATS_PER_S, SHORTEST_WAIT_S), LONGEST_WAIT_S)
+    return before * GROWTH

@@ -41,6 +41,7 @@ class Pulse:
         "round",
         "samples",
         "signs",
+        "size",
         "step_time",
         "step_times",
         "steps",
@@ -49,6 +50,7 @@ class Pulse:
 
     def __init__(self) -> None:
         self.round = 0  # written by the training thread when it has joined; 0: in no round
+        self.size = 1  # members of that round; likewise
         self.steps = 0  # commits in this round; likewise
         self.version = -1  # committed steps in all; written by the training thread at each commit
         self.committed_at = time.monotonic()  # likewise
@@ -79,8 +81,9 @@ class Pulse:
         self.alive_at = now
         self.signs += 1
 
-    def entered(self, round_id: int, version: int) -> None:
+    def entered(self, round_id: int, version: int, size: int = 1) -> None:
         """Note a new round, in which no step was committed and nobody was asked to leave yet."""
+        self.size = size
         self.committed_at = self.alive_at = time.monotonic()
         self.version = version
         self.leave_after, self.steps, self.signs = NEVER, 0, 0

@@ -1,7 +1,7 @@
 """What a rank's heartbeat tells of its measured steps, so that the driver can compare ranks.
 
 Steps may be a millisecond long, beats are seconds apart and their messages small: of steps shorter
-than a tenth of a second, the mean over each 2ⁿ steps is told. A mean, because a processor that is
+than 75 milliseconds, the mean over each 2ⁿ steps is told. A mean, because a processor that is
 taken away now and then slows some of these steps far and the others not at all. All ranks end
 their blocks at the same steps, as n follows from the step time they share (and where it
 differs, every second block of the one ends with one of the other's). Those of the last seconds are
@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from elastic_driver.core.messages import MAX_SAMPLES, Sample
 
-BLOCK_S = 0.1  # the least time of the steps that a sample stands for
+BLOCK_S = 0.075  # the least time of the steps that a sample stands for
 COVERED_S = 4.0  # what the samples of one message reach back: two beats, or several looks
 LEAST = 8  # samples of a message, however long steps are
 LARGEST_BACKLOG = 4096  # steps between two beats

@@ -6,9 +6,9 @@ limit. A stall is told to the driver, which alone sees all workers and decides w
 (`core.hangs`); the stacks of all threads go to this worker's stderr at the same time. Nothing here
 stops anything.
 
-The first step in a process's life is never judged: it may compile for as long as it likes, and the
-group's own timeout ends collectives in it. The first step of a later round gets more time, as state
-is transferred before it. Times are monotonic seconds.
+The first step of a round gets more time, as state is transferred before it. In the first one of a
+process's life only waiting in a collective is told: it may compile for as long as it likes, and
+the group's own timeout ends what others wait for in vain. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class StallWatch:
             return None
         frame = sys._current_frames().get(self._ident)
         where = stands_in(frame)
+        if not self._pulse.step_times and (where == "elsewhere" or works):
+            return None
         if self._set is None and where == "elsewhere" and works and quiet < limit * WORKING_FACTOR:
             return None
         stack = describe(frame)
@@ -95,20 +97,23 @@ class StallWatch:
         """Seconds of silence that are a stall now; None: no silence is."""
         pulse = self._pulse
         times = tuple(pulse.step_times)
-        if pulse.round == 0 or self._set == 0 or not times:
+        if pulse.round == 0 or self._set == 0:
             return None
         if self._set is not None:
             return self._set if pulse.signs else self._set * FIRST_STEP_FACTOR
-        limit = max(LEAST_S, USUAL_STEPS * statistics.median(times))
+        limit = max(LEAST_S, USUAL_STEPS * statistics.median(times)) if times else FIRST_STEP_S
         return limit if pulse.signs else max(limit, FIRST_STEP_S)
 
     def _quiet(self, now: float) -> float:
         return now - max(self._pulse.alive_at, min(self._pulse.busy_until, now))
 
     def _works(self, now: float) -> bool:
-        """Whether the thread has been computing since its last sign of life."""
+        """Whether the thread has been computing since its last sign of life.
+
+        Before its first step the whole process counts: what compiles may be another thread.
+        """
         sign, since, before = self._worked
-        used = _processor_time(self._ident)
+        used = _processor_time(self._ident) if self._pulse.step_times else time.process_time()
         if sign != self._pulse.alive_at:
             self._worked = (self._pulse.alive_at, now, used)
             return False

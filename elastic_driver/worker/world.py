@@ -209,7 +209,7 @@ class Membership:
             self._broken_since = None
             self._thread.forget()
             self.pulse.links = group.links
-            self.pulse.entered(world.round, version)
+            self.pulse.entered(world.round, version, len(world.members))
             if self._notice is not None:  # it may have come while the group was built
                 self._obey(self._notice)
         self._end_parted()  # whoever was in it is in this round, or gone

@@ -46,6 +46,23 @@ def test_a_rank_that_becomes_slow_is_named_with_its_host_and_kind_within_30_step
     assert watch.slow == (change.slow,)
 
 
+@pytest.mark.parametrize(("each", "within"), [(2, 20), (4, 32), (16, 128)])
+def test_where_reports_stand_for_several_steps_fewer_are_asked_for(each: int, within: int) -> None:
+    watch = StragglerWatch(HOSTS)
+    assert train(watch, range(each, 100 * each, each), lambda _r, _s: 0.1) == []
+    slow = range(100 * each, 200 * each, each)
+    (change,) = train(watch, slow, lambda r, _s: 0.2 if r == 5 else 0.1)
+    assert change.slow.rank == 5
+    assert change.slow.step - slow[0] <= within
+
+
+def test_fewer_reports_are_never_so_few_that_a_few_bad_ones_count() -> None:
+    watch = StragglerWatch(HOSTS)
+    slow = {400, 408, 416, 424}
+    changes = train(watch, range(8, 800, 8), lambda r, s: 0.9 if r == 5 and s in slow else 0.1)
+    assert changes == []
+
+
 @pytest.mark.parametrize(("hosts", "slow"), [("ab", {1}), ("abc", {1, 2}), ("abcd", {0, 2})])
 def test_slow_ranks_are_found_among_few(hosts: str, slow: set[int]) -> None:
     watch = StragglerWatch(tuple(hosts))

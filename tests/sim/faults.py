@@ -136,7 +136,10 @@ class Faults:
         self._tell_stalls(worker.group, {worker.id})
 
     def _mismatch(self) -> None:
-        """All wait in collectives that do not match, until told to leave."""
+        """All wait in collectives that do not match, until told to leave.
+
+        Some may just be joining: they wait too, and say so as late as they have come.
+        """
         worker = self._pick()
         if worker is None or worker.group is None or not self.cluster.elastic:
             return
@@ -145,10 +148,14 @@ class Faults:
 
     def _tell_stalls(self, group: Group, elsewhere: set[str]) -> None:
         """Members still in this round after a while say where they stand, each in its time."""
+        heard: set[str] = set()
 
         def tell(worker: SimWorker, seconds: float) -> None:
             still_in = worker.alive and worker.group is group and not worker.agent.cut
-            if not still_in or worker.frozen > worker.beats or not group.stands_still():
+            if not still_in or not group.stands_still():
+                return
+            if worker.frozen > worker.beats:  # it says so when it wakes, if it is not lost before
+                self.cluster.clock.after(HANG_S, partial(tell, worker, seconds))
                 return
             where: Literal["collective", "elsewhere"] = (
                 "elsewhere" if worker.id in elsewhere else "collective"
@@ -157,8 +164,16 @@ class Faults:
             self.cluster.post(worker.agent, stalled)
             self.cluster.clock.after(seconds, partial(tell, worker, 2 * seconds))
 
-        for worker in list(group.members.values()):
-            self.cluster.clock.after(HANG_S + worker.soon(0.0, 0.2), partial(tell, worker, HANG_S))
+        def listen() -> None:
+            for worker in list(group.members.values()):
+                if worker.id not in heard:
+                    heard.add(worker.id)
+                    delay = HANG_S + worker.soon(0.0, 0.2)
+                    self.cluster.clock.after(delay, partial(tell, worker, HANG_S))
+            if len(heard) < group.size and group.stands_still() and not group.broken:
+                self.cluster.clock.after(HANG_S, listen)
+
+        listen()
 
     def _thaw(self) -> None:
         for worker in self.cluster.living():

@@ -198,6 +198,10 @@ class Node:
     def _ends(self) -> tuple[tuple[str, str], tuple[str, str]]:
         return (self._netns, "eth0"), (self._cluster.switch, self._port)
 
+    def cable(self) -> tuple[str, str, str]:
+        """The namespaces of its network and of the switch, and the port there that it ends in."""
+        return self._netns, self._cluster.switch, self._port
+
     def heal(self) -> None:
         """Undo `cut` and `deafen`."""
         _run("ip", "-n", self._cluster.switch, "link", "set", self._port, "master", "br0", "up")

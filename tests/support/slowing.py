@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _CPU = Path("/sys/fs/cgroup/cpu")
@@ -23,43 +23,75 @@ _PERIOD_S = 0.02
 def slowed(pid: int, share: float) -> Iterator[str]:
     """While this lasts, the process has only this share of one processor; yields how."""
     try:
-        group = _make_group(share)
+        quota = Quota(pid, share)
     except OSError:
         with _stopped_in_turns(pid, share):
             yield "stopped and continued"
         return
     try:
-        (group / "cgroup.procs").write_text(str(pid))
         yield "quota"
     finally:
-        for left in (group / "cgroup.procs").read_text().split():
+        quota.end()
+
+
+@contextlib.contextmanager
+def held(
+    pids: Sequence[int], share: float, period: float = _PERIOD_S
+) -> Iterator[dict[int, Quota]]:
+    """Each process has this share of a processor; needs root and cgroup v1."""
+    with contextlib.ExitStack() as stack:
+        quotas = {}
+        for pid in pids:
+            quotas[pid] = Quota(pid, share, period)
+            stack.callback(quotas[pid].end)
+        yield quotas
+
+
+class Quota:
+    """A control group of one process; `end` sets it free.
+
+    `share`: of one processor, in each `period` (seconds; 0.1 is what containers usually get).
+    Raises OSError where none can be made.
+    """
+
+    def __init__(self, pid: int, share: float, period: float = _PERIOD_S) -> None:
+        self._share, self._period = share, period
+        self._group = _CPU / f"elastic-test-{uuid.uuid4().hex[:8]}"
+        self._group.mkdir()
+        try:
+            (self._group / "cpu.cfs_period_us").write_text(str(int(period * 1e6)))
+            self._set(share)
+            (self._group / "cgroup.procs").write_text(str(pid))
+        except OSError:
+            self._group.rmdir()
+            raise
+
+    @contextlib.contextmanager
+    def at(self, share: float) -> Iterator[None]:
+        """While this lasts, the process has this share in place of its own."""
+        self._set(share)
+        try:
+            yield
+        finally:
+            self._set(self._share)
+
+    def end(self) -> None:
+        """The process has as much as it likes, and the group is gone."""
+        for left in (self._group / "cgroup.procs").read_text().split():
             with contextlib.suppress(OSError):  # it has just ended
                 (_CPU / "cgroup.procs").write_text(left)
-        _remove(group)
+        deadline = time.monotonic() + 5.0
+        while True:
+            try:
+                return self._group.rmdir()
+            except OSError:  # a process that is ending takes a moment to leave it
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
 
-
-def _remove(group: Path) -> None:
-    """Remove the group once the process has left it; one that is ending takes a moment."""
-    deadline = time.monotonic() + 5.0
-    while True:
-        try:
-            return group.rmdir()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-
-
-def _make_group(share: float) -> Path:
-    group = _CPU / f"elastic-test-{uuid.uuid4().hex[:8]}"
-    group.mkdir()
-    try:
-        (group / "cpu.cfs_period_us").write_text(str(int(_PERIOD_S * 1e6)))
-        (group / "cpu.cfs_quota_us").write_text(str(int(share * _PERIOD_S * 1e6)))
-    except OSError:
-        group.rmdir()
-        raise
-    return group
+    def _set(self, share: float) -> None:
+        quota = max(int(share * self._period * 1e6), 1000)  # the kernel takes no less
+        (self._group / "cpu.cfs_quota_us").write_text(str(quota))
 
 
 @contextlib.contextmanager

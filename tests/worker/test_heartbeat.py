@@ -14,7 +14,7 @@ from aiohttp import web
 
 from elastic_driver import contract
 from elastic_driver.core.messages import Allocation, Division, Progress, decode, encode
-from elastic_driver.worker.heartbeat import Heartbeat
+from elastic_driver.worker.heartbeat import Heartbeat, next_pause
 from elastic_driver.worker.notices import Notices
 from elastic_driver.worker.pulse import Pulse
 from elastic_driver.worker.watch import StallWatch
@@ -102,6 +102,12 @@ def test_who_passes_shares_on_hears_of_new_ones_at_once_and_says_what_it_has(
     assert isinstance(found, Entries)
     (entry,) = found.entries.values()
     assert decode(Progress, entry.value).division == Division(8, 3)
+
+
+def test_the_beats_of_a_world_that_trains_are_as_many_as_a_driver_bears() -> None:
+    pauses = [next_pause(9.0, size, stepped=True) for size in (1, 64, 256, 512, 10_000)]
+    assert pauses == [0.25, 0.25, 1.0, 2.0, 2.0]
+    assert next_pause(2.0, 4, stepped=False) == 3.0, "there was nothing to tell"
 
 
 def test_others_hear_nothing_of_shares(server: RendezvousServer) -> None:

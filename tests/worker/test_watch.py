@@ -42,14 +42,41 @@ def test_a_slow_first_step_does_not_blow_up_the_limit() -> None:
     assert stalls.limit() == 60.0
 
 
-def test_the_first_step_of_a_process_is_never_a_stall() -> None:
+@pytest.mark.parametrize(("limit", "least"), [(None, watch.FIRST_STEP_S), (1.0, 5.0)])
+def test_in_the_first_step_of_a_process_only_waiting_in_a_collective_is_a_stall(
+    limit: float | None,
+    least: float,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:
     pulse = Pulse()
     pulse.entered(1, 0)
-    for limit in (None, 1.0):
-        stalls = StallWatch("a.0.1", pulse, limit)
-        assert stalls.limit() is None
-        assert stalls.look(1e9) is None
-        assert stalls.due(1e9) is None
+    pulse.alive_at = 0.0
+    monkeypatch.setattr(watch, "stands_in", lambda _frame: "elsewhere")
+    monkeypatch.setattr(watch.time, "process_time", lambda: 0.0)
+    assert StallWatch("a.0.1", pulse, limit).look(1e9) is None, "it may compile"
+    stalls = StallWatch("a.0.1", pulse, limit)
+    monkeypatch.setattr(watch, "stands_in", lambda _frame: "collective")
+    assert stalls.look(least - 0.1) is None
+    told = stalls.look(least)
+    assert isinstance(told, WorkerStalled)
+    assert told.where == "collective"
+    capfd.readouterr()
+
+
+def test_a_process_that_computes_before_its_first_step_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = [0.0]
+    monkeypatch.setattr(watch, "stands_in", lambda _frame: "collective")
+    monkeypatch.setattr(watch.time, "process_time", lambda: used[0])
+    pulse = Pulse()
+    pulse.entered(1, 0)
+    pulse.alive_at = 0.0
+    stalls = StallWatch("a.0.1", pulse, 1.0)
+    assert stalls.look(1.0) is None
+    used[0] = 20.0  # another thread of it compiles
+    assert stalls.look(100.0) is None
 
 
 def test_the_first_step_of_a_later_round_gets_more_time() -> None:

@@ -1,7 +1,8 @@
 """An elastic job whose steps are real computing, so that a slowed process is a slow rank.
 
-STEPS steps of about WORK_MS milliseconds of one processor; JITTER is the sigma of the lognormal
-factor by which that varies, and one step in a hundred takes five times as long.
+STEPS steps of about WORK_MS milliseconds of one processor, a part IDLE of which is asleep; JITTER
+is the sigma of the lognormal factor by which that varies, and one step in a hundred takes five
+times as long.
 """
 
 import json
@@ -17,6 +18,7 @@ import elastic_driver as elastic
 STEPS = int(os.environ.get("STEPS", "100000"))
 WORK_S = float(os.environ.get("WORK_MS", "20")) / 1000
 JITTER = float(os.environ.get("JITTER", "0"))
+IDLE = float(os.environ.get("IDLE", "0"))
 RECORDS = Path(os.environ["STEP_RECORDS"])
 
 torch.set_num_threads(1)
@@ -48,7 +50,9 @@ def train(state) -> None:
     with (RECORDS / f"{worker}.jsonl").open("a") as file:
         while state.step < STEPS:
             pause = 5.0 if JITTER and chance.random() < 0.01 else 1.0
-            for _ in range(int(PRODUCTS * pause * chance.lognormvariate(0.0, JITTER))):
+            factor = pause * chance.lognormvariate(0.0, JITTER)
+            time.sleep(IDLE * WORK_S * factor)
+            for _ in range(int((1 - IDLE) * PRODUCTS * factor)):
                 matrix @ matrix
             state.optimizer.zero_grad()
             ddp(torch.rand(4, 20)).sum().backward()
