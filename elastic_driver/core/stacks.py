@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from elastic_driver.core.events import AskStacks, StackGroup, WorkerStack
 from elastic_driver.core.messages import StacksOrder
 from elastic_driver.core.registry import Worker, WorkerState
+from elastic_driver.core.standing import SEEN_WAITING
 from elastic_driver.core.state import JobState
 
 ANSWER_S = 1.5  # a heartbeat thread answers within milliseconds, an agent within a second
@@ -126,12 +127,14 @@ def odd_ranks(groups: Sequence[StackGroup]) -> frozenset[int]:
     """The ranks that stand apart from the others; none where that cannot be said.
 
     Where some wait in a collective, it is those who are not in one, or silent: they are waited for.
-    Otherwise, of two or more groups, the only smallest, if it is less than half of all.
+    Where nobody speaks for itself, what is seen from outside says who waits. Otherwise, of two or
+    more groups, the only smallest, if it is less than half of all.
     """
     ranks = sum(len(g.ranks) for g in groups)
-    apart = frozenset(rank for g in groups if g.where != COLLECTIVE for rank in g.ranks)
-    if 0 < len(apart) < ranks:
-        return apart
+    for waiting in (COLLECTIVE, SEEN_WAITING):
+        apart = frozenset(rank for g in groups if g.where != waiting for rank in g.ranks)
+        if 0 < len(apart) < ranks:
+            return apart
     if len(groups) < 2 or len(groups[0].ranks) == len(groups[1].ranks):
         return frozenset()
     smallest = frozenset(groups[0].ranks)

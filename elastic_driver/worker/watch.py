@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Literal
 
 from elastic_driver.core.events import WorkerResumed, WorkerStack, WorkerStalled
+from elastic_driver.core.standing import waits_for_peers
 from elastic_driver.worker.pulse import Pulse
 
 LEAST_S = 60.0  # no silence shorter than this is a stall, unless the user says so
@@ -37,14 +38,6 @@ MAX_FRAMES = 60
 STDERR = 2
 
 Where = Literal["collective", "elsewhere"]
-
-# Where Python stands while torch, or one of our own exchanges, waits for peers.
-_WAITS_IN = (
-    "/torch/distributed/",
-    "/torch/nn/parallel/",
-    "/torch/autograd/",
-    "/elastic_driver/worker/",
-)
 
 
 class StallWatch:
@@ -129,14 +122,9 @@ class StallWatch:
 
 
 def stands_in(frame: FrameType | None) -> Where:
-    """Whether a thread whose innermost frame this is waits for peers.
-
-    A script that calls `wait()` of a torch work object itself looks like one that waits elsewhere.
-    """
-    if frame is None:
-        return "elsewhere"
-    name = frame.f_code.co_filename.replace(os.sep, "/")
-    return "collective" if any(part in name for part in _WAITS_IN) else "elsewhere"
+    """Whether a thread whose innermost frame this is waits for peers."""
+    waits = frame is not None and waits_for_peers(frame.f_code.co_filename)
+    return "collective" if waits else "elsewhere"
 
 
 def describe(frame: FrameType | None) -> str:

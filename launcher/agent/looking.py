@@ -22,8 +22,9 @@ import msgspec
 import psutil
 from msgspec import Struct
 
+from elastic_driver.core.standing import SEEN_ELSEWHERE, SEEN_WAITING, waits_for_peers
+
 LOOK_S = 5.0  # for py-spy; a big process takes about one
-_IN_PYTHON = "seen by py-spy"
 
 
 class Seen(Struct, frozen=True):
@@ -51,9 +52,9 @@ async def look(pid: int, helpers: set[int]) -> Seen:
     if program is not None and state_of(pid) not in ("stopped", "gone"):
         with contextlib.suppress(OSError):
             argv = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
-            stack = stack_in(await _run(argv, helpers), pid)
-            if stack:
-                return Seen(_IN_PYTHON, stack)
+            seen = seen_in(await _run(argv, helpers), pid)
+            if seen is not None:
+                return seen
     return Seen(f"no answer; its process is {state_of(pid)}")
 
 
@@ -71,15 +72,19 @@ def state_of(pid: int) -> str:
         return "gone"
 
 
-def stack_in(output: bytes, pid: int) -> str:
-    """The main thread's stack in py-spy's JSON, as in a traceback; empty if there is none."""
+def seen_in(output: bytes, pid: int) -> Seen | None:
+    """The main thread in py-spy's JSON, its stack as in a traceback; None if it has none."""
     try:
         threads = msgspec.json.decode(output, type=tuple[_Thread, ...])
     except msgspec.DecodeError:
-        return ""
+        return None
     main = [t for t in threads if t.os_thread_id == pid or t.thread_name == "MainThread"]
     frames = main[0].frames if main else ()
-    return "".join(f'  File "{f.filename}", line {f.line}, in {f.name}\n' for f in reversed(frames))
+    if not frames:
+        return None
+    lines = (f'  File "{f.filename}", line {f.line}, in {f.name}\n' for f in reversed(frames))
+    waits = waits_for_peers(frames[0].filename)
+    return Seen(SEEN_WAITING if waits else SEEN_ELSEWHERE, "".join(lines))
 
 
 async def _run(argv: list[str], helpers: set[int]) -> bytes:

@@ -7,6 +7,7 @@ import pytest
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
 from elastic_driver.core.stacks import ANSWER_S, Told, describe, group
+from elastic_driver.core.standing import SEEN_ELSEWHERE, SEEN_WAITING
 from tests.core.scenario import MakeScenario, Scenario
 
 
@@ -43,6 +44,10 @@ IN, OUT = "collective", "elsewhere"
         ("iim", {2}),  # in a collective, but in another one
         ("im", set()),
         ("ooN", {2}),
+        ("ws", {1}),  # plain scripts: nobody speaks for itself
+        ("sws", {0, 2}),
+        ("ss", set()),
+        ("is", {1}),
     ],
 )
 def test_the_odd_ones_are_those_that_the_others_may_wait_for(places: str, odd: set[int]) -> None:
@@ -51,6 +56,8 @@ def test_the_odd_ones_are_those_that_the_others_may_wait_for(places: str, odd: s
         "m": Told(IN, "recv", own=True),
         "o": Told(OUT, "step", own=True),
         "N": Told("no answer", "", own=False),
+        "w": Told(SEEN_WAITING, "all_reduce", own=False),
+        "s": Told(SEEN_ELSEWHERE, "step", own=False),
     }
     groups = group({rank: meaning[place] for rank, place in enumerate(places)})
     assert {rank for g in groups if g.odd for rank in g.ranks} == odd

@@ -2,12 +2,14 @@
 
     HANG=lock       rank 1's training thread takes a lock twice
     HANG=spin       rank 1's training thread loops for ever
+    HANG=native     rank 1 sleeps in C and keeps the interpreter lock: none of its threads can run
     HANG=mismatch   ranks 0 and 1 each wait for the other's message; rank 2 is in an all-reduce
     HANG=evaluate   all evaluate for EVALUATE_S seconds and say so; rank 0 alone for twice as long
 
 HANG_TIMES: in how many processes, or attempts, it happens (a file in STEP_RECORDS counts).
 """
 
+import ctypes
 import json
 import os
 import threading
@@ -49,6 +51,10 @@ def stop_for_ever_in_a_lock() -> None:
     lock.acquire()
 
 
+def sleep_in_c_with_the_interpreter_lock() -> None:
+    ctypes.PyDLL(None).sleep(10_000)
+
+
 def wait_for_a_message_nobody_sends() -> None:
     dist.recv(torch.zeros(1), src=1 - elastic.rank())
 
@@ -65,9 +71,11 @@ def maybe_hang() -> None:
         evaluate(EVALUATE_S * (2 if elastic.rank() == 0 else 1))
     elif HANG == "mismatch" and elastic.rank() < 2 and first_time():
         wait_for_a_message_nobody_sends()
-    elif elastic.rank() == 1 and HANG in ("lock", "spin") and first_time():
+    elif elastic.rank() == 1 and HANG in ("lock", "spin", "native") and first_time():
         if HANG == "lock":
             stop_for_ever_in_a_lock()
+        if HANG == "native":
+            sleep_in_c_with_the_interpreter_lock()
         while True:
             pass
 

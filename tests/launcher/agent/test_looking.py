@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launcher.agent import looking
-from launcher.agent.looking import Seen, look, stack_in
+from launcher.agent.looking import Seen, look, seen_in
 from tests.support.job import eventually
 
 FRAMES = [
@@ -51,12 +51,21 @@ def test_py_spy_s_main_thread_is_shown_as_a_traceback_would() -> None:
         {"pid": 7, "thread_name": "pin", "os_thread_id": 8, "frames": FRAMES[:1]},
         {"pid": 7, "thread_name": None, "os_thread_id": 7, "frames": FRAMES},
     ]
-    assert stack_in(json.dumps(threads).encode(), 7) == STACK
+    seen = Seen("outside of collectives, seen by py-spy", STACK)
+    assert seen_in(json.dumps(threads).encode(), 7) == seen
+
+
+def test_who_stands_in_torch_s_exchanges_is_seen_to_wait() -> None:
+    inside = {"name": "all_reduce", "filename": "/lib/torch/distributed/c10d.py", "line": 3}
+    threads = [{"thread_name": "MainThread", "frames": [inside, *FRAMES]}]
+    seen = seen_in(json.dumps(threads).encode(), 7)
+    assert seen is not None
+    assert seen.where == "in a collective, seen by py-spy"
 
 
 @pytest.mark.parametrize("output", [b"", b"Error: denied", b"[]", b'[{"frames": 3}]'])
 def test_what_is_no_answer_of_py_spy_s_is_no_stack(output: bytes) -> None:
-    assert stack_in(output, 7) == ""
+    assert seen_in(output, 7) is None
 
 
 def test_with_py_spy_the_stack_is_seen(
@@ -64,7 +73,7 @@ def test_with_py_spy_the_stack_is_seen(
 ) -> None:
     threads = [{"thread_name": "MainThread", "frames": FRAMES}]
     py_spy(tmp_path, monkeypatch, f"echo '{json.dumps(threads)}'")
-    assert at(process) == Seen("seen by py-spy", STACK)
+    assert at(process) == Seen("outside of collectives, seen by py-spy", STACK)
 
 
 def test_a_py_spy_that_may_not_look_or_hangs_leaves_the_kernel_s_word(
