@@ -25,6 +25,7 @@ from launcher.help import render_help
 from launcher.joining.hosts import JoinedHosts
 from launcher.joining.identity import claim_port, own_name
 from launcher.joining.role import Join, Serve, decide_role, with_node_count
+from launcher.joining.secret import read_secret
 from launcher.joining.whereabouts import look
 from launcher.mpi_ranks import meet_ranks, started_ranks
 from launcher.options import Option
@@ -89,6 +90,8 @@ def join_job(line: CommandLine, role: Join) -> int:
 
     values, facts = line.values, collect_facts(line, os.environ)
     RunDir(Path(facts.state_dir), facts.run_id)  # raises for a name that cannot be one
+    if values[o.TOKEN_FILE] is not None:
+        read_secret(values[o.TOKEN_FILE])  # raises at once, and not when a server is found
     plan = JoinPlan(
         host=role.host,
         port=role.port,

@@ -119,7 +119,8 @@ class Node:
             try:
                 spec = await part.read_spec()
                 check_spec(spec, self._plan.command, self._say)
-                slots = "" if self._plan.slots is None else f", {self._plan.slots} slots"
+                count = self._plan.slots
+                slots = "" if count is None else f", {count} slot{'' if count == 1 else 's'}"
                 run = f"run {joined.run_id} at {self._server.place}"
                 self._say(f"joined {run} as {joined.name}{slots}")
                 return await part.live(self._signals)

@@ -31,6 +31,11 @@ def derive(run_id: str) -> str:
 
 def read_secret(path: str) -> str:
     """The text of a --token-file; raises TokenError or UsageError for one that is no secret."""
+    if not Path(path).exists():
+        raise UsageError(
+            f"--token-file {path} does not exist; copy the server's, or make one for server and "
+            f"nodes with: (umask 077; openssl rand -hex 32 > {path})"
+        )
     text = read_token_file(path)
     if len(text.split()) != 1 or not text.isprintable():
         raise UsageError(f"--token-file {path} holds more than one word; one is the secret")

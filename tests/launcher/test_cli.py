@@ -71,6 +71,20 @@ def test_a_working_folder_that_was_deleted_is_the_users_to_leave(
     assert "the working folder has been deleted" in err
 
 
+def test_a_node_whose_secret_cannot_be_read_waits_for_no_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing, shared = tmp_path / "missing", tmp_path / "shared"
+    shared.write_text("0123456789abcdef\n")
+    shared.chmod(0o644)
+    for path, said in ((missing, "does not exist"), (shared, "has mode 0644")):
+        status, _, err = call(
+            capsys, "--join", "127.0.0.1:1", "--token-file", str(path), "--start-timeout", "0.1"
+        )
+        assert (status, len(err.splitlines())) == (64, 1)
+        assert said in err
+
+
 def test_hosts_that_can_never_be_enough_are_75_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = call(capsys, "-H", "localhost:1", "-np", "2", "sh", "-c", "true")
     assert status == 75
