@@ -25,6 +25,7 @@ from elastic_driver.core import (
     plain,
     replacing,
     stacks,
+    synced,
     units,
 )
 from elastic_driver.core.checks import rechecks
@@ -323,7 +324,8 @@ class Job:
             return
         worker.stepped = job.fruitful = True
         job.mismatches = 0
-        job.round.stepped = job.round.stepped or in_round
+        if in_round:
+            synced.step_in_round(job)
         job.budget.step_finished()
         job.hosts.step_finished(worker.host)
 

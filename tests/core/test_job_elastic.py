@@ -31,6 +31,27 @@ def test_the_next_round_does_not_wait_for_the_replacement(scenario: MakeScenario
     assert s.all(ev.SealRound)[-1].round == 1
 
 
+def test_whose_state_a_round_went_on_with_is_said_once_its_first_step_is_done(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, max_np=3).training(a=3)
+    (first,) = s.announced("state_synced")
+    assert (first.round, first.worker, first.detail["receivers"]) == (1, "a.0.1", 2)
+    s.exit("a.0.1", -9)
+    s.ready("a.1.1", version=7, clean=False)
+    s.ready("a.2.1", version=7)
+    assert len(s.announced("state_synced")) == 1
+    s.step("a.1.1", "a.2.1", step=8)
+    second = s.announced("state_synced")[1:]
+    assert [(e.round, e.worker, e.rank, e.detail) for e in second] == [
+        (2, "a.2.1", 1, {"step": 7, "receivers": 1})
+    ]
+    s.ready("a.0.2")
+    s.ready("a.1.1", "a.2.1", version=9)
+    s.step("a.0.2", step=10)
+    assert s.announced("state_synced")[-1].reason == "1 of 3 took over a.1.1's"
+
+
 def test_below_min_np_the_replacement_is_waited_for(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, min_np=2, max_np=2).training(a=2)
     s.exit("a.0.1", -9)
