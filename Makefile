@@ -11,16 +11,19 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sim bench format clean
+.PHONY: help demo test test-gpu check sim bench format clean
 
 help: ## show this
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
 
 demo: $(READY) ## train on three workers, kill one on the way, show what happened
 	$(BIN)/python examples/demo.py
 
 test: $(READY) ## run the tests, three files at a time (TESTS=tests/launcher for some of them)
 	$(BIN)/python -m pytest $(TESTS) -q -n 3 --dist loadfile
+
+test-gpu: $(READY) ## the tests that need an NVIDIA GPU, with their figures (docs/nccl.md)
+	$(BIN)/python -m pytest -m gpu tests/gpu -v -s
 
 check: $(READY) ## formatting, lint, types, and which package may import which
 	$(BIN)/ruff format --check .

@@ -10,6 +10,7 @@ _WAITS_IN = (
     "/torch/distributed/",
     "/torch/nn/parallel/",
     "/torch/autograd/",
+    "/torch/cuda/",
     "/elastic_driver/worker/",
 )
 

@@ -48,10 +48,11 @@ def choose(backend: str | None, slot: int) -> Choice:
     if backend is None:
         # Where torch has no NCCL at all, no worker of the job has it, and nobody need vote.
         return Choice(by_vote=dist.is_nccl_available())
-    lacks = "a GPU" if dist.is_nccl_available() else "a torch that is built with NCCL"
+    if not dist.is_nccl_available():
+        raise UsageError(f"backend {backend!r} needs a torch that is built with NCCL; use gloo")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     raise UsageError(
-        f"backend {backend!r} needs {lacks} for the worker in slot {slot}{seen}; "
+        f"backend {backend!r} needs a GPU for each worker, and slot {slot} has none{seen}; "
         "start no more workers on a host than it has GPUs, or use gloo"
     )

@@ -84,6 +84,6 @@ class SecondGloo:
     def forget(self) -> None:
         assert self._aborted.is_set()
         self._queue.clear()
-        c10d.destroy_process_group()
+        c10d._abort_process_group()  # as for NCCL; it aborts gloo's half as well
         self._connections.close()
         del self._backend

@@ -66,7 +66,8 @@ def test_nccl_without_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch
     gpus(monkeypatch, 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(
-        UsageError, match=r"needs a GPU .* slot 1 \(CUDA_VISIBLE_DEVICES=\); .*gloo"
+        UsageError,
+        match=r"a GPU for each worker.* slot 1 has none \(CUDA_VISIBLE_DEVICES=\); .*gloo",
     ):
         backends.choose("nccl", 1)
     gpus(monkeypatch, 0, built=False)

@@ -281,7 +281,7 @@ def main() -> None:
         settings = msgspec.json.decode(entry.value, type=TaskSettings)
         timeout = timedelta(seconds=settings.timeout)
         store = HTTPStore(client, contract.round_prefix(task) + "torch/", timeout)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if _device().type == "cuda" else "gloo"  # and NCCL uses it from the start
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         try:
             node = int(env["GROUP_RANK"])

@@ -1,0 +1,1 @@
+"""Tests that need an NVIDIA GPU; docs/nccl.md says how to run them."""
