@@ -1,6 +1,6 @@
 """Where workers stand that cannot say it themselves, seen with py-spy: native hangs, plain scripts.
 
-    pip install -c constraints.txt py-spy
+pip install -c constraints.txt py-spy
 """
 
 from __future__ import annotations
