@@ -90,13 +90,14 @@ def join_job(line: CommandLine, role: Join) -> int:
 
     values, facts = line.values, collect_facts(line, os.environ)
     RunDir(Path(facts.state_dir), facts.run_id)  # raises for a name that cannot be one
-    if values[o.TOKEN_FILE] is not None:
-        read_secret(values[o.TOKEN_FILE])  # raises at once, and not when a server is found
+    token_file = values[o.TOKEN_FILE]
+    if token_file is not None:
+        read_secret(token_file)  # raises at once, and not when a server is found
     plan = JoinPlan(
         host=role.host,
         port=role.port,
         slots=slots_of_a_host(values, facts.machine),
-        token_file=values[o.TOKEN_FILE],
+        token_file=token_file,
         run_id=values[o.RUN_ID],
         state_dir=Path(facts.state_dir),
         start_timeout=values[o.START_TIMEOUT],
