@@ -1,28 +1,27 @@
 """A worker that becomes slow in mid-training: what `--balance` gives back of the lost throughput.
 
-    python -m benchmarks.balance [--workers 4] [--share 0.25] [--factor 3] [--turns 3] [--seconds 6]
+    python -m benchmarks.balance [--workers 4] [--case MS,SHARE,FACTOR …] [--turns 2] [--seconds 6]
 
-Each worker has a fixed part of a processor (a cgroup quota; without root it is stopped and
-continued in turns), so that what one loses the others do not gain. Then one is given a
-`--factor`-th of that. Three throughputs are taken within seconds of each other, from one job in
-each turn: undisturbed, slowed until work is moved, and afterwards.
+Each worker has a fixed part of a processor (a cgroup quota, as root), so that what one loses the
+others do not gain. Then one is given a FACTOR-th of that. A case is how long a micro-batch
+computes, what part of a processor each worker has, and how much slower one becomes. Three
+throughputs are taken within seconds of each other, from one job in each turn: undisturbed, slowed
+until work is moved, and afterwards.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import Figure, report
 from benchmarks.systems import System, elasticrun
-from tests.support.slowing import slowed
+from tests.support.slowing import held
 
 VIRTUAL_PER_WORKER = 8
-WORK_MS = 3.0  # of a processor for each micro-batch
 NAME = "elasticrun --balance"
 
 
@@ -44,30 +43,39 @@ def moves(system: System) -> list[dict[str, Any]]:
     return found
 
 
-@contextlib.contextmanager
-def held(pids: list[int], share: float) -> Iterator[list[contextlib.ExitStack]]:
-    """Each process has this part of a processor, until its stack is closed."""
-    with contextlib.ExitStack() as all_of_them:
-        stacks = [all_of_them.enter_context(contextlib.ExitStack()) for _ in pids]
-        for stack, pid in zip(stacks, pids, strict=True):
-            stack.enter_context(slowed(pid, share))
-        yield stacks
+@dataclass(frozen=True)
+class Case:
+    """Milliseconds of a processor for a micro-batch, each worker's share, how slow one becomes."""
+
+    work_ms: float
+    share: float
+    factor: float
+
+    @classmethod
+    def parse(cls, words: str) -> Case:
+        """From `MS,SHARE,FACTOR`."""
+        return cls(*map(float, words.split(",")))
+
+    def __str__(self) -> str:
+        return f"{self.work_ms:g} ms at {self.share:g} of a processor, {self.factor:g} x slower"
 
 
-def one_turn(options: argparse.Namespace) -> tuple[float, float, float, float]:
+CASES = (Case(3.0, 0.25, 3.0), Case(1.0, 0.2, 4.0))  # the latter with large fixed costs beside it
+
+
+def one_turn(case: Case, options: argparse.Namespace) -> tuple[float, float, float, float]:
     """Steps a second undisturbed, slowed and balanced; seconds until work was moved."""
     workers = options.workers
     flags = ("--virtual-workers", str(VIRTUAL_PER_WORKER * workers), "--balance")
-    env = {"HOW": "fixed", "WORK_MS": str(WORK_MS)}
+    env = {"HOW": "fixed", "WORK_MS": str(case.work_ms)}
     with elasticrun(workers, how="fixed", flags=flags, env=env) as system:
         pids = sorted(system.until(lambda: system.training(workers), "workers training"))
         victim = next(r["pid"] for r in system.records() if r["rank"] == workers - 1)
-        with held(pids, options.share) as stacks:
+        with held(pids, case.share) as quotas:
             begun = time.time() + 1.0
             time.sleep(1.0 + options.seconds)
             slow_at = time.time()
-            stacks[pids.index(victim)].close()
-            with slowed(victim, options.share / options.factor):
+            with quotas[victim].at(case.share / case.factor):
                 moved = system.until(lambda: moves(system)[-1:], "work moved")[0]["t"]
                 settled = time.time() + options.settle
                 time.sleep(options.settle + options.seconds)
@@ -79,27 +87,30 @@ def one_turn(options: argparse.Namespace) -> tuple[float, float, float, float]:
                 )
 
 
+def measure(case: Case, options: argparse.Namespace) -> list[Figure]:
+    """The figures of one case, turn by turn."""
+    turns = [one_turn(case, options) for _ in range(options.turns)]
+    undisturbed, slow, balanced, took = zip(*turns, strict=True)
+    recovered = [(c - b) / (a - b) for a, b, c, _ in turns]
+    return [
+        Figure(NAME, f"{case}: undisturbed", "steps/s", undisturbed),
+        Figure(NAME, f"{case}: one slowed", "steps/s", slow),
+        Figure(NAME, f"{case}: and work moved", "steps/s", balanced),
+        Figure(NAME, f"{case}: recovered of what was lost", "x", tuple(recovered)),
+        Figure(NAME, f"{case}: slow → work moved", "s", took),
+    ]
+
+
 def main() -> None:
-    """Measure turn by turn."""
+    """Measure case by case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--share", type=float, default=0.25, help="of a processor for each worker")
-    parser.add_argument("--factor", type=float, default=3.0, help="how much slower one becomes")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--case", type=Case.parse, action="append", metavar="MS,SHARE,FACTOR")
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
     parser.add_argument("--settle", type=float, default=4.0, help="seconds for the new shares")
     options = parser.parse_args()
-    turns = [one_turn(options) for _ in range(options.turns)]
-    undisturbed, slow, balanced, took = zip(*turns, strict=True)
-    recovered = [(c - b) / (a - b) for a, b, c, _ in turns]
-    figures = [
-        Figure(NAME, "undisturbed", "steps/s", undisturbed),
-        Figure(NAME, f"one of {options.workers} {options.factor:g} x slower", "steps/s", slow),
-        Figure(NAME, "and work moved", "steps/s", balanced),
-        Figure(NAME, "recovered of what was lost", "x", tuple(recovered)),
-        Figure(NAME, "slow → work moved", "s", took),
-    ]
-    report("balance", figures)
+    report("balance", [f for case in options.case or CASES for f in measure(case, options)])
 
 
 if __name__ == "__main__":

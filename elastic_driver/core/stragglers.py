@@ -43,6 +43,7 @@ class WatchSettings(Struct, frozen=True, kw_only=True):
     """
 
     factor: float = 1.5  # slow: more than this many times the usual time
+    part: float = 0.1  # and longer by more than this part of a step: less harms nobody
     recovered: float = 1.25  # no longer slow: less than this many times
     window: int = 20  # steps whose median is a rank's time
     least: int = 10  # steps a rank must have reported before it is judged
@@ -94,11 +95,13 @@ class StragglerWatch:
         hosts: the host of each rank.
         settings: when a rank is slow.
         first_step: reports of earlier steps are ignored.
+        step_time: what a whole step takes, waiting included; the caller keeps it up to date.
     """
 
     hosts: Sequence[str]
     settings: WatchSettings = field(default_factory=WatchSettings)
     first_step: int = 0
+    step_time: float = 0.0  # 0: not known, then every difference counts
     false_alarms: int = 0  # alarms that were soon withdrawn
     _tracks: list[_Track] = field(init=False)
     _reported: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
@@ -164,7 +167,8 @@ class StragglerWatch:
         changes = []
         for rank, (track, time) in enumerate(zip(tracks, times, strict=True)):
             found = SlowRank(rank, self.hosts[rank], Slowness.COMPUTE, time / normal, step)
-            change = self._judge(track, found, factor)
+            harms = time - normal > settings.part * self.step_time
+            change = self._judge(track, found, factor, harms=harms)
             if change is not None:
                 changes.append(change)
         return changes
@@ -184,9 +188,12 @@ class StragglerWatch:
         each = min((b - a for a, b in pairwise(seen)), default=1)
         return min(max(least, -(-steps // each)), steps)
 
-    def _judge(self, track: _Track, found: SlowRank, factor: float) -> Change | None:
+    def _judge(
+        self, track: _Track, found: SlowRank, factor: float, *, harms: bool
+    ) -> Change | None:
         raised = track.alarm
-        contradicts = found.ratio > factor if raised is None else self._recovered(found)
+        slow = found.ratio > factor and harms
+        contradicts = slow if raised is None else self._recovered(found)
         track.agree = track.agree + 1 if contradicts else 0
         needed = self._reports(self.settings.confirm, self.settings.looks)
         if track.agree < needed or (

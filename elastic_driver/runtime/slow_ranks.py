@@ -90,6 +90,8 @@ class SlowRanks:
         began = self._clock()
         changes: list[Change] = []
         read = self._read(world)
+        known = [progress.step_time for progress in read if progress is not None]
+        watch.step_time = median(known) if known else watch.step_time
         for rank, progress in enumerate(read):
             if progress is not None:
                 self.step = max(self.step, progress.step)
@@ -97,9 +99,8 @@ class SlowRanks:
                     changes += watch.report(rank, sample.step, sample.compute)
                 if progress.links is not None:
                     self._links.report(rank, progress.step, progress.links)
-        known = [progress.step_time for progress in read if progress is not None]
         if known:
-            changes += self._links.look(median(known))
+            changes += self._links.look(watch.step_time)
         moved = self._mover.look(read)
         for change in changes:
             if change.slow.kind is Slowness.COMPUTE:

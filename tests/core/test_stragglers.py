@@ -88,6 +88,12 @@ def test_exactly_the_factor_is_not_slow() -> None:
     assert train(watch, range(60), lambda r, _s: 1.5 if r == 2 else 1.0) == []
 
 
+@pytest.mark.parametrize(("step_time", "named"), [(0.0, True), (0.9, True), (1.1, False)])
+def test_what_is_a_small_part_of_the_step_harms_nobody(step_time: float, named: bool) -> None:
+    watch = StragglerWatch(("a", "b", "c"), step_time=step_time)
+    assert bool(train(watch, range(60), lambda r, _s: 0.2 if r == 2 else 0.1)) == named
+
+
 def test_where_three_ranks_share_two_processors_the_one_that_is_alone_makes_nobody_slow() -> None:
     watch = StragglerWatch(("a", "a", "a"))
     assert train(watch, range(60), lambda r, _s: 0.1 if r == 0 else 0.2) == []

@@ -4,11 +4,11 @@
     python -m tests.e2e.slow_rank_trial --rate 20mbit,50mbit --loss 5 --times 3
     python -m tests.e2e.slow_rank_trial --calm 100 --busy 2
 
-`--processor`: how many times slower one rank becomes. All have the same share of a processor by a
-quota (cgroup v1, as root), so that as many as there are fit onto this machine, and one of them is
-given a part of that. `--rate`, `--loss` (percent), `--delay` (milliseconds): nodes of a cluster of
-network namespaces (root), the link of one of them shaped. `--calm`: seconds of jittered steps in
-which nothing is done to anybody, and alarms are counted. `--busy`: loops that run beside it.
+`--processor`: how many times slower one rank becomes, by a quota (cgroup v1, as root). Of a step's
+work a part is asleep, so that all ranks together leave room on this machine, and nobody but the
+slowed one waits for a processor. `--rate`, `--loss` (percent), `--delay` (milliseconds): nodes of a
+cluster of network namespaces (root), the link of one of them shaped. `--calm`: seconds of jittered
+steps in which nothing is done to anybody, and alarms are counted. `--busy`: loops beside it.
 
 One job for each number of ranks and for the cluster; rank or host are drawn, each as often as any
 other. A line for each time tells who was named after how many steps, at what load; the last ones
@@ -30,22 +30,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.support import shaping
 from tests.support.cluster import Cluster, Node
 from tests.support.cluster_job import elasticrun_on
 from tests.support.job import JOBS, RunningJob, elasticrun
-from tests.support.slowing import held
+from tests.support.slowing import slowed
 
 PACED = str(JOBS / "paced.py")
-PROCESSORS = 0.8  # of the two there are, for all ranks together: the rest is for other programs
 WITHIN_STEPS = 30
 GIVEN_UP_S = 40.0
 CALM_STEPS = 60  # between two trials, and at least
 CALM_S = 6.0
 WIDTH = 25_000  # 2 MB of gradients a step
 
+T = TypeVar("T")
 Slowing = Callable[[], "AbstractContextManager[object]"]
 Shape = Callable[[Node], "AbstractContextManager[object]"]
 
@@ -56,7 +56,6 @@ class Tally:
 
     right: int = 0
     steps: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     def line(self, what: str) -> str:
@@ -78,64 +77,69 @@ def alarms(job: RunningJob, since: float) -> list[dict[str, Any]]:
 
 
 def calm(job: RunningJob) -> None:
-    """Wait until nobody is named any more, and a while has passed."""
-    open_alarms = len(job.events("rank_slow")) - len(job.events("rank_recovered"))
-    job.until(
-        lambda: len(job.events("rank_slow")) == len(job.events("rank_recovered")),
-        f"{open_alarms} alarms are withdrawn",
-        within=120.0,
-    )
-    begun, until = step_at(job, time.time()), time.monotonic() + CALM_S
-    job.until(
-        lambda: time.monotonic() > until and step_at(job, time.time()) > begun + CALM_STEPS,
-        "some calm steps",
-        within=120.0,
-    )
+    """Wait until nobody has been named for a while, nor is."""
+
+    def look() -> bool:
+        ended = [e["t"] for e in job.events("rank_recovered")]
+        if len(ended) < len(job.events("rank_slow")):
+            return False
+        since = max([begun, *ended])
+        return time.time() - since > CALM_S and step_at(job, time.time()) > (
+            step_at(job, since) + CALM_STEPS
+        )
+
+    begun = time.time()
+    job.until(look, "some calm steps", within=120.0)
 
 
 def once(job: RunningJob, host: str, kind: str, slowing: Slowing, tally: Tally) -> None:
     """Slow one rank, see who is named, and that it is over soon after the slowing is."""
     calm(job)
     load = os.getloadavg()[0]
+
+    def named() -> dict[str, Any] | None:
+        found = (e for e in alarms(job, begun) if (e["host"], e["kind"]) == (host, kind))
+        return next(found, None)
+
+    def withdrawn() -> float | None:
+        event = named()
+        found = (e["t"] for e in job.events("rank_recovered"))
+        return next((t for t in found if event and t > event["t"]), None)
+
+    begun = time.time()
+    step = step_at(job, begun)
     with slowing():
-        begun = time.time()
-        step = step_at(job, begun)
-
-        def named() -> dict[str, Any] | None:
-            found = (e for e in alarms(job, begun) if (e["host"], e["kind"]) == (host, kind))
-            return next(found, None)
-
-        with contextlib.suppress(AssertionError):
-            job.until(named, f"{host} is named", within=GIVEN_UP_S)
-            job.until(
-                lambda: step_at(job, time.time()) > step + WITHIN_STEPS, "30 steps", GIVEN_UP_S
-            )
-    ended = time.time()
-    event = named()
-    with contextlib.suppress(AssertionError):
-        calm(job)
+        waits_for(job, named, GIVEN_UP_S)
+        waits_for(job, lambda: step_at(job, time.time()) > step + WITHIN_STEPS, GIVEN_UP_S)
+    ended, event = time.time(), named()
+    over = waits_for(job, withdrawn, GIVEN_UP_S) if event else None
     others = [
-        f"rank {e['rank']} ({e['kind']}, {e['ratio']})" for e in alarms(job, begun) if e != event
+        f"rank {e['rank']} ({e['kind']}, {e['ratio']})"
+        for e in alarms(job, begun)
+        if e != event and (over is None or e["t"] <= over)
     ]
-    withdrawn = [e["t"] - ended for e in job.events("rank_recovered") if e["t"] > ended]
-    if event is None:
-        said = f"nobody named it in {step_at(job, ended) - step} steps"
-        right = False
-    else:
+    said = f"{host}: nobody named it in {step_at(job, ended) - step} steps"
+    right = False
+    if event is not None:
         took = step_at(job, event["t"]) - step
         tally.steps.append(took)
-        tally.seconds.append(event["t"] - begun)
-        right = took <= WITHIN_STEPS and not others and bool(withdrawn)
+        right = took <= WITHIN_STEPS and not others and over is not None
         said = (
-            f"named after {took} steps, {event['t'] - begun:.1f} s, {event['ratio']} x (verdict of "
-            f"step {event['step'] - step}), "
-            f"withdrawn after {max(withdrawn, default=float('nan')):.1f} s"
+            f"{host}: named after {took} steps and {event['t'] - begun:.1f} s as {event['ratio']} "
+            f"x, withdrawn after {over - ended if over else float('nan'):.1f} s"
         )
     tally.right += right
-    line = f"{host}: {said}, others {others}; load {load:.1f}"
+    line = f"{said}, others {others}; load {load:.1f}"
     if not right:
         tally.wrong.append(line)
     print("   ", line, flush=True)
+
+
+def waits_for(job: RunningJob, look: Callable[[], T | None], within: float) -> T | None:
+    """What `look` comes to in that time."""
+    with contextlib.suppress(AssertionError):
+        return job.until(look, "", within=within)
+    return None
 
 
 def drawn(random: Random, of: int, times: int) -> list[int]:
@@ -151,18 +155,17 @@ def processor(given: argparse.Namespace, ranks: int) -> Iterator[str]:
     """One rank after the other gets less of a processor than the others."""
     hosts = [f"127.0.0.{n}" for n in range(2, ranks + 1)]
     listed = ",".join(f"{host}:1" for host in ("localhost", *hosts))
-    share, random = PROCESSORS / ranks, Random(ranks)
-    env = {"WORK_MS": str(given.work_ms), "JITTER": "0.1"}
+    random = Random(ranks)
+    env = {"WORK_MS": str(given.work_ms), "JITTER": "0.1", "IDLE": str(given.idle)}
     with elasticrun("-H", listed, "-np", str(ranks), "--", PACED, env=env) as job:
         workers = job.until_size(ranks, steps=20, within=120.0)
         of_rank = {r.rank: (pid, r.worker.rsplit(".", 2)[0]) for pid, r in workers.items()}
-        with held([pid for pid, _ in of_rank.values()], share, given.period) as quotas:
-            for factor in given.processor:
-                tally = Tally()
-                for rank in drawn(random, ranks, given.times):
-                    pid, host = of_rank[rank]
-                    once(job, host, "compute", partial(quotas[pid].at, share / factor), tally)
-                yield tally.line(f"{ranks} ranks, {factor:g} x slower")
+        for factor in given.processor:
+            tally, share = Tally(), (1 - given.idle) / factor
+            for rank in drawn(random, ranks, given.times):
+                pid, host = of_rank[rank]
+                once(job, host, "compute", partial(slowed, pid, share, given.period), tally)
+            yield tally.line(f"{ranks} ranks, {factor:g} x slower")
 
 
 # ---- by its link -------------------------------------------------------------------------
@@ -246,11 +249,11 @@ def main() -> None:
     parser.add_argument("--calm", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--ranks", type=lambda w: [int(n) for n in w.split(",")], default=[4])
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--work-ms", type=float, default=10.0, help="of a processor, a step")
+    parser.add_argument("--work-ms", type=float, default=20.0, help="a step")
     parser.add_argument("--period", type=float, default=0.1, help="of the quota, seconds")
     parser.add_argument("--busy", type=int, default=0, help="other programs")
     parser.add_argument("--jitter", type=float, default=0.25, help="sigma of a step's time")
-    parser.add_argument("--idle", type=float, default=0.0, help="part of the work that is asleep")
+    parser.add_argument("--idle", type=float, default=0.75, help="part of the work that is asleep")
     given = parser.parse_args()
     trials = [processor(given, ranks) for ranks in given.ranks if given.processor]
     trials += [links(given), *([nobody(given)] if given.calm else [])]

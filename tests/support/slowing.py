@@ -20,10 +20,10 @@ _PERIOD_S = 0.02
 
 
 @contextlib.contextmanager
-def slowed(pid: int, share: float) -> Iterator[str]:
+def slowed(pid: int, share: float, period: float = _PERIOD_S) -> Iterator[str]:
     """While this lasts, the process has only this share of one processor; yields how."""
     try:
-        quota = Quota(pid, share)
+        quota = Quota(pid, share, period)
     except OSError:
         with _stopped_in_turns(pid, share):
             yield "stopped and continued"
