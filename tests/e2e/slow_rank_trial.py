@@ -218,20 +218,23 @@ def nobody(given: argparse.Namespace) -> Iterator[str]:
     """Jittered steps; who is named all the same."""
     ranks = max(given.ranks)
     env = {"WORK_MS": str(given.work_ms), "JITTER": str(given.jitter), "IDLE": str(given.idle)}
-    with (
-        busy_loops(given.busy),
-        elasticrun("-np", str(ranks), "--", PACED, env=env) as job,
-    ):
-        job.until_size(ranks, steps=20, within=120.0)
-        begun, step = time.time(), step_at(job, time.time())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(busy_loops(given.busy))
+        launch = partial(elasticrun, "-np", str(ranks), "--", PACED, env=env)
+        jobs = [stack.enter_context(launch()) for _ in range(given.jobs)]
+        for job in jobs:
+            job.until_size(ranks, steps=20, within=200.0)
+        begun = time.time()
+        first = sum(step_at(job, begun) for job in jobs)
         until = time.monotonic() + given.calm
-        job.until(lambda: time.monotonic() > until, "the time is over", within=given.calm + 60)
-        steps = step_at(job, time.time()) - step
-        each = given.calm / max(steps, 1)
-        found = [e["reason"] for e in alarms(job, begun)]
+        jobs[0].until(lambda: time.monotonic() > until, "the time is over", within=given.calm + 60)
+        steps = sum(step_at(job, time.time()) for job in jobs) - first
+        each = given.calm * given.jobs / max(steps, 1)
+        found = [e["reason"] for job in jobs for e in alarms(job, begun)]
         yield (
-            f"{ranks} ranks, {steps} jittered steps of {each * 1000:.0f} ms, {given.busy} other "
-            f"programs: {len(found)} alarms {found}; load {os.getloadavg()[0]:.1f}"
+            f"{given.jobs} jobs of {ranks} ranks, {given.calm / 60 * given.jobs:.1f} minutes, "
+            f"{steps} jittered steps of {each * 1000:.0f} ms, {given.busy} other programs: "
+            f"{len(found)} alarms {found}; load {os.getloadavg()[0]:.1f}"
         )
 
 
@@ -252,6 +255,7 @@ def main() -> None:
     parser.add_argument("--work-ms", type=float, default=20.0, help="a step")
     parser.add_argument("--period", type=float, default=0.1, help="of the quota, seconds")
     parser.add_argument("--busy", type=int, default=0, help="other programs")
+    parser.add_argument("--jobs", type=int, default=1, help="at once, with --calm")
     parser.add_argument("--jitter", type=float, default=0.25, help="sigma of a step's time")
     parser.add_argument("--idle", type=float, default=0.75, help="part of the work that is asleep")
     given = parser.parse_args()

@@ -11,7 +11,7 @@ from tests.support.job import JOBS, RunningJob, elasticrun
 from tests.support.slowing import slowed
 
 SHARE = 0.08  # of a processor: several times slower, also beside busy neighbours
-WORK = {"MODE": "fixed", "WORK_MS": "3", "STEP_MS": "0"}
+WORK = {"MODE": "fixed", "WORK_MS": "2", "STEP_MS": "0"}
 INTERRUPTED = str(JOBS / "exact_interrupted.py")
 
 

@@ -29,7 +29,10 @@ def found(report: CheckReport) -> HostChecks:
     def make(*_hosts: object) -> NoReturn:
         raise AssertionError("no check was expected")
 
-    return HostChecks(report, make, exclude_stragglers=False, file=None, say=print)
+    def keep(_found: CheckReport) -> None:
+        pass
+
+    return HostChecks(report, make, exclude_stragglers=False, file=None, keep=keep, say=print)
 
 
 @pytest.fixture
