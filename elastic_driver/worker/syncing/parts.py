@@ -106,12 +106,14 @@ class ModulePart(_Steady):
     def keep(self) -> None:
         """Copy the buffers, into the same copies as long as the buffers stay the same objects."""
         live = [b for owner in self._owners if owner for b in owner.values() if b is not None]
+        if not live and not self._kept:
+            return
         if len(live) != len(self._kept) or any(
             buffer is not kept[0] or buffer.shape != kept[1].shape
             for buffer, kept in zip(live, self._kept, strict=True)
         ):
             self._kept = [(buffer, buffer.detach().clone()) for buffer in live]
-        elif live:
+        else:
             _copy_all([copy for _, copy in self._kept], live)
 
     def roll_back(self) -> None:

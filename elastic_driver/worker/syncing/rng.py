@@ -87,6 +87,7 @@ class NumpyWatch:
     """NumPy's global generator."""
 
     def __init__(self) -> None:
+        self._random: Any = None  # the module numpy.random, once the script has loaded it
         self._twister: Twister | None = None
 
     def state(self) -> Any:
@@ -94,23 +95,24 @@ class NumpyWatch:
 
         A tuple for the Mersenne Twister, a dictionary for a generator put in its place.
         """
-        numpy = sys.modules.get("numpy")
-        if numpy is None or "numpy.random" not in sys.modules:
-            return None
-        generator = numpy.random.get_bit_generator()
+        if self._random is None:
+            self._random = sys.modules.get("numpy.random")
+            if self._random is None:
+                return None
+        generator = self._random.get_bit_generator()
         if self._twister is None or self._twister.owner is not generator:
-            self._twister = _of_numpy(numpy, generator)
+            self._twister = _of_numpy(self._random, generator)
         if self._twister is None:
-            return numpy.random.get_state(legacy=False)
+            return self._random.get_state(legacy=False)
         return self._twister.state(holds_gaussian=_numpy_holds_gaussian)
 
 
-def _of_numpy(numpy: Any, generator: Any) -> Twister | None:
+def _of_numpy(numpy_random: Any, generator: Any) -> Twister | None:
     """None where it is not the Mersenne Twister, but another kind that was put in its place."""
     if type(generator).__name__ != "MT19937":
         return None
     key = generator.ctypes.state_address
-    return Twister(numpy.random.get_state, generator, key, key + _KEY_BYTES)
+    return Twister(numpy_random.get_state, generator, key, key + _KEY_BYTES)
 
 
 def _numpy_holds_gaussian(state: tuple[Any, ...]) -> bool:

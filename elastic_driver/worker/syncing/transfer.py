@@ -128,15 +128,25 @@ class Route(Struct, frozen=True):
         """Whether this rank has to take part in each transfer."""
         return not self.direct or rank == self.source or rank in self.receivers
 
-    def carry(self, content: Tensor) -> None:
-        """Copy the source's contiguous CPU tensor into those of the others that take part."""
+    def begin(self, content: Tensor) -> dist.Work:
+        """Begin to copy the source's contiguous CPU tensor into those of all who take part.
+
+        What is begun first arrives first. Wait for the end before `content` is used again.
+        """
         if not self.direct:
-            dist.broadcast(content, self.source)
+            work = dist.broadcast(content, self.source, async_op=True)
         elif dist.get_rank() == self.source:
             (receiver,) = self.receivers
-            dist.send(content, receiver)
+            work = dist.isend(content, receiver)
         else:
-            dist.recv(content, self.source)
+            work = dist.irecv(content, self.source)
+        if work is None:
+            raise AssertionError("this rank has no part in the group")
+        return work
+
+    def carry(self, content: Tensor) -> None:
+        """The same, until it is done."""
+        self.begin(content).wait()
 
 
 def to_all(source: int) -> Route:
@@ -164,11 +174,12 @@ def carry_tensors(tensors: Sequence[Tensor], route: Route) -> None:
     """
     rank = dist.get_rank()
     sending, receiving = rank == route.source, rank in route.receivers
+    under_way = []  # one large tensor is read from memory while another is on its way
     for pieces, size in _chunks([tensor.numel() * tensor.element_size() for tensor in tensors]):
         index, start, stop, _ = pieces[0]
         tensor = tensors[index]
         if len(pieces) == 1 and (sending or receiving) and _lies_ready(tensor):
-            route.carry(_as_bytes(tensor)[start:stop])
+            under_way.append(route.begin(_as_bytes(tensor)[start:stop]))
             continue
         chunk = torch.empty(size, dtype=torch.uint8)
         if sending:
@@ -178,6 +189,8 @@ def carry_tensors(tensors: Sequence[Tensor], route: Route) -> None:
         if receiving:
             for index, start, stop, at in pieces:
                 _write(tensors[index], start, stop, chunk[at : at + stop - start])
+    for work in under_way:
+        work.wait()
 
 
 def _lies_ready(tensor: Tensor) -> bool:
