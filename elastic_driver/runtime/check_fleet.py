@@ -16,7 +16,13 @@ import msgspec
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.core.checks.messages import TASK_SETTINGS, TaskSettings
+from elastic_driver.core.checks.messages import (
+    TASK_SETTINGS,
+    Assignment,
+    TaskEnded,
+    TaskSettings,
+    assignment_key,
+)
 from elastic_driver.core.events import AgentLost, AgentReady, WireEvent
 from elastic_driver.core.messages import JobSpec, Order, ShutdownOrder, encode
 from elastic_driver.errors import ClusterError
@@ -33,7 +39,9 @@ INCARNATION = 1  # an agent that is lost is not started again: its node has fail
 MAX_MAIL = 100_000
 SHUTDOWN_S = 5.0  # for agents to end by themselves
 
-_decode_event: Callable[[bytes], WireEvent] = msgspec.json.Decoder(WireEvent).decode
+News = WireEvent | TaskEnded  # what agents and tasks say
+
+_decode_event: Callable[[bytes], News] = msgspec.json.Decoder(News).decode
 
 
 class _Cancelled:
@@ -67,7 +75,7 @@ class CheckFleet:
         self._hosts, self._spec, self._settings = tuple(hosts), spec, settings
         self._make_starter, self._run_dir, self._bind = starter, run_dir, bind
         self._status = status
-        self._mailbox: queue.SimpleQueue[WireEvent | AgentLost | _Cancelled] = queue.SimpleQueue()
+        self._mailbox: queue.SimpleQueue[News | AgentLost | _Cancelled] = queue.SimpleQueue()
         self._server: RendezvousServer | None = None
         self._starter: AgentStarter | None = None
         self._orders: dict[str, int] = {}  # host → orders given; only agents that live
@@ -125,7 +133,7 @@ class CheckFleet:
         key = contract.agent_order(host, INCARNATION, self._orders[host])
         self._running().post([Set(key, encode(order))])
 
-    def hear(self, until: float) -> WireEvent | AgentLost | None:
+    def hear(self, until: float) -> News | AgentLost | None:
         """The next thing that happened; None once the monotonic time `until` has come.
 
         Raises ClusterError after `cancel`.
@@ -152,6 +160,10 @@ class CheckFleet:
         (found,) = self._running().apply([Get((key,))])
         entry = found.entries.get(key) if isinstance(found, Entries) else None
         return None if entry is None else entry.value
+
+    def assign(self, worker: str, number: int, assignment: Assignment) -> None:
+        """Give a process that has done `number` tasks its next one."""
+        self._running().post([Set(assignment_key(worker, number), encode(assignment))])
 
     def publish(self, key: str) -> None:
         """Write a key whose being there is the message."""

@@ -19,19 +19,26 @@ from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core.checks.gate import StartingGate
-from elastic_driver.core.checks.messages import TaskResult, TaskSettings, go_key, result_key
+from elastic_driver.core.checks.messages import (
+    Assignment,
+    TaskEnded,
+    TaskResult,
+    TaskSettings,
+    go_key,
+    result_key,
+)
 from elastic_driver.core.checks.report import CheckReport
-from elastic_driver.core.events import AgentLost, AgentReady, WireEvent, WorkerExited, WorkerReady
+from elastic_driver.core.events import AgentLost, AgentReady, WorkerExited, WorkerReady
 from elastic_driver.core.messages import JobSpec, StartWorkerOrder, StopWorkerOrder
 from elastic_driver.core.nodecheck import Group, Measurement, NodeCheck, NodeVerdict, failed
 from elastic_driver.core.slots import Seat, assign
-from elastic_driver.runtime.check_fleet import CheckFleet
+from elastic_driver.runtime.check_fleet import CheckFleet, News
 from elastic_driver.runtime.hostlist import Hosts
 from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.starter import StarterFactory
 
 PACKAGES = Path(__file__).resolve().parents[2]
-TASK = (sys.executable, "-m", "elastic_driver.worker.checks.task")
+TASK = (sys.executable, "-m", "elastic_driver.worker.checks.serve")
 STOP_S = 10.0  # for an agent to report the end of a process that is killed
 _LAST_WORDS_CHARS = 200
 
@@ -50,13 +57,19 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Process:
-    """One process of a task."""
+    """One process in one task."""
 
     worker: str
     host: str
+    slot: int
+    done: int = 0  # tasks before this one
     result: TaskResult | None = None
     failure: str = ""
-    ended: bool = False
+    ended: bool = False  # this task, or the process itself
+
+    def again(self) -> _Process:
+        """The same process in its next task."""
+        return _Process(self.worker, self.host, self.slot, self.done + 1)
 
 
 @dataclass(slots=True)
@@ -82,6 +95,7 @@ class _Task:
             max(r.network for r in results),
             bandwidth=min(bandwidths, default=None),
             latency=max(latencies, default=None),
+            linked=all(r.linked for r in results),
         )
 
 
@@ -94,7 +108,7 @@ class NodeChecker:
         starter: makes the object that starts agents.
         run_dir: a folder of its own for token and endpoint.
         bind: numeric address and port of the check's rendezvous.
-        say: told in a line what is going on, once a round.
+        say: told in a line what is going on, some lines a round.
         known: verdicts of an earlier check of the same cluster.
     """
 
@@ -113,7 +127,9 @@ class NodeChecker:
         self._settings, self._say = settings, say
         self._check = NodeCheck(tuple(self._processes), stragglers=settings.stragglers, known=known)
         self._tasks = 0
+        self._waiting: dict[tuple[str, int], _Process] = {}  # host, slot → waits for its next task
         self._began = 0.0
+        self._task_seconds = 0.0
         self._fleet = CheckFleet(
             hosts=tuple(self._processes),
             spec=self._spec(run_dir.run_id),
@@ -131,8 +147,10 @@ class NodeChecker:
         self._show()
         with self._fleet:
             self._await_agents()
+            up = f"{len(self._fleet.agents)} of {len(self._processes)} nodes"
+            self._tell(f"agents are up on {up}")
             while groups := self._check.plan():
-                self._say(self._describe(groups))
+                self._tell(self._describe(groups))
                 self._check.report(self._play(groups))
                 self._show()
         return self.report("done")
@@ -147,6 +165,7 @@ class NodeChecker:
             state=state,
             rounds=len(self._check.rounds),
             seconds=time.monotonic() - self._began,
+            task_seconds=self._task_seconds,
             nodes=self._check.verdicts(),
             checked_at=time.time() if state == "done" else None,
         )
@@ -176,7 +195,9 @@ class NodeChecker:
         timeout = self._settings.task_timeout
         deadline = time.monotonic() + timeout
         self._open_gate(tasks, deadline)
+        began = time.monotonic()
         self._listen(tasks, deadline)
+        self._task_seconds += time.monotonic() - began
         for task in tasks:
             self._stop(task, f"not done within {timeout:g} s (--check-timeout)")
         self._listen(tasks, time.monotonic() + STOP_S)
@@ -191,7 +212,7 @@ class NodeChecker:
         self._tasks += 1
         task = _Task(self._tasks, group)
         seats = [
-            Seat(contract.worker_id(host, slot, task.number), host, slot, (False, age))
+            Seat(self._who(host, slot), host, slot, (False, age))
             for age, host in enumerate(group)
             for slot in range(self._processes[host])
         ]
@@ -199,13 +220,26 @@ class NodeChecker:
         address = first.address if first is not None else "127.0.0.1"
         port = first.ports[0] if first is not None and first.ports else 0
         for worker, place in assign(seats):
-            task.processes[worker] = _Process(worker, place.host)
-            order = StartWorkerOrder(worker, place, task.number, 0, address, port)
-            self._fleet.order(place.host, order)
+            waits = self._waiting.pop((place.host, place.slot), None)
+            if waits is None:
+                task.processes[worker] = _Process(worker, place.host, place.slot)
+                order = StartWorkerOrder(worker, place, task.number, 0, address, port)
+                self._fleet.order(place.host, order)
+            else:
+                task.processes[worker] = process = waits.again()
+                given = Assignment(
+                    task=task.number, rank=place.rank, size=place.size, node=place.node_rank
+                )
+                self._fleet.assign(worker, process.done, given)
         for process in task.processes.values():
             if process.host not in self._fleet.agents:
                 self._failed(task, process, "its agent was lost")
         return task
+
+    def _who(self, host: str, slot: int) -> str:
+        """The process that is to do the next task: one that waits for it, or a new one."""
+        waits = self._waiting.get((host, slot))
+        return contract.worker_id(host, slot, self._tasks) if waits is None else waits.worker
 
     def _open_gate(self, tasks: Sequence[_Task], deadline: float) -> None:
         """Let everybody measure once all are up, so that nobody times how another one starts."""
@@ -221,6 +255,7 @@ class NodeChecker:
             for worker, process in processes.items():
                 if worker == up or process.ended:
                     gate.passed(worker, time.monotonic())
+        self._tell("measuring")
         for task in tasks:
             self._fleet.publish(go_key(task.number))
 
@@ -232,15 +267,29 @@ class NodeChecker:
                 return
             self._take(event, tasks)
 
-    def _take(self, event: WireEvent | AgentLost, tasks: Sequence[_Task]) -> None:
-        if isinstance(event, AgentLost):
+    def _take(self, event: News | AgentLost, tasks: Sequence[_Task]) -> None:
+        if isinstance(event, TaskEnded):
+            for task in tasks:
+                process = task.processes.get(event.worker)
+                if task.number == event.task and process is not None and not process.ended:
+                    self._done(task, process)
+        elif isinstance(event, AgentLost):
             self._give_up(event.host, event.reason)
             for task in tasks:
                 self._lose(task, event.host)
         elif isinstance(event, WorkerExited):
+            self._waiting = {k: p for k, p in self._waiting.items() if p.worker != event.worker}
             for task in tasks:
-                if event.worker in task.processes:
-                    self._ended(task, task.processes[event.worker], event)
+                process = task.processes.get(event.worker)
+                if process is not None and not process.ended:
+                    self._ended(task, process, event)
+
+    def _done(self, task: _Task, process: _Process) -> None:
+        """It waits for its next task, unless it is being stopped."""
+        process.ended = True
+        if not process.failure:
+            self._waiting[process.host, process.slot] = process
+            self._succeeded(task, process)
 
     def _ended(self, task: _Task, process: _Process, event: WorkerExited) -> None:
         process.ended = True
@@ -292,15 +341,16 @@ class NodeChecker:
             grace_period=0.0,
             max_restarts=0,
             local_ranks_filter=(),  # what tasks print is for the report, not for the terminal
-            # A healthy cluster needs one round: to import everything twice, once for a warm
-            # parent and once for the process, would take longer than it saves.
-            warm=0,
+            warm=0,  # the process of a task stays for further rounds, and forks by itself
         )
 
     def _describe(self, groups: tuple[Group, ...]) -> str:
         number = len(self._check.rounds) + 1
         nodes = sum(map(len, groups))
-        return f"node check: round {number}, {nodes} nodes in {len(groups)} groups"
+        return f"round {number}, {nodes} nodes in {len(groups)} groups"
+
+    def _tell(self, what: str) -> None:
+        self._say(f"node check: {what}, after {time.monotonic() - self._began:.1f} s")
 
     def _show(self) -> None:
         self._shown = msgspec.json.encode(self.report())

@@ -256,6 +256,17 @@ def test_a_slow_network_is_told_from_a_slow_partner(nodes: str, slow: str) -> No
     assert verdicts[slow[0]].reason.startswith("network takes 3 s")
 
 
+def test_what_two_names_on_one_network_stack_exchange_says_nothing_of_links() -> None:
+    check = NodeCheck(tuple("1234"))
+    check.report(
+        Measurement(n, 1.0, 0.01 if n in "12" else 1.0, linked=n not in "12") for n in "1234"
+    )
+    assert check.plan() == ()
+    verdicts = {v.node: v for v in check.verdicts()}
+    assert of(verdicts, Verdict.GOOD) == "1234"
+    assert (verdicts["1"].network, verdicts["3"].network) == (None, 1.0)
+
+
 def test_a_slow_node_among_faulty_ones_is_found_too() -> None:
     _, verdicts = checked("12345678", faulty="17", compute={"8": 4.0}, network={"3": 5.0})
     assert of(verdicts, Verdict.FAULTY) == "17"

@@ -31,6 +31,7 @@ class Measurement(Struct, frozen=True):
     failure: str = ""  # why the task failed; empty: it passed
     bandwidth: float | None = None  # bytes a second of the exchange's payload
     latency: float | None = None  # seconds for the smallest exchange
+    linked: bool = True  # False: both on one network stack, so `network` is no link's time
 
 
 class UsualTimes(Struct, frozen=True):
@@ -178,9 +179,13 @@ class Evidence:
         return {node: min(own) for node in self._groups if (own := self._network_times(node))}
 
     def _network_times(self, node: str) -> list[float]:
-        """Alone there is no network to time, and in a broken group no time is of use."""
+        """Alone there is no network to time, and in a broken group no time is of use.
+
+        Nor is one between two names on one network stack: that is the speed of a memory, beside
+        which every link would be slow.
+        """
         groups = [g for g in self._groups[node] if g.passed and len(g.members) > 1]
-        return [m.network for g in groups for m in g.members if m.node == node]
+        return [m.network for g in groups for m in g.members if m.node == node and m.linked]
 
     def time(self, node: str) -> float:
         """Its best times together, to sort by; FAILED_S for a node that never passed."""

@@ -1,7 +1,7 @@
 """What a node check and its tasks tell each other through the store. Pure data, JSON by msgspec.
 
-The driver publishes `TaskSettings` once; each process of a task writes its `TaskResult`. Times
-are seconds, sizes bytes.
+The driver publishes `TaskSettings` once, and each process's further places as `Assignment`s;
+each process writes its `TaskResult` and posts `TaskEnded`. Times are seconds, sizes bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,16 @@ Rate = Annotated[float, Meta(ge=0.0, le=1e15)]
 def result_key(task: int, worker: str) -> str:
     """Where one process of a task writes its TaskResult."""
     return f"rounds/{task}/results/{worker}"
+
+
+def assignment_key(worker: str, number: int) -> str:
+    """Where a process that has done `number` tasks finds its next Assignment."""
+    return f"checks/assignments/{worker}/{number}"
+
+
+def place_key(task: int, rank: int) -> str:
+    """Where one process of a task writes its Place."""
+    return f"rounds/{task}/places/{rank}"
 
 
 def go_key(task: int) -> str:
@@ -39,11 +49,36 @@ class TaskSettings(Struct, frozen=True, kw_only=True):
     model_steps: int = 4  # of its passes, in `compute`
 
 
+class Assignment(Struct, frozen=True, kw_only=True):
+    """A process's place in its next task."""
+
+    task: int  # names the round whose prefix the group meets under
+    rank: int
+    size: int  # processes in the group
+    node: int  # which of the group's hosts this is
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """Where a process of a task runs."""
+
+    node: int  # which of the group's hosts
+    machine: str  # what all processes on one kernel have in common; empty: not known
+    stack: str  # the same for one network stack
+
+
+class TaskEnded(Struct, frozen=True, tag="task_ended", forbid_unknown_fields=True):
+    """A process has written its result, and waits for its next Assignment. Posted as an event."""
+
+    worker: Annotated[str, Meta(min_length=1, max_length=1024)]
+    task: Annotated[int, Meta(ge=0, le=2**31)]
+
+
 class TaskResult(Struct, frozen=True, forbid_unknown_fields=True):
     """What one process measured."""
 
     compute: Seconds  # matrix products and the model's passes, at their best pace
     network: Seconds  # the all-gathers, with the partner they were fastest with; alone: 0
+    linked: bool = True  # between two network stacks; False: no link was timed
     bandwidth: Rate | None = None  # bytes a second of an all-reduce's payload
     latency: Seconds | None = None  # of the smallest all-reduce
     step: Seconds | None = None  # one training step with its all-reduce

@@ -10,44 +10,76 @@ slowness. Times are seconds.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-Excuse = Callable[[], Callable[[], float]]  # begin; what was lost since then
+
+class Account(NamedTuple):
+    """Where the time of a measurement went."""
+
+    lost: float  # ready to run, while other programs ran
+    used: float  # running
+
+
+Excuse = Callable[[], Callable[[], Account]]  # begin; the account since then
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _THREAD = Path("/proc/thread-self/schedstat")
+_PROCESS = Path("/proc/self/task")
+_NOTHING = Account(0.0, 0.0)
 
 
-def none() -> Callable[[], float]:
+def none() -> Callable[[], Account]:
     """Every second counts."""
-    return lambda: 0.0
+    return lambda: _NOTHING
 
 
-def shared_machine() -> Excuse:
-    """Waiting for other programs is excused, unless a quota stopped us; all of it counts where
+def of_thread() -> Excuse:
+    """For work of the calling thread alone, on a machine that hosts share."""
+    return _excuse(lambda: _read(_THREAD))
+
+
+def of_process() -> Excuse:
+    """For work that all threads of this process have a part in, on a machine that hosts share."""
+    return _excuse(_all_threads)
+
+
+def _excuse(read: Callable[[], Account]) -> Excuse:
+    """Waiting for other programs is excused, unless a quota stopped us; nothing is where
     the kernel does not say which it was."""
     stats = tuple(_quota_files())
 
-    def begin() -> Callable[[], float]:
-        waited, stopped = _waited(), _stopped(stats)
+    def begin() -> Callable[[], Account]:
+        before, stopped = read(), _stopped(stats)
 
-        def lost() -> float:
-            if not stats or _stopped(stats) != stopped:
-                return 0.0
-            return _waited() - waited
+        def account() -> Account:
+            now = read()
+            lost = now.lost - before.lost if stats and _stopped(stats) == stopped else 0.0
+            return Account(max(0.0, lost), max(0.0, now.used - before.used))
 
-        return lost
+        return account
 
     return begin
 
 
-def _waited() -> float:
-    """Seconds for which the calling thread was ready to run and did not."""
+def _read(schedstat: Path) -> Account:
+    """Nanoseconds run, and ready but not running, as `proc(5)` has them for a thread."""
     try:
-        return int(_THREAD.read_text("ascii").split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
+        used, lost, _times = schedstat.read_text("ascii").split()
+        return Account(int(lost) / 1e9, int(used) / 1e9)
+    except (OSError, ValueError):
+        return _NOTHING
+
+
+def _all_threads() -> Account:
+    try:
+        threads = os.listdir(_PROCESS)
+    except OSError:
+        return _NOTHING
+    accounts = [_read(_PROCESS / thread / "schedstat") for thread in threads]
+    return Account(sum(a.lost for a in accounts), sum(a.used for a in accounts))
 
 
 def _stopped(stats: tuple[Path, ...]) -> int:

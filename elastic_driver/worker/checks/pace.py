@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 from elastic_driver.worker.checks import excuses
 
@@ -25,8 +26,22 @@ TOGETHER_S = 2.5  # for all calls that are timed together with others: slow ones
 TOGETHER_CALLS = (3, 80)  # at least, for slow links, and at most
 _LEAST_SHARE = 0.01  # of a stretch that counts, whatever is excused
 
+CLOSE = 1.1  # times another is as long; then they agree
+
 Work = Callable[[], object]
 Stretch = Callable[[float], float]  # at least so many seconds of something → seconds a call took
+
+
+class Group(Protocol):
+    """Those who do something together; every one makes the same calls in the same order."""
+
+    def longest(self, times: Sequence[float]) -> list[float]:
+        """The longest of everybody's times, place by place."""
+        ...
+
+    def sums(self, times: Sequence[float]) -> list[float]:
+        """The sums of everybody's times, place by place."""
+        ...
 
 
 def repeated(
@@ -39,7 +54,7 @@ def repeated(
 
     def stretch(least: float) -> float:
         settle()
-        lost = excuse()
+        account = excuse()
         began, calls = time.perf_counter(), 0
         while True:
             work()
@@ -47,7 +62,7 @@ def repeated(
             calls += 1
             passed = time.perf_counter() - began
             if passed >= least:
-                return max(passed - lost(), passed * _LEAST_SHARE) / calls
+                return max(passed - account().lost, passed * _LEAST_SHARE) / calls
 
     return stretch
 
@@ -86,39 +101,60 @@ def best_of(
 ) -> list[float]:
     """Seconds a call, for each of `measured` in its best stretch; `turn` is held during each.
 
-    Where single calls take far longer than a stretch should, fewer stretches are made.
+    Where stretches agree, or single calls take far longer than one should, no further one is made.
     """
-    best = [float("inf")] * len(measured)
+    times: list[list[float]] = [[] for _ in measured]
     left = PATIENCE * stretch * stretches * len(measured)
     for number in range(stretches):
-        if number and left <= 0:
+        if number and (left <= 0 or all(map(_agree, times))):
             break
         if number:
             time.sleep(PAUSE_S)
         with turn():
             began = time.perf_counter()
-            for index, measure in enumerate(measured):
+            for measure, own in zip(measured, times, strict=True):
                 measure(min(WARM_UP_S, stretch))
-                best[index] = min(best[index], measure(stretch))
+                own.append(measure(stretch))
             left -= time.perf_counter() - began
-    return best
+    return [min(own) for own in times]
+
+
+def _agree(times: Sequence[float]) -> bool:
+    """Whether the two best times are close: nothing has disturbed them."""
+    best, *others = sorted(times)
+    return bool(others) and others[0] <= CLOSE * best
 
 
 def together(
     work: Work,
     settle: Work,
-    agree: Callable[[float], float],
+    group: Group,
+    excuse: excuses.Excuse = excuses.none,
     *,
     seconds: float = TOGETHER_S,
 ) -> float:
-    """Seconds for the best of some calls that others make too; all make the same number of them.
+    """Seconds for the best of some calls that others make too; the same number for all of them.
 
-    A single call is enough to be timed: an exchange moves more than a shaped link lets through at
-    once. `agree` gives everybody the same number for theirs; it is asked how long a call takes.
+    All begin each call together, and it is as long as the longest of them takes: a sender is
+    done once the kernel has taken its data, long before a narrow link has carried them. A single
+    call is enough to be timed, as an exchange moves more than a shaped link lets through at once.
+    What any of the group has lost to other programs in a call has delayed all, and does not count;
+    the time for which they were at work always does.
     """
     work()
     settle()
-    once = max(agree(repeated(work, settle)(0.0)), 1e-6)
+    (once,) = group.longest([repeated(work, settle)(0.0)])
     least, most = TOGETHER_CALLS
-    timed = repeated(work, settle)
-    return min(timed(0.0) for _ in range(max(least, min(most, int(seconds / once)))))
+    spans, lost, used = [], [], []
+    for _ in range(max(least, min(most, int(seconds / max(once, 1e-6))))):
+        group.longest([0.0])
+        account = excuse()
+        began = time.perf_counter()
+        work()
+        settle()
+        spans.append(time.perf_counter() - began)
+        told = account()
+        lost.append(told.lost)
+        used.append(told.used)
+    calls = zip(group.longest(spans), group.sums(lost), group.longest(used), strict=True)
+    return min(max(span - excused, busy, span * _LEAST_SHARE) for span, excused, busy in calls)

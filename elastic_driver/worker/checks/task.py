@@ -1,9 +1,9 @@
 """The task of a node check: multiply matrices, exchange data with the partner, time both.
 
-An agent starts it as `python -m elastic_driver.worker.checks.task`, one process for each device of
-the nodes that are paired. It meets the others through the job's rendezvous, writes one
-`TaskResult` and ends. Whatever goes wrong ends it with a traceback and exit status 1; the check
-reads both. It never judges. Times are seconds.
+`serve` runs each task in a child of its own, one for each device of the nodes that are paired. It
+meets the others through the job's rendezvous, writes one `TaskResult` and ends. Whatever goes
+wrong ends it with a traceback and exit status 1; the check reads both. It never judges. Times are
+seconds.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_driver import contract
 from elastic_driver.core.checks.messages import (
-    TASK_SETTINGS,
+    Assignment,
+    Place,
     TaskResult,
     TaskSettings,
     go_key,
+    place_key,
     result_key,
 )
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.errors import ClusterError
 from elastic_driver.worker.checks import excuses, pace
 from elastic_driver.worker.checks.model import SIZES, Size, Transformer, largest_that_fits
-from elastic_driver.worker.checks.turns import this_machine, turn
-from rendezvous.auth import read_token_file
+from elastic_driver.worker.checks.turns import arrive, is_shared, this_machine, this_stack, turn
 from rendezvous.client import RendezvousClient
 from rendezvous.torch_store import HTTPStore
 from rendezvous.wire import EVENTS_PATH
@@ -47,7 +48,6 @@ from rendezvous.wire import EVENTS_PATH
 _MATRIX = {"cpu": 512, "cuda": 4096}
 _LATENCY_ROUNDS = 20
 _BANDWIDTH_ROUNDS = 5
-_BITS = 1_000_000  # a duration is agreed on in microseconds
 
 Turn = Callable[[Iterable[str]], AbstractContextManager[None]]  # of these machines
 
@@ -58,27 +58,27 @@ class Task:
     def __init__(
         self,
         settings: TaskSettings,
-        node: int,
-        nodes: list[int],
-        machines: Sequence[str] = (),
+        rank: int,
+        places: Sequence[Place],
         turn: Turn = lambda _machines: contextlib.nullcontext(),
+        *,
+        shared: bool = False,
     ) -> None:
-        """`node`: the index of this process's node; `nodes`, `machines`: those of every rank.
+        """`places`: those of every rank.
 
-        `turn` keeps processes that share a machine from timing each other.
+        `turn` keeps processes that share a machine from timing each other; where `shared`, this
+        one's machine has other hosts.
         """
         self.settings = settings
-        self.node, self.nodes = node, nodes
+        self.place, self.places = places[rank], tuple(places)
         self.device = _device()
         # Several devices of one machine are measured at the same time: each has its own work.
-        shared = self.device.type == "cpu"
-        self._machines = tuple(machines) if shared else ()
+        on_cpu = self.device.type == "cpu"
+        self._machines = tuple(place.machine for place in places) if on_cpu else ()
         self._turn = turn
-        own = self._machines[dist.get_rank()] if self._machines else ""
-        alone = not own or all(
-            there == node for there, at in zip(nodes, self._machines, strict=True) if at == own
-        )
-        self._excuse = excuses.none if alone else excuses.shared_machine()
+        excused = shared and on_cpu
+        self._excuse = excuses.of_thread() if excused else excuses.none
+        self._excuse_all = excuses.of_process() if excused else excuses.none
 
     def measure(self) -> TaskResult:
         """Run everything that is asked for, each thing timed by itself."""
@@ -103,10 +103,10 @@ class Task:
         with self._together():
             if size is not None:
                 step = self._step(model, batch) or step
-            network = self._exchange()
+            network, linked = self._exchange()
             if (settings.performance or settings.model) and dist.get_world_size() > 1:
                 bandwidth, latency = self._all_reduce()
-        return TaskResult(compute, network, bandwidth, latency, step, parameters)
+        return TaskResult(compute, network, linked, bandwidth, latency, step, parameters)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -159,33 +159,36 @@ class Task:
 
     # ---- the network ---------------------------------------------------------------------
 
-    def _exchange(self) -> float:
+    def _exchange(self) -> tuple[float, bool]:
         """The shortest time of the exchanges with one other node; 0 where there is none.
 
-        Each pair is timed by itself, so that in a group of three the slow one shows.
+        And whether a link was timed: between two names on one network stack there is none. Each
+        pair is timed by itself, so that in a group of three the slow one shows.
         """
-        names = sorted(set(self.nodes))
+        names = sorted({place.node for place in self.places})
         own = []
         for pair in combinations(names, 2):
-            ranks = [rank for rank, node in enumerate(self.nodes) if node in pair]
+            ranks = [rank for rank, place in enumerate(self.places) if place.node in pair]
             group = dist.group.WORLD if len(names) == 2 else dist.new_group(ranks)
             dist.barrier()
-            if self.node in pair:
-                own.append(self._gather(group, len(ranks)))
-        return min(own, default=0.0)
+            if self.place.node in pair:
+                own.append((not self._linked(ranks), self._gather(group, len(ranks))))
+        within, seconds = min(own, default=(False, 0.0))
+        return seconds, not within
+
+    def _linked(self, ranks: Iterable[int]) -> bool:
+        stacks = {self.places[rank].stack for rank in ranks}
+        return len(stacks) > 1 or "" in stacks
 
     def _gather(self, group: object, size: int) -> float:
-        """Seconds for the exchanges of one pair, at the pace of the best stretch."""
+        """Seconds for the exchanges of one pair, at the pace of the best one."""
         given = torch.ones(max(1, self.settings.payload // 4), device=self.device)
         taken = [torch.empty_like(given) for _ in range(size)]
-
-        def agree(seconds: float) -> float:
-            longest = torch.tensor([int(seconds * _BITS)], device=self.device)
-            dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-            return float(longest.item()) / _BITS
-
         seconds = pace.together(
-            lambda: dist.all_gather(taken, given, group=group), self._settle, agree
+            lambda: dist.all_gather(taken, given, group=group),
+            self._settle,
+            _Agreeing(group, self.device),
+            self._excuse_all,
         )
         if any(float(part[-1]) != 1.0 for part in taken):
             raise ArithmeticError("the exchange brought other numbers than were sent")
@@ -222,6 +225,24 @@ class Task:
             torch.cuda.synchronize(self.device)
 
 
+class _Agreeing:
+    """A `pace.Group` over a process group."""
+
+    def __init__(self, group: object, device: torch.device) -> None:
+        self._group, self._device = group, device
+
+    def longest(self, times: Sequence[float]) -> list[float]:
+        return self._reduce(times, dist.ReduceOp.MAX)
+
+    def sums(self, times: Sequence[float]) -> list[float]:
+        return self._reduce(times, dist.ReduceOp.SUM)
+
+    def _reduce(self, times: Sequence[float], how: object) -> list[float]:
+        numbers = torch.tensor(times, dtype=torch.float64, device=self._device)
+        dist.all_reduce(numbers, how, group=self._group)
+        return [float(number) for number in numbers.tolist()]
+
+
 def _make_model(size: Size, device: torch.device) -> tuple[Transformer, Tensor]:
     """The transformer, and made-up data to train it on."""
     torch.manual_seed(0)
@@ -243,7 +264,7 @@ def _device() -> torch.device:
     return device
 
 
-def _choose_interface(endpoint: str) -> None:
+def choose_interface(endpoint: str) -> None:
     """Let the libraries use the interface that reaches the rendezvous, unless one was named."""
     parts = urlsplit(endpoint)
     host, port = str(parts.hostname), parts.port or 0
@@ -268,35 +289,45 @@ def _await_go(client: RendezvousClient, worker: str, task: int, timeout: float) 
             raise ClusterError(f"not told to begin within {timeout:g} s")
 
 
-def main() -> None:
-    """Run the task this process was started for."""
-    env = os.environ
-    worker, endpoint = env[contract.WORKER_ID], env[contract.RENDEZVOUS]
-    task, rank, size = int(env[contract.ROUND]), int(env["RANK"]), int(env["WORLD_SIZE"])
-    _choose_interface(endpoint)
-    with RendezvousClient(endpoint, read_token_file(env[contract.TOKEN_FILE])) as client:
-        entry = client.get(TASK_SETTINGS)
-        if entry is None:
-            raise ClusterError("no node check is going on at this rendezvous")
-        settings = msgspec.json.decode(entry.value, type=TaskSettings)
-        timeout = timedelta(seconds=settings.timeout)
-        store = HTTPStore(client, contract.round_prefix(task) + "torch/", timeout)
-        backend = "nccl" if _device().type == "cuda" else "gloo"  # and NCCL uses it from the start
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        try:
-            node = int(env["GROUP_RANK"])
-            where: list[tuple[int, str]] = [(0, "")] * size
-            dist.all_gather_object(where, (node, this_machine()))
-            nodes, machines = [n for n, _ in where], [machine for _, machine in where]
-            measuring = Task(settings, node, nodes, machines, partial(turn, client, worker))
-            _await_go(client, worker, task, settings.timeout)
-            result = measuring.measure()
-            client.set(result_key(task, worker), msgspec.json.encode(result))
-            dist.barrier()  # nobody leaves while another still needs it
-        finally:
-            dist.destroy_process_group()
-            store.close()
+def run(
+    client: RendezvousClient, worker: str, assignment: Assignment, settings: TaskSettings
+) -> None:
+    """Meet the other processes of this task, measure with them, write the result."""
+    timeout = timedelta(seconds=settings.timeout)
+    task, size = assignment.task, assignment.size
+    places = _meet(client, task, assignment, settings.timeout)
+    machine = places[assignment.rank].machine
+    store = HTTPStore(client, contract.round_prefix(task) + "torch/", timeout)
+    backend = "nccl" if _device().type == "cuda" else "gloo"  # and NCCL uses it from the start
+    dist.init_process_group(
+        backend, store=store, rank=assignment.rank, world_size=size, timeout=timeout
+    )
+    try:
+        arrive(client, machine, contract.host_of_worker(worker))
+        _await_go(client, worker, task, settings.timeout)
+        shared = is_shared(client, machine)
+        turns = partial(turn, client, worker)
+        result = Task(settings, assignment.rank, places, turns, shared=shared).measure()
+        client.set(result_key(task, worker), msgspec.json.encode(result))
+        dist.barrier()  # nobody leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+        store.close()
 
 
-if __name__ == "__main__":
-    main()
+def _meet(
+    client: RendezvousClient, task: int, assignment: Assignment, timeout: float
+) -> list[Place]:
+    """Where everybody of the group is, by rank."""
+    own = Place(node=assignment.node, machine=this_machine(), stack=this_stack())
+    client.set(place_key(task, assignment.rank), msgspec.json.encode(own))
+    until = time.monotonic() + timeout
+    places = []
+    for rank in range(assignment.size):
+        while (
+            entry := client.get(place_key(task, rank), max(0.0, until - time.monotonic()))
+        ) is None:
+            if time.monotonic() >= until:
+                raise ClusterError(f"rank {rank} of the group did not come within {timeout:g} s")
+        places.append(msgspec.json.decode(entry.value, type=Place))
+    return places

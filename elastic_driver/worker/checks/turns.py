@@ -11,6 +11,7 @@ fast node before it counts. Times are seconds.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,6 +30,33 @@ def this_machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:
         return ""
+
+
+def this_stack() -> str:
+    """What all processes on one network stack have in common; empty where it cannot be told.
+
+    Containers and network namespaces of one machine have stacks of their own, and links between
+    them. Names of one machine share one: what they exchange never leaves it.
+    """
+    try:
+        return f"{this_machine()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
+
+
+def arrive(client: RendezvousClient, machine: str, host: str) -> None:
+    """Say that a host is on this machine."""
+    client.append(_hosts_key(machine), f"{host}\n".encode())
+
+
+def is_shared(client: RendezvousClient, machine: str) -> bool:
+    """Whether more than one host has arrived on this machine."""
+    entry = client.get(_hosts_key(machine))
+    return machine != "" and entry is not None and len(set(entry.value.splitlines())) > 1
+
+
+def _hosts_key(machine: str) -> str:
+    return f"checks/machines/{machine}"
 
 
 def turn_key(machine: str) -> str:

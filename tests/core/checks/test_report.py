@@ -18,6 +18,7 @@ def node(name: str, verdict: Verdict, reason: str = "", **measured: float) -> No
 REPORT = CheckReport(
     rounds=2,
     seconds=3.21,
+    task_seconds=1.5,
     nodes=(
         node("n1", Verdict.GOOD, bandwidth=2.5e9, latency=2e-5),
         node("node-two", Verdict.FAULTY, "failed alone: broken"),
@@ -35,7 +36,7 @@ def test_the_table_has_a_line_for_each_node_and_a_summary() -> None:
         "n3        straggler   250 ms   1.50 s          –        –  computing takes 9 s",
         "n4        undecided   250 ms   1.50 s          –        –  failed, and nobody could tell",
         "node check: 1 good, 1 straggler (n3), 1 faulty (node-two), 1 undecided (n4); "
-        "2 rounds, 3.2 s",
+        "2 rounds, 3.2 s, of which the task 1.5 s",
     ]
 
 
@@ -44,7 +45,7 @@ def test_bandwidth_is_shown_only_where_it_was_measured() -> None:
     assert report.render().splitlines() == [
         "node  verdict  compute  network",
         "a     good      250 ms   1.50 s",
-        "node check: 1 good; 1 round, 0.5 s",
+        "node check: 1 good; 1 round, 0.5 s, of which the task 0.0 s",
     ]
 
 
@@ -61,3 +62,10 @@ def test_only_the_faulty_are_excluded_and_on_request_the_slow_but_never_the_unde
 
 def test_a_report_survives_being_written_down() -> None:
     assert msgspec.json.decode(msgspec.json.encode(REPORT), type=CheckReport) == REPORT
+
+
+def test_an_exchange_within_a_network_stack_is_shown_though_it_is_not_judged() -> None:
+    history = (Measurement("a", 0.25, 0.002, linked=False),)
+    found = NodeVerdict("a", Verdict.GOOD, "", 0.25, None, history)
+    report = CheckReport(rounds=1, seconds=0.5, nodes=(found,))
+    assert report.render().splitlines()[1].split()[-2:] == ["2", "ms"]

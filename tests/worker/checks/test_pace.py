@@ -6,11 +6,12 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from elastic_driver.worker.checks import pace
+from elastic_driver.worker.checks.excuses import Account
 
 
 def test_a_stall_in_one_stretch_does_not_count() -> None:
@@ -44,12 +45,24 @@ def test_each_stretch_is_measured_in_a_turn_and_others_get_theirs_between() -> N
         yield
         turns.append("left")
 
-    def work() -> None:
-        assert turns[-1] == "taken"
-        time.sleep(0.001)
+    times = iter([0.0, 3.0, 0.0, 2.0, 0.0, 1.0])  # before each stretch there is a warm-up
 
-    pace.best_of([pace.repeated(work)], turn, stretch=0.02, stretches=3)
+    def stretch(_least: float) -> float:
+        assert turns[-1] == "taken"
+        return next(times)
+
+    assert pace.best_of([stretch], turn, stretch=0.02, stretches=3) == [1.0]
     assert turns == ["taken", "left"] * 3
+
+
+@pytest.mark.parametrize(
+    ("times", "made"), [((1.0, 1.05, 9.0), 2), ((1.05, 1.0, 9.0), 2), ((1.0, 1.2, 1.1), 3)]
+)
+def test_stretches_that_agree_are_enough(times: tuple[float, ...], made: int) -> None:
+    left = [seconds for pair in zip(times, times, strict=True) for seconds in pair]
+
+    assert pace.best_of([lambda _least: left.pop(0)], contextlib.nullcontext) == [1.0]
+    assert len(times) - len(left) / 2 == made
 
 
 def test_calls_that_take_long_are_not_repeated_for_long() -> None:
@@ -79,6 +92,21 @@ def test_what_fails_in_a_thread_fails() -> None:
         pace.in_threads([broken])(0.01)
 
 
+class Others:
+    """A group in which the others' times are known."""
+
+    def __init__(self, seconds: float = 0.0, lost: float = 0.0) -> None:
+        self.seconds, self.lost = seconds, lost  # `seconds`: of a call, when first asked
+        self.asked = 0
+
+    def longest(self, times: Sequence[float]) -> list[float]:
+        self.asked += 1
+        return [max(own, self.seconds if self.asked == 1 else 0.0) for own in times]
+
+    def sums(self, times: Sequence[float]) -> list[float]:
+        return [own + self.lost for own in times]
+
+
 @pytest.mark.parametrize("others", [0.0, 1.0])
 def test_everybody_makes_as_many_calls_as_the_slowest_has_time_for(others: float) -> None:
     calls = itertools.count()
@@ -87,9 +115,26 @@ def test_everybody_makes_as_many_calls_as_the_slowest_has_time_for(others: float
         next(calls)
         time.sleep(0.002)
 
-    pace.together(work, lambda: None, lambda _own: others)
+    pace.together(work, lambda: None, Others(others))
     least, most = pace.TOGETHER_CALLS
     assert next(calls) - 2 == (least if others else most)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "used", "least"),
+    [(0.0, 0.0, 0.0, 0.02), (0.01, 0.0, 0.0, 0.01), (0.0, 0.01, 0.0, 0.01), (5.0, 5.0, 0.02, 0.02)],
+)
+def test_what_anybody_lost_does_not_count_and_what_was_done_does(
+    own: float, others: float, used: float, least: float
+) -> None:
+    account = Account(lost=own, used=used)
+    seconds = pace.together(
+        lambda: time.sleep(0.02),
+        lambda: None,
+        Others(seconds=1.0, lost=others),
+        lambda: lambda: account,
+    )
+    assert least <= seconds < least + 0.015
 
 
 def test_nothing_is_left_running() -> None:

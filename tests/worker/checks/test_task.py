@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elastic_driver.core.checks.messages import TaskSettings
+from elastic_driver.core.checks.messages import Place, TaskSettings
 from elastic_driver.worker.checks.task import Task
 from tests.support.gloo import run_ranks
 
 SMALL = TaskSettings(matrix=32, products=3, payload=4096, exchanges=3, model_steps=1)
 LATE_S = 0.1
+
+
+def places(*nodes: int, stack: str = "") -> list[Place]:
+    """Ranks of these nodes; with a network stack that all share, or with one each."""
+    return [Place(node=node, machine="", stack=stack or f"stack {node}") for node in nodes]
 
 
 def exchange_with_a_slow_third(rank: int, _size: int) -> float:
@@ -27,7 +32,7 @@ def exchange_with_a_slow_third(rank: int, _size: int) -> float:
 
     if rank == 2:
         dist.all_gather = late
-    return Task(SMALL, rank, [0, 1, 2])._exchange()
+    return Task(SMALL, rank, places(0, 1, 2))._exchange()[0]
 
 
 def test_in_a_group_of_three_the_slow_one_does_not_make_the_others_slow(tmp_path: Path) -> None:
@@ -38,7 +43,7 @@ def test_in_a_group_of_three_the_slow_one_does_not_make_the_others_slow(tmp_path
 
 
 def exchange_with_two_processes_a_node(rank: int, _size: int) -> float:
-    return Task(SMALL, rank // 2, [0, 0, 1, 1])._exchange()
+    return Task(SMALL, rank, places(0, 0, 1, 1))._exchange()[0]
 
 
 def test_all_processes_of_two_nodes_exchange_together(tmp_path: Path) -> None:
@@ -46,11 +51,32 @@ def test_all_processes_of_two_nodes_exchange_together(tmp_path: Path) -> None:
     assert all(seconds > 0 for seconds in times)
 
 
+def exchange_of_three(rank: int, _size: int, stacks: list[str]) -> tuple[float, bool]:
+    where = [Place(node=n, machine="m", stack=stack) for n, stack in enumerate(stacks)]
+    return Task(SMALL, rank, where, shared=True)._exchange()
+
+
+@pytest.mark.parametrize(
+    ("stacks", "linked"),
+    [
+        (["a", "a", "a"], [False, False, False]),
+        (["a", "a", "b"], [True, True, True]),
+        (["", "", ""], [True, True, True]),
+    ],
+)
+def test_no_link_is_timed_within_one_network_stack(
+    tmp_path: Path, stacks: list[str], linked: list[bool]
+) -> None:
+    found = run_ranks(3, exchange_of_three, tmp_path, stacks)
+    assert [is_linked for _, is_linked in found] == linked
+    assert all(seconds > 0 for seconds, _ in found)
+
+
 def everything(rank: int, _size: int) -> tuple[float | int | None, ...]:
     settings = TaskSettings(
         matrix=32, products=3, payload=4096, exchanges=2, model=True, model_steps=1
     )
-    result = Task(settings, rank, list(range(dist.get_world_size()))).measure()
+    result = Task(settings, rank, places(*range(dist.get_world_size()))).measure()
     measured = (result.compute, result.network, result.step, result.bandwidth, result.latency)
     return (*measured, result.parameters)
 
@@ -75,7 +101,7 @@ def broken_numbers(rank: int, _size: int) -> str:
 
     dist.all_gather = corrupt
     with pytest.raises(ArithmeticError) as error:
-        Task(SMALL, rank, [0, 1])._exchange()
+        Task(SMALL, rank, places(0, 1))._exchange()
     return str(error.value)
 
 

@@ -9,7 +9,14 @@ import time
 import pytest
 
 from elastic_driver.worker.checks import turns
-from elastic_driver.worker.checks.turns import this_machine, turn, turn_key
+from elastic_driver.worker.checks.turns import (
+    arrive,
+    is_shared,
+    this_machine,
+    this_stack,
+    turn,
+    turn_key,
+)
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
 
@@ -114,3 +121,20 @@ def test_a_machine_that_is_not_known_has_no_turns(server: RendezvousServer) -> N
 
 def test_a_machine_has_a_name_that_stays() -> None:
     assert this_machine() == this_machine() != ""
+
+
+def test_a_machine_is_shared_once_a_second_host_has_arrived(server: RendezvousServer) -> None:
+    with RendezvousClient(server.url, TOKEN) as client:
+        assert not is_shared(client, "m")
+        for _ in range(2):
+            arrive(client, "m", "a")
+        assert not is_shared(client, "m")
+        arrive(client, "m", "b")
+        assert is_shared(client, "m")
+        for host in "ab":
+            arrive(client, "", host)
+        assert not is_shared(client, ""), "nobody knows which machines those are"
+
+
+def test_a_network_stack_belongs_to_a_machine() -> None:
+    assert this_stack().startswith(f"{this_machine()}/")
