@@ -10,6 +10,9 @@ BENCH  ?=
 BIN   := $(VENV)/bin
 READY := $(VENV)/.installed
 
+# Tests start thousands of interpreters; none is to compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu check sim bench format clean
 
