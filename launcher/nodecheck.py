@@ -116,7 +116,7 @@ def check_hosts(
 
 def remember(report: CheckReport, kept: CheckHistoryFile) -> CheckReport:
     """Keep a check beyond its run; the report with what earlier ones found, for people to see."""
-    before = kept.read().remarks([node.node for node in report.nodes])
+    before = kept.read().remarks(report)
     kept.add(report)
     return msgspec.structs.replace(report, before=before)
 

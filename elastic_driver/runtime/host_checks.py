@@ -160,6 +160,7 @@ def merged(before: CheckReport, after: CheckReport) -> CheckReport:
         seconds=before.seconds + after.seconds,
         nodes=tuple(nodes.values()),
         checked_at=time.time(),
+        task=after.task,
         before=before.before,
     )
 

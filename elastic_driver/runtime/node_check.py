@@ -168,6 +168,7 @@ class NodeChecker:
             task_seconds=self._task_seconds,
             nodes=self._check.verdicts(),
             checked_at=time.time() if state == "done" else None,
+            task=self._settings.task.summary,
         )
 
     # ---- rounds --------------------------------------------------------------------------

@@ -59,6 +59,19 @@ class SimulatedCluster:
         """The nodes that are slow for good."""
         return set(self.compute) | set(self.network)
 
+    @property
+    def untellable(self) -> set[str]:
+        """Slow nodes beside which nothing is fast, so that no measurement tells them apart.
+
+        Computing shows beside one node that computes fast. A link has two ends: it takes two
+        nodes with fast ones to show that the third's is slow.
+        """
+        sound = [node for node in self.nodes if node not in self.faulty]
+        computing = any(node not in self.compute for node in sound)
+        links = sum(node not in self.network for node in sound) > 1
+        told = set(self.compute if computing else ()) | set(self.network if links else ())
+        return self.slow - told
+
     def run(self, groups: Iterable[Group]) -> list[Measurement]:
         """One round of tasks."""
         return [m for group in groups for m in self._task(group)]
@@ -143,13 +156,17 @@ class Score:
 
     counts: Counter[str] = field(default_factory=Counter)
 
-    def add(self, cluster: SimulatedCluster, judged: Judged) -> None:
-        """Count one cluster; a bad node under the wrong name is a miss and a false alarm."""
-        faulty, slow, rounds = judged
+    def add(self, cluster: SimulatedCluster, judged: Judged, *, tellable: bool = False) -> None:
+        """Count one cluster; a bad node under the wrong name is a miss and a false alarm.
+
+        With `tellable`, the nodes that no rule could name are left out.
+        """
+        left_out = cluster.untellable if tellable else set()
+        faulty, slow, rounds = judged[0] - left_out, judged[1] - left_out, judged[2]
         right = len(faulty & cluster.faulty) + len(slow & cluster.slow)
         self.counts["right"] += right
         self.counts["called"] += len(faulty) + len(slow)
-        self.counts["bad"] += len(cluster.faulty) + len(cluster.slow)
+        self.counts["bad"] += len(cluster.faulty) + len(cluster.slow - left_out)
         self.counts["healthy faulty"] += len(faulty - cluster.faulty - cluster.slow)
         self.counts["rounds"] += rounds
         self.counts["clusters"] += 1
@@ -180,13 +197,18 @@ class Score:
 
 
 def play(
-    judge: Callable[[SimulatedCluster], Judged], size: int, rate: float, seeds: Iterable[int]
+    judge: Callable[[SimulatedCluster], Judged],
+    size: int,
+    rate: float,
+    seeds: Iterable[int],
+    *,
+    tellable: bool = False,
 ) -> Score:
     """The score of a rule over clusters of one size and rate of bad nodes."""
     score = Score()
     for seed in seeds:
         cluster = SimulatedCluster(size, rate, seed)
-        score.add(cluster, judge(cluster))
+        score.add(cluster, judge(cluster), tellable=tellable)
     return score
 
 

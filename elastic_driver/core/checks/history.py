@@ -15,12 +15,14 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver.core.checks.report import CheckReport, align, seconds
-from elastic_driver.core.nodecheck import NodeVerdict, Verdict
+from elastic_driver.core.nodecheck import SLOW_FACTOR, NodeVerdict, Verdict
+from elastic_driver.core.robust import median
 
 KEPT = 20  # checks of a node; the oldest are dropped
 MOST_NODES = 5000  # those not checked for longest are dropped
 SHOWN = 5  # checks of a node in `remark`
 _REASON_CHARS = 300
+_COMPARABLE = 3  # good checks, to compare with
 
 
 class PastCheck(Struct, frozen=True):
@@ -31,6 +33,7 @@ class PastCheck(Struct, frozen=True):
     reason: str = ""
     compute: float | None = None  # seconds
     network: float | None = None
+    task: str = ""  # times of the same task compare
 
 
 class CheckHistory(Struct, frozen=True):
@@ -43,14 +46,23 @@ class CheckHistory(Struct, frozen=True):
         nodes = dict(self.nodes)
         for found in report.nodes:
             if found.history or found.verdict is Verdict.FAULTY:
-                nodes[found.node] = (*nodes.pop(found.node, ()), _past(found, now))[-KEPT:]
+                past = _past(found, report.task, now)
+                nodes[found.node] = (*nodes.pop(found.node, ()), past)[-KEPT:]
         newest = sorted(nodes, key=lambda node: nodes[node][-1].checked_at)[-MOST_NODES:]
         return CheckHistory({node: nodes[node] for node in newest})
 
-    def remarks(self, names: Collection[str]) -> dict[str, str]:
-        """What is to be said of those among `names` who were not always good."""
-        said = {name: remark(self.nodes.get(name, ())) for name in names}
-        return {name: words for name, words in said.items() if words}
+    def remarks(self, report: CheckReport) -> dict[str, str]:
+        """What is to be said of nodes that were not always good, or are far slower than they were.
+
+        `report` is not in the history yet. Nothing here is a verdict.
+        """
+        said = {}
+        for found in report.nodes:
+            past = self.nodes.get(found.node, ())
+            said[found.node] = "; ".join(
+                filter(None, (remark(past), pace(found, report.task, past)))
+            )
+        return {node: words for node, words in said.items() if words}
 
     def render(self, names: Collection[str] = ()) -> str:
         """A table with a line for each node (of `names`, or of all) and its last verdict."""
@@ -79,14 +91,34 @@ def remark(past: tuple[PastCheck, ...]) -> str:
     return f"before: {', '.join(parts)} of {of}"
 
 
+def pace(found: NodeVerdict, task: str, past: tuple[PastCheck, ...]) -> str:
+    """How much slower than in its own good checks of the same task a node is, in words.
+
+    Two nodes that are slow alike, or a link of two, show in nothing else. Empty up to SLOW_FACTOR
+    times, or where too few checks are known.
+    """
+    good = [check for check in past if check.verdict is Verdict.GOOD and check.task == task]
+    said = []
+    for what, now, times in (
+        ("computing", found.compute, [c.compute for c in good if c.compute]),
+        ("network", found.network, [c.network for c in good if c.network]),
+    ):
+        if now is None or len(times) < _COMPARABLE:
+            continue
+        ratio = now / median(times)
+        if ratio > SLOW_FACTOR:
+            said.append(f"{what} takes {ratio:.1f} times what it took before")
+    return "; ".join(said)
+
+
 def decode(written: bytes) -> CheckHistory:
     """What was kept; raises msgspec.DecodeError (a ValidationError too) for anything else."""
     return msgspec.json.decode(written, type=CheckHistory)
 
 
-def _past(found: NodeVerdict, now: float) -> PastCheck:
+def _past(found: NodeVerdict, task: str, now: float) -> PastCheck:
     reason = found.reason[:_REASON_CHARS]
-    return PastCheck(now, found.verdict, reason, found.compute, found.network)
+    return PastCheck(now, found.verdict, reason, found.compute, found.network, task)
 
 
 def _when(past: tuple[PastCheck, ...]) -> str:

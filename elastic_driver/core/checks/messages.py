@@ -48,6 +48,15 @@ class TaskSettings(Struct, frozen=True, kw_only=True):
     model: bool = False  # also train a transformer on made-up data
     model_steps: int = 4  # of its passes, in `compute`
 
+    @property
+    def summary(self) -> str:
+        """Names what the times are times of: equal for tasks whose times compare."""
+        model = f", {self.model_steps} passes" if self.model else ""
+        rows = self.matrix or "usual"
+        return (
+            f"{self.products} products of {rows} rows{model}, {self.exchanges} of {self.payload} B"
+        )
+
 
 class Assignment(Struct, frozen=True, kw_only=True):
     """A process's place in its next task."""

@@ -21,7 +21,8 @@ class CheckReport(Struct, frozen=True, kw_only=True):
     task_seconds: float = 0.0  # of these, the tasks' own: from all are up to the last one's end
     nodes: tuple[NodeVerdict, ...]
     checked_at: float | None = None  # unix seconds at its end
-    before: dict[str, str] = {}  # node → what earlier checks found, for those not always good
+    task: str = ""  # what was run; times of the same task compare
+    before: dict[str, str] = {}  # node → what earlier checks make remarkable about it
 
     def named(self, *verdicts: Verdict) -> tuple[str, ...]:
         """The nodes with one of these verdicts."""

@@ -78,10 +78,30 @@ def test_the_remark_counts_the_last_checks(verdicts: tuple[Verdict, ...], words:
 
 
 def test_the_report_tells_what_earlier_checks_found() -> None:
-    before = played(SLOW, GOOD).remarks(["n1", "n2"])
-    shown = msgspec.structs.replace(report(n1=SLOW, n2=GOOD), before=before).render().splitlines()
+    now = report(n1=SLOW, n2=GOOD)
+    before = played(SLOW, GOOD).remarks(now)
+    shown = msgspec.structs.replace(now, before=before).render().splitlines()
     assert shown[1].endswith("why; before: straggler in 1 of its last 2 checks")
     assert shown[2].endswith("ms")
+
+
+@pytest.mark.parametrize(
+    ("compute", "network", "checks", "task", "said"),
+    [
+        (1.0, 0.2, 3, "", ""),
+        (1.01, 0.3, 3, "", "computing takes 2.0 times what it took before; network takes 3.0 "),
+        (9.0, 9.0, 2, "", ""),
+        (9.0, 9.0, 3, "another task", ""),
+    ],
+)
+def test_a_node_that_is_far_slower_than_it_was_is_remarked_on(
+    compute: float, network: float, checks: int, task: str, said: str
+) -> None:
+    found = NodeVerdict("n1", GOOD, "", compute, network, (times("n1"),))
+    now = CheckReport(rounds=1, seconds=1.0, nodes=(found,), task=task)
+    words = played(*[GOOD] * checks).remarks(now).get("n1", "")
+    assert words.startswith(said)
+    assert bool(words) is bool(said)
 
 
 def test_the_history_is_a_table() -> None:
