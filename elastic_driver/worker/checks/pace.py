@@ -157,4 +157,6 @@ def together(
         lost.append(told.lost)
         used.append(told.used)
     calls = zip(group.longest(spans), group.sums(lost), group.longest(used), strict=True)
-    return min(max(span - excused, busy, span * _LEAST_SHARE) for span, excused, busy in calls)
+    return min(
+        max(span - excused, min(span, busy), span * _LEAST_SHARE) for span, excused, busy in calls
+    )

@@ -122,7 +122,14 @@ def test_everybody_makes_as_many_calls_as_the_slowest_has_time_for(others: float
 
 @pytest.mark.parametrize(
     ("own", "others", "used", "least"),
-    [(0.0, 0.0, 0.0, 0.02), (0.01, 0.0, 0.0, 0.01), (0.0, 0.01, 0.0, 0.01), (5.0, 5.0, 0.02, 0.02)],
+    [
+        (0.0, 0.0, 0.0, 0.02),
+        (0.01, 0.0, 0.0, 0.01),
+        (0.0, 0.01, 0.0, 0.01),
+        (5.0, 5.0, 0.02, 0.02),
+        # Several threads at work need more than has passed.
+        (0.0, 0.0, 5.0, 0.02),
+    ],
 )
 def test_what_anybody_lost_does_not_count_and_what_was_done_does(
     own: float, others: float, used: float, least: float
