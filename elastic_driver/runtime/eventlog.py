@@ -6,7 +6,8 @@ gone) that is said once, and events are kept in memory only.
 
 A line: `{"n": 7, "t": 1718000000.25, "event": "worker_exited", "round": 2, "host": "a",
 "slot": 0, "rank": 1, "pid": 4711, "reason": "…", …}`. `n` counts from 1 within the file, `t` is
-unix seconds; what is not known is left out.
+unix seconds. These nine stand in every line, null where an event is of no one round, host or
+worker; what else there is to say follows them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from elastic_driver.core.events import Detail
 Value = Detail
 
 RING_EVENTS = 10_000  # what /v1/events can still tell
+_NUMBERED = ("n", "t", "event")
+_COMMON = ("round", "host", "slot", "rank", "pid")
 _TAIL_BYTES = 1 << 20  # enough to hold the last line of any log
 
 
@@ -73,14 +76,14 @@ class EventLog:
         self._next = _last_number(self._path) + 1
 
     def append(self, event: str, **facts: Value) -> LoggedEvent:
-        """Log an event; facts that are None are left out. Never raises for the file's sake."""
+        """Log an event; further facts that are None are left out. Never raises for the file."""
         broken: OSError | None = None
         with self._lock:
             record: dict[str, Value] = {"n": self._next, "t": round(self._clock(), 6)}
-            record["event"] = event
+            record |= {"event": event, **dict.fromkeys(_COMMON), "reason": ""}
             for name, value in facts.items():
-                if value is not None:
-                    record.setdefault(name, value)
+                if value is not None and name not in _NUMBERED:
+                    record[name] = value
             logged = LoggedEvent(self._next, msgspec.json.encode(record))
             self._next += 1
             self._counts[event] += 1

@@ -20,10 +20,10 @@ def make_log(path: Path | None, ring: int = 100) -> EventLog:
     return log
 
 
-def test_each_event_is_one_json_line_with_only_the_known_facts(tmp_path: Path) -> None:
+def test_each_event_is_one_json_line_with_the_nine_facts_that_all_have(tmp_path: Path) -> None:
     log = make_log(tmp_path / "events.jsonl")
     log.append("worker_exited", host="a", slot=0, rank=None, reason="killed\nby SIGKILL", n=99)
-    log.append("round_closed", round=2)
+    log.append("round_closed", round=2, size=3, worker=None)
     log.close()
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
@@ -31,11 +31,25 @@ def test_each_event_is_one_json_line_with_only_the_known_facts(tmp_path: Path) -
             "n": 1,
             "t": 1718000000.25,
             "event": "worker_exited",
+            "round": None,
             "host": "a",
             "slot": 0,
+            "rank": None,
+            "pid": None,
             "reason": "killed\nby SIGKILL",
         },
-        {"n": 2, "t": 1718000000.25, "event": "round_closed", "round": 2},
+        {
+            "n": 2,
+            "t": 1718000000.25,
+            "event": "round_closed",
+            "round": 2,
+            "host": None,
+            "slot": None,
+            "rank": None,
+            "pid": None,
+            "reason": "",
+            "size": 3,
+        },
     ]
 
 
