@@ -37,6 +37,7 @@ from elastic_driver.worker.wrapping import tear_down_wrapped
 GRACE_S = 0.25  # for collectives to fail by themselves, once told to leave at once
 LOOK_S = 1.0  # between two looks at a training thread that has not left yet
 HOPELESS_LOOKS = 8  # a collective that is to end does so within milliseconds
+TAKE_DOWN_S = 20.0  # for torch to let go of a group; a destructor that waits for a lost peer hangs
 T = TypeVar("T")
 SAME_AGAIN = 3  # devices that refuse to meet, in a row, in rounds that nobody has ended
 
@@ -63,6 +64,7 @@ class Membership:
         self._building = 0  # round `_builder` is at work for
         self._refused = 0  # times in a row that the devices have not met
         self._broken_since: float | None = None  # when we were told to leave this round at once
+        self._leaving_since: float | None = None  # when it began to be taken down
         self._thread = TrainingThread()
         self._parting: list[Group] = []  # left, while some peer may still be in it
 
@@ -192,10 +194,10 @@ class Membership:
                 lambda: meeting.make(half.connect, f"elastic-device-{round_id}", CONNECT_S),
             )
         except (RoundOverError, UsageError):
-            self._drop(group, "the round is over")
+            self._drop(group, half)
             raise
         except Exception as error:
-            self._drop(group, "the devices have not met")
+            self._drop(group, half)
             self._refused += 1
             if self._refused >= SAME_AGAIN:
                 raise
@@ -248,16 +250,17 @@ class Membership:
         (a rank that met others while one was still aborting has been seen to hang): there it is
         told to stop first, and READY comes last. `roll_back` is for rounds that broke.
         """
-        group = self.group
-        waits = group is not None and group.half is not None
-        if group is not None and waits:
-            self._end_half(group, broken=roll_back is not None)
-        else:
+        group, half = self.group, self.group.half if self.group is not None else None
+        if group is None or half is None:
             self.say_ready(standing, reason, speaker)
+        elif (trouble := _ended(group, half, broken=roll_back is not None)) is not None:
+            self._give_up(trouble)
         if roll_back is not None:
             roll_back()
+        self._leaving_since = time.monotonic()
         self.leave()
-        if waits:
+        self._leaving_since = None
+        if half is not None:
             self.say_ready(standing, reason, speaker)
 
     def settle(self) -> None:
@@ -275,35 +278,20 @@ class Membership:
         A peer that should leave here too and has not heard of it finds its group broken. The
         connections themselves stay open until the next round: see `sockets`.
         """
+        trouble = None
+        if self.group is not None and self.group.half is not None:  # while notices still reach it
+            trouble = _ended(self.group, self.group.half, broken=False)
         with self._lock:
             group, self.group = self.group, None
             self.pulse.left()
             self._broken_since = None
-        if group is None:
-            return
-        if group.half is not None and not group.half.is_cut_off:  # the script has ended
-            self._end_half(group, broken=False)
-        self._take_down(group)
+        if group is not None and trouble is None:
+            self._take_down(group)
 
-    def _end_half(self, group: Group, *, broken: bool) -> None:
-        """Return when the device does nothing any more; unless `broken`, it first gets done."""
-        half = group.half
-        if half is None:
-            return
-        if not broken:
-            with contextlib.suppress(WorldBrokenError):
-                half.settle()
-                group.linger()
-        half.cut_off("this round is left")
-        half.wait_until_cut_off()
-        if (trouble := half.trouble()) is not None:
-            self._give_up(trouble)
-
-    def _drop(self, group: Group, reason: str) -> None:
+    def _drop(self, group: Group, half: DeviceHalf) -> None:
         """Take down a group whose devices have not met."""
-        if group.half is not None:
-            group.half.cut_off(reason)
-            self._end_half(group, broken=True)
+        if (trouble := _ended(group, half, broken=True)) is not None:
+            self._give_up(trouble)
         self._take_down(group)
 
     def _take_down(self, group: Group) -> None:
@@ -348,6 +336,9 @@ class Membership:
         then we end them. Where even that does not help, this process is of no more use (see
         `stuck`) and ends. Called by the heartbeat before each beat.
         """
+        since = self._leaving_since
+        if since is not None and time.monotonic() - since > TAKE_DOWN_S:
+            self._give_up(f"its group was not taken down within {TAKE_DOWN_S:g} s")
         with self._lock:
             if self._broken_since is None or self.group is None:
                 return None
@@ -367,6 +358,19 @@ class Membership:
             "this worker ends, to be replaced"
         )
         os._exit(ExitCode.UNAVAILABLE)
+
+
+def _ended(group: Group, half: DeviceHalf, *, broken: bool) -> str | None:
+    """Wait until the device does nothing any more; why that cannot be. Unless `broken`, or cut
+    off already, it first gets done what it was asked for.
+    """
+    if not broken and not half.is_cut_off:
+        with contextlib.suppress(WorldBrokenError):
+            half.settle()
+            group.linger()
+    half.cut_off("this round is left")
+    half.wait_until_cut_off()
+    return half.trouble()
 
 
 def _at_once(notice: Notice, round_id: int) -> bool:

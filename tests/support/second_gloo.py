@@ -24,6 +24,7 @@ from elastic_driver.worker.sockets import Connections
 
 DEVICE = torch.device("cuda")  # never touched: it only names the half in torch's group
 ABORT_S = 0.2  # about what NCCL takes
+_never_freed: list[Any] = []
 
 
 class SecondGloo:
@@ -52,6 +53,7 @@ class SecondGloo:
     # ---- what the worker does with it ----------------------------------------------------
 
     def begin(self) -> None:
+        self._connections.close()  # everybody has left the round before
         port = urlsplit(os.environ.get(contract.RENDEZVOUS, "")).port
         self._connections = Connections(not_to=port)
         self._connections.start()
@@ -83,7 +85,8 @@ class SecondGloo:
 
     def forget(self) -> None:
         assert self._aborted.is_set()
+        if not all(work.is_completed() for work, _ in self._queue):
+            _never_freed.append(self._backend)  # gloo may forget a send: see `worker.stuck`
         self._queue.clear()
         c10d._abort_process_group()  # as for NCCL; it aborts gloo's half as well
-        self._connections.close()
         del self._backend

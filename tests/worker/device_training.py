@@ -8,7 +8,7 @@ from typing import Any
 
 import elastic_driver as elastic
 from elastic_driver.core.messages import Notice
-from elastic_driver.worker import devices, session
+from elastic_driver.worker import devices, session, world
 from elastic_driver.worker.backends import Choice
 from elastic_driver.worker.world import Membership
 from tests.support.coordinator import Recorder
@@ -78,11 +78,11 @@ def dies_while_connecting(path: str) -> None:
     elastic.init()
 
 
-def cannot_be_ended(path: str) -> None:
-    """A device on which an abort never returns."""
-    devices.CUT_OFF_S = 0.5
+def cannot_be_ended(path: str, what: str) -> None:
+    """A device of which this never returns: `abort`, or `forget`."""
+    devices.CUT_OFF_S = world.TAKE_DOWN_S = 0.5
     device = pretend(path)
-    device.abort = lambda: time.sleep(600)
+    setattr(device, what, lambda: time.sleep(600))
     job, record = Everything(), Recorder(path)
 
     @elastic.run

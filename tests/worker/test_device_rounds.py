@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.core.messages import Notice
 from tests.support.coordinator import Coordinator, eventually
@@ -63,19 +65,26 @@ def test_a_stopped_peer_does_not_hold_a_thread_that_waits_for_its_device(tmp_pat
 
 
 def test_a_newcomer_joins_when_all_devices_have_done_and_ended(tmp_path: Path) -> None:
-    with Coordinator(tmp_path, device_training.steps, 150) as job:
+    with Coordinator(tmp_path, device_training.steps, 100000) as job:
         first = job.start(2)
         job.until_step(10, first)
         (newcomer,) = job.start(1, expected=False)
-        boundary = job.let_in([newcomer], margin=40)
-        assert job.wait([*first, newcomer]) == [0, 0, 0]
+        boundary = job.let_in([newcomer], margin=100)
+        job.until_step(boundary + 10, [*first, newcomer], 2)
         ends = {max(r["step"] for r in job.records(w) if r["round"] == 1) for w in first}
         assert ends == {boundary}, "nothing of the last step was cut off"
         assert job.records(newcomer)[0]["step"] == boundary + 1
-        assert_every_step_once_and_equal_everywhere(job, 150)
+        assert_every_step_once_and_equal_everywhere(job, boundary + 10)
         assert_nobody_met_before_all_had_ended(job)
         ready = {e.worker: e for e in job.events if isinstance(e, WorkerReady) and e.round == 1}
         assert all(ready[w].version == boundary and ready[w].clean for w in first)
+
+
+def test_at_the_end_of_the_script_everybody_ends_well(tmp_path: Path) -> None:
+    with Coordinator(tmp_path, device_training.steps, 20) as job:
+        workers = job.start(2)
+        assert job.wait(workers) == [0, 0]
+        assert_every_step_once_and_equal_everywhere(job, 20)
 
 
 def test_who_goes_on_alone_past_the_boundary_is_cut_off_and_loses_nothing(tmp_path: Path) -> None:
@@ -105,10 +114,19 @@ def test_a_member_that_dies_before_the_devices_meet_is_not_waited_for(tmp_path: 
         assert_every_step_once_and_equal_everywhere(job, 3)
 
 
-def test_a_worker_whose_device_cannot_be_ended_ends_itself(tmp_path: Path) -> None:
-    with Coordinator(tmp_path, device_training.cannot_be_ended) as job:
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("abort", "its device's group was not ended within 0.5 s"),
+        ("forget", "its group was not taken down within 0.5 s"),
+    ],
+)
+def test_a_worker_whose_device_cannot_be_ended_ends_itself(
+    tmp_path: Path, what: str, said: str
+) -> None:
+    with Coordinator(tmp_path, device_training.cannot_be_ended, what) as job:
         workers = job.start(2)
         job.until_step(3, workers)
         job.kill(workers.pop())
         assert job.wait(workers) == [75]
-        assert "its device's group was not ended within" in job.said(workers[0])
+        assert said in job.said(workers[0])
