@@ -11,6 +11,7 @@ import hmac
 import os
 import secrets
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from rendezvous.errors import TokenError
@@ -91,3 +92,9 @@ def is_authorized(header: str | None, token: str) -> bool:
         return False
     given = header[len(_SCHEME) :].strip()
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())
+
+
+def is_authorized_by_any(header: str | None, tokens: Iterable[str]) -> bool:
+    """Whether the header carries one of these tokens; all are compared, for an even time."""
+    matches = [is_authorized(header, token) for token in tokens]
+    return any(matches)

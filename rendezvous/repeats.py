@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from aiohttp import web
 from msgspec import Struct
 
 from rendezvous.calls import REQUEST_ID_HEADER
-from rendezvous.service import StoreService
-from rendezvous.web import shape_errors
+from rendezvous.errors import StoppedError
+from rendezvous.replies import ReplyEncoder
+from rendezvous.service import Done, StoreService, into, results_of
+from rendezvous.web import JSON, shape_errors
 from rendezvous.wire import BATCH_PATH, Operation, Result
 
 if TYPE_CHECKING:
@@ -93,16 +95,34 @@ class _Memory(Generic[V]):
 
 
 class _BatchRequest(_Request):
-    """A batch: what is done of it, the ticket of the rest, and in the end the reply."""
+    """A batch: what is done of it, the ticket of the rest, and in the end the results."""
 
-    __slots__ = ("done", "future", "reply", "ticket")
+    __slots__ = ("asking", "done", "results", "ticket")
 
     def __init__(self) -> None:
         super().__init__()
-        self.ticket = 0
-        self.future: asyncio.Future[tuple[Result, ...]] | None = None
+        self.ticket = 0  # of the attempt under way; 0: there is none
+        self.asking: list[Asking] = []  # those who wait for the results
         self.done: tuple[Result, ...] = ()  # by an attempt whose client went away
-        self.reply: bytes | None = None
+        self.results: tuple[Result, ...] | None = None
+
+
+class Asking:
+    """One client's wait for the results of a batch; `leave` when it has gone."""
+
+    __slots__ = ("_done", "_repeats", "_request")
+
+    def __init__(self, repeats: Repeats, request: _BatchRequest, done: Done) -> None:
+        self._repeats, self._request, self._done = repeats, request, done
+
+    def leave(self) -> None:
+        """Wait no longer. May be called again, and after the results have come."""
+        if self in self._request.asking:
+            self._repeats.left(self._request, self)
+
+    def tell(self, results: tuple[Result, ...] | None) -> None:
+        """The results are there; None: the server was stopped."""
+        self._done(results)
 
 
 class Repeats:
@@ -111,7 +131,7 @@ class Repeats:
     def __init__(
         self,
         service: StoreService,
-        encode_reply: Callable[[tuple[Result, ...]], bytes],
+        encode_reply: ReplyEncoder,
         limits: Limits | None = None,
     ) -> None:
         self._service = service
@@ -123,45 +143,79 @@ class Repeats:
         return len(self._memory)
 
     async def answer(self, request_id: str, operations: Sequence[Operation]) -> bytes:
-        """The encoded reply to this request, carried out now or earlier.
+        """The encoded reply to this request, carried out now or earlier."""
+        future: asyncio.Future[tuple[Result, ...] | None] = self._loop.create_future()
+        asking = self.ask(request_id, operations, into(future))
+        try:
+            return self._encode_reply(results_of(await future))
+        finally:
+            asking.leave()
+
+    def ask(self, request_id: str, operations: Sequence[Operation], done: Done) -> Asking:
+        """Have `done` called with the results of this request, carried out now or earlier.
 
         When every client that waits for it has gone, the request waits no longer; what it had
-        carried out stays done, and a repeat goes on from there.
+        carried out stays done, and a repeat goes on from there. Raises StoppedError where the
+        service is closed.
         """
         request = self._memory.get(request_id)
         if request is None:
             request = _BatchRequest()
             self._memory.add(request_id, request, self._loop.time())
-        if request.reply is not None:
-            return request.reply
-        if request.future is None:
-            rest = operations[len(request.done) :]
-            request.ticket, request.future = self._service.begin(rest)
-        future = request.future
+        asking = Asking(self, request, done)
+        if request.results is not None:
+            asking.tell(request.results)
+            return asking
+        request.asking.append(asking)
         request.pending += 1
+        if not request.ticket:
+            self._begin(request, operations[len(request.done) :])
+        return asking
+
+    def _begin(self, request: _BatchRequest, rest: Sequence[Operation]) -> None:
+        def done(results: tuple[Result, ...] | None) -> None:
+            self._answered(request, results)
+
+        request.ticket = -1  # it may be answered before it has a ticket
         try:
-            await asyncio.wait((future,))
-        finally:
-            request.pending -= 1
-            if not request.pending and not future.done():
-                request.done += self._service.cancel(request.ticket)
-                request.future = None
-        results = future.result()
-        if request.reply is None:
-            request.reply = self._encode_reply(request.done + results)
-            request.future = None
-            self._memory.answered(request, len(request.reply))
-        return request.reply
+            ticket = self._service.begin(rest, done)
+        except StoppedError:
+            request.ticket, request.pending = 0, 0
+            request.asking.clear()
+            raise
+        if request.ticket:
+            request.ticket = ticket
+
+    def _answered(self, request: _BatchRequest, results: tuple[Result, ...] | None) -> None:
+        request.ticket = 0
+        if results is not None:
+            request.results = results = request.done + results
+            self._memory.answered(request, self._encode_reply.cost(results))
+        asking, request.asking, request.pending = request.asking, [], 0
+        for one in asking:
+            one.tell(results)
+
+    def left(self, request: _BatchRequest, asking: Asking) -> None:
+        """One who waited for a request waits no longer; for `Asking`."""
+        request.asking.remove(asking)
+        request.pending -= 1
+        if not request.pending and request.ticket:
+            request.done += self._service.cancel(request.ticket)
+            request.ticket = 0
 
 
 class _Post(_Request):
-    """A POST to another room's route, and the task that answers it."""
+    """A POST to another room's route: the task that answers it, or (status, body) as answered."""
 
-    __slots__ = ("task",)
+    __slots__ = ("said", "task")
 
-    def __init__(self, task: asyncio.Task[web.StreamResponse]) -> None:
+    def __init__(
+        self,
+        task: asyncio.Task[web.StreamResponse] | None = None,
+        said: tuple[int, bytes] | None = None,
+    ) -> None:
         super().__init__()
-        self.task = task
+        self.task, self.said = task, said
 
 
 class PostsOnce:
@@ -177,6 +231,14 @@ class PostsOnce:
 
     def __len__(self) -> int:
         return len(self._memory)
+
+    def knows(self, path: str, request_id: str) -> bool:
+        """Whether this POST has been here before."""
+        return self._memory.get(f"{path} {request_id}") is not None
+
+    def remember(self, path: str, request_id: str, status: int, body: bytes, now: float) -> None:
+        """A POST was answered with this JSON document; `body` may be shared by many."""
+        self._memory.add(f"{path} {request_id}", _Post(said=(status, body)), now)
 
     def middleware(self) -> Middleware:
         """The middleware to put behind the token check."""
@@ -197,10 +259,14 @@ class PostsOnce:
         loop = asyncio.get_running_loop()
         post = self._memory.get(request_id)
         if post is None:
-            post = _Post(loop.create_task(shape_errors(request, handler)))
+            task = loop.create_task(shape_errors(request, handler))
+            post = _Post(task)
             self._memory.add(request_id, post, loop.time())
             post.pending += 1
-            post.task.add_done_callback(lambda task: self._ended(request_id, post, task))
+            task.add_done_callback(lambda task: self._ended(request_id, post, task))
+        if post.task is None:
+            status, body = post.said or (204, b"")
+            return web.Response(body=body, status=status, content_type=JSON)
         await asyncio.wait((post.task,))
         answer = post.task.result()
         if not isinstance(answer, web.Response):

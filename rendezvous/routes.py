@@ -21,6 +21,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from rendezvous.repeats import Repeats
+from rendezvous.replies import ReplyEncoder, reads_only
 from rendezvous.service import StoreService
 from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import (
@@ -30,7 +31,6 @@ from rendezvous.wire import (
     MAX_KEY_CHARS,
     MAX_WAIT_S,
     REVISION_HEADER,
-    Count,
     Delete,
     Entries,
     Get,
@@ -39,52 +39,20 @@ from rendezvous.wire import (
     Refused,
     Result,
     Set,
-    Watch,
     Written,
     decode_batch,
-    encode,
 )
 
 _MAX_LEASE_S = 86400.0
-_ENCODED_KEPT = 8
 _STATUS = {"sealed": 410, "too_large": 413, "not_a_number": 409}
 _N = TypeVar("_N", int, float)
-
-
-class ReplyEncoder:
-    """Encodes replies; an answer that many clients wait for is encoded once.
-
-    The store hands the same `Entries` object to all who ask the same until something changes,
-    so identity tells that the bytes are the same too.
-    """
-
-    def __init__(self) -> None:
-        self._encoded: dict[int, tuple[Entries, bytes]] = {}
-
-    def __call__(self, results: tuple[Result, ...]) -> bytes:
-        """The bytes of `BatchReply(results)`."""
-        return b'{"results":[' + b",".join(map(self._part, results)) + b"]}"
-
-    def _part(self, result: Result) -> bytes:
-        if not isinstance(result, Entries):
-            return encode(result)
-        known = self._encoded.get(id(result))  # the entry keeps its object, so ids stay unique
-        if known is not None:
-            return known[1]
-        data = encode(result)
-        while len(self._encoded) >= _ENCODED_KEPT:
-            del self._encoded[next(iter(self._encoded))]
-        self._encoded[id(result)] = (result, data)
-        return data
 
 
 class KVRoutes:
     """Handlers of the routes above."""
 
-    def __init__(self, service: StoreService) -> None:
-        self._service = service
-        self._encode_reply = ReplyEncoder()
-        self._repeats = Repeats(service, self._encode_reply)
+    def __init__(self, service: StoreService, repeats: Repeats, encode_reply: ReplyEncoder) -> None:
+        self._service, self._repeats, self._encode_reply = service, repeats, encode_reply
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
@@ -102,7 +70,7 @@ class KVRoutes:
     async def batch(self, request: web.Request) -> web.Response:
         """Many operations at once; writes are carried out once however often they are sent."""
         batch = await read_json(request, decode_batch)
-        if all(isinstance(operation, Get | Watch | Count) for operation in batch.operations):
+        if reads_only(batch):
             body = self._encode_reply(await self._service.carry_out(batch.operations))
         else:
             body = await self._repeats.answer(batch.request_id, batch.operations)

@@ -19,15 +19,17 @@ import logging
 import resource
 import socket
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 
 from aiohttp import web
 
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
-from rendezvous.repeats import PostsOnce
+from rendezvous.repeats import PostsOnce, Repeats
+from rendezvous.replies import ReplyEncoder
 from rendezvous.routes import KVRoutes
 from rendezvous.service import StoreService
+from rendezvous.shortcut import Post, Shortcut
 from rendezvous.web import guard
 from rendezvous.wire import MAX_BODY_BYTES, Operation, Result
 
@@ -46,7 +48,8 @@ class RendezvousServer:
 
     `host` is a numeric address, `port` 0 for any free one. `others` are taken like the token:
     secrets that nodes know before they know it. `on_lease_expired(key)` is called on
-    the server's thread and must not block. `routes(app)` may add routes to the application.
+    the server's thread and must not block. `routes(app)` may add routes to the application;
+    those that are sent very often may be answered by `posts` as well, by path (see `shortcut`).
     `first_revision`: see `KVStore`.
     """
 
@@ -59,12 +62,14 @@ class RendezvousServer:
         others: Collection[str] = (),
         on_lease_expired: Callable[[str], None] | None = None,
         routes: Callable[[web.Application], None] | None = None,
+        posts: Mapping[str, Post] | None = None,
         first_revision: int = 0,
     ) -> None:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
         self._host, self._wanted_port, self._tokens = host, port, (token, *others)
         self._on_lease_expired, self._routes = on_lease_expired, routes
+        self._posts = dict(posts or {})
         self._first_revision = first_revision
         self._port: int | None = None
         self._thread: threading.Thread | None = None
@@ -201,11 +206,13 @@ class RendezvousServer:
     async def _serve(self, listener: socket.socket, up: concurrent.futures.Future[None]) -> None:
         self._stop = asyncio.Event()
         self._service = StoreService(self._on_lease_expired, self._first_revision)
+        encode_reply, posts_once = ReplyEncoder(), PostsOnce()
+        repeats = Repeats(self._service, encode_reply)
         app = web.Application(
-            middlewares=[guard(*self._tokens), PostsOnce().middleware()],
+            middlewares=[guard(*self._tokens), posts_once.middleware()],
             client_max_size=MAX_BODY_BYTES,
         )
-        KVRoutes(self._service).add_to(app)
+        KVRoutes(self._service, repeats, encode_reply).add_to(app)
         if self._routes is not None:
             self._routes(app)
         runner = web.AppRunner(
@@ -217,16 +224,31 @@ class RendezvousServer:
             shutdown_timeout=LINGER_S,
         )
         await runner.setup()
+        general = runner.server
+        assert general is not None  # noqa: S101 - it is set up
+        shortcut = Shortcut(
+            service=self._service,
+            repeats=repeats,
+            encode_reply=encode_reply,
+            posts_once=posts_once,
+            posts=self._posts,
+            tokens=self._tokens,
+            general=general,
+        )
+        loop, server = asyncio.get_running_loop(), None
         try:
-            await web.SockSite(runner, listener, backlog=BACKLOG).start()
+            server = await loop.create_server(shortcut.connection, sock=listener, backlog=BACKLOG)
             up.set_result(None)
             await self._stop.wait()
             # Take no more connections, and have those under way arrive: one that finds its server
             # closed fails an assertion of asyncio's and never frees its socket.
-            asyncio.get_running_loop().remove_reader(listener)
+            loop.remove_reader(listener)
             await _turn()
         finally:
+            if server is not None:
+                server.close()
             self._service.close()
+            shortcut.close()
             await runner.cleanup()
 
 

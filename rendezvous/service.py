@@ -17,6 +17,9 @@ from rendezvous.wire import Operation, Result
 
 log = logging.getLogger(__name__)
 
+Done = Callable[[tuple[Result, ...] | None], None]
+"""Takes the results of a batch, or None where the service was closed first."""
+
 HELD_UP_S = 0.5  # a timer this late means that the loop itself stood still
 RENEWAL_S = 1.0  # after that: time for renewals that wait in socket buffers to be read
 
@@ -34,7 +37,7 @@ class StoreService:
         self._store = KVStore(first_revision)
         self._on_lease_expired = on_lease_expired
         self._tickets = count(1)
-        self._answers: dict[int, asyncio.Future[tuple[Result, ...]]] = {}
+        self._answers: dict[int, Done] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -43,21 +46,18 @@ class StoreService:
         """How many batches wait for a key."""
         return self._store.waiting
 
-    def begin(
-        self, operations: Sequence[Operation]
-    ) -> tuple[int, asyncio.Future[tuple[Result, ...]]]:
-        """Start a batch; return its ticket and the future of its results.
+    def begin(self, operations: Sequence[Operation], done: Done) -> int:
+        """Start a batch and return its ticket; `done` is called once, perhaps before that.
 
-        The caller either waits for the future or calls `cancel(ticket)`. The future raises
-        StoppedError when the service is closed first.
+        `cancel(ticket)` gives the batch up; `done` is then not called any more. Raises StoppedError
+        where the service is closed.
         """
         if self._closed:
             raise StoppedError("the rendezvous server is stopping; ask its successor")
         ticket = next(self._tickets)
-        answer: asyncio.Future[tuple[Result, ...]] = self._loop.create_future()
-        self._answers[ticket] = answer
+        self._answers[ticket] = done
         self._deliver(self._store.submit(ticket, operations, self._loop.time()))
-        return ticket, answer
+        return ticket
 
     def cancel(self, ticket: int) -> tuple[Result, ...]:
         """Give up a batch that waits; return the results it had so far."""
@@ -66,9 +66,10 @@ class StoreService:
 
     async def carry_out(self, operations: Sequence[Operation]) -> tuple[Result, ...]:
         """The results of a batch; a caller that is cancelled leaves no waiter behind."""
-        ticket, answer = self.begin(operations)
+        answer: asyncio.Future[tuple[Result, ...] | None] = self._loop.create_future()
+        ticket = self.begin(operations, into(answer))
         try:
-            return await answer
+            return results_of(await answer)
         finally:
             self.cancel(ticket)
 
@@ -84,19 +85,17 @@ class StoreService:
             self._timer.cancel()
             self._timer = None
         answers, self._answers = self._answers, {}
-        for ticket, answer in answers.items():
+        for ticket, done in answers.items():
             self._store.cancel(ticket)
-            if not answer.done():
-                answer.set_exception(StoppedError("the rendezvous server was stopped"))
-                answer.exception()  # seen; it need not be asked for by a client that has left
+            done(None)
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
             match outcome:
                 case Answered(ticket=int(ticket), results=results):
-                    answer = self._answers.pop(ticket, None)
-                    if answer is not None and not answer.done():
-                        answer.set_result(results)
+                    done = self._answers.pop(ticket, None)
+                    if done is not None:
+                        done(results)
                 case LeaseExpired(key=key):
                     self._tell_lease_expired(key)
         self._arm()
@@ -127,3 +126,20 @@ class StoreService:
             self._store.postpone_leases(now - planned + RENEWAL_S)
             log.warning("rendezvous stood still for %.1fs; leases postponed", now - planned)
         self._deliver(self._store.expire(now))
+
+
+def into(future: asyncio.Future[tuple[Result, ...] | None]) -> Done:
+    """What puts the results into a future, unless somebody has given that up."""
+
+    def done(results: tuple[Result, ...] | None) -> None:
+        if not future.done():
+            future.set_result(results)
+
+    return done
+
+
+def results_of(answer: tuple[Result, ...] | None) -> tuple[Result, ...]:
+    """What `Done` was called with; raises StoppedError where that was None."""
+    if answer is None:
+        raise StoppedError("the rendezvous server was stopped")
+    return answer

@@ -166,6 +166,14 @@ class DriverRoutes:
         event = await read_json(request, _decode_event)
         return self._accept(event)
 
+    def take_event(self, body: bytes) -> tuple[int, bytes] | None:
+        """The same without a request around it; None where it is refused, by `post_event`."""
+        try:
+            event = _decode_event(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        return (202, _ACCEPTED) if self._driver.post(event) else None
+
     async def scale(self, request: web.Request) -> web.Response:
         """Somebody wishes another number of workers."""
         wished = (await read_json(request, _decode_scale)).num_proc

@@ -57,7 +57,7 @@ from elastic_driver.settings import Settings
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import Set
+from rendezvous.wire import EVENTS_PATH, Set
 
 MAX_MAIL = 100_000  # waiting messages; more than that, and senders are told to come back later
 MAX_TOGETHER = 1000  # events that the core takes in at once
@@ -220,6 +220,7 @@ class ElasticDriver:
                 others=() if self._joined is None else self._joined.secrets,
                 on_lease_expired=lambda key: self._mailbox.put(LeaseExpired(key)),
                 routes=routes.add_to,
+                posts={EVENTS_PATH: routes.take_event},
             )
             self._server.start()
             self._server.apply([Set(contract.JOB_SPEC, encode(self._spec))])

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from rendezvous.repeats import Limits, Repeats
-from rendezvous.routes import ReplyEncoder
+from rendezvous.replies import ReplyEncoder
 from rendezvous.server import RendezvousServer
 from rendezvous.service import StoreService
 from rendezvous.wire import Add, Get, Number, Set, decode_reply

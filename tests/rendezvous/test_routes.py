@@ -9,7 +9,7 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rendezvous.routes import ReplyEncoder
+from rendezvous.replies import ReplyEncoder
 from rendezvous.server import RendezvousServer
 from rendezvous.web import Problem
 from rendezvous.wire import (

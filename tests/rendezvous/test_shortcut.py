@@ -1,0 +1,243 @@
+"""The short way for batches and events: it says what the general server says, only sooner."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from rendezvous import shortcut
+from rendezvous.client import RendezvousClient
+from rendezvous.server import RendezvousServer
+from rendezvous.wire import Add, Batch, Get, Number, Set, Watch, decode_reply, encode
+from tests.rendezvous.bench import TOKEN, error_of, eventually, request, waiting
+
+POST = "/v1/told"
+
+
+@pytest.fixture
+def told() -> list[bytes]:
+    """What arrived at the other room's quick POST."""
+    return []
+
+
+@pytest.fixture
+def server(told: list[bytes]) -> Iterator[RendezvousServer]:
+    def take(body: bytes) -> tuple[int, bytes] | None:
+        if body == b"not here":
+            return None
+        told.append(body)
+        return 202, b'{"number":%d}' % len(told)
+
+    with RendezvousServer(token=TOKEN, posts={POST: take}) as server:
+        yield server
+
+
+def head(path: str, length: int, token: str = TOKEN, more: str = "") -> bytes:
+    """The head of a plain POST."""
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n{more}"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def batch(*operations: object, number: int = 0) -> bytes:
+    """A whole batch request."""
+    body = encode(Batch(operations, f"id{number}"))  # type: ignore[arg-type]
+    return head("/v1/kv:batch", len(body)) + body
+
+
+class Caller:
+    """A socket that speaks HTTP by hand."""
+
+    def __init__(self, server: RendezvousServer, receive_buffer: int | None = None) -> None:
+        self.socket = socket.socket()
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(20)
+        self.socket.connect(("127.0.0.1", server.port))
+        self._arrived = b""
+
+    def __enter__(self) -> Caller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def answer(self) -> tuple[int, bytes, bytes]:
+        """The next answer: status, head, body."""
+        while b"\r\n\r\n" not in self._arrived:
+            self._more()
+        top, self._arrived = self._arrived.split(b"\r\n\r\n", 1)
+        length = int(top.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        while len(self._arrived) < length:
+            self._more()
+        body, self._arrived = self._arrived[:length], self._arrived[length:]
+        return int(top.split()[1]), top, body
+
+    def _more(self) -> None:
+        data = self.socket.recv(1 << 20)
+        assert data, "the server closed the connection"
+        self._arrived += data
+
+
+def is_short(answer_head: bytes) -> bool:
+    """aiohttp names itself in its answers."""
+    return b"Server:" not in answer_head
+
+
+def test_batches_are_answered_in_their_order_however_the_bytes_arrive(
+    server: RendezvousServer,
+) -> None:
+    requests = b"".join(batch(Add("n", 1), number=n) for n in range(20))
+    with Caller(server) as caller:
+        for start in range(0, len(requests), 37):
+            caller.send(requests[start : start + 37])
+        caller.send(batch(Get(("go",), wait=20), number=20) + batch(Add("n", 1), number=21))
+        for n in range(20):
+            status, top, body = caller.answer()
+            assert (status, is_short(top)) == (200, True)
+            assert decode_reply(body).results == (Number(n + 1),)
+        server.apply([Set("go", b"now")])
+        assert b'"go"' in caller.answer()[2]
+        assert decode_reply(caller.answer()[2]).results == (Number(21),)
+
+
+def test_both_ways_know_each_others_requests(server: RendezvousServer) -> None:
+    for number in range(2):
+        same = batch(Add("n", 1), number=number)
+        general = same.replace(b"Host: x", b"Host: x\r\nX-Other: y")
+        answers = []
+        for way in (same, general) if number else (general, same):
+            with Caller(server) as caller:
+                caller.send(way)
+                answers.append(caller.answer())
+        assert {is_short(top) for _, top, _ in answers} == {True, False}
+        assert answers[0][2] == answers[1][2]
+    assert server.apply([Add("n", 0)]) == (Number(2),)
+
+
+def test_a_post_is_taken_once_however_often_it_is_sent(
+    server: RendezvousServer, told: list[bytes]
+) -> None:
+    once = head(POST, 3, more="X-Request-Id: 7\r\n") + b"abc"
+    answers = []
+    for _ in range(2):
+        with Caller(server) as caller:
+            caller.send(once)
+            answers.append(caller.answer())
+    assert [(status, body) for status, _, body in answers] == [(202, b'{"number":1}')] * 2
+    assert told == [b"abc"]
+    with Caller(server) as caller:  # one without an id is another one each time
+        caller.send((head(POST, 1) + b"x") * 2)
+        assert [caller.answer()[2] for _ in range(2)] == [b'{"number":2}', b'{"number":3}']
+
+
+@pytest.mark.parametrize("token", ["wrong", "", TOKEN + "x"])
+def test_nothing_is_done_without_the_token(
+    server: RendezvousServer, told: list[bytes], token: str
+) -> None:
+    body = encode(Batch((Set("k", b"v"),), "id"))
+    for path in ("/v1/kv:batch", POST):
+        with Caller(server) as caller:
+            caller.send(head(path, len(body), token) + body)
+            status, _, answer = caller.answer()
+        assert (status, error_of(answer)["code"]) == (401, "unauthorized")
+    assert told == []
+    assert request(server, "GET", "/v1/kv/k/k")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        ("/v1/kv:batch", b'{"operations":[],"request_id":"a"}', 422, "invalid"),
+        ("/v1/kv:batch", b"{", 400, "malformed"),
+        ("/v1/kv:batch", b"[" * 100_000, 422, "invalid"),
+        (POST, b"not here", 404, "not_found"),
+    ],
+)
+def test_what_is_wrong_is_refused_as_ever(
+    server: RendezvousServer, path: str, body: bytes, status: int, code: str
+) -> None:
+    with Caller(server) as caller:
+        caller.send(head(path, len(body)) + body)
+        found, top, answer = caller.answer()
+        assert (found, error_of(answer)["code"], is_short(top)) == (status, code, False)
+        caller.send(batch(Add("n", 1)))  # the connection goes on, the general way
+        assert caller.answer()[0] == 200
+
+
+def test_a_client_that_goes_away_leaves_no_waiter(server: RendezvousServer) -> None:
+    with Caller(server) as reads, Caller(server) as writes:
+        reads.send(batch(Watch({"k": 0}, wait=60)))
+        writes.send(batch(Set("a"), Watch({"k": 0}, wait=60), Add("n", 1), number=1))
+        eventually(lambda: waiting(server) == 2, "both wait")
+    eventually(lambda: waiting(server) == 0, "nobody waits")
+    server.apply([Set("k")])
+    with Caller(server) as again:  # a repeat goes on where the first was given up
+        again.send(batch(Set("a"), Watch({"k": 0}, wait=60), Add("n", 1), number=1))
+        assert decode_reply(again.answer()[2]).results[2] == Number(1)
+
+
+def test_who_waits_when_the_server_stops_is_told_to_ask_its_successor() -> None:
+    with RendezvousServer(token=TOKEN) as server, Caller(server) as caller:
+        caller.send(batch(Watch({"k": 0}, wait=60)))
+        eventually(lambda: waiting(server) == 1, "it waits")
+        server.stop()
+        status, _, body = caller.answer()
+        assert (status, error_of(body)["code"]) == (503, "stopping")
+        assert caller.socket.recv(10) == b""
+
+
+def test_clients_that_do_not_read_hold_up_nobody_and_little_memory(
+    server: RendezvousServer,
+) -> None:
+    size, many = 4 << 20, 12
+    server.apply([Set("k", bytes(size))])
+    ours = psutil.Process()
+    stuck = [Caller(server, receive_buffer=4096) for _ in range(many)]
+    try:
+        stuck[0].send(batch(Get(("k",)), number=0))
+        time.sleep(0.2)  # the shared answer is encoded; what follows is what each one costs
+        before = ours.memory_info().rss
+        for number, caller in enumerate(stuck[1:], 1):
+            caller.send(batch(Get(("k",)), number=number) * 3)
+        with RendezvousClient(server.url, TOKEN) as client:
+            for number in range(50):
+                assert client.add("n", 1) == number + 1
+        assert ours.memory_info().rss - before < size
+        stuck[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        body = stuck[0].answer()[2]  # one that reads at last gets all of it
+        assert len(json.loads(body)["results"][0]["entries"]["k"]["value"]) > size
+    finally:
+        for caller in stuck:
+            caller.socket.close()
+
+
+def test_who_takes_nothing_or_never_ends_its_request_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shortcut, "STUCK_S", 0.3)
+    monkeypatch.setattr(shortcut, "SWEEP_S", 0.05)
+    with RendezvousServer(token=TOKEN) as server:
+        server.apply([Set("k", bytes(8 << 20))])
+        stuck, half, idle = Caller(server, receive_buffer=4096), Caller(server), Caller(server)
+        with stuck, half, idle, Caller(server) as waits:
+            stuck.send(batch(Get(("k",))))
+            half.send(batch(Add("n", 1))[:-5])
+            waits.send(batch(Watch({"go": 0}, wait=60), number=1))
+            with pytest.raises((AssertionError, ConnectionError)):
+                half.answer()
+            with pytest.raises((AssertionError, ConnectionError)):
+                stuck.answer()
+            server.apply([Set("go")])
+            assert waits.answer()[0] == 200
+            idle.send(batch(Add("n", 1), number=2))
+            assert decode_reply(idle.answer()[2]).results == (Number(1),)
