@@ -1,9 +1,13 @@
 """Members meet at a driver: time until all know their ranks and peers; and what idle ones cost.
 
 A whole driver (mailbox, core, rendezvous, event log) runs in a process of its own; members are
-real clients in a few more, each with a connection, saying READY and waiting for the world. The peer
-is torch's TCPStore, where as many C++ clients set their record and read everybody's. Then 1,000
-members rest, beating as idle workers do, while the driver's processor time and memory are taken.
+real clients, each with a connection, in two more (a process each would measure the machine), saying
+READY and waiting for the world. One peer is torch's TCPStore, where as many C++ clients set their
+record and read everybody's; the other is torchrun's rendezvous. Then 1,000 members rest, beating
+as idle and as training workers do, while the driver's processor time and memory are taken.
+
+TCPStore looks up the names of its clients as they connect, which takes it minutes where no name
+server answers; connecting is not part of the figure, but of the patience: --peers-most.
 
     python -m benchmarks.meeting [--members 8,64,256,1024] [--simulated 1000,10000] [--idle 1000]
 """
@@ -22,10 +26,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
@@ -34,6 +38,7 @@ import torch.distributed as dist
 from benchmarks.common import Figure, report
 from benchmarks.peers.driver import SLOTS
 from benchmarks.peers.members import connected
+from benchmarks.peers.torchrun_agents import host_agents
 from rendezvous.auth import read_token_file
 
 PROCESSES = 2  # that members are spread over; more than cores would only measure the machine
@@ -81,9 +86,10 @@ def host_members(pipe: Connection, mine: list[str], port: int, token: str, rests
         pipe.send("connected")
         await asyncio.to_thread(pipe.recv)
         sizes = await asyncio.gather(*(member.meet() for member in members))
-        pipe.send((time.time(), min(sizes), time.process_time()))
+        pipe.send((time.time(), min(sizes)))
         if rests:
-            resting = [asyncio.create_task(m.rest(HEARTBEAT_S)) for m in members]
+            trains = await asyncio.to_thread(pipe.recv)
+            resting = [asyncio.create_task(m.rest(HEARTBEAT_S, trains)) for m in members]
             await asyncio.to_thread(pipe.recv)
             for task in resting:
                 task.cancel()
@@ -92,9 +98,18 @@ def host_members(pipe: Connection, mine: list[str], port: int, token: str, rests
     asyncio.run(live())
 
 
+class Met(NamedTuple):
+    """All members have met."""
+
+    took: float  # seconds from the word to the last one
+    spent: float  # seconds of the driver's processor meanwhile
+    driver: psutil.Process
+    pipes: list[Connection]  # to the processes that hold the members
+
+
 @contextlib.contextmanager
-def meeting(members: int, rests: bool) -> Iterator[tuple[float, int]]:
-    """All members have met: (seconds from the word to the last one, the driver's pid)."""
+def meeting(members: int, rests: bool) -> Iterator[Met]:
+    """Have so many members meet."""
     with driver_for(members) as (pid, port, token):
         pipes, processes = [], []
         everybody = names(members)
@@ -108,13 +123,15 @@ def meeting(members: int, rests: bool) -> Iterator[tuple[float, int]]:
             processes.append(process)
         for pipe in pipes:
             pipe.recv()
-        began = time.time()
+        driver = psutil.Process(pid)
+        before, began = _processor_time(driver), time.time()
         for pipe in pipes:
             pipe.send("go")
         answers = [pipe.recv() for pipe in pipes]
-        assert {size for _, size, _ in answers} == {members}
+        assert {size for _, size in answers} == {members}
+        spent = _processor_time(driver) - before
         try:
-            yield max(at for at, _, _ in answers) - began, pid
+            yield Met(max(at for at, _ in answers) - began, spent, driver, pipes)
         finally:
             for pipe in pipes:
                 with contextlib.suppress(OSError):
@@ -125,12 +142,15 @@ def meeting(members: int, rests: bool) -> Iterator[tuple[float, int]]:
                     process.kill()
 
 
-# ---- the peer ----------------------------------------------------------------------------
+def _processor_time(process: psutil.Process) -> float:
+    return sum(process.cpu_times()[:2])
+
+
+# ---- the peers ---------------------------------------------------------------------------
 
 
 def host_tcp_clients(pipe: Connection, ranks: list[int], size: int, port: int) -> None:
     """As many TCPStore clients, a thread each: set a record, read everybody's."""
-    record = b"x" * 240  # as long as a member's entry in our World document
     keys = [f"member/{rank}" for rank in range(size)]
     pipe.recv()
     stores = [
@@ -141,7 +161,7 @@ def host_tcp_clients(pipe: Connection, ranks: list[int], size: int, port: int) -
 
     def meet(store: Any, rank: int) -> None:
         gate.wait()
-        store.set(f"member/{rank}", record)
+        store.set(f"member/{rank}", json.dumps([f"h{rank // SLOTS}", rank % SLOTS, 1, -1, True]))
         store.wait(keys, timedelta(seconds=300))
         assert len(store.multi_get(keys)) == size
 
@@ -156,8 +176,10 @@ def host_tcp_clients(pipe: Connection, ranks: list[int], size: int, port: int) -
     pipe.send(time.time())
 
 
-def meet_at_tcp_store(members: int) -> float:
-    """Seconds for so many TCPStore clients to gather everybody's record."""
+def meet_at_tcp_store(
+    members: int, host: Callable[[Connection, list[int], int, int], None] = host_tcp_clients
+) -> float:
+    """Seconds for so many TCPStore clients to gather everybody's record, or what `host` does."""
     count = min(PROCESSES, members)
     pipes, processes = [], []
     port_pipe, server_end = CONTEXT.Pipe()
@@ -167,7 +189,7 @@ def meet_at_tcp_store(members: int) -> float:
     for index in range(count):
         ours, theirs = CONTEXT.Pipe()
         arguments = (theirs, list(range(members))[index::count], members, port)
-        processes.append(CONTEXT.Process(target=host_tcp_clients, args=arguments, daemon=True))
+        processes.append(CONTEXT.Process(target=host, args=arguments, daemon=True))
         processes[-1].start()
         pipes.append(ours)
     try:
@@ -194,49 +216,58 @@ def _serve_tcp_store(pipe: Connection) -> None:
 # ---- the figures -------------------------------------------------------------------------
 
 
-def meetings(sizes: list[int], repeats: int, most_clients: int) -> list[Figure]:
-    """Ours and TCPStore's in turn, for each size; TCPStore's up to so many clients."""
+def meetings(sizes: list[int], repeats: int, peers_most: int, agents_most: int) -> list[Figure]:
+    """Ours, TCPStore's and torchrun's in turn, for each size; theirs up to so many."""
     figures = []
     for size in sizes:
-        ours, theirs = [], []
+        ours, theirs, agents = [], [], []
         for _ in range(repeats):
-            with meeting(size, rests=False) as (took, _pid):
-                ours.append(took)
-            if size <= most_clients:
+            with meeting(size, rests=False) as met:
+                ours.append(met.took)
+            if size <= peers_most:
                 theirs.append(meet_at_tcp_store(size))
+            if size <= agents_most:
+                agents.append(meet_at_tcp_store(size, host_agents))
         figure = f"{MEET}, n = {size}"
-        note = "" if theirs else "connecting so many clients took it minutes: --tcp-store-most N"
         figures += [
-            Figure("TCPStore", figure, "s", tuple(theirs), note),
+            Figure("TCPStore", figure, "s", tuple(theirs), "" if theirs else "--peers-most N"),
+            Figure("torchrun", figure, "s", tuple(agents), "" if agents else "--agents-most N"),
             Figure("elasticrun", figure, "s", tuple(ours)),
         ]
     return figures
 
 
-def costs_of_many(sizes: list[int]) -> list[Figure]:
+def costs_of_many(sizes: list[int], repeats: int) -> list[Figure]:
     """The driver's processor time for each member, for very many."""
     figures = []
     for size in sizes:
-        with meeting(size, rests=False) as (took, pid):
-            spent = sum(psutil.Process(pid).cpu_times()[:2])
-        note = f"all met after {took:.1f} s, driver's whole processor time {spent:.1f} s"
-        each = (took / size * 1e3,)
-        figures.append(Figure("elasticrun", f"time per member, n = {size}", "ms", each, note))
+        took, spent, memory = [], [], 0.0
+        for _ in range(repeats):
+            with meeting(size, rests=False) as met:
+                took.append(met.took / size * 1e3)
+                spent.append(met.spent / size * 1e3)
+                memory = met.driver.memory_info().rss / 2**20
+        of, note = f"per member, n = {size}", f"the driver then has {memory:.0f} MiB"
+        figures += [
+            Figure("elasticrun", f"time {of}", "ms", tuple(took), note),
+            Figure("elasticrun", f"driver's processor {of}", "ms", tuple(spent)),
+        ]
     return figures
 
 
-def cost_of_idling(members: int) -> list[Figure]:
+def cost_of_resting(members: int, trains: bool) -> list[Figure]:
     """Processor share and memory of a driver whose workers only beat."""
-    with meeting(members, rests=True) as (_took, pid):
-        driver = psutil.Process(pid)
+    with meeting(members, rests=True) as met:
+        for pipe in met.pipes:
+            pipe.send(trains)
         time.sleep(SETTLE_S)
         shares = []
         for _ in range(3):
-            before = sum(driver.cpu_times()[:2])
+            before = _processor_time(met.driver)
             time.sleep(WATCH_S / 3)
-            shares.append((sum(driver.cpu_times()[:2]) - before) / (WATCH_S / 3) * 100)
-        memory = driver.memory_info().rss / 2**20
-    what = f"{members} idle workers"
+            shares.append((_processor_time(met.driver) - before) / (WATCH_S / 3) * 100)
+        memory = met.driver.memory_info().rss / 2**20
+    what = f"{members} {'training' if trains else 'idle'} workers"
     return [
         Figure("elasticrun", f"driver, {what}: of a core", "%", tuple(shares)),
         Figure("elasticrun", f"driver, {what}: memory", "MiB", (memory,)),
@@ -251,17 +282,20 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--members", type=_numbers, default=[8, 64, 256, 1024])
-    parser.add_argument("--simulated", type=_numbers, default=[1000, 10000])
+    parser.add_argument("--simulated", type=_numbers, default=[1000, 4000, 10000])
     parser.add_argument("--idle", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tcp-store-most", type=int, default=64, help="clients of the peer")
+    parser.add_argument("--peers-most", type=int, default=64, help="clients of TCPStore")
+    parser.add_argument("--agents-most", type=int, default=64, help="agents of torchrun")
     options = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    figures = meetings(options.members, options.repeats, options.tcp_store_most)
+    figures = meetings(options.members, options.repeats, options.peers_most, options.agents_most)
     if options.idle:
-        figures += cost_of_idling(options.idle)
-    report("meeting", figures + costs_of_many(options.simulated), baseline="TCPStore")
+        figures += cost_of_resting(options.idle, trains=False)
+        figures += cost_of_resting(options.idle, trains=True)
+    figures += costs_of_many(options.simulated, options.repeats)
+    report("meeting", figures, baseline="TCPStore")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ Plain asyncio streams, so that many fit into one process and little of what is m
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import random
 import uuid
 from collections.abc import Iterable
 
@@ -15,7 +17,8 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core.events import WorkerReady
-from elastic_driver.core.messages import decode_world
+from elastic_driver.core.messages import Progress, Sample, decode_world
+from elastic_driver.core.messages import encode as encode_document
 from rendezvous.wire import (
     BATCH_PATH,
     EVENTS_PATH,
@@ -30,6 +33,8 @@ from rendezvous.wire import (
 )
 
 WAIT_S = 60.0
+LONGEST_WAIT_S = 2.0  # of a training worker
+SAMPLES = 16  # measured steps that each beat of it tells of
 CONNECTING = 64  # at a time
 
 
@@ -58,12 +63,17 @@ class Member:
         assert world.member(self.name) is not None
         return world.size
 
-    async def rest(self, heartbeat_timeout: float) -> None:
-        """Beat as an idle worker does, until cancelled."""
-        wait = heartbeat_timeout / 3
+    async def rest(self, heartbeat_timeout: float, trains: bool) -> None:
+        """Beat as an idle or a training worker does, until cancelled."""
+        wait = LONGEST_WAIT_S if trains else heartbeat_timeout / 3
         lease = Set(contract.worker_lease(self.name), b"", heartbeat_timeout)
-        while True:
-            await self._batch(lease, Watch({contract.JOB_NOTICE: 0}, wait))
+        await asyncio.sleep(random.random() * wait)  # those that started together drift apart
+        for step in itertools.count(1):
+            samples = tuple(Sample(step + n, 0.01, 0.01) for n in range(SAMPLES))
+            progress = Progress(1, step, 0.01, samples)
+            told = [Set(contract.worker_progress(self.name), encode_document(progress))]
+            watch = Watch({contract.JOB_NOTICE: 0, contract.JOB_STACKS: 0}, wait)
+            await self._batch(lease, *(told if trains else ()), watch)
 
     async def _batch(self, *operations: Operation) -> tuple[Result, ...]:
         body = encode(Batch(operations, uuid.uuid4().hex))
