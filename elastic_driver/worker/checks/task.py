@@ -110,8 +110,12 @@ class Task:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """Hold the turns of all machines of the group; nobody begins before the first has them."""
+        """Hold the turns of all machines of the group; nobody begins before the first has them.
+
+        They are taken once all have come here: who still computes needs its machine's turn itself.
+        """
         leads = dist.get_rank() == 0
+        dist.barrier()
         with self._turn(self._machines) if leads else contextlib.nullcontext():
             dist.barrier()
             yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,30 @@ def test_everything_that_is_asked_for_is_measured(tmp_path: Path, size: int) -> 
         assert parameters == 532_992
         for between_nodes in (network, bandwidth, latency):
             assert bool(between_nodes) is (size > 1)
+
+
+def late_at_computing(rank: int, _size: int, folder: Path) -> bool:
+    """Whether the other one was computing still as the turns for the exchange were taken."""
+    taken: list[bool] = []
+
+    @contextlib.contextmanager
+    def turn(machines: Iterable[str]) -> Iterator[None]:
+        if len(tuple(machines)) > 1:
+            taken.append((folder / "computed").exists())
+        yield
+
+    where = [Place(node=node, machine="m", stack="s") for node in range(2)]
+    task = Task(SMALL, rank, where, turn)
+    if rank == 1:
+        time.sleep(LATE_S)
+        (folder / "computed").touch()
+    with task._together():
+        pass
+    return all(taken)
+
+
+def test_turns_for_the_exchange_are_taken_once_all_have_computed(tmp_path: Path) -> None:
+    assert run_ranks(2, late_at_computing, tmp_path, tmp_path) == [True, True]
 
 
 def broken_numbers(rank: int, _size: int) -> str:
