@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -259,6 +260,7 @@ def main() -> None:
     parser.add_argument("--jitter", type=float, default=0.25, help="sigma of a step's time")
     parser.add_argument("--idle", type=float, default=0.75, help="part of the work that is asleep")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave nothing behind
     trials = [processor(given, ranks) for ranks in given.ranks if given.processor]
     trials += [links(given), *([nobody(given)] if given.calm else [])]
     for line in list(itertools.chain(*trials)):
