@@ -152,6 +152,12 @@ class State:
         change. Costs no message and copies no parameter, but for this rank's share of them where
         a checkpoint is due.
         """
+        if self._version == UNTRAINED and current.is_initialized() and current.size() > 1:
+            say(
+                "a state is committed that was never synchronised, so newcomers will not have it: "
+                "of several states @elastic.run keeps the first; call the others' sync() at the "
+                "top of the function, or put their attributes into the first"
+            )
         self.save()
         self._version += 1
         if self._checkpoints is not None and self._checkpoints.due(self._version):

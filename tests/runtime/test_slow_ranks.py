@@ -188,7 +188,10 @@ def test_what_the_node_check_found_is_logged_and_shown(start_job: StartJob) -> N
     checked = CheckReport(rounds=2, seconds=3.0, nodes=(good, bad))
     job = start_job((("a", 1),), node_check=checked)
     event = job.cluster.until_event("nodes_checked")
-    assert event["reason"] == "node check: 1 good, 1 faulty (x); 2 rounds, 3.0 s"
+    assert (
+        event["reason"]
+        == "node check: 1 good, 1 faulty (x); 2 rounds, 3.0 s, of which the task 0.0 s"
+    )
     shown = job.cluster.status()["node_check"]
     assert [(n["node"], n["verdict"]) for n in shown["nodes"]] == [("a", "good"), ("x", "faulty")]
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elastic_driver.core.messages import SlotInfo
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
-from elastic_driver.worker import session
+from elastic_driver.worker import current, session
 from elastic_driver.worker.link import Standing
 from elastic_driver.worker.pulse import AT_ONCE
 from elastic_driver.worker.state import ObjectState, State, TorchState
@@ -316,3 +317,16 @@ def test_an_attribute_that_could_not_be_sent_is_named_at_the_first_sync() -> Non
     state = ObjectState(step=0, helper=Odd())
     with pytest.raises(UsageError, match=r"attribute 'helper' cannot be sent.*state_dict\(\)"):
         state.sync()
+
+
+def test_a_second_state_that_nobody_synchronises_is_remarked_on_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    second = ObjectState(best=0)
+    try:
+        current.enter(SlotInfo("h", 0, 0, 0, 0, 2, 2, 1, 0, 0), 1)
+        second.commit()
+        second.commit()
+    finally:
+        current.forget()
+    assert capsys.readouterr().err.count("never synchronised") == 1
