@@ -17,6 +17,7 @@ in between; when that one's condition holds (or its time is up), the batch goes 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 
@@ -45,6 +46,8 @@ from rendezvous.wire import (
 )
 
 _COUNTER_LIMIT = 2**63  # counters are what torch's stores hold: signed 64-bit
+_LONG_WAIT_S = 1.0
+_TICK_S = 0.125  # long waits end on a common tick: many together cost a fraction of one by one
 _SHARED_ANSWERS = 256  # different answers kept between two changes; many clients ask the same
 
 
@@ -225,7 +228,7 @@ class KVStore:
         if unmet == 0 or wait <= 0:
             # A plain read has no condition; one that names a revision says if it was reached.
             return self._found(keys, timed_out=unmet > 0 and any(thresholds.values()))
-        return self._park(batch, thresholds, unmet, now + wait)
+        return self._park(batch, thresholds, unmet, _end_of_wait(now, wait))
 
     def _watch(
         self, batch: _Batch, thresholds: dict[str, int], wait: float, now: float
@@ -234,7 +237,7 @@ class KVStore:
             return self._found(changed)
         if wait <= 0:
             return self._found(tuple(thresholds), timed_out=True)
-        return self._park(batch, thresholds, 1, now + wait)
+        return self._park(batch, thresholds, 1, _end_of_wait(now, wait))
 
     def _changed(self, thresholds: dict[str, int]) -> tuple[str, ...]:
         return tuple(k for k, after in thresholds.items() if self._revision_of(k) > after)
@@ -361,6 +364,12 @@ class KVStore:
             if key[:length] in self._sealed:
                 return _sealed(key, key[:length])
         return None
+
+
+def _end_of_wait(now: float, wait: float) -> float:
+    """When a wait is over; a long one not before the next tick."""
+    until = now + wait
+    return until if wait < _LONG_WAIT_S else math.ceil(until / _TICK_S) * _TICK_S
 
 
 def _sealed(key: str, prefix: str) -> Refused:
