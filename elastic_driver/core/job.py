@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from elastic_driver.core import (
+    agents,
     departure,
     discovered,
     drain,
@@ -32,7 +33,6 @@ from elastic_driver.core.checks import rechecks
 from elastic_driver.core.events import (
     AgentLost,
     AgentReady,
-    Announce,
     Decision,
     DiscoveryFailed,
     DrainCancelled,
@@ -59,10 +59,9 @@ from elastic_driver.core.events import (
     WorkerStarted,
     WorkerStepped,
 )
-from elastic_driver.core.fleet import Agent, AgentState
 from elastic_driver.core.hosts import HostManager
 from elastic_driver.core.messages import Failure
-from elastic_driver.core.outcome import KILLED, Budget, Cause, Kind, cause_of
+from elastic_driver.core.outcome import Budget, Kind, cause_of
 from elastic_driver.core.registry import ACTIVE, OCCUPYING, News, Worker, WorkerState
 from elastic_driver.core.rounds import RoundState
 from elastic_driver.core.state import JobState
@@ -85,8 +84,8 @@ class Job:
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             HostsDiscovered: partial(discovered.hosts, self.state),
             DiscoveryFailed: partial(discovered.failed, self.state),
-            AgentReady: self._agent_ready,
-            AgentLost: self._agent_lost,
+            AgentReady: partial(agents.ready, self.state),
+            AgentLost: partial(agents.lost, self.state),
             WorkerStarted: self._worker_started,
             WorkerReady: self._worker_ready,
             WorkerStepped: self._worker_stepped,
@@ -195,75 +194,7 @@ class Job:
         next_end = job.hosts.next_resurrection()
         if next_end is not None:
             job.passed(next_end, now, "")
-        for agent in job.fleet.starting()[:1]:
-            timeout = job.settings.start_timeout
-            if job.passed(agent.asked_at + timeout, now, f"the agent on {agent.host} starts"):
-                placement.stop_agent(job, agent, "it did not come up in time")
-                self._host_without_agent(agent, f"agent not up within {timeout:g} s", now)
-
-    # ---- hosts and agents ------------------------------------------------------------
-
-    def _agent_ready(self, event: AgentReady, _now: float) -> None:
-        job = self.state
-        agent = job.fleet.ready(event)
-        if agent is None:
-            job.ignore(f"agent {event.host}.{event.incarnation} is not the one that is awaited")
-            return
-        job.capacity_changed = True
-        job.decide(
-            Announce(
-                "agent_started",
-                f"at {agent.address}",
-                round=job.round.number,
-                host=agent.host,
-                pid=agent.pid,
-            )
-        )
-
-    def _agent_lost(self, event: AgentLost, now: float) -> None:
-        job = self.state
-        agent = job.fleet.current(event.host, event.incarnation)
-        if agent is None:
-            job.ignore(f"agent {event.host}.{event.incarnation} is not the present one")
-            return
-        job.announce("agent_lost", event.reason, host=event.host)
-        job.fleet.drop(event.host)
-        lost = [w for w in job.registry.on_host(event.host) if self._lose_with_agent(w, now)]
-        if lost and job.first_success is None and job.end is None:
-            member = any(endings.is_member(worker) for worker in lost)
-            endings.count_failure(job, now, member=member)
-        if job.end is None:
-            self._host_without_agent(agent, event.reason, now)
-
-    def _lose_with_agent(self, worker: Worker, now: float) -> bool:
-        """A worker died with its agent; whether that is a failure."""
-        job = self.state
-        expected = bool(worker.leaving) or worker.state not in ACTIVE
-        was_running = worker.state is WorkerState.RUNNING
-        if worker.leaving:
-            job.registry.apply(worker, News.TOLD_TO_STOP)
-        job.registry.apply(worker, News.EXITED_NONZERO)
-        job.announce("worker_lost", "its agent was lost", worker)
-        if not expected:
-            place = worker.place
-            failure = Failure(worker.id, place.rank, worker.host, worker.pid, KILLED)
-            endings.record_loss(job, worker, failure, Cause.AGENT, now)
-        elif worker.leaving:
-            job.left_early(worker, now, running=was_running)
-        return not expected
-
-    def _host_without_agent(self, agent: Agent, reason: str, now: float) -> None:
-        """The agent is gone: start it again in place, or put its host in cool-down."""
-        job = self.state
-        job.capacity_changed = True
-        if job.hosts.drained(agent.host) is not None:
-            return  # it went early, and was to go: no trouble of the host's
-        was_up = agent.state is AgentState.READY
-        cooldown = job.hosts.agent_failed(agent.host, now, reason, started=was_up)
-        if cooldown is not None:
-            job.announce("host_blacklisted", cooldown, host=agent.host)
-        elif job.hosts.usable(agent.host) and not job.finishing:
-            placement.start_agent(job, agent.host, now, f"again in place: {reason}")
+        agents.watch_starting(job, now)
 
     # ---- workers ---------------------------------------------------------------------
 
