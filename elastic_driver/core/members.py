@@ -91,12 +91,12 @@ class Members(Sequence[Member]):
         size = 0
         for group in roster.groups:
             local_size = sum(run.count for run in group.runs)
-            for host in group.hosts:
-                self._hosts.append(host)
-                self._runs.append(group.runs)
-                self._first.append(size)
-                self._sizes.append(local_size)
-                size += local_size
+            hosts = len(group.hosts)
+            self._hosts += group.hosts
+            self._runs += [group.runs] * hosts
+            self._first += range(size, size + hosts * local_size, local_size)
+            self._sizes += [local_size] * hosts
+            size += hosts * local_size
         self._size = size
         if size > MAX_MEMBERS or sum(s.count for s in roster.standings) != size:
             raise ValueError(f"a roster of {size} members is too long or contradicts itself")
