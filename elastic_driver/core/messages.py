@@ -90,12 +90,14 @@ class Sample(Struct, frozen=True, array_like=True):
     the sample before, where those are short.
 
     `compute` is all of its computing, with one forward-backward pass in place of several;
-    `one_pass` that pass alone.
+    `one_pass` that pass alone. `exchange` is not in `compute`: what exchanging the gradients cost
+    it, reckoned from its processor's time, as the clock cannot tell it from waiting.
     """
 
     step: Annotated[int, Meta(ge=0)]
     compute: Seconds
     one_pass: Seconds
+    exchange: Seconds = 0.0
 
 
 class Division(Struct, frozen=True, array_like=True):

@@ -54,7 +54,8 @@ class WorkMover:
             if progress is not None and progress.division is not None:
                 self._balancer.divided(rank, progress.division)
                 for sample in progress.samples:
-                    cost = Cost(sample.one_pass, max(sample.compute - sample.one_pass, 0.0))
+                    rest = max(sample.compute - sample.one_pass, 0.0) + sample.exchange
+                    cost = Cost(sample.one_pass, rest)
                     self._balancer.measured(rank, sample.step, cost)
         move = self._pending or self._balancer.decide()
         if move is None:

@@ -13,6 +13,9 @@ different numbers of micro-batches compare. Where a pass ends, the autograd engi
 one parameter queues a callback, and callbacks run in order, ours before the one in which
 DistributedDataParallel waits (it queues its own only when the last gradient is there).
 
+What is computed behind the passes, to exchange the gradients, hides in the waiting: there the
+processor's time of this process is taken, and `samples` stretches it as the kernel does.
+
 `State` owns a clock and asks at each commit. Left out are what lies between `backward()` and
 `optimizer.step()` and anything a script waits for elsewhere (then no rank stands out). Only the
 processor's time is known: with parameters on another device nothing is measured. Costs a few
@@ -38,10 +41,13 @@ class ComputeClock:
 
     __slots__ = (
         "_began",
+        "_exchanged",
         "_hooks",
         "_passes",
         "_ready",
+        "_ready_cpu",
         "_returned",
+        "_returned_cpu",
         "_several",
         "_stepped",
         "_waited",
@@ -78,40 +84,47 @@ class ComputeClock:
         """
         now = time.perf_counter()
         began, stepped, passes, waited = self._began, self._stepped, self._passes, self._waited
+        exchanged = min(self._exchanged, waited)
         self._began = now
         self._clear()
         if began is None or stepped is None or not passes:
             return None
         one_pass = max(stepped - began - waited, 0.0) / passes
-        return Lap(one_pass + now - stepped, one_pass)
+        return Lap(one_pass + now - stepped, one_pass, exchanged)
 
     def _clear(self) -> None:
         self._passes = 0  # backward passes so far
         self._waited = 0.0  # seconds
+        self._exchanged = 0.0  # seconds that this process ran in that time, all its threads
         self._ready: float | None = None  # when the last pass had its gradients
+        self._ready_cpu = 0.0
         self._returned = 0.0  # when that pass had ended, the waiting in it included
+        self._returned_cpu = 0.0
         self._stepped: float | None = None  # when the optimizer began
 
     def _pass_begins(self, _parameter: torch.Tensor) -> None:
         _when_backward_ends(self._gradients_ready)
 
     def _gradients_ready(self) -> None:
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.process_time()
         if self._ready is not None:  # a further pass: what was done since the last one is no wait
             self._several = True
             self._waited += self._returned - self._ready
+            self._exchanged += self._returned_cpu - self._ready_cpu
         self._ready = self._returned = now
+        self._ready_cpu = self._returned_cpu = cpu
         self._passes += 1
         if self._several:
             _when_backward_ends(self._pass_returns)  # behind whoever waits at the end of this pass
 
     def _pass_returns(self) -> None:
-        self._returned = time.perf_counter()
+        self._returned, self._returned_cpu = time.perf_counter(), time.process_time()
 
     def _optimizer_begins(self, *_: Any) -> None:
         if self._ready is not None:
             self._stepped = time.perf_counter()
             self._waited += self._stepped - self._ready
+            self._exchanged += time.process_time() - self._ready_cpu
             self._ready = None
 
 

@@ -19,6 +19,7 @@ from collections import deque
 from msgspec import Struct
 
 from elastic_driver.core.messages import MAX_SAMPLES, Sample
+from elastic_driver.worker.stretch import Stretch
 
 BLOCK_S = 0.075  # the least time of the steps that a sample stands for
 COVERED_S = 4.0  # what the samples of one message reach back: two beats, or several looks
@@ -27,10 +28,14 @@ LARGEST_BACKLOG = 4096  # steps between two beats
 
 
 class Lap(Struct, frozen=True):
-    """What one step cost: `compute` in all, of which `one_pass` is a forward-backward pass."""
+    """What one step cost: `compute` in all, of which `one_pass` is a forward-backward pass.
+
+    `exchange` is what the process ran while others were waited for: to exchange gradients.
+    """
 
     compute: float
     one_pass: float
+    exchange: float = 0.0
 
 
 class StepSamples:
@@ -41,6 +46,7 @@ class StepSamples:
         # What follows is the heartbeat thread's own.
         self._kept: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._round = 0
+        self._stretch = Stretch()
         self._begin_block()
 
     def note(self, round_id: int, step: int, lap: Lap) -> None:
@@ -56,24 +62,26 @@ class StepSamples:
             self._round = round_id
             self._kept.clear()
             self._begin_block()
-        every = block(step_time)
+        every, stretch = block(step_time), self._stretch.factor()
         while self._noted:
             noted_in, step, lap = self._noted.popleft()
             if noted_in == round_id:
-                self._count(step, lap, every)
+                self._count(step, lap, every, stretch)
         needed = COVERED_S / (every * step_time) if step_time > 0 else MAX_SAMPLES
         return tuple(self._kept)[-max(LEAST, math.ceil(needed)) :]
 
     def _begin_block(self) -> None:
-        self._steps, self._compute, self._passes = 0, 0.0, 0.0  # of the block that has not ended
+        self._steps = 0  # of the block that has not ended; likewise the sums of
+        self._compute = self._passes = self._exchange = 0.0
 
-    def _count(self, step: int, lap: Lap, every: int) -> None:
+    def _count(self, step: int, lap: Lap, every: int, stretch: float) -> None:
         self._steps += 1
         self._compute += lap.compute
         self._passes += lap.one_pass
+        self._exchange += lap.exchange * stretch
         if step % every == 0:
-            compute, one_pass = self._compute / self._steps, self._passes / self._steps
-            self._kept.append(Sample(step, round(compute, 6), round(one_pass, 6)))
+            sums = (self._compute, self._passes, self._exchange)
+            self._kept.append(Sample(step, *(round(total / self._steps, 6) for total in sums)))
             self._begin_block()
 
 

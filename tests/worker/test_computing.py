@@ -183,3 +183,20 @@ def test_other_optimizers_take_the_place_of_the_first_and_leave_nothing_behind()
     train(model, optimizer)
     assert clock.lap() is None
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_what_is_computed_behind_the_passes_is_told_apart_from_waiting() -> None:
+    model, optimizer, clock = one_rank()
+    train(model, optimizer)
+    clock.lap()
+    model(torch.randn(2, 4)).sum().backward()
+    until = time.process_time() + 0.03
+    while time.process_time() < until:  # as whoever sums gradients
+        pass
+    time.sleep(0.05)  # and then waits for its peers
+    optimizer.step()
+    lap = clock.lap()
+    assert lap is not None
+    assert lap.exchange >= 0.03
+    assert lap.exchange < 0.08 - 0.01, "waiting is not in it"
+    assert lap.compute < 0.03, "nor is it taken for the rank's own part of a step"
