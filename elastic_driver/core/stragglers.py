@@ -6,10 +6,11 @@ network is slow, `links` finds.)
 
 A rank's time is the median of its last reports; it is compared with the usual time of all ranks
 (`robust.usual`). Hysteresis and a number of looks that must agree keep jitter from raising an
-alarm; where most ranks would be slow, the difference must be larger. A report may stand for
-several short steps, whose mean is steadier than each of them: of those fewer are asked for, so that
-a verdict takes about as many steps. Pure: the driver feeds reports in and passes the alarms on.
-Times are seconds.
+alarm. Half a second in which a neighbour took the processor makes a rank half as slow again, hardly
+ever several times as slow, so a slight difference must last longer; and where most ranks would be
+slow, it must be larger. A report may stand for several short steps, whose mean is steadier than
+each of them: of those fewer are asked for, so that a verdict takes about as many steps. Pure: the
+driver feeds reports in and passes the alarms on. Times are seconds.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class WatchSettings(Struct, frozen=True, kw_only=True):
     """
 
     factor: float = 1.5  # slow: more than this many times the usual time
+    slight: float = 2.0  # only slightly: less than this many times,
+    longer: int = 3  # which must last for so many times as many looks
     part: float = 0.1  # and longer by more than this part of a step: less harms nobody
     recovered: float = 1.25  # no longer slow: less than this many times
     window: int = 20  # steps whose median is a rank's time
@@ -195,10 +198,10 @@ class StragglerWatch:
         slow = found.ratio > factor and harms
         contradicts = slow if raised is None else self._recovered(found)
         track.agree = track.agree + 1 if contradicts else 0
-        needed = self._reports(self.settings.confirm, self.settings.looks)
-        if track.agree < needed or (
-            raised is None and self._has_passed(found.rank, factor, needed)
-        ):
+        looks = self._reports(self.settings.confirm, self.settings.looks)
+        slight = raised is None and found.ratio < self.settings.slight
+        needed = looks * (self.settings.longer if slight else 1)
+        if track.agree < needed or (raised is None and self._has_passed(found.rank, factor, looks)):
             return None
         track.agree = 0
         if raised is None:

@@ -83,6 +83,22 @@ def test_the_right_host_is_named_under_jitter(seed: int) -> None:
     assert [(c.slow.rank, c.slow.host) for c in changes] == [(slow, HOSTS[slow])]
 
 
+@pytest.mark.parametrize("each", [1, 2, 8])
+def test_a_neighbours_half_second_makes_nobody_slow(each: int) -> None:
+    watch = StragglerWatch(("a", "b", "c"))
+    train(watch, range(each, 50 * each, each), lambda _r, _s: 0.1)
+    disturbed = range(50 * each, 61 * each, each)  # reports of steps or blocks of 75 ms and more
+    assert train(watch, disturbed, lambda r, _s: 0.16 if r == 1 else 0.1) == []
+    assert train(watch, range(61 * each, 200 * each, each), lambda _r, _s: 0.1) == []
+
+
+def test_who_is_slightly_slow_all_the_time_is_named_within_30_steps() -> None:
+    watch = StragglerWatch(("a", "b", "c"))
+    train(watch, range(1, 101), lambda _r, _s: 0.1)
+    (change,) = train(watch, range(101, 131), lambda r, _s: 0.17 if r == 1 else 0.1)
+    assert change.slow.rank == 1
+
+
 def test_exactly_the_factor_is_not_slow() -> None:
     watch = StragglerWatch(("a", "b", "c"), WatchSettings(factor=1.5))
     assert train(watch, range(60), lambda r, _s: 1.5 if r == 2 else 1.0) == []
