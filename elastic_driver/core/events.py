@@ -167,6 +167,13 @@ class AgentLost(Struct, frozen=True, tag="agent_lost"):
     reason: str
 
 
+class WorkerSilent(Struct, frozen=True, tag="worker_silent"):
+    """A worker has not been heard of for half of its lease: it may hang, be stopped or cut off."""
+
+    worker: str
+    reason: str
+
+
 class WorkerLost(Struct, frozen=True, tag="worker_lost"):
     """A worker let its lease expire: hung, stopped or cut off."""
 
@@ -270,6 +277,7 @@ Event = (
     | HostsDiscovered
     | DiscoveryFailed
     | AgentLost
+    | WorkerSilent
     | WorkerLost
     | RankSlow
     | RankRecovered

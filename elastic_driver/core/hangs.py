@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic_driver.core import stacks
-from elastic_driver.core.events import WorkerResumed, WorkerStalled
+from elastic_driver.core.events import WorkerResumed, WorkerSilent, WorkerStalled
 from elastic_driver.core.registry import Worker, WorkerState
 from elastic_driver.core.rounds import RoundState, Stall
 from elastic_driver.core.state import JobState
@@ -65,6 +65,16 @@ def resumed(job: JobState, worker: Worker, event: WorkerResumed) -> bool:
         return False
     job.announce("worker_resumed", "it makes progress again", worker)
     return True
+
+
+def silent(job: JobState, worker: Worker, event: WorkerSilent, now: float) -> None:
+    """A member is not heard of: who may hang in C, with the interpreter lock, is looked at.
+
+    Nothing else follows from it: its lease decides. But then it is killed, and would take with it
+    what it hung in, where nobody has waited for it long enough to say so.
+    """
+    if worker.state is WorkerState.RUNNING:
+        stacks.ask(job, now, f"{worker.id}: {event.reason}")
 
 
 def culprits(job: JobState, now: float) -> list[tuple[Worker, str, Stall]]:

@@ -54,6 +54,7 @@ from elastic_driver.core.events import (
     WorkerReady,
     WorkerResumed,
     WorkerSaved,
+    WorkerSilent,
     WorkerStack,
     WorkerStalled,
     WorkerStarted,
@@ -94,6 +95,7 @@ class Job:
             WorkerStack: partial(stacks.told, self.state),
             HostsChecked: partial(rechecks.checked, self.state),
             WorkerExited: self._worker_exited,
+            WorkerSilent: self._worker_silent,
             WorkerLost: self._worker_lost,
             WorkerSaved: lambda event, _now: farewell.told(self.state, event),
             ScaleRequested: self._scale_requested,
@@ -317,10 +319,16 @@ class Job:
         members = [job.registry.workers.get(worker_id) for worker_id in job.round.members]
         return all(worker is None or worker.leaving for worker in members)
 
+    def _worker_silent(self, event: WorkerSilent, now: float) -> None:
+        worker = self._known(event.worker, "silence")
+        if worker is not None:
+            hangs.silent(self.state, worker, event, now)
+
     def _worker_lost(self, event: WorkerLost, now: float) -> None:
         worker = self._known(event.worker, "loss")
         if worker is None:
             return
+        stacks.settle(self.state)  # where it stood is evidence, before it is killed
         if worker.leaving and self.state.registry.apply(worker, News.TOLD_TO_STOP):
             self.state.order_kill(worker, event.reason)
             self.state.left_early(worker, now, running=True)

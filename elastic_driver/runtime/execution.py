@@ -34,6 +34,7 @@ from elastic_driver.core.events import (
     WorkerExited,
     WorkerLost,
     WorkerReady,
+    WorkerSilent,
     WorkerStarted,
     WorkerStepped,
 )
@@ -319,8 +320,12 @@ class Executor:
         """Refuse an agent from now on: one that was only cut off ends as soon as it is back."""
         self._server.post([DeletePrefix(contract.agent_prefix(host, incarnation), seal=True)])
 
-    def lease_expired(self, key: str) -> AgentLost | WorkerLost | None:
+    def lease_expired(self, key: str) -> AgentLost | WorkerLost | WorkerSilent | None:
         """The event that an expired lease stands for; what it leaves in the store is cleared."""
+        quiet = contract.worker_of_beat(key)
+        if quiet is not None:
+            half = f"it has not been heard of for {self._heartbeat_timeout / 2:g} s"
+            return WorkerSilent(quiet, half) if quiet in self._workers else None
         silent = f"not heard of for {self._heartbeat_timeout:g} s (--heartbeat-timeout)"
         agent = contract.agent_of_lease(key)
         if agent is not None:

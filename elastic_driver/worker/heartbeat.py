@@ -136,6 +136,7 @@ class Heartbeat:
 
     def _beat(self, wait: float) -> None:
         lease = Set(contract.worker_lease(self._worker), b"", self._timeout)
+        sign = Set(contract.worker_beat(self._worker), b"", self._timeout / 2)
         keys = {contract.JOB_NOTICE: self._seen, contract.JOB_STACKS: self._asked}
         if self._pulse.round == 0:
             # A beat must not sleep through the start of a round: its first step is news.
@@ -143,7 +144,7 @@ class Heartbeat:
         if self._pulse.passes_on:
             keys[contract.JOB_ALLOCATION] = self._allocation
         wake = self._notices.signals.fileno()
-        results = self._client.batch(lease, *self._progress(), Watch(keys, wait), wake=wake)
+        results = self._client.batch(lease, sign, *self._progress(), Watch(keys, wait), wake=wake)
         found = results[-1]
         if not isinstance(found, Entries) or found.timed_out:
             return

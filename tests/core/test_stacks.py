@@ -131,3 +131,22 @@ def test_when_a_worker_hangs_the_stacks_of_all_are_kept_before_it_is_killed(
     assert names.index("stacks_collected") < names.index("worker_hung")
     where = {rank: (g.where, g.odd) for g in collected(three) for rank in g.ranks}
     assert where == {0: (IN, False), 1: (OUT, True), 2: ("no answer", True)}
+
+
+def test_who_is_silent_is_looked_at_before_its_lease_ends_and_it_is_killed(three: Scenario) -> None:
+    three.send(ev.WorkerSilent("a.1.1", "it has not been heard of for 15 s"))
+    assert [order.number for order in three.orders(msg.StacksOrder)] == [1, 1]
+    answer(three, "a.1.1", SEEN_ELSEWHERE, "in C", own=False)
+    three.lost("a.1.1")
+    names = [a.event for a in three.all(ev.Announce)]
+    assert names.index("stacks_collected") < names.index("worker_hung")
+    said = three.announced("stacks_collected")[0].reason
+    assert said.startswith("a.1.1: it has not been heard of for 15 s")
+    assert {g.stack for g in collected(three) if 1 in g.ranks} == {"in C"}
+
+
+def test_the_silence_of_a_worker_that_is_no_member_asks_nobody(three: Scenario) -> None:
+    three.exit("a.1.1", 1)
+    three.send(ev.WorkerSilent("a.1.1", "it has not been heard of for 15 s"))
+    three.send(ev.WorkerSilent("z.0.1", "who?"))
+    assert three.all(ev.AskStacks) == []

@@ -50,6 +50,8 @@ def test_a_stopped_worker_is_found_by_its_lease_killed_and_replaced() -> None:
         assert pids - {victim} <= set(again), "survivors keep their process"
         eventually(lambda: not is_running(victim), within=5, what="the stopped one is killed")
         assert [e["pid"] for e in job.events("worker_hung")] == [victim]
+        seen = [e["reason"] for e in job.events("stacks_collected")]
+        assert any("no answer; its process is stopped" in reason for reason in seen), seen
         assert_no_step_lost_or_repeated(job, min(r.step for r in again.values()))
 
 

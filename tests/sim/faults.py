@@ -109,7 +109,12 @@ class Faults:
             return
         if worker.ready or worker.group is not None:  # it has a lease to lose
             worker.frozen = True
+            self.cluster.clock.after(HEARTBEAT_S / 2, lambda: self._falls_silent(worker))
             self.cluster.clock.after(HEARTBEAT_S, lambda: self._lease_expires(worker))
+
+    def _falls_silent(self, worker: SimWorker) -> None:
+        if worker.alive and worker.frozen:
+            self.cluster.deliver(ev.WorkerSilent(worker.id, "half of a heartbeat"))
 
     def _lease_expires(self, worker: SimWorker) -> None:
         if worker.alive and worker.frozen:
