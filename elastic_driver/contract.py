@@ -18,6 +18,7 @@ HANG_TIMEOUT = "ELASTIC_HANG_TIMEOUT"  # seconds; 0: off, not set: adapts to the
 LEAVE_NOTICE = "ELASTIC_LEAVE_NOTICE"  # seconds from a signal to a worker's end; not set: at once
 VIRTUAL_WORKERS = "ELASTIC_VIRTUAL_WORKERS"  # --virtual-workers, by default --max-np
 BALANCE = "ELASTIC_BALANCE"  # "1" with --balance: shares of a step follow measured speed
+SCRATCH = "ELASTIC_SCRATCH"  # a folder for multiprocessing's sockets, removed by the agent
 TF_CONFIG = "TF_CONFIG"  # TensorFlow's name; only with --tf-config
 
 # A SIGTERM that comes behind this signal is the agent's: no notice, the end. By default it is

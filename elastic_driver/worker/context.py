@@ -37,6 +37,7 @@ class WorkerContext(Struct, frozen=True, kw_only=True):
     heartbeat_timeout: float
     hang_timeout: float | None = None  # None: adapts to the step time; 0: off
     leave_notice: float = 0.0  # from a signal to the end of this process; 0: at once
+    scratch: str | None = None  # a folder that the agent removes when it ends
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext | None:
@@ -84,6 +85,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext 
             else None
         ),
         leave_notice=_number(env, contract.LEAVE_NOTICE, 0.0, float),
+        scratch=env.get(contract.SCRATCH),
     )
 
 

@@ -14,6 +14,7 @@ from elastic_driver.worker import context, current
 from elastic_driver.worker.backends import choose
 from elastic_driver.worker.link import Standing
 from elastic_driver.worker.notes import say
+from elastic_driver.worker.scratch import use_scratch
 from elastic_driver.worker.world import Membership
 
 
@@ -55,6 +56,8 @@ def begin(backend: str | None = None) -> Membership:
         born = context.from_environment()
         if born is None:
             say("not started by elasticrun: training in this process alone, as a world of one")
+        elif born.scratch:
+            use_scratch(born.scratch)
         member = Membership(born, choose(backend, born.slot if born is not None else 0))
         member.start()
         _Session.membership = member

@@ -37,9 +37,11 @@ from elastic_driver.errors import ExitCode
 from launcher.agent.console import Console
 from launcher.agent.descendants import become_subreaper
 from launcher.agent.environment import Meeting, common_environment
+from launcher.agent.held_folder import clear_unheld
 from launcher.agent.leaving import ANNOUNCING, Leaving
 from launcher.agent.outbox import Outbox
 from launcher.agent.ports import free_ports
+from launcher.agent.scratch import scratch_folder
 from launcher.agent.warm import WarmStarter
 from launcher.agent.warm_command import NotWarmable
 from launcher.agent.warm_plan import plan as plan_warm_parent
@@ -89,6 +91,7 @@ class Agent:
         self._shutting_down = False
         self._workers: Workers | None = None
         self._err: Console | None = None
+        self._scratch: str | None = None
 
     async def run(self) -> int:
         """The agent's whole life; returns its exit status."""
@@ -101,7 +104,8 @@ class Agent:
         self._err = consoles[1]
         client = AsyncRendezvousClient(self._config.endpoint, self._token)
         try:
-            ending = await self._live(client, consoles)
+            with scratch_folder() as self._scratch:
+                ending = await self._live(client, consoles)
         finally:
             self._starter.close()
             await client.close()
@@ -174,7 +178,11 @@ class Agent:
         outbox = Outbox(client, spec.heartbeat_timeout, self._say)
         address, interface = self._meeting_point(spec)
         meeting = Meeting(
-            self._config.host, self._config.endpoint, self._config.token_file, interface
+            self._config.host,
+            self._config.endpoint,
+            self._config.token_file,
+            interface,
+            self._scratch,
         )
         workers = Workers(
             spec=spec,
@@ -352,4 +360,4 @@ def remove_orphan_files(config: AgentConfig, token: str) -> None:
             content = path.read_bytes()
             if token.encode() in content or config.endpoint.encode() in content:
                 path.unlink()
-                path.parent.rmdir()  # a folder that was made for this alone is empty now
+                clear_unheld(path.parent)  # it was made for this alone

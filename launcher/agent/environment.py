@@ -32,6 +32,7 @@ _NOT_INHERITED = frozenset(
         contract.LEAVE_NOTICE,
         contract.VIRTUAL_WORKERS,
         contract.BALANCE,
+        contract.SCRATCH,
     )
 )
 
@@ -44,6 +45,7 @@ class Meeting:
     endpoint: str  # http://host:port
     token_file: str
     interface: str | None = None  # that leads to the other hosts; None: there are none
+    scratch: str | None = None  # a folder that is removed when the agent ends
 
 
 def worker_environment(
@@ -60,6 +62,8 @@ def worker_environment(
     env.update(_torchrun_names(spec, order))
     if order.tf_config is not None:
         env[contract.TF_CONFIG] = order.tf_config
+    if meeting.scratch is not None:
+        env[contract.SCRATCH] = meeting.scratch
     if spec.hang_timeout is not None:
         env[contract.HANG_TIMEOUT] = repr(spec.hang_timeout)
     if spec.leave_notice:

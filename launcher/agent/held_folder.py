@@ -51,11 +51,19 @@ def wait_for_holder(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
+def clear_unheld(folder: Path) -> None:
+    """Remove a folder whose holder has died, or that is empty; any other stays."""
+    if (folder / _LOCK).exists() and holder_of(folder) is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def sweep(prefix: str) -> None:
     """Remove this user's folders of this prefix in the temporary folder that nobody holds."""
     for folder in Path(tempfile.gettempdir()).glob(prefix + "*"):
         with contextlib.suppress(OSError):
             mine = folder.stat().st_uid == os.geteuid()
             # A folder without a lock may be one whose holder is just beginning.
-            if mine and (folder / _LOCK).exists() and holder_of(folder) is None:
-                shutil.rmtree(folder, ignore_errors=True)
+            if mine and (folder / _LOCK).exists():
+                clear_unheld(folder)

@@ -24,6 +24,7 @@ from elastic_driver import contract
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.starter import OnLost
 from launcher.agent.descendants import become_subreaper, carries, children, kill_trees, reap
+from launcher.agent.scratch import sweep_scratch
 from launcher.backends.base import AgentPlan, agent_argv
 from launcher.backends.this_machine import is_this_machine, meeting_address
 
@@ -173,6 +174,7 @@ class LocalBackend:
     def _ended(self, agent: _RunningAgent) -> None:
         """An agent's process has ended: clear up after it, then tell the driver."""
         self._end_orphans()
+        sweep_scratch()
         with self._lock:
             code = agent.process.wait()
             os.close(agent.pidfd)

@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -56,9 +58,16 @@ def test_two_kills_change_no_bit_of_model_and_optimizer() -> None:
 
 
 def test_two_kills_leave_no_sample_out_and_repeat_none_but_the_padding() -> None:
-    with elasticrun("-np", "3", "--min-np", "1", "--", EXACT, env={"MODE": "sampler"}) as job:
+    with (
+        tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder,
+        elasticrun(
+            *("-np", "3", "--min-np", "1", "--", EXACT), env={"MODE": "sampler", "TMPDIR": folder}
+        ) as job,
+    ):
         kill_twice(job)
         assert job.wait(100) == 0, job.describe()
         found = re.fullmatch(r"least=2 extra=(\d+) replayed=(\d+)", result_of(job.stdout))
         assert found, result_of(job.stdout)
         assert found[1] == found[2]
+        left = {path.name for path in Path(folder).iterdir()} - {"torchinductor_root"}
+        assert not left, "nor a file: the killed ones' DataLoaders had sockets there"

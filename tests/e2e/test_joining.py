@@ -117,7 +117,7 @@ def test_the_server_restarts_and_its_nodes_join_the_new_run(tmp_path: Path) -> N
 def test_a_node_that_is_killed_takes_its_workers_along_and_the_others_train_on(
     tmp_path: Path,
 ) -> None:
-    at = f"127.0.0.1:{free_port()}"
+    at, before = f"127.0.0.1:{free_port()}", left_in("/tmp")
     with Nodes(tmp_path, STEPS="100000") as nodes:
         join = ("--join", at, "--run-id", nodes.mark)
         job = nodes.serve("--serve", "--nnodes", "1:2", "--rdzv-endpoint", at, *FAST, TRAIN)
@@ -131,6 +131,8 @@ def test_a_node_that_is_killed_takes_its_workers_along_and_the_others_train_on(
             what="the agent of the killed node is gone",
             context=job.describe,
         )
+        still = left_in("/tmp") - before
+        assert len(still) == 1, f"the killed node's folder went with its agent: {still}"
         assert_no_step_lost_or_repeated(job, 5)
         both[0].signal(signal.SIGINT)
         both[0].signal(signal.SIGTERM)  # no grace the second time

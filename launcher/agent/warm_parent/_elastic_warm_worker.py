@@ -112,6 +112,9 @@ def _become(born: dict[str, Any], env: dict[str, str], stdout: int, stderr: int)
     if threads is not None and threads != born["env"].get("OMP_NUM_THREADS"):
         for set_threads in born["thread_setters"]:
             set_threads(int(threads))
+    if "multiprocessing.process" in sys.modules:  # its sockets go where the agent removes them
+        config = sys.modules["multiprocessing.process"].current_process()._config
+        config["tempdir"] = env.get("ELASTIC_SCRATCH")
     gc.enable()
 
 
