@@ -167,6 +167,7 @@ class JobSpec(Struct, frozen=True):
     timestamp: bool = False  # prefix output lines with the time
     warm: int | None = None  # processes kept warm on each host; 0: none, None: the agent decides
     preload: tuple[str, ...] = ("torch",)  # modules a warm parent imports
+    rehearse: bool = True  # and it takes a tiny training step
     hang_timeout: float | None = None  # seconds without progress; None: adapts, 0: never
     leave_notice: float = 0.0  # an agent told of its host's end leaves within this; 0: at once
     slot_ports: int = 0  # free ports each agent offers for servers of its workers' own

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from elastic_driver.errors import ExitCode
 from launcher.agent.agent import Agent, AgentConfig
+from launcher.agent.warm_birth import inherit
 from rendezvous.auth import read_token_file
 from rendezvous.errors import TokenError
 
@@ -54,12 +56,13 @@ def parse(argv: Sequence[str]) -> AgentConfig:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the agent; returns its exit status."""
     config = parse(sys.argv[1:] if argv is None else argv)
+    inherited = inherit(os.environ)
     try:
         token = read_token_file(config.token_file)
     except TokenError as error:
         print(f"elasticrun: agent on {config.host}: {error}", file=sys.stderr)
         return int(error.exit_code)
-    return asyncio.run(Agent(config, token).run())
+    return asyncio.run(Agent(config, token, inherited).run())
 
 
 if __name__ == "__main__":

@@ -36,15 +36,16 @@ from elastic_driver.core.messages import (
 from elastic_driver.errors import ExitCode
 from launcher.agent.console import Console
 from launcher.agent.descendants import become_subreaper
-from launcher.agent.environment import Meeting, common_environment
+from launcher.agent.environment import Meeting
 from launcher.agent.held_folder import clear_unheld
 from launcher.agent.leaving import ANNOUNCING, Leaving
 from launcher.agent.outbox import Outbox
 from launcher.agent.ports import free_ports
 from launcher.agent.scratch import scratch_folder
 from launcher.agent.warm import WarmStarter
+from launcher.agent.warm_birth import Inherited
 from launcher.agent.warm_command import NotWarmable
-from launcher.agent.warm_plan import plan as plan_warm_parent
+from launcher.agent.warm_plan import plan_for
 from launcher.agent.workers import Workers
 from launcher.network import interface_of, meeting_point
 from rendezvous.aclient import AsyncRendezvousClient
@@ -82,9 +83,9 @@ class Ending(Struct, frozen=True):
 class Agent:
     """Carries out the driver's orders on this host until it ends; `run` once."""
 
-    def __init__(self, config: AgentConfig, token: str) -> None:
+    def __init__(self, config: AgentConfig, token: str, inherited: Inherited | None = None) -> None:
         self._config, self._token = config, token
-        self._starter = WarmStarter(self._say)
+        self._starter = WarmStarter(self._say, inherited=inherited)
         self._endings: asyncio.Queue[Ending] = asyncio.Queue()
         self._signals = 0
         self._leaving: Leaving | None = None  # once there is somebody to tell
@@ -249,16 +250,12 @@ class Agent:
 
     def _warm_up(self, spec: JobSpec) -> None:
         """Begin to import what the workers will; harmless where that cannot be done."""
-        env = common_environment(os.environ, spec)
         try:
-            plan = plan_warm_parent(
-                spec.command, env, spec.cwd, warm=spec.warm, preload=spec.preload
-            )
+            self._starter.launch(plan_for(spec, os.environ))
         except NotWarmable as reason:
+            self._starter.disinherit()
             if spec.warm:  # somebody asked for it
                 self._say(f"no warm workers: {reason}")
-            return
-        self._starter.launch(plan)
 
     async def _stop_workers(self, workers: Workers, ending: Ending) -> Ending:
         """Stop all workers and wait for their end; a further reason may shorten their grace."""

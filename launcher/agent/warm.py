@@ -15,29 +15,29 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from launcher.agent.descendants import children, die_with_parent, reap
+from launcher.agent.descendants import die_with_parent
 from launcher.agent.leaving import spare_workers
 from launcher.agent.starter import FreshStarter, ProcessSpec, Starter
+from launcher.agent.warm_birth import (
+    Held,
+    Inherited,
+    end_child,
+    execute,
+    receive_line,
+    send_line,
+)
 from launcher.agent.warm_command import NotWarmable
 from launcher.agent.warm_plan import WarmPlan
 
 WARM_UP_S = 60.0  # longer than importing takes even from a slow network file system
 START_S = 5.0  # for a spare to answer; two forks on a busy machine take a tenth of a second
-END_S = 2.0  # for the kernel to end what was killed
 MOST_LAUNCHES = 4  # warm parents in an agent's life: one that keeps dying is no help
-_PAD = "x" * 8192  # room in /proc/<pid>/environ for the variables that siblings do not share
-_HOOK = str(Path(__file__).parent / "warm_parent")
 _EXIT_ORPHANED = 70
-_LOOK_AGAIN_S = 0.001
 
 
 class WarmStarter:
@@ -45,10 +45,21 @@ class WarmStarter:
 
     Until `launch` is called it is the fallback and nothing more. The agent must be a child
     subreaper by then: workers become its children because their first parent has ended.
+
+    Args:
+        say: tells people a sentence.
+        fallback: starts what cannot be forked.
+        inherited: a warm parent that the agent was born with; it serves a plan that equals its own.
     """
 
-    def __init__(self, say: Callable[[str], None], fallback: Starter | None = None) -> None:
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        fallback: Starter | None = None,
+        inherited: Inherited | None = None,
+    ) -> None:
         self._say = say
+        self._inherited = inherited
         self._fallback: Starter = fallback or FreshStarter()
         self._plan: WarmPlan | None = None
         self._parent: _WarmParent | None = None
@@ -63,8 +74,22 @@ class WarmStarter:
         """
         if self._parent is not None:
             self._parent.close()
+            self._parent = None
         self._plan = plan
-        self._launch()
+        inherited = self._inherited
+        if inherited is not None and inherited.digest == plan.digest():
+            self._inherited = None
+            self._launches += 1
+            self._parent = _WarmParent(inherited.held)
+        else:
+            self.disinherit()
+            self._launch()
+
+    def disinherit(self) -> None:
+        """End the warm parent that the agent was born with, if it has not been of use."""
+        if self._inherited is not None:
+            self._inherited.held.end()
+            self._inherited = None
 
     @property
     def warm(self) -> bool:
@@ -103,11 +128,16 @@ class WarmStarter:
 
     def own_pids(self) -> frozenset[int]:
         """See `Starter.own_pids`: the warm parent, and its spares."""
-        own = frozenset() if self._parent is None else self._parent.own_pids()
-        return own | self._fallback.own_pids()
+        own = self._fallback.own_pids()
+        if self._parent is not None:
+            own |= self._parent.own_pids()
+        if self._inherited is not None:
+            own |= self._inherited.held.own_pids()
+        return own
 
     def close(self) -> None:
         """See `Starter.close`."""
+        self.disinherit()
         if self._parent is not None:
             self._parent.close()
             self._parent = None
@@ -119,7 +149,7 @@ class WarmStarter:
         assert self._plan is not None  # noqa: S101 - both callers have it
         self._launches += 1
         try:
-            self._parent = _WarmParent(self._plan)
+            self._parent = _WarmParent.start(self._plan)
         except OSError as error:
             self._parent = None
             self._tell(f"no warm workers: cannot start the warm parent ({error})")
@@ -161,41 +191,31 @@ class WarmStarter:
 
 
 class _WarmParent:
-    """The running warm parent, and the two sockets shared with it."""
+    """The running warm parent, and what it has said so far."""
 
-    def __init__(self, plan: WarmPlan) -> None:
+    def __init__(self, held: Held) -> None:
         self.warming = True
         self.ended = False
         self.threads = 0  # of torch's pool; 0: torch is not among the modules
+        self._held = held
         self._heard = bytearray()
-        with contextlib.ExitStack() as on_error:
-            self._queue, their_queue = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            on_error.callback(self._queue.close)
-            self._status, their_status = socket.socketpair()
-            on_error.callback(self._status.close)
-            self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-            on_error.callback(self._log.close)
-            with their_queue, their_status:
-                fds = (their_queue.fileno(), their_status.fileno())
-                self._process = _execute(plan, fds, self._log)
-            on_error.pop_all()
-        self._queue.settimeout(START_S)
-        self._status.setblocking(True)
-        self._status.settimeout(START_S)
-        with contextlib.suppress(OSError):  # it has died already: `news` will say so
-            self._status.sendall(_line(plan.birth(os.getpid())))
-        self._status.setblocking(False)
+        held.queue.settimeout(START_S)
+        held.status.setblocking(False)
 
-    @property
-    def pid(self) -> int:
-        """The warm parent's process, which leads the session of all its spares."""
-        return self._process.pid
+    @classmethod
+    def start(cls, plan: WarmPlan) -> _WarmParent:
+        """A new one; OSError where it cannot be started."""
+        held = execute(plan, _bound_to(os.getpid()))
+        held.status.settimeout(START_S)
+        with contextlib.suppress(OSError):  # it has died already: `news` will say so
+            send_line(held.status, plan.birth(os.getpid()))
+        return cls(held)
 
     async def changed(self) -> None:
         """Wait until it says something, or ends."""
         loop = asyncio.get_running_loop()
         try:
-            piece = await loop.sock_recv(self._status, 65536)
+            piece = await loop.sock_recv(self._held.status, 65536)
         except ConnectionError:
             piece = b""
         self._heard += piece
@@ -206,7 +226,7 @@ class _WarmParent:
         with contextlib.suppress(BlockingIOError):
             while not self.ended:
                 try:
-                    piece = self._status.recv(65536)
+                    piece = self._held.status.recv(65536)
                 except ConnectionError:
                     piece = b""
                 self._heard += piece
@@ -223,68 +243,32 @@ class _WarmParent:
         with ours:
             with theirs:
                 fds = [spec.stdout_fd, spec.stderr_fd, theirs.fileno()]
-                socket.send_fds(self._queue, [b"start"], fds)
+                socket.send_fds(self._held.queue, [b"start"], fds)
             ours.settimeout(START_S)
-            ours.sendall(_line({"env": spec.env}))
-            answer = bytearray()
-            while not answer.endswith(b"\n"):
-                piece = ours.recv(4096)
-                if not piece:
-                    raise EOFError("a spare ended while it was asked")
-                answer += piece
-            pid = int(json.loads(answer)["pid"])
+            send_line(ours, {"env": spec.env})
+            pid = int(receive_line(ours)["pid"])
             try:
                 ours.sendall(b"go")
             except OSError:
-                _end(pid)
+                end_child(pid)
                 raise
         return pid
 
     def own_pids(self) -> frozenset[int]:
-        """The warm parent and those of our children in its session: spares do not leave it."""
-        own = {self.pid}
-        for pid in children():
-            with contextlib.suppress(OSError):
-                if os.getsid(pid) == self.pid:
-                    own.add(pid)
-        return frozenset(own)
+        """The warm parent and its spares, which do not leave its session."""
+        return self._held.own_pids()
 
     def last_words(self) -> str:
         """The last line it wrote, in brackets; empty where it wrote none."""
-        with contextlib.suppress(OSError, ValueError):
-            self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4096))
-            lines = self._log.read().decode("utf-8", "replace").split("\n")
-            spoken = [line.strip() for line in lines if line.strip()]
-            return f" ({spoken[-1]})" if spoken else ""
-        return ""
+        return self._held.last_words()
 
     def close(self) -> None:
         """End it with its spares, and free everything."""
-        self._queue.close()
-        self._status.close()
-        self._log.close()
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)  # once it is gone, all that it was forking has come to us
-        deadline = time.monotonic() + END_S
-        while (spares := self.own_pids() - {self.pid}) and time.monotonic() < deadline:
-            for pid in spares:
-                _end(pid)
-            time.sleep(_LOOK_AGAIN_S)
+        self._held.end()
 
 
-def _execute(plan: WarmPlan, fds: tuple[int, int], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start the command with our `sitecustomize` in front of its own.
-
-    The order of the variables matters: `/proc/<pid>/environ` keeps it, and what a worker does not
-    share with its siblings is written over everything from ELASTIC_WARM_FDS on.
-    """
-    path = plan.env.get("PYTHONPATH")
-    env = {name: value for name, value in plan.env.items() if name != "PYTHONPATH"}
-    env["ELASTIC_WARM_FDS"] = f"{fds[0]},{fds[1]}"
-    env["PYTHONPATH"] = os.pathsep.join([_HOOK, path] if path else [_HOOK])
-    env["ELASTIC_WARM_PAD"] = _PAD
-    agent = os.getpid()
+def _bound_to(agent: int) -> Callable[[], None]:
+    """What the warm parent does between fork and exec: bind its life to the agent's."""
 
     def before_exec() -> None:
         die_with_parent()
@@ -292,25 +276,4 @@ def _execute(plan: WarmPlan, fds: tuple[int, int], log: IO[bytes]) -> subprocess
         if os.getppid() != agent:  # the agent died in between
             os._exit(_EXIT_ORPHANED)
 
-    return subprocess.Popen(
-        plan.argv,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        cwd=plan.cwd,
-        env=env,
-        pass_fds=fds,
-        start_new_session=True,
-        preexec_fn=before_exec,  # noqa: PLW1509 - a system call, as in `launcher.agent.starter`
-    )
-
-
-def _line(message: dict[str, object]) -> bytes:
-    return json.dumps(message).encode("ascii") + b"\n"
-
-
-def _end(pid: int) -> None:
-    """Kill a child of ours that nobody else knows of, and reap it if it has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    reap(pid)
+    return before_exec

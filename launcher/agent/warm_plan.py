@@ -7,6 +7,8 @@ it in nothing that was settled when that parent was started.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pkgutil
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 
 import elastic_driver.worker
 from elastic_driver.contract import TORCHRUN_NAMES
+from elastic_driver.core.messages import JobSpec
+from launcher.agent.environment import common_environment
 from launcher.agent.starter import ProcessSpec
 from launcher.agent.warm_command import (
     NotWarmable,
@@ -53,17 +57,24 @@ class WarmPlan:
     preload: tuple[str, ...]
     path0: str | None  # where the interpreter finds modules first
     spares: int
+    rehearse: bool = True  # take a tiny training step too, where torch is among the modules
 
-    def birth(self, agent: int) -> dict[str, object]:
-        """What the warm parent is told first."""
+    def birth(self, parent: int) -> dict[str, object]:
+        """What the warm parent is told first; `parent`: the process it is a child of."""
         return {
-            "agent": agent,
+            "parent": parent,
             "cwd": self.cwd,
             "env": self.env,
             "path0": self.path0,
             "preload": list(self.preload),
             "spares": self.spares,
+            "rehearse": self.rehearse,
         }
+
+    def digest(self) -> str:
+        """Short for all of it: equal plans have equal ones, on this machine and any other."""
+        everything = json.dumps([self.argv, self.birth(0)], sort_keys=True)
+        return hashlib.sha256(everything.encode("ascii")).hexdigest()
 
     def check(self, spec: ProcessSpec, threads: int) -> None:
         """Raise `NotWarmable` with the reason where `spec` needs an interpreter of its own.
@@ -100,6 +111,7 @@ def plan(
     *,
     warm: int | None = None,
     preload: Sequence[str] = DEFAULT_PRELOAD,
+    rehearse: bool = True,
 ) -> WarmPlan:
     """The warm parent for a job's command; raises `NotWarmable` where there should be none.
 
@@ -111,6 +123,7 @@ def plan(
             the program surely imports nothing but the standard library and `preload` is the
             default.
         preload: modules to import (`--preload`).
+        rehearse: take a tiny training step too.
     """
     if warm == 0:
         raise NotWarmable("warm workers are switched off (--warm 0)")
@@ -129,6 +142,22 @@ def plan(
         preload=tuple(modules),
         path0=path0,
         spares=1 if warm is None else warm,
+        rehearse=rehearse,
+    )
+
+
+def plan_for(spec: JobSpec, inherited: Mapping[str, str]) -> WarmPlan:
+    """The warm parent of a job's workers, for who has `inherited` as its own environment.
+
+    Raises `NotWarmable` where there should be none.
+    """
+    return plan(
+        spec.command,
+        common_environment(inherited, spec),
+        spec.cwd,
+        warm=spec.warm,
+        preload=spec.preload,
+        rehearse=spec.rehearse,
     )
 
 

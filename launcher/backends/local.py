@@ -5,11 +5,16 @@ agent of its own. An agent's stdin is a pipe whose other end only this process h
 driver dies, even by SIGKILL, the agents see it close. Conversely this process is a child
 subreaper, so what an agent that was killed leaves behind comes here and is ended here.
 
+The first host's agents are executed at once. Once there is a second host, agents are forked from a
+process that has imported for all of them (`shared_parent`); the first host's too, if they are
+started again.
+
 One thread, started with the first agent, watches for their ends and calls `on_lost`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -26,6 +31,7 @@ from elastic_driver.runtime.starter import OnLost
 from launcher.agent.descendants import become_subreaper, carries, children, kill_trees, reap
 from launcher.agent.scratch import sweep_scratch
 from launcher.backends.base import AgentPlan, agent_argv
+from launcher.backends.shared_parent import Birth, SharedParent
 from launcher.backends.this_machine import is_this_machine, meeting_address
 
 LAST_RESORT_S = 2.0  # for the kernel to end what was killed
@@ -37,9 +43,11 @@ class _RunningAgent:
     """An agent's process, and whom to tell of its end."""
 
     plan: AgentPlan
-    process: subprocess.Popen[bytes]
-    pidfd: int
     on_lost: OnLost
+    pid: int
+    pidfd: int
+    lifeline: int  # the writing end of its stdin
+    warm: int | None = None  # the session of the warm parent that was forked with it
 
 
 class LocalBackend:
@@ -74,6 +82,9 @@ class LocalBackend:
         self._orphan_files = orphan_files
         self._lock = threading.Lock()
         self._agents: dict[tuple[str, int], _RunningAgent] = {}
+        self._unborn: dict[tuple[str, int], OnLost] = {}  # the shared parent is to fork them
+        self._hosts: set[str] = set()  # all that had an agent
+        self._shared = SharedParent(endpoint, self._token_file, _say)
         self._none_left = threading.Condition(self._lock)
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -109,30 +120,38 @@ class LocalBackend:
                 if self._closed:
                     return
                 self._ensure_thread()
-                process = _spawn(plan)
-                agent = _RunningAgent(plan, process, os.pidfd_open(process.pid), on_lost)
-                self._agents[host, incarnation] = agent
-                os.write(self._wake_write, b"+")
+                self._hosts.add(host)
+                if len(self._hosts) == 1:
+                    self._execute(plan, on_lost)
+                else:
+                    self._unborn[host, incarnation] = on_lost
+                    self._shared.bear(self._birth(plan))
         except ClusterError as error:
             on_lost(str(error))
         except OSError as error:
-            on_lost(f"cannot start an agent on {host}: {error}; is the machine out of processes?")
+            on_lost(_cannot_start(host, error))
 
     def kill(self, host: str, incarnation: int) -> None:
         """See `AgentStarter.kill`."""
         with self._lock:
+            on_lost = self._unborn.pop((host, incarnation), None)
             agent = self._agents.get((host, incarnation))
             if agent is not None:
-                # Not reaped before it is out of the table, so this number is still its own.
-                agent.process.send_signal(signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(agent.pidfd, signal.SIGKILL)
+        if on_lost is not None:
+            on_lost(f"the agent on {host} was no longer wanted before it had begun")
 
     def close(self, grace: float) -> None:
         """See `AgentStarter.close`."""
         with self._lock:
             self._closed = True
+            self._unborn.clear()
+        self._shared.close()
+        with self._lock:
             self._none_left.wait_for(lambda: not self._agents, max(grace, 0.0))
             for agent in self._agents.values():
-                kill_trees([agent.process.pid])
+                kill_trees([agent.pid])
             self._none_left.wait_for(lambda: not self._agents, LAST_RESORT_S)
             thread, self._thread = self._thread, None
         if thread is not None:
@@ -140,6 +159,45 @@ class LocalBackend:
             thread.join(2 * LAST_RESORT_S)
             os.close(self._wake_write)
             become_subreaper(False)
+
+    # ---- starting ------------------------------------------------------------------------
+
+    def _execute(self, plan: AgentPlan, on_lost: OnLost) -> None:
+        """Start it as a new process; the lock is held. Raises OSError."""
+        pid, lifeline = _spawn(plan)
+        self._watch_over(_RunningAgent(plan, on_lost, pid, os.pidfd_open(pid), lifeline))
+
+    def _watch_over(self, agent: _RunningAgent) -> None:
+        self._agents[agent.plan.host, agent.plan.incarnation] = agent
+        os.write(self._wake_write, b"+")
+
+    def _birth(self, plan: AgentPlan) -> Birth:
+        """What the shared parent is asked for; it calls back on its own thread."""
+        key = plan.host, plan.incarnation
+
+        def born(pid: int, warm: int, lifeline: int) -> bool:
+            with self._lock:
+                if key not in self._unborn:
+                    return False
+                pidfd = os.pidfd_open(pid)
+                on_lost = self._unborn.pop(key)
+                self._watch_over(_RunningAgent(plan, on_lost, pid, pidfd, lifeline, warm))
+                return True
+
+        def refused() -> None:
+            reason = None
+            with self._lock:
+                on_lost = self._unborn.pop(key, None)
+                if on_lost is None:
+                    return
+                try:
+                    self._execute(plan, on_lost)
+                except OSError as error:
+                    reason = _cannot_start(plan.host, error)
+            if reason is not None:
+                on_lost(reason)
+
+        return Birth(plan, born, refused)
 
     # ---- the watching thread -------------------------------------------------------------
 
@@ -173,49 +231,76 @@ class LocalBackend:
 
     def _ended(self, agent: _RunningAgent) -> None:
         """An agent's process has ended: clear up after it, then tell the driver."""
-        self._end_orphans()
+        self._end_orphans(agent.warm)
         sweep_scratch()
         with self._lock:
-            code = agent.process.wait()
+            code = reap(agent.pid) or 0
             os.close(agent.pidfd)
-            if agent.process.stdin is not None:
-                agent.process.stdin.close()
+            os.close(agent.lifeline)
             del self._agents[agent.plan.host, agent.plan.incarnation]
             closed = self._closed
             self._none_left.notify_all()
         if not closed:
             agent.on_lost(describe_end(agent.plan.host, code))
 
-    def _end_orphans(self) -> None:
+    def _end_orphans(self, warm: int | None) -> None:
         """Kill what lost its agent and came to us: our children that carry this job's mark.
 
-        Other children of this process (a library's user may have some) do not carry it, and
-        what still has an agent is that agent's child, not ours.
+        And those in the session `warm`, of the warm parent that was forked with that agent. Other
+        children of this process (a library's user may have some) do not carry it, and what
+        still has an agent is that agent's child, not ours.
         """
         mark = {contract.TOKEN_FILE: str(self._token_file)}
         deadline = time.monotonic() + LAST_RESORT_S
         orphans: set[int] = set()
         while True:
             with self._lock:
-                agents = {agent.process.pid for agent in self._agents.values()}
+                agents = {agent.pid for agent in self._agents.values()}
             here = set(children()) - agents
-            orphans = {pid for pid in here if pid in orphans or carries(pid, mark)}
+            orphans = {
+                pid for pid in here if pid in orphans or _session(pid) == warm or carries(pid, mark)
+            }
             kill_trees(orphans)
             if not {pid for pid in orphans if reap(pid) is None} or time.monotonic() > deadline:
                 return
             time.sleep(_LOOK_AGAIN_S)
 
 
-def _spawn(plan: AgentPlan) -> subprocess.Popen[bytes]:
-    """Start it in a session of its own, so that Ctrl-C in our terminal reaches us alone."""
-    return subprocess.Popen(
-        plan.argv,
-        cwd=plan.cwd,
-        env={**os.environ, **plan.env},
-        stdin=subprocess.PIPE,  # the lifeline; our end is closed on exec by any other child
-        bufsize=0,
-        start_new_session=True,
-    )
+def _spawn(plan: AgentPlan) -> tuple[int, int]:
+    """Start it in a session of its own, so that Ctrl-C in our terminal reaches us alone.
+
+    Returns its pid, and the writing end of its stdin: the lifeline, closed on exec by any other
+    child of ours.
+    """
+    stdin, lifeline = os.pipe2(os.O_CLOEXEC)
+    try:
+        env = {**os.environ, **plan.env}
+        process = subprocess.Popen(
+            plan.argv, cwd=plan.cwd, env=env, stdin=stdin, start_new_session=True
+        )
+    except BaseException:
+        os.close(lifeline)
+        raise
+    finally:
+        os.close(stdin)
+    process.returncode = 0  # we reap it ourselves
+    return process.pid, lifeline
+
+
+def _session(pid: int) -> int:
+    """The session of a child of ours, ended ones included; 0 where it was reaped meanwhile."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def _cannot_start(host: str, error: OSError) -> str:
+    return f"cannot start an agent on {host}: {error}; is the machine out of processes?"
+
+
+def _say(sentence: str) -> None:
+    print(f"elasticrun: {sentence}", file=sys.stderr, flush=True)
 
 
 def describe_end(host: str, code: int) -> str:

@@ -5,7 +5,9 @@ interpreter would run it. So everything a worker takes from its interpreter (fla
 `sys.path`, `__main__`, tracebacks, the exit status) is made by CPython itself, not imitated.
 
 Three kinds of processes run this module: the *parent* (one), *spares* (forked, waiting for a
-request, children of the agent already) and, for a moment, what is to become a worker. It uses the
+request, children of the agent already) and, for a moment, what is to become a worker. Where several
+agents share a machine there is one more: a parent that is not an agent's, from which agents are
+forked with parents of their own (`_elastic_warm_shared`). It uses the
 standard library only, reads nothing but its inherited sockets, and starts no thread. It never
 touches an accelerator: whoever forks after that has a broken device (CUDA says "cannot
 re-initialize in forked subprocess").
@@ -27,9 +29,11 @@ from importlib.machinery import FrozenImporter, PathFinder
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from launcher.agent.warm_parent import _elastic_warm_shared as shared
     from launcher.agent.warm_parent import _elastic_warm_torch as warm_torch
     from launcher.agent.warm_parent import _elastic_warm_worker as worker
 else:  # as `sys.path` has it here, where the project may not be importable at all
+    import _elastic_warm_shared as shared
     import _elastic_warm_torch as warm_torch
     import _elastic_warm_worker as worker
 
@@ -57,7 +61,9 @@ def serve(conversation: str, baseline: frozenset[str]) -> None:
     os.environ.clear()
     os.environ.update(born["env"])
     began = time.monotonic()
-    missing = _warm_up(born["preload"], born["path0"])
+    if "shared" in born:
+        shared.bind_to(born["parent"])
+    missing = _warm_up(born)
     _rehearse_fork()
     sys.stdout.flush()  # what an import printed is no worker's output
     reason = _unsafe(born, {0, 1, 2, queue_fd, status_fd}) or _shadowed(born)
@@ -69,7 +75,14 @@ def serve(conversation: str, baseline: frozenset[str]) -> None:
     gc.collect()
     gc.freeze()  # the collector no longer writes to these objects: their pages stay shared
     atexit.register(gc.unfreeze)  # at its end a worker collects what hangs together with them
-    _keep_spares(born, queue, status, missing, time.monotonic() - began)
+    born["ready"] = {
+        "ready": round(time.monotonic() - began, 3),
+        "missing": missing,
+        "threads": torch.get_num_threads() if torch else 0,
+    }
+    if "shared" in born:
+        queue, status = shared.bear_agents(born, queue, status)
+    _keep_spares(born, queue, status)
 
 
 def _refuse(status: socket.socket, reason: str) -> NoReturn:
@@ -80,19 +93,21 @@ def _refuse(status: socket.socket, reason: str) -> NoReturn:
 # ---- warming -----------------------------------------------------------------------------
 
 
-def _warm_up(preload: list[str], path0: str | None) -> list[str]:
+def _warm_up(born: dict[str, Any]) -> list[str]:
     """Import the modules as the script would; returns a line for each that cannot be had."""
-    missing = []
+    missing: list[str] = []
+    path0: str | None = born["path0"]
     gc.disable()  # until the fork: most of what an import makes lives as long as the process
     if path0 is not None:
         sys.path.insert(0, path0)
-    for name in preload:
+    for name in born["preload"]:
         try:
             importlib.import_module(name)
         except Exception as error:
             missing.append(f"{name}: {type(error).__name__}: {error}")
     if "torch" in sys.modules and not any(line.startswith("torch:") for line in missing):
-        warm_torch.first_step(sys.modules["torch"])
+        if born["rehearse"]:
+            warm_torch.first_step(sys.modules["torch"])
         warm_torch.let_last_work_end(sys.modules["torch"])
     if path0 is not None:
         sys.path.remove(path0)
@@ -169,13 +184,7 @@ def _open_files() -> list[tuple[int, str]]:
 # ---- forking -----------------------------------------------------------------------------
 
 
-def _keep_spares(
-    born: dict[str, Any],
-    queue: socket.socket,
-    status: socket.socket,
-    missing: list[str],
-    seconds: float,
-) -> None:
+def _keep_spares(born: dict[str, Any], queue: socket.socket, status: socket.socket) -> None:
     """Keep that many spares waiting; returns only in one that was taken."""
     lives: list[int] = []  # one pipe for each spare: it says when the spare is taken or dies
     deaths = 0  # in a row
@@ -190,10 +199,7 @@ def _keep_spares(
                 _refuse(status, "a fork did not become the agent's child; is it a child subreaper?")
             lives.append(fd)
         if not told:
-            torch: Any = sys.modules.get("torch")
-            threads = torch.get_num_threads() if torch else 0
-            ready_now = {"ready": round(seconds, 3), "missing": missing, "threads": threads}
-            worker.send_line(status, ready_now)
+            worker.send_line(status, born["ready"])
             told = True
         ready, _, _ = select.select([status.fileno(), *lives], [], [])
         if status.fileno() in ready:  # the agent speaks once; this is its end

@@ -44,6 +44,11 @@ def receive_line(line: socket.socket) -> dict[str, Any]:
     return cast("dict[str, Any]", json.loads(heard))
 
 
+def die_with_parent() -> None:
+    """Ask the kernel to kill us when the thread that is our parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 # ---- waiting -----------------------------------------------------------------------------
 
 
@@ -53,11 +58,11 @@ def await_request(born: dict[str, Any], queue: socket.socket, lifeline: int) -> 
     Our end of the pipe `lifeline` tells the warm parent that we have become the agent's (`+`), that
     we still wait (it is open), and that we were taken (`t`) or have died (its end).
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != born["agent"]:  # it died in between, or does not adopt orphans
+    die_with_parent()
+    if os.getppid() != born["parent"]:  # it died in between, or does not adopt orphans
         os._exit(0)
     os.write(lifeline, b"+")
-    if "torch" in sys.modules:
+    if born["rehearse"] and "torch" in sys.modules:
         warm_torch.first_step(sys.modules["torch"])  # the pages it writes are now our own
     _own_randomness()
     while True:

@@ -275,7 +275,7 @@ def test_a_request_that_was_given_up_starts_nothing(host: Agent) -> None:
     ours, theirs = socket.socketpair()
     read, write = os.pipe()
     with open(read, "rb") as output:
-        socket.send_fds(parent._queue, [b"start"], [write, write, theirs.fileno()])
+        socket.send_fds(parent._held.queue, [b"start"], [write, write, theirs.fileno()])
         os.close(write)
         theirs.close()
         ours.close()  # nobody waits for an answer any more
@@ -290,7 +290,7 @@ def test_an_answer_that_is_not_confirmed_starts_nothing(host: Agent) -> None:
     ours, theirs = socket.socketpair()
     read, write = os.pipe()
     with open(read, "rb") as output:
-        socket.send_fds(parent._queue, [b"start"], [write, write, theirs.fileno()])
+        socket.send_fds(parent._held.queue, [b"start"], [write, write, theirs.fileno()])
         os.close(write)
         theirs.close()
         ours.sendall(json.dumps({"env": host.env}).encode() + b"\n")

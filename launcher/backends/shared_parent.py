@@ -1,0 +1,204 @@
+"""One import of torch for all agents of this machine but the first: they are forked from it.
+
+Several names of one machine are separate hosts with an agent each, and every agent keeps a warm
+parent that imports what workers need: seconds of a processor each. `SharedParent` owns one more
+process, which imports once; agents that are wanted later are forked from it with their warm
+parents ready (`_elastic_warm_shared` is its inside, `launcher.agent.warm_birth` the agent's end).
+
+Whatever goes wrong, an agent is never lost: who asked is told to start it the plain way, and
+people are told once why. One thread does all of it, since the kernel ends the shared parent with
+the thread that has started it. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from elastic_driver import contract
+from elastic_driver.core.messages import JobSpec, decode
+from launcher.agent.warm_birth import Held, end_child, execute, receive_line, send_line
+from launcher.agent.warm_command import NotWarmable
+from launcher.agent.warm_plan import plan_for
+from launcher.backends.base import AgentPlan
+from rendezvous.auth import read_token_file
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import RendezvousError, TokenError
+
+WARM_UP_S = 60.0  # longer than importing takes even from a slow network file system
+ANSWER_S = 10.0  # for two forks, on a very busy machine
+SPEC_S = 10.0  # for the rendezvous to say what the job runs; it was published before
+END_S = 4.0  # for the thread to end once the process has
+
+
+@dataclass(frozen=True)
+class Birth:
+    """An agent that is wanted.
+
+    Args:
+        plan: what it executes.
+        born: told its pid, that of its warm parent, and the writing end of its stdin, before it
+            begins; keeps that end if it says True. False: nobody wants it any more.
+        refused: called where none can be forked; it is to be started some other way.
+    """
+
+    plan: AgentPlan
+    born: Callable[[int, int, int], bool]
+    refused: Callable[[], None]
+
+
+class _LostError(Exception):
+    """No shared parent from now on; the text says why, and is empty where nobody need know."""
+
+
+class SharedParent:
+    """The process and its thread, from the first `bear` to `close`.
+
+    Args:
+        endpoint: the rendezvous' URL, which knows what workers run.
+        token_file: the job's token.
+        say: tells people a sentence.
+    """
+
+    def __init__(self, endpoint: str, token_file: Path, say: Callable[[str], None]) -> None:
+        self._endpoint, self._token_file, self._say = endpoint, token_file, say
+        self._births: queue.SimpleQueue[Birth | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._held: Held | None = None
+        self._lost = False
+        self._ending = threading.Event()
+        self._wake_read, self._wake_write = -1, -1
+
+    def bear(self, birth: Birth) -> None:
+        """Have an agent forked as soon as everything is imported; returns at once."""
+        self._births.put(birth)
+        if self._thread is None:
+            self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
+            self._thread = threading.Thread(target=self._serve, name="shared-parent", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the process; agents and their warm parents go on. Who still waits is not told."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._ending.set()
+        self._births.put(None)
+        os.close(self._wake_write)
+        thread.join(END_S)
+        os.close(self._wake_read)
+
+    # ---- its thread ----------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while (birth := self._births.get()) is not None and not self._ending.is_set():
+            try:
+                if not self._lost:
+                    self._held = self._held or self._open()
+                    _bear(self._held, birth)
+                    continue
+            except _LostError as error:
+                self._lose(str(error))
+            except (OSError, EOFError) as error:
+                self._lose(f"the process that they are forked from does not answer ({error})")
+            if not self._ending.is_set():
+                birth.refused()
+        self._end()
+
+    def _lose(self, why: str) -> None:
+        """Give it up for good; people are told, unless it is no news to them."""
+        self._lost = True
+        words = "" if self._held is None else self._held.last_words()
+        self._end()
+        if why and not self._ending.is_set():
+            self._say(f"agents on this machine import for themselves from now on: {why}{words}")
+
+    def _end(self) -> None:
+        if self._held is not None:
+            self._held.end()
+            self._held = None
+
+    def _open(self) -> Held:
+        """Start it, and wait until it is warm; raises `_LostError`."""
+        try:
+            plan = plan_for(self._read_spec(), os.environ)
+        except NotWarmable:
+            raise _LostError("") from None  # nothing is warm in this job
+        try:
+            self._held = execute(plan)
+            self._held.status.settimeout(ANSWER_S)
+            send_line(self._held.status, {**plan.birth(os.getpid()), "shared": plan.digest()})
+            self._await_warmth(self._held)
+        except (OSError, EOFError) as error:
+            raise _LostError(
+                f"the process that was to import for all has ended ({error})"
+            ) from error
+        return self._held
+
+    def _read_spec(self) -> JobSpec:
+        try:
+            token = read_token_file(self._token_file)
+            with RendezvousClient(self._endpoint, token, timeout=SPEC_S) as client:
+                entry = client.get(contract.JOB_SPEC)
+            if entry is None:
+                raise _LostError("the rendezvous does not say what the job runs")
+            return decode(JobSpec, entry.value)
+        except (RendezvousError, TokenError, msgspec.DecodeError) as error:
+            raise _LostError(f"cannot learn what the job runs ({error})") from error
+
+    def _await_warmth(self, held: Held) -> None:
+        deadline = time.monotonic() + WARM_UP_S
+        status = held.status.fileno()
+        ready, _, _ = select.select([status, self._wake_read], [], [], WARM_UP_S)
+        if not ready:
+            raise _LostError(
+                f"the process that imports for all was not warm after {WARM_UP_S:.0f} s"
+            )
+        if status not in ready:
+            raise _LostError("")  # we are to end
+        held.status.settimeout(max(0.1, deadline - time.monotonic()))
+        if "refused" in receive_line(held.status):
+            raise _LostError("")  # what the agents will find out, too, and say
+
+
+def _bear(held: Held, birth: Birth) -> None:
+    """Have one agent forked; raises OSError or EOFError where none comes."""
+    stdin, lifeline = os.pipe2(os.O_CLOEXEC)
+    ours, theirs = socket.socketpair()
+    with ours, contextlib.ExitStack() as on_error:
+        on_error.callback(os.close, lifeline)
+        try:
+            with theirs:
+                held.queue.settimeout(ANSWER_S)
+                socket.send_fds(held.queue, [b"agent"], [stdin, 1, 2, theirs.fileno()])
+        finally:
+            os.close(stdin)
+        ours.settimeout(ANSWER_S)
+        plan = birth.plan
+        env = {**os.environ, **plan.env}
+        send_line(ours, {"argv": plan.argv, "env": env, "cwd": str(plan.cwd)})
+        answer = receive_line(ours)
+        pid = int(answer["pid"])
+        if not birth.born(pid, int(answer["warm"]), lifeline):
+            ours.close()
+            _collect(held)
+            return
+        on_error.pop_all()
+        with contextlib.suppress(OSError):  # it has died: who watches it sees that
+            ours.sendall(b"go")
+
+
+def _collect(held: Held) -> None:
+    """End what came of a request that nobody wants any more."""
+    for pid in held.own_pids() - {held.pid}:
+        end_child(pid)
