@@ -61,8 +61,9 @@ _SIGNALS = {
 def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     """Run the job; returns its exit status. Raises ElasticError where it cannot be started."""
     discovery = source = make_discovery(plan.hosts)
-    plan, whereabouts = meet_the_hosts(plan, discovery)
-    starter = make_starter_factory(plan.backend, whereabouts)
+    hosts = hosts_now(plan, discovery)
+    plan, whereabouts = meet_the_hosts(plan, hosts)
+    starter = make_starter_factory(plan.backend, whereabouts, hosts)
     checks: HostChecks | None = None
     if plan.node_check is not None:
         hosts = discovery.find()
@@ -128,16 +129,24 @@ def run_driver(
         return driver.run().exit_code
 
 
-def meet_the_hosts(plan: LaunchPlan, discovery: HostDiscovery) -> tuple[LaunchPlan, Whereabouts]:
-    """Check the hosts there are now; where the rendezvous is, and the plan for those that are fit.
+def hosts_now(plan: LaunchPlan, discovery: HostDiscovery) -> Hosts:
+    """The hosts there are before the driver asks for them; none where nobody has to know.
 
-    A discovery that fails now is no mistake: the driver asks again, and each host is then checked
-    as its agent is started. Raises ClusterError where too few hosts are fit.
+    A discovery that fails now is no mistake: the driver asks again.
     """
+    if plan.backend == "local" and isinstance(plan.hosts, ScriptHosts):
+        return ()
     try:
-        hosts = () if plan.backend == "local" else discovery.find()
+        return discovery.find()
     except ElasticError:
-        hosts = ()
+        return ()
+
+
+def meet_the_hosts(plan: LaunchPlan, hosts: Hosts) -> tuple[LaunchPlan, Whereabouts]:
+    """Check these hosts; where the rendezvous is, and the plan for those that are fit.
+
+    Others are checked as their agents are started. Raises ClusterError where too few are fit.
+    """
     remote = remote_hosts(plan.backend, hosts)
     whereabouts = find_whereabouts(plan, hosts)
     problems = precheck(remote, whereabouts.reach, plan.spec.cwd) if remote else {}

@@ -39,6 +39,9 @@ from elastic_driver.runtime.starter import StarterFactory
 
 PACKAGES = Path(__file__).resolve().parents[2]
 TASK = (sys.executable, "-m", "elastic_driver.worker.checks.serve")
+# What it imports, and the model's part, which takes as long again.
+PRELOAD = ("elastic_driver.worker.checks.task",)
+PRELOAD_MODEL = (*PRELOAD, "torch._dynamo")
 STOP_S = 10.0  # for an agent to report the end of a process that is killed
 _LAST_WORDS_CHARS = 200
 
@@ -52,6 +55,7 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
     heartbeat_timeout: float = 30.0
     task: TaskSettings = TaskSettings()
     command: tuple[str, ...] = TASK  # what a process of a task runs
+    warm: int | None = None  # processes that have imported torch in advance, as `JobSpec.warm`
     env: dict[str, str] = {}  # added to the agents' environment for it
 
 
@@ -342,7 +346,9 @@ class NodeChecker:
             grace_period=0.0,
             max_restarts=0,
             local_ranks_filter=(),  # what tasks print is for the report, not for the terminal
-            warm=0,  # the process of a task stays for further rounds, and forks by itself
+            warm=self._settings.warm,
+            preload=PRELOAD_MODEL if self._settings.task.model else PRELOAD,
+            rehearse=False,  # a task warms up by itself before it measures
         )
 
     def _describe(self, groups: tuple[Group, ...]) -> str:

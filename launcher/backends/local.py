@@ -5,9 +5,8 @@ agent of its own. An agent's stdin is a pipe whose other end only this process h
 driver dies, even by SIGKILL, the agents see it close. Conversely this process is a child
 subreaper, so what an agent that was killed leaves behind comes here and is ended here.
 
-The first host's agents are executed at once. Once there is a second host, agents are forked from a
-process that has imported for all of them (`shared_parent`); the first host's too, if they are
-started again.
+A single host's agents are executed. Once there are several hosts, agents are forked from a process
+that has imported for all of them (`shared_parent`).
 
 One thread, started with the first agent, watches for their ends and calls `on_lost`.
 """
@@ -60,6 +59,7 @@ class LocalBackend:
         orphan_files: what an agent removes when this process dies without cleaning up; by
             default the token and the endpoint file beside it.
         address: where processes on other machines reach those on this one; by default nobody does.
+        several: it is known that there will be agents of more than one host.
         joined: this machine has joined a driver elsewhere, which names it as it likes; its agents
             find their address by themselves.
     """
@@ -72,9 +72,11 @@ class LocalBackend:
         python: str = sys.executable,
         orphan_files: tuple[Path, ...] | None = None,
         address: str | None = None,
+        several: bool = False,
         joined: bool = False,
     ) -> None:
         self._endpoint, self._python, self._address = endpoint, python, address
+        self._several = several
         self._joined = joined
         self._token_file = token_file.absolute()
         if orphan_files is None:
@@ -83,7 +85,7 @@ class LocalBackend:
         self._lock = threading.Lock()
         self._agents: dict[tuple[str, int], _RunningAgent] = {}
         self._unborn: dict[tuple[str, int], OnLost] = {}  # the shared parent is to fork them
-        self._hosts: set[str] = set()  # all that had an agent
+        self._first: str | None = None  # host that had an agent
         self._shared = SharedParent(endpoint, self._token_file, _say)
         self._none_left = threading.Condition(self._lock)
         self._closed = False
@@ -120,12 +122,13 @@ class LocalBackend:
                 if self._closed:
                     return
                 self._ensure_thread()
-                self._hosts.add(host)
-                if len(self._hosts) == 1:
-                    self._execute(plan, on_lost)
-                else:
+                self._first = self._first or host
+                self._several |= host != self._first
+                if self._several:
                     self._unborn[host, incarnation] = on_lost
                     self._shared.bear(self._birth(plan))
+                else:
+                    self._execute(plan, on_lost)
         except ClusterError as error:
             on_lost(str(error))
         except OSError as error:

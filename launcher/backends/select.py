@@ -44,11 +44,18 @@ def make_reach(plan: LaunchPlan) -> Reach:
     return MpirunReach(ssh, os.environ) if plan.backend == "mpi" else SshReach(ssh)
 
 
-def make_starter_factory(backend: str, whereabouts: Whereabouts) -> StarterFactory:
-    """What makes the driver's `AgentStarter`, once the rendezvous has an address."""
+def make_starter_factory(
+    backend: str, whereabouts: Whereabouts, hosts: Hosts = ()
+) -> StarterFactory:
+    """What makes the driver's `AgentStarter`, once the rendezvous has an address.
+
+    `hosts`: those that are known of already; more may come.
+    """
+    here = {host for host, slots in hosts if slots and is_this_machine(host)}
 
     def local(endpoint: str, token_file: Path) -> LocalBackend:
-        return LocalBackend(endpoint, token_file, address=whereabouts.own_address)
+        own = whereabouts.own_address
+        return LocalBackend(endpoint, token_file, address=own, several=len(here) > 1)
 
     def remote(endpoint: str, token_file: Path) -> RemoteBackend:
         def endpoint_for(host: str) -> str:

@@ -76,7 +76,7 @@ def check(words: list[str]) -> int:
             plan,
             plan.node_check,
             found,
-            starter=make_starter_factory(plan.backend, whereabouts),
+            starter=make_starter_factory(plan.backend, whereabouts, found),
             bind_host=whereabouts.bind_host,
             run_dir=RunDir(Path(folder), "check"),
             say=_say if plan.verbosity >= 0 else _say_nothing,

@@ -32,6 +32,7 @@ def settings(troubles: dict[str, str] | None = None) -> CheckSettings:
         start_timeout=LIMIT_S,
         task_timeout=LIMIT_S,
         command=TASK,
+        warm=0,
         env={"TROUBLES": json.dumps(troubles or {})},
     )
 

@@ -1,10 +1,11 @@
-"""The process of a node check on a host: imports torch once, and forks a child for each task.
+"""The process of a node check on a host: has imported torch, and forks a child for each task.
 
 An agent starts it as `python -m elastic_driver.worker.checks.serve`, one for each device. Its first
 task stands in its environment, as for any worker; while its host goes on to further rounds, it
-reads each next task (`Assignment`) from the store. Importing torch takes seconds, a fork
-milliseconds, and a child has device, threads and groups of its own, whatever became of the last
-one. This process starts no thread, touches no device and joins no group, so that it can fork.
+reads each next task (`Assignment`) from the store. Importing torch takes seconds, so the agent has
+this process forked from one that has done it, where it can. A fork takes milliseconds, and a child
+has device, threads and groups of its own, whatever became of the last one. This process starts no
+thread, touches no device and joins no group, so that it can fork.
 
 A child that fails is this process's failure: it ends in the same way, and the agent reports exit
 status and last words as it does of any worker. It is ended by the agent when the check is over.

@@ -124,7 +124,9 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     eventually(lambda: not [pid for pid in children() if pid not in before and lives(pid)])
 
 
-def test_three_hosts_import_twice_and_all_their_workers_are_warm(machine: Machine) -> None:
+def test_three_hosts_that_come_one_by_one_import_twice_and_all_their_workers_are_warm(
+    machine: Machine,
+) -> None:
     machine.publish_job(LOOK)
     agents = machine.up(*HOSTS)
     for agent, host in zip(agents, HOSTS, strict=True):
@@ -134,6 +136,15 @@ def test_three_hosts_import_twice_and_all_their_workers_are_warm(machine: Machin
         assert "WARM" not in seen.variables
     assert len(machine.importers) == 2
     assert machine.lost == {}
+
+
+def test_hosts_that_are_known_beforehand_import_once(machine: Machine) -> None:
+    machine.backend = LocalBackend(machine.server.url, machine.token_file, several=True)
+    machine.publish_job(LOOK)
+    agents = machine.up(*HOSTS)
+    for agent, host in zip(agents, HOSTS, strict=True):
+        assert machine.seen(machine.work(host))[:2] == (agent, True)
+    assert len(machine.importers) == 1
 
 
 def test_a_single_host_has_no_shared_parent_however_often_it_comes_back(machine: Machine) -> None:
