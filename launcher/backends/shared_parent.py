@@ -18,7 +18,6 @@ import queue
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +36,8 @@ from rendezvous.errors import RendezvousError, TokenError
 
 WARM_UP_S = 60.0  # longer than importing takes even from a slow network file system
 ANSWER_S = 10.0  # for two forks, on a very busy machine
-SPEC_S = 10.0  # for the rendezvous to say what the job runs; it was published before
-END_S = 4.0  # for the thread to end once the process has
+SPEC_S = 5.0  # for the rendezvous to say what the job runs; it was published before
+END_S = 2 * SPEC_S  # for the thread to end
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,8 @@ class SharedParent:
         self._births.put(None)
         os.close(self._wake_write)
         thread.join(END_S)
-        os.close(self._wake_read)
+        if not thread.is_alive():
+            os.close(self._wake_read)
 
     # ---- its thread ----------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class SharedParent:
             try:
                 if not self._lost:
                     self._held = self._held or self._open()
-                    _bear(self._held, birth)
+                    self._fork(self._held, birth)
                     continue
             except _LostError as error:
                 self._lose(str(error))
@@ -157,48 +157,49 @@ class SharedParent:
             raise _LostError(f"cannot learn what the job runs ({error})") from error
 
     def _await_warmth(self, held: Held) -> None:
-        deadline = time.monotonic() + WARM_UP_S
-        status = held.status.fileno()
-        ready, _, _ = select.select([status, self._wake_read], [], [], WARM_UP_S)
-        if not ready:
+        held.status.settimeout(WARM_UP_S)
+        if not self._wait_for(held.status, WARM_UP_S):
             raise _LostError(
                 f"the process that imports for all was not warm after {WARM_UP_S:.0f} s"
             )
-        if status not in ready:
-            raise _LostError("")  # we are to end
-        held.status.settimeout(max(0.1, deadline - time.monotonic()))
         if "refused" in receive_line(held.status):
             raise _LostError("")  # what the agents will find out, too, and say
 
+    def _fork(self, held: Held, birth: Birth) -> None:
+        """Have one agent forked; raises OSError or EOFError where none comes."""
+        stdin, lifeline = os.pipe2(os.O_CLOEXEC)
+        ours, theirs = socket.socketpair()
+        with ours, contextlib.ExitStack() as on_error:
+            on_error.callback(os.close, lifeline)
+            try:
+                with theirs:
+                    held.queue.settimeout(ANSWER_S)
+                    socket.send_fds(held.queue, [b"agent"], [stdin, 1, 2, theirs.fileno()])
+            finally:
+                os.close(stdin)
+            ours.settimeout(ANSWER_S)
+            plan = birth.plan
+            env = {**os.environ, **plan.env}
+            send_line(ours, {"argv": plan.argv, "env": env, "cwd": str(plan.cwd)})
+            if not self._wait_for(ours, ANSWER_S):
+                raise TimeoutError(f"nothing in {ANSWER_S:g} s")
+            answer = receive_line(ours)
+            if not birth.born(int(answer["pid"]), int(answer["warm"]), lifeline):
+                _end_unwanted(held)
+                return
+            on_error.pop_all()
+            with contextlib.suppress(OSError):  # it has died: who watches it sees that
+                ours.sendall(b"go")
 
-def _bear(held: Held, birth: Birth) -> None:
-    """Have one agent forked; raises OSError or EOFError where none comes."""
-    stdin, lifeline = os.pipe2(os.O_CLOEXEC)
-    ours, theirs = socket.socketpair()
-    with ours, contextlib.ExitStack() as on_error:
-        on_error.callback(os.close, lifeline)
-        try:
-            with theirs:
-                held.queue.settimeout(ANSWER_S)
-                socket.send_fds(held.queue, [b"agent"], [stdin, 1, 2, theirs.fileno()])
-        finally:
-            os.close(stdin)
-        ours.settimeout(ANSWER_S)
-        plan = birth.plan
-        env = {**os.environ, **plan.env}
-        send_line(ours, {"argv": plan.argv, "env": env, "cwd": str(plan.cwd)})
-        answer = receive_line(ours)
-        pid = int(answer["pid"])
-        if not birth.born(pid, int(answer["warm"]), lifeline):
-            ours.close()
-            _collect(held)
-            return
-        on_error.pop_all()
-        with contextlib.suppress(OSError):  # it has died: who watches it sees that
-            ours.sendall(b"go")
+    def _wait_for(self, line: socket.socket, seconds: float) -> bool:
+        """Whether something comes in time; raises `_LostError` when we are to end."""
+        ready, _, _ = select.select([line.fileno(), self._wake_read], [], [], seconds)
+        if self._wake_read in ready:
+            raise _LostError("")
+        return bool(ready)
 
 
-def _collect(held: Held) -> None:
+def _end_unwanted(held: Held) -> None:
     """End what came of a request that nobody wants any more."""
     for pid in held.own_pids() - {held.pid}:
         end_child(pid)

@@ -47,10 +47,14 @@ def with_a_quota(hosts: Sequence[str], *, model: bool) -> Trial:
 
             class Slowing(LocalBackend):
                 def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
-                    super().start(host, incarnation, on_lost)
-                    if host == victim:
-                        pid = self._agents[host, incarnation].process.pid
-                        stack.enter_context(slowed(pid, share))
+                    if host != victim:
+                        super().start(host, incarnation, on_lost)
+                        return
+                    with self._lock:  # by itself, so that all it runs is in the group
+                        self._ensure_thread()
+                        self._execute(self.plan(host, incarnation), on_lost)
+                        pid = self._agents[host, incarnation].pid
+                    stack.enter_context(slowed(pid, share))
 
             report = NodeChecker(
                 tuple((host, 1) for host in hosts),

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,28 @@ def test_our_own_modules_are_warm_only_for_programs_that_use_them(tmp_path: Path
     assert "elastic_driver.worker.world" in planned(tmp_path).preload
     (tmp_path / "rendezvous.py").write_text("")
     assert planned(tmp_path).preload == ("torch",)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"argv": ("python", "t.py", "-x")},
+        {"env": {"A": "2"}},
+        {"cwd": "/elsewhere"},
+        {"preload": ("torch", "numpy")},
+        {"path0": None},
+        {"spares": 3},
+        {"rehearse": False},
+    ],
+    ids=lambda change: str(*change),
+)
+def test_plans_have_equal_digests_if_they_are_equal(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    (tmp_path / "t.py").write_text("import torch\n")
+    wanted = planned(tmp_path)
+    assert wanted.digest() == planned(tmp_path).digest()
+    assert wanted.digest() != replace(wanted, **change).digest()  # type: ignore[arg-type]
 
 
 def test_workers_may_differ_in_what_is_read_late_and_in_nothing_else(tmp_path: Path) -> None:

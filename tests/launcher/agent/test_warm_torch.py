@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +47,16 @@ STEP = """
     optimizer.step()
     print(model.weight.isfinite().all().item(), len(set(sys.modules) - before))
 """
+
+
+def test_without_a_rehearsal_only_the_modules_are_there(tmp_path: Path) -> None:
+    source = "import sys; print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
+    (tmp_path / "job.py").write_text(source)
+    with agent(tmp_path) as fake:
+        plan = replace(fake.plan("job.py", preload=["torch"]), rehearse=False)
+        fake.starter.launch(plan)
+        asyncio.run(fake.starter.ready())
+        assert fake.run("job.py") == Outcome("True False\n", "", 0)
 
 
 def test_the_first_step_needs_no_further_import(host: Agent) -> None:

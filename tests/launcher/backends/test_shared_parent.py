@@ -21,6 +21,7 @@ from elastic_driver import contract
 from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
 from elastic_driver.core.messages import StartWorkerOrder, encode
 from launcher.agent.descendants import children, variables
+from launcher.backends import shared_parent
 from launcher.backends.local import LocalBackend
 from rendezvous.wire import Set
 from tests.launcher.agent.harness import ROOT, Driver, eventually, lives, place
@@ -222,6 +223,30 @@ def test_when_it_is_killed_while_it_imports_those_who_wait_are_executed(machine:
     os.kill(machine.shared_parent(), signal.SIGKILL)
     machine.wait_for(*HOSTS)
     assert machine.lost == {}
+
+
+def test_one_that_is_stopped_is_given_up_within_the_deadline(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    machine.publish_job()
+    machine.up(*HOSTS[:2])
+    monkeypatch.setattr(shared_parent, "ANSWER_S", 0.3)
+    os.kill(machine.shared_parent(), signal.SIGSTOP)
+    machine.up(HOSTS[2])
+    assert "does not answer (nothing in 0.3 s)" in capfd.readouterr().err
+    assert machine.lost == {}
+
+
+def test_closing_does_not_wait_for_one_that_is_stopped(machine: Machine) -> None:
+    machine.publish_job()
+    machine.up(*HOSTS[:2])
+    shared = machine.shared_parent()
+    os.kill(shared, signal.SIGSTOP)
+    machine.start(HOSTS[2])
+    began = time.monotonic()
+    machine.backend.close(0)
+    assert time.monotonic() - began < 2.0
+    assert not psutil.pid_exists(shared)
 
 
 def test_an_import_that_cannot_be_forked_leaves_every_agent_to_itself(
