@@ -168,7 +168,12 @@ class LocalBackend:
     def _execute(self, plan: AgentPlan, on_lost: OnLost) -> None:
         """Start it as a new process; the lock is held. Raises OSError."""
         pid, lifeline = _spawn(plan)
-        self._watch_over(_RunningAgent(plan, on_lost, pid, os.pidfd_open(pid), lifeline))
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            os.close(lifeline)  # which ends it
+            raise
+        self._watch_over(_RunningAgent(plan, on_lost, pid, pidfd, lifeline))
 
     def _watch_over(self, agent: _RunningAgent) -> None:
         self._agents[agent.plan.host, agent.plan.incarnation] = agent

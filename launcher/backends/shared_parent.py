@@ -1,9 +1,9 @@
-"""One import of torch for all agents of this machine but the first: they are forked from it.
+"""One import of torch for all agents of this machine: they are forked from the process that did it.
 
 Several names of one machine are separate hosts with an agent each, and every agent keeps a warm
 parent that imports what workers need: seconds of a processor each. `SharedParent` owns one more
-process, which imports once; agents that are wanted later are forked from it with their warm
-parents ready (`_elastic_warm_shared` is its inside, `launcher.agent.warm_birth` the agent's end).
+process, which imports once; agents are forked from it with their warm parents ready
+(`_elastic_warm_shared` is its inside, `launcher.agent.warm_birth` the agent's end).
 
 Whatever goes wrong, an agent is never lost: who asked is told to start it the plain way, and
 people are told once why. One thread does all of it, since the kernel ends the shared parent with
@@ -111,6 +111,8 @@ class SharedParent:
                 self._lose(str(error))
             except (OSError, EOFError) as error:
                 self._lose(f"the process that they are forked from does not answer ({error})")
+            except Exception as error:  # or nobody would start those who wait
+                self._lose(f"a bug of ours: {error!r}")
             if not self._ending.is_set():
                 birth.refused()
         self._end()

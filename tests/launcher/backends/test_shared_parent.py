@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -112,7 +113,10 @@ class Machine(Driver):
 
 def command(pid: int) -> str:
     """What a process runs, a word apart; empty where it has ended."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+    except OSError:
+        return ""
 
 
 @pytest.fixture
@@ -187,7 +191,10 @@ def test_an_agent_born_this_way_is_one_like_any_other(machine: Machine) -> None:
 
 def kinds_of_files(pid: int) -> list[str]:
     """What a process has open, but for numbers and for where the warm parent's words are kept."""
-    links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    links = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            links.append(os.readlink(fd))
     kinds = [re.sub(r"\[\d+\]|elastic-mp-\w+", "", link) for link in links]
     return sorted(re.sub(r"/memfd:.*|/tmp/#.*", "log", kind) for kind in kinds)
 
@@ -235,6 +242,18 @@ def test_one_that_is_stopped_is_given_up_within_the_deadline(
     machine.up(HOSTS[2])
     assert "does not answer (nothing in 0.3 s)" in capfd.readouterr().err
     assert machine.lost == {}
+
+
+def test_a_bug_of_ours_costs_nobody_an_agent(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(shared_parent, "plan_for", broken)
+    machine.publish_job()
+    machine.up(*HOSTS)
+    assert capfd.readouterr().err.count("a bug of ours: RuntimeError('broken')") == 1
 
 
 def test_closing_does_not_wait_for_one_that_is_stopped(machine: Machine) -> None:
@@ -354,7 +373,9 @@ def test_when_the_drivers_process_is_killed_everything_goes_with_it(
             mine = [pid for pid in pids if "script.py" in command(pid)]
             return pids if len(mine) >= (2 if moment == "imports" else 5) else []
 
-        pids = eventually(everybody, 30.0)
-        process.kill()
+        try:
+            pids = eventually(everybody, 30.0)
+        finally:
+            process.kill()
     eventually(lambda: not any(map(lives, pids)))
     eventually(lambda: not machine.token_file.exists() and not machine.endpoint_file.exists())
