@@ -44,7 +44,7 @@ class WatchSettings(Struct, frozen=True, kw_only=True):
     """
 
     factor: float = 1.5  # slow: more than this many times the usual time
-    slight: float = 2.0  # only slightly: less than this many times,
+    slight: float = 1.75  # only slightly: less than this many times,
     longer: int = 3  # which must last for so many times as many looks
     part: float = 0.1  # and longer by more than this part of a step: less harms nobody
     recovered: float = 1.25  # no longer slow: less than this many times
