@@ -8,9 +8,12 @@ A rank's time is the median of its last reports; it is compared with the usual t
 (`robust.usual`). Hysteresis and a number of looks that must agree keep jitter from raising an
 alarm. Half a second in which a neighbour took the processor makes a rank half as slow again, hardly
 ever several times as slow, so a slight difference must last longer; and where most ranks would be
-slow, it must be larger. A report may stand for several short steps, whose mean is steadier than
-each of them: of those fewer are asked for, so that a verdict takes about as many steps. Pure: the
-driver feeds reports in and passes the alarms on. Times are seconds.
+slow, it must be larger. Pure: the driver feeds reports in and passes the alarms on. Times are
+seconds.
+
+A report may stand for several short steps, whose mean is steadier than each of them: of those fewer
+are asked for, so that a verdict takes about as many steps. Long steps are reported one by one, and
+a quota may stop a process in each second one: of those, two neighbours are taken together.
 """
 
 from __future__ import annotations
@@ -177,8 +180,11 @@ class StragglerWatch:
         return changes
 
     def _medians(self, last: int) -> list[float]:
-        """Each rank's median over so many reports."""
-        return [median(islice(reversed(track.times), last)) for track in self._tracks]
+        """Each rank's median over so many reports, single steps taken two and two."""
+        newest = [list(islice(reversed(track.times), last)) for track in self._tracks]
+        if self._each() == 1 and last > 1:
+            newest = [[(a + b) / 2 for a, b in pairwise(times)] for times in newest]
+        return [median(times) for times in newest]
 
     def _has_passed(self, rank: int, factor: float, reports: int) -> bool:
         """Whether it was a few slow steps that have passed, though the median is still large."""
@@ -187,9 +193,11 @@ class StragglerWatch:
 
     def _reports(self, steps: int, least: int) -> int:
         """How many reports are enough for so many steps."""
-        seen = self._seen
-        each = min((b - a for a, b in pairwise(seen)), default=1)
-        return min(max(least, -(-steps // each)), steps)
+        return min(max(least, -(-steps // self._each())), steps)
+
+    def _each(self) -> int:
+        """For how many steps a report stands."""
+        return min((b - a for a, b in pairwise(self._seen)), default=1)
 
     def _judge(
         self, track: _Track, found: SlowRank, factor: float, *, harms: bool

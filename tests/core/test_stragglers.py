@@ -99,6 +99,15 @@ def test_who_is_slightly_slow_all_the_time_is_named_within_30_steps() -> None:
     assert change.slow.rank == 1
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_quota_that_stops_some_steps_and_not_others_is_named_within_30_steps(seed: int) -> None:
+    watch = StragglerWatch(("a", "b", "c"))
+    train(watch, range(1, 101), lambda _r, _s: 0.1)
+    times = Random(seed).sample([0.12, 0.28] * 15, 30)
+    (change,) = train(watch, range(101, 131), lambda r, s: times[s - 101] if r == 1 else 0.1)
+    assert change.slow.rank == 1
+
+
 def test_exactly_the_factor_is_not_slow() -> None:
     watch = StragglerWatch(("a", "b", "c"), WatchSettings(factor=1.5))
     assert train(watch, range(60), lambda r, _s: 1.5 if r == 2 else 1.0) == []
