@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from random import Random
 
 import pytest
 
@@ -19,10 +20,10 @@ Spent = Callable[[int, int], float]  # seconds a step that data was under way fr
 class Net:
     """Hosts of one rank each, whose exchange goes over the pairs of a ring or over all."""
 
-    def __init__(self, size: int, *, ring: bool = True) -> None:
+    def __init__(self, size: int, *, ring: bool = True, step_s: float = STEP_S) -> None:
         self.hosts = [f"h{i}" for i in range(size)]
         self.watch = LinkWatch(self.hosts)
-        self.step = 0
+        self.step, self.step_s = 0, step_s
         self.totals = {
             (a, b): (0.0, 0)
             for a in range(size)
@@ -38,7 +39,7 @@ class Net:
                 self.totals[a, b] = seconds + BEAT * spent(a, b), carried + BEAT * CARRIED
             for rank in range(len(self.hosts)):
                 self.watch.report(rank, self.step, self.links_of(rank))
-            changes += self.watch.look(STEP_S)
+            changes += self.watch.look(self.step_s)
         return changes
 
     def links_of(self, rank: int) -> Links:
@@ -103,6 +104,18 @@ def test_a_passing_disturbance_is_no_alarm_and_an_alarm_soon_withdrawn_a_false_o
     assert net.watch.false_alarms == 0
     assert len(net.train(confirm, only(()))) == 1
     assert net.watch.false_alarms == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_link_that_loses_packets_stalls_now_and_then_and_is_named(seed: int) -> None:
+    """Steps of 0.1 s, looks over three of them at least; a stall hits a look of a pair or not."""
+    random = Random(seed)
+    net = Net(4, step_s=0.1)
+    net.train(10, only(()))
+    stalls: Spent = lambda a, b: random.choice((0.01, 0.12)) if 1 in (a, b) else 0.01  # noqa: E731
+    changes = net.train(40, stalls)
+    assert [(change.slow.rank, change.over) for change in changes][:1] == [(1, False)]
+    assert {change.slow.rank for change in changes} == {1}
 
 
 def test_several_ranks_of_a_host_share_its_link_and_its_first_one_stands_for_it() -> None:

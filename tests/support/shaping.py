@@ -1,8 +1,8 @@
 """Bad links for the nodes of a cluster: narrow ones, and such that lose or delay what is sent.
 
-A token bucket filter (tc) makes a link narrow, iptables lets it lose packets. The kernels of small
-virtual machines often have no netem, so delay is made here: a process carries frames between two
-taps, each frame so much later, in order (`python -m tests.support.shaping NEAR FAR SECONDS`).
+A token bucket filter (tc) makes a link narrow. The kernels of small virtual machines often have no
+netem, so loss and delay are made here: a process carries frames between two taps, each so much
+later, or not at all (`python -m tests.support.shaping NEAR FAR SECONDS LOST`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import contextlib
 import fcntl
 import heapq
 import os
+import random
 import select
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from tests.support.cluster import Node
 from tests.support.job import eventually
@@ -35,28 +37,22 @@ def narrow(node: Node, rate: str) -> Iterator[None]:
         node.fast_link()
 
 
-@contextlib.contextmanager
-def losing(node: Node, percent: float) -> Iterator[None]:
-    """Of the packets to and from the node, this part is lost."""
-    netns, _, _ = node.cable()
-    chance = ("-m", "statistic", "--mode", "random", "--probability", f"{percent / 100:.6f}")
-    rules = [("INPUT", "-i", "eth0", *chance), ("OUTPUT", "-o", "eth0", *chance)]
-    filters = ["ip", "netns", "exec", netns, "iptables", "-w"]
-    for rule in rules:
-        subprocess.run([*filters, "-A", *rule, "-j", "DROP"], check=True)
-    try:
-        yield
-    finally:
-        for rule in rules:
-            subprocess.run([*filters, "-D", *rule, "-j", "DROP"], check=True)
+def losing(node: Node, percent: float) -> AbstractContextManager[None]:
+    """Of the packets to and from the node, this part is lost: on the wire, so that nobody is told.
 
-
-@contextlib.contextmanager
-def late(node: Node, seconds: float) -> Iterator[None]:
-    """What is sent to and from the node arrives so much later.
-
-    The switch, a tap, the process, another tap, a bridge with nobody else on it, the node's port.
+    (A filter in the node's own kernel would tell its TCP, which then sends again at once.)
     """
+    return _wire(node, 0.0, percent / 100)
+
+
+def late(node: Node, seconds: float) -> AbstractContextManager[None]:
+    """What is sent to and from the node arrives so much later."""
+    return _wire(node, seconds, 0.0)
+
+
+@contextlib.contextmanager
+def _wire(node: Node, seconds: float, lost: float) -> Iterator[None]:
+    """The switch, a tap, the process, another tap, a bridge with nobody else on it, the port."""
     _, switch, port = node.cable()
     near, far, bridge = f"{port}n", f"{port}f", f"{port}b"
 
@@ -67,7 +63,7 @@ def late(node: Node, seconds: float) -> Iterator[None]:
         show = ["ip", "-n", switch, "link", "show", far]
         return subprocess.run(show, capture_output=True, check=False).returncode == 0
 
-    argv = [sys.executable, "-m", "tests.support.shaping", near, far, f"{seconds:g}"]
+    argv = [sys.executable, "-m", "tests.support.shaping", near, far, f"{seconds:g}", f"{lost:g}"]
     wire = subprocess.Popen(["nsenter", f"--net=/run/netns/{switch}", *argv])
     try:
         eventually(up, within=10, what="the wire is laid")
@@ -84,8 +80,8 @@ def late(node: Node, seconds: float) -> Iterator[None]:
         link("del", bridge)
 
 
-def carry(near: int, far: int, seconds: float) -> None:
-    """Pass on what comes from either tap to the other, for ever."""
+def carry(near: int, far: int, seconds: float, lost: float) -> None:
+    """Pass on what comes from either tap to the other, so much later and some of it never."""
     other = {near: far, far: near}
     waiting: list[tuple[float, int, int, bytes]] = []  # when due, number, to whom, frame
     number = 0
@@ -95,6 +91,8 @@ def carry(near: int, far: int, seconds: float) -> None:
             with contextlib.suppress(BlockingIOError):
                 while True:
                     frame = os.read(tap, _FRAME)
+                    if random.random() < lost:
+                        continue
                     number += 1
                     due = time.monotonic() + seconds
                     heapq.heappush(waiting, (due, number, other[tap], frame))
@@ -111,4 +109,4 @@ def _tap(name: str) -> int:
 
 
 if __name__ == "__main__":
-    carry(_tap(sys.argv[1]), _tap(sys.argv[2]), float(sys.argv[3]))
+    carry(_tap(sys.argv[1]), _tap(sys.argv[2]), *map(float, sys.argv[3:]))
