@@ -6,6 +6,8 @@ Every node here is a process of its own on this machine, as it would be on a mac
 from __future__ import annotations
 
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +23,22 @@ SECRET = "a-secret-of-so-many-characters"
 FAST = ("--heartbeat-timeout", "3")
 
 
-def left_in(folder: str, prefix: str = "elastic-join-") -> set[str]:
-    return {path.name for path in Path(folder).glob(f"{prefix}*")}
+@pytest.fixture
+def temporary() -> Iterator[str]:
+    """The nodes' own folder for temporary files, with a short name as such folders have."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        yield folder
 
 
-def test_a_node_comes_before_the_server_and_another_leaves_and_comes_back(tmp_path: Path) -> None:
-    at, before = f"127.0.0.1:{free_port()}", left_in("/tmp")
-    with Nodes(tmp_path, STEPS="100000") as nodes:
+def left_in(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).glob("elastic-join-*")}
+
+
+def test_a_node_comes_before_the_server_and_another_leaves_and_comes_back(
+    tmp_path: Path, temporary: str
+) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    with Nodes(tmp_path, STEPS="100000", TMPDIR=temporary) as nodes:
         join = ("--join", at, "--nproc-per-node", "1", "--run-id", nodes.mark)
         first = nodes.start(*join)
         first.said(f"waiting for the server at {at}, 600 s at most")
@@ -50,7 +61,7 @@ def test_a_node_comes_before_the_server_and_another_leaves_and_comes_back(tmp_pa
         assert job.wait() == 130
         assert "the job has ended with exit status 130: interrupted by Ctrl-C" in first.stderr
         job.assert_nothing_left()
-    assert left_in("/tmp") <= before  # a later node may have swept what others left
+    assert not left_in(temporary)
 
 
 def test_the_same_command_on_every_node(tmp_path: Path) -> None:
@@ -115,10 +126,10 @@ def test_the_server_restarts_and_its_nodes_join_the_new_run(tmp_path: Path) -> N
 
 
 def test_a_node_that_is_killed_takes_its_workers_along_and_the_others_train_on(
-    tmp_path: Path,
+    tmp_path: Path, temporary: str
 ) -> None:
-    at, before = f"127.0.0.1:{free_port()}", left_in("/tmp")
-    with Nodes(tmp_path, STEPS="100000") as nodes:
+    at = f"127.0.0.1:{free_port()}"
+    with Nodes(tmp_path, STEPS="100000", TMPDIR=temporary) as nodes:
         join = ("--join", at, "--run-id", nodes.mark)
         job = nodes.serve("--serve", "--nnodes", "1:2", "--rdzv-endpoint", at, *FAST, TRAIN)
         both = [nodes.start(*join), nodes.start(*join)]
@@ -131,7 +142,7 @@ def test_a_node_that_is_killed_takes_its_workers_along_and_the_others_train_on(
             what="the agent of the killed node is gone",
             context=job.describe,
         )
-        still = left_in("/tmp") - before
+        still = left_in(temporary)
         assert len(still) == 1, f"the killed node's folder went with its agent: {still}"
         assert_no_step_lost_or_repeated(job, 5)
         both[0].signal(signal.SIGINT)
@@ -140,6 +151,7 @@ def test_a_node_that_is_killed_takes_its_workers_along_and_the_others_train_on(
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130
         job.assert_nothing_left()
+        assert not left_in(temporary)
 
 
 @pytest.mark.parametrize(
