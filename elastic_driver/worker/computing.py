@@ -17,9 +17,9 @@ What is computed behind the passes, to exchange the gradients, hides in the wait
 processor's time of this process is taken, and `samples` stretches it as the kernel does.
 
 `State` owns a clock and asks at each commit. Left out are what lies between `backward()` and
-`optimizer.step()` and anything a script waits for elsewhere (then no rank stands out). Only the
-processor's time is known: with parameters on another device nothing is measured. Costs a few
-microseconds a step and no message. Times are seconds.
+`optimizer.step()` and anything a script waits for elsewhere (then no rank stands out). Of
+parameters on a GPU only the GPU knows (`device_clock`); on any other device nothing is measured.
+Costs a few microseconds a step and no message. Times are seconds.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from torch.optim import Optimizer
 
 from elastic_driver.worker.samples import Lap
 
-_when_backward_ends = torch.autograd.Variable._execution_engine.queue_callback
-
 
 class ComputeClock:
     """Measures the steps of the training thread that owns it."""
 
+    DEVICE = "cpu"  # where the parameters are
     __slots__ = (
         "_began",
         "_exchanged",
@@ -67,7 +66,7 @@ class ComputeClock:
         self.restart()
         for optimizer in optimizers:
             parameter = _last_trained(optimizer)
-            if parameter is not None and parameter.device.type == "cpu":
+            if parameter is not None and parameter.device.type == self.DEVICE:
                 hook = parameter.register_post_accumulate_grad_hook(self._pass_begins)
                 self._hooks += [hook, optimizer.register_step_pre_hook(self._optimizer_begins)]
 
@@ -102,8 +101,12 @@ class ComputeClock:
         self._returned_cpu = 0.0
         self._stepped: float | None = None  # when the optimizer began
 
+    _when_backward_ends = staticmethod(
+        torch.autograd.Variable._execution_engine.queue_callback  # to be called once, in order
+    )
+
     def _pass_begins(self, _parameter: torch.Tensor) -> None:
-        _when_backward_ends(self._gradients_ready)
+        self._when_backward_ends(self._gradients_ready)
 
     def _gradients_ready(self) -> None:
         now, cpu = time.perf_counter(), time.process_time()
@@ -115,7 +118,9 @@ class ComputeClock:
         self._ready_cpu = self._returned_cpu = cpu
         self._passes += 1
         if self._several:
-            _when_backward_ends(self._pass_returns)  # behind whoever waits at the end of this pass
+            self._when_backward_ends(
+                self._pass_returns
+            )  # behind whoever waits at the end of this pass
 
     def _pass_returns(self) -> None:
         self._returned, self._returned_cpu = time.perf_counter(), time.process_time()

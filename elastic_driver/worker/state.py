@@ -26,6 +26,7 @@ from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current, session
 from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints, Schedule
 from elastic_driver.worker.computing import ComputeClock
+from elastic_driver.worker.device_clock import clock_for
 from elastic_driver.worker.link import Standing
 from elastic_driver.worker.notes import say
 from elastic_driver.worker.pulse import Pulse
@@ -124,7 +125,7 @@ class State:
         optimizers = self._optimizers()
         advancing = [v for v in self._values.values() if isinstance(v, Advancing)]
         self._counter.watch(optimizers, advancing)
-        self._clock.watch(optimizers)
+        self._clock = clock_for(optimizers, self._clock)
         self._snapshot = self._wants_snapshot or (bool(self._modules()) and not optimizers)
 
     def _optimizers(self) -> list[Optimizer]:
