@@ -1,9 +1,9 @@
 """Which host's network link is slow while the job trains.
 
-Ranks report how long their data has been under way to each peer's host (`worker.links`): seconds in
-which something sent was not yet acknowledged. Between two looks that makes one figure for each
-directed pair of hosts that exchange data, seconds a step. A slow link shows on every pair its
-host belongs to, in both directions, since acknowledgements too queue behind the data; on pairs
+Ranks report how long their data has been under way to each peer's host (`worker.measuring.links`):
+seconds in which something sent was not yet acknowledged. Between two looks that makes one figure
+for each directed pair of hosts that exchange data, seconds a step. A slow link shows on every pair
+its host belongs to, in both directions, since acknowledgements too queue behind the data; on pairs
 without that host it does not. So a host's own figure is the *smallest* of its pairs', and it is
 slow where that is far above the usual pair's and a good part of a step. Looks are taken over two
 spans: a narrow link shows in any third of a second, one that loses packets stalls now and then.

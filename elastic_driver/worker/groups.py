@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroupGloo, Store
 from elastic_driver.core.messages import Links, World
 from elastic_driver.worker.attempts import Attempt, RoundOverError
 from elastic_driver.worker.devices import DeviceHalf
-from elastic_driver.worker.links import read_links
+from elastic_driver.worker.measuring.links import read_links
 from elastic_driver.worker.sockets import Connections
 
 BACKEND = "elastic_gloo"

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from elastic_driver.core.messages import Allocation, Division, Links
-from elastic_driver.worker.samples import StepSamples
+from elastic_driver.worker.measuring.samples import StepSamples
 
 NEVER = sys.maxsize  # leave after this step: not before the end of time
 AT_ONCE = -1  # any commit is late enough

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from elastic_driver.worker.samples import block
+from elastic_driver.worker.measuring.samples import block
 from tests.support.job import JOBS, RunningJob, elasticrun
 from tests.support.slowing import slowed
 

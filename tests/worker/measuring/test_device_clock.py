@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import elastic_driver as elastic
-from elastic_driver.worker.computing import ComputeClock
-from elastic_driver.worker.device_clock import DeviceClock, Moment, clock_for
+from elastic_driver.worker.measuring.computing import ComputeClock
+from elastic_driver.worker.measuring.device_clock import DeviceClock, Moment, clock_for
 from tests.support.gloo import run_ranks
-from tests.worker.test_computing import SLOW_S, Slow
+from tests.worker.measuring.test_computing import SLOW_S, Slow
 
 
 class Passed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_driver.core.messages import MAX_SAMPLES, Progress, Sample, decode, encode
-from elastic_driver.worker.samples import COVERED_S, Lap, StepSamples, block
+from elastic_driver.worker.measuring.samples import COVERED_S, Lap, StepSamples, block
 
 
 def lap(seconds: float) -> Lap:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.worker import stretch
-from elastic_driver.worker.samples import Lap, StepSamples
-from elastic_driver.worker.stretch import Stretch
+from elastic_driver.worker.measuring import stretch
+from elastic_driver.worker.measuring.samples import Lap, StepSamples
+from elastic_driver.worker.measuring.stretch import Stretch
 from tests.support.slowing import Quota
 
 SPIN = """
 import sys, time
-from elastic_driver.worker.stretch import Stretch
+from elastic_driver.worker.measuring.stretch import Stretch
 sys.stdin.readline()
 factor = Stretch()
 factor.factor()

@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-from elastic_driver.worker.links import read_links
+from elastic_driver.worker.measuring.links import read_links
 from tests.support.job import eventually
 
 

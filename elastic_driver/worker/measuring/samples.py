@@ -19,7 +19,7 @@ from collections import deque
 from msgspec import Struct
 
 from elastic_driver.core.messages import MAX_SAMPLES, Sample
-from elastic_driver.worker.stretch import Stretch
+from elastic_driver.worker.measuring.stretch import Stretch
 
 BLOCK_S = 0.075  # the least time of the steps that a sample stands for
 COVERED_S = 4.0  # what the samples of one message reach back: two beats, or several looks

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from elastic_driver.worker.samples import Lap
+from elastic_driver.worker.measuring.samples import Lap
 
 
 class ComputeClock:

@@ -17,8 +17,8 @@ import torch
 from msgspec import Struct
 from torch.optim import Optimizer
 
-from elastic_driver.worker.computing import ComputeClock
-from elastic_driver.worker.samples import Lap
+from elastic_driver.worker.measuring.computing import ComputeClock
+from elastic_driver.worker.measuring.samples import Lap
 
 _MS = 1e-3
 

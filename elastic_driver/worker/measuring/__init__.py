@@ -1,0 +1,1 @@
+"""What a rank's steps cost it, without the time it waits for others: its computing, its links."""
