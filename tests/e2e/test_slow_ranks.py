@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import statistics
 
 import pytest
@@ -22,10 +24,20 @@ def step_time(job: RunningJob, rank: int) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(times))
 
 
+def before_other_programs(job: RunningJob) -> None:
+    """Let the job run first, where we may: a rank that they hold up for seconds *is* slow.
+
+    Of the steps only their own jitter is to be judged, and tests run side by side.
+    """
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, job.process.pid, -15)  # its processes inherit it
+
+
 @pytest.mark.slow
 def test_a_slowed_rank_is_named_with_its_host_and_is_free_of_it_when_it_has_recovered() -> None:
     hosts = "localhost:1,127.0.0.2:1,127.0.0.3:1"
     with elasticrun("-H", hosts, "-np", "3", "--", PACED) as job:
+        before_other_programs(job)
         workers = job.until_size(3, steps=60, within=90.0)
         (victim,) = (r for r in workers.values() if r.rank == 1)
         every = block(step_time(job, 1))
@@ -50,6 +62,7 @@ def test_a_slowed_rank_is_named_with_its_host_and_is_free_of_it_when_it_has_reco
 def test_hundreds_of_jittered_steps_name_nobody() -> None:
     env = {"STEPS": "400", "WORK_MS": "10", "JITTER": "0.25"}
     with elasticrun("-np", "3", "--", PACED, env=env) as job:
+        before_other_programs(job)
         assert job.wait(120.0) == 0, job.describe()
         assert max(r.step for r in job.steps()) == 400
         assert job.events("rank_slow") == [], job.describe()

@@ -196,7 +196,7 @@ def kinds_of_files(pid: int) -> list[str]:
         with contextlib.suppress(OSError):  # it was closed meanwhile
             links.append(os.readlink(fd))
     kinds = [re.sub(r"\[\d+\]|elastic-mp-\w+", "", link) for link in links]
-    return sorted(re.sub(r"/memfd:.*|/tmp/#.*", "log", kind) for kind in kinds)
+    return sorted(re.sub(r"/memfd:.*|/.*/#\d+ .*", "log", kind) for kind in kinds)
 
 
 def signals(pid: int) -> list[str]:
