@@ -35,13 +35,15 @@ class Slow(nn.Module):
         return result
 
 
-def measured(model: nn.Module, step: Callable[[Any], None], steps: int = 8) -> list[float | None]:
-    """The laps of so many steps."""
+def measured(
+    model: nn.Module, step: Callable[[Any], None], kind: type[ComputeClock] = ComputeClock
+) -> list[float | None]:
+    """The laps of eight steps."""
     optimizer = torch.optim.Adam(model.parameters())
-    clock = ComputeClock()
+    clock = kind()
     clock.watch([optimizer])
     laps = []
-    for _ in range(steps):
+    for _ in range(8):
         step(optimizer)
         lap = clock.lap()
         laps.append(None if lap is None else lap.compute)
@@ -58,7 +60,9 @@ def wrapped(rank: int, _size: int) -> list[float | None]:
     return measured(model, step)
 
 
-def wrapped_and_accumulated(rank: int, _size: int) -> list[float | None]:
+def wrapped_and_accumulated(
+    rank: int, _size: int, kind: type[ComputeClock] = ComputeClock
+) -> list[float | None]:
     """Two passes a step, and both wait for the others."""
     model = DistributedDataParallel(Slow(rank))
 
@@ -67,7 +71,7 @@ def wrapped_and_accumulated(rank: int, _size: int) -> list[float | None]:
             model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
 
-    return measured(model, step)
+    return measured(model, step, kind)
 
 
 def averaged_by_hand(rank: int, size: int) -> list[float | None]:
@@ -82,7 +86,9 @@ def averaged_by_hand(rank: int, size: int) -> list[float | None]:
     return measured(model, step)
 
 
-def fixed_batch(rank: int, _size: int) -> list[float | None]:
+def fixed_batch(
+    rank: int, _size: int, kind: type[ComputeClock] = ComputeClock
+) -> list[float | None]:
     """Four micro-batches on three ranks: rank 0 has two, and yet is not slow."""
     model = Slow(0 if rank == 0 else 1)
     batches = elastic.FixedBatch(torch.randn(64, 4), 2, model=model, virtual_workers=4)
@@ -93,7 +99,7 @@ def fixed_batch(rank: int, _size: int) -> list[float | None]:
             model(inputs).sum().backward()
         optimizer.step()
 
-    return measured(model, step)
+    return measured(model, step, kind)
 
 
 def usual(laps: list[float | None]) -> float:

@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import elastic_driver as elastic
 from elastic_driver.worker.measuring.computing import ComputeClock
 from elastic_driver.worker.measuring.device_clock import DeviceClock, Moment, clock_for
 from tests.support.gloo import run_ranks
-from tests.worker.measuring.test_computing import SLOW_S, Slow
+from tests.worker.measuring.test_computing import (
+    SLOW_S,
+    Slow,
+    fixed_batch,
+    wrapped_and_accumulated,
+)
 
 
 class Passed:
@@ -48,56 +51,19 @@ class Doubled(DeviceClock):
         return None if self.capturing else Passed()
 
 
-def measured(model: nn.Module, step: Callable[[Any], None], steps: int = 8) -> list[float | None]:
-    optimizer = torch.optim.Adam(model.parameters())
-    clock = Doubled()
-    clock.watch([optimizer])
-    laps = []
-    for _ in range(steps):
-        step(optimizer)
-        lap = clock.lap()
-        laps.append(None if lap is None else lap.compute)
-    return laps
-
-
-def wrapped_and_accumulated(rank: int, _size: int) -> list[float | None]:
-    """Two passes a step, and both wait for the others."""
-    model = DistributedDataParallel(Slow(rank))
-
-    def step(optimizer: Any) -> None:
-        for _ in range(2):
-            model(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
-
-    return measured(model, step)
-
-
-def fixed_batch(rank: int, _size: int) -> list[float | None]:
-    """Four micro-batches on three ranks: rank 0 has two, and yet is not slow."""
-    model = Slow(0 if rank == 0 else 1)
-    steps = iter(elastic.FixedBatch(torch.randn(64, 4), 2, model=model, virtual_workers=4))
-
-    def step(optimizer: Any) -> None:
-        for inputs in next(steps):
-            model(inputs).sum().backward()
-        optimizer.step()
-
-    return measured(model, step)
-
-
 def usual(laps: list[float | None]) -> float:
     assert laps[:2] == [None, None], "the first was not seen whole, the second comes with the third"
     return statistics.median(lap for lap in laps[2:] if lap is not None)
 
 
 def test_waiting_for_a_slower_rank_is_left_out(tmp_path: Path) -> None:
-    fast, slow = map(usual, run_ranks(2, wrapped_and_accumulated, tmp_path))
+    fast, slow = map(usual, run_ranks(2, wrapped_and_accumulated, tmp_path, Doubled))
     assert slow >= SLOW_S
     assert fast < SLOW_S / 2
 
 
 def test_a_rank_with_more_micro_batches_is_not_slower(tmp_path: Path) -> None:
-    double, *single = map(usual, run_ranks(3, fixed_batch, tmp_path))
+    double, *single = map(usual, run_ranks(3, fixed_batch, tmp_path, Doubled))
     assert double < SLOW_S / 2
     for time_of_one in single:
         assert SLOW_S <= time_of_one < 1.5 * SLOW_S
