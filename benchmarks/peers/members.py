@@ -67,13 +67,14 @@ class Member:
         """Beat as an idle or a training worker does, until cancelled."""
         wait = LONGEST_WAIT_S if trains else heartbeat_timeout / 3
         lease = Set(contract.worker_lease(self.name), b"", heartbeat_timeout)
+        sign = Set(contract.worker_beat(self.name), b"", heartbeat_timeout / 2)
         await asyncio.sleep(random.random() * wait)  # those that started together drift apart
         for step in itertools.count(1):
             samples = tuple(Sample(step + n, 0.01, 0.01) for n in range(SAMPLES))
             progress = Progress(1, step, 0.01, samples)
             told = [Set(contract.worker_progress(self.name), encode_document(progress))]
             watch = Watch({contract.JOB_NOTICE: 0, contract.JOB_STACKS: 0}, wait)
-            await self._batch(lease, *(told if trains else ()), watch)
+            await self._batch(lease, sign, *(told if trains else ()), watch)
 
     async def _batch(self, *operations: Operation) -> tuple[Result, ...]:
         body = encode(Batch(operations, uuid.uuid4().hex))
