@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--model", action="store_true", help="as with --straggler-detection")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave nothing behind
     local = ["localhost", *(f"127.0.0.{n}" for n in range(2, given.hosts + 1))]
     for share in filter(None, given.processor.split(",")):
         play(with_a_quota(local, model=given.model), local, float(share), 1.0, given.times)
