@@ -333,14 +333,10 @@ class Executor:
             return AgentLost(*agent, reason=silent)
         worker = contract.worker_of_lease(key)
         if worker is not None:
-            self.worker_silent(worker)
+            if worker not in self._workers:  # its end was reported before
+                self._server.post([DeletePrefix(contract.worker_prefix(worker))])
             return WorkerLost(worker, silent)
         return None
-
-    def worker_silent(self, worker: str) -> None:
-        """Clear the store of a worker whose lease has expired after its end was reported."""
-        if worker not in self._workers:
-            self._server.post([DeletePrefix(contract.worker_prefix(worker))])
 
     def look_at_ranks(self) -> None:
         """Tell of ranks that have become slow, or no longer are, when it is time to look."""

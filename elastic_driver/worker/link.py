@@ -86,8 +86,9 @@ class Link:
         self._notices.signals.let_go()
         # A lease that ran out would be taken for a hang: the process may take long to end.
         with contextlib.suppress(RendezvousError):
-            lease = contract.worker_lease(self.born.worker)
-            self._client.batch(Delete(lease), deadline=GOODBYE_S)
+            worker = self.born.worker
+            signs = Delete(contract.worker_lease(worker)), Delete(contract.worker_beat(worker))
+            self._client.batch(*signs, deadline=GOODBYE_S)
         self._client.close()
 
     def listen(self) -> None:
