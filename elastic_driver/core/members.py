@@ -9,11 +9,10 @@ it. `Members` is that form, and works a place out when somebody asks for it. Pur
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import groupby
-from typing import Annotated, overload
+from itertools import accumulate, groupby
+from typing import Annotated, NamedTuple, overload
 
 from msgspec import Meta, Struct
 
@@ -78,25 +77,39 @@ class Roster(Struct, frozen=True, array_like=True):
     standings: tuple[Standings, ...]
 
 
+class _Block(NamedTuple):
+    """Hosts of one group, and where they begin."""
+
+    number: int  # among the blocks
+    group: HostGroup
+    local_size: int
+    node: int  # rank of the first host
+    rank: int  # of its first worker
+
+    @property
+    def behind(self) -> int:
+        """The rank that follows its last worker's."""
+        return self.rank + len(self.group.hosts) * self.local_size
+
+
 class Members(Sequence[Member]):
-    """The members by rank, worked out of a roster as they are asked for."""
+    """The members by rank, worked out of a roster as they are asked for.
+
+    Making one, and asking it for one member, costs what the groups of hosts do, not the hosts:
+    everybody in a round does both.
+    """
 
     def __init__(self, roster: Roster) -> None:
         """Raises `ValueError` where the roster is too long or contradicts itself."""
         self.roster = roster
-        self._hosts: list[str] = []
-        self._runs: list[tuple[Run, ...]] = []  # by host
-        self._first: list[int] = []  # by host: the rank of its first worker
-        self._sizes: list[int] = []  # by host
-        size = 0
-        for group in roster.groups:
-            local_size = sum(run.count for run in group.runs)
-            hosts = len(group.hosts)
-            self._hosts += group.hosts
-            self._runs += [group.runs] * hosts
-            self._first += range(size, size + hosts * local_size, local_size)
-            self._sizes += [local_size] * hosts
-            size += hosts * local_size
+        self._blocks: list[_Block] = []
+        self._having: dict[int, list[int]] = {}  # by local rank, as they are asked for
+        self._nodes = size = 0
+        for number, group in enumerate(roster.groups):
+            block = _Block(number, group, sum(run.count for run in group.runs), self._nodes, size)
+            self._blocks.append(block)
+            self._nodes += len(group.hosts)
+            size = block.behind
         self._size = size
         if size > MAX_MEMBERS or sum(s.count for s in roster.standings) != size:
             raise ValueError(f"a roster of {size} members is too long or contradicts itself")
@@ -120,77 +133,67 @@ class Members(Sequence[Member]):
         if isinstance(index, slice):
             return self._all[index]
         rank = range(self._size)[index]  # IndexError, and negative ones count from the end
-        node = bisect_right(self._first, rank) - 1
-        return self._member(node, rank - self._first[node])
+        block = next(block for block in self._blocks if rank < block.behind)
+        offset, local_rank = divmod(rank - block.rank, block.local_size)
+        return self._member(block, offset, local_rank)
 
     def named(self, worker: str) -> Member | None:
         """The entry of one worker, or None where it does not take part; without the others'."""
         host, _, rest = worker.rpartition(".")[0].rpartition(".")
-        if host not in self._hosts or not rest.isdecimal():
+        block = next((block for block in self._blocks if host in block.group.hosts), None)
+        if block is None or not rest.isdecimal():
             return None
-        node, slot, local_rank = self._hosts.index(host), int(rest), 0
-        for run in self._runs[node]:
+        slot, local_rank = int(rest), 0
+        for run in block.group.runs:
             if run.slot <= slot < run.slot + run.count:
-                member = self._member(node, local_rank + slot - run.slot)
+                offset = block.group.hosts.index(host)
+                member = self._member(block, offset, local_rank + slot - run.slot)
                 return member if member.worker == worker else None
             local_rank += run.count
         return None
 
-    def _member(self, node: int, local_rank: int) -> Member:
-        """One member, at a cost that grows with the number of hosts."""
-        slot, incarnation = _seat(self._runs[node], local_rank)
-        before = sum(size > local_rank for size in self._sizes[:node])
-        return self._at(node, local_rank, slot, incarnation, before)
-
-    def _at(self, node: int, local: int, slot: int, incarnation: int, cross: int) -> Member:
-        host, rank = self._hosts[node], self._first[node] + local
+    def _member(self, block: _Block, offset: int, local_rank: int) -> Member:
+        """The member with this local rank on the host at `offset` in its block."""
+        slot, incarnation = _seat(block.group.runs, local_rank)
+        host, node = block.group.hosts[offset], block.node + offset
+        rank = block.rank + offset * block.local_size + local_rank
+        having = self._hosts_with(local_rank)
         place = SlotInfo(
             host,
             slot,
             rank,
-            local,
-            cross,
+            local_rank,
+            having[block.number] + offset,
             self._size,
-            self._sizes[node],
-            self._hosts_with[local],
+            block.local_size,
+            having[-1],
             node,
-            len(self._hosts),
+            self._nodes,
         )
         standings = self.roster.standings[bisect_right(self._standing_from, rank) - 1]
         name = worker_id(host, slot, incarnation)
         return Member(name, place, standings.version, standings.clean)
 
-    @cached_property
-    def _hosts_with(self) -> list[int]:
-        """By local rank: how many hosts have it."""
-        counts = Counter(self._sizes)
-        having = [0] * max(self._sizes, default=0)
-        for size, hosts in counts.items():
-            for local_rank in range(size):
-                having[local_rank] += hosts
-        return having
+    def _hosts_with(self, local_rank: int) -> list[int]:
+        """How many hosts have this local rank: those before each block, and behind them all."""
+        if local_rank not in self._having:
+            counts = (len(b.group.hosts) * (b.local_size > local_rank) for b in self._blocks)
+            self._having[local_rank] = list(accumulate(counts, initial=0))
+        return self._having[local_rank]
 
     @cached_property
     def _standing_from(self) -> list[int]:
-        first, ranks = 0, []
-        for standings in self.roster.standings:
-            ranks.append(first)
-            first += standings.count
-        return ranks
+        counts = (standings.count for standings in self.roster.standings)
+        return list(accumulate(counts, initial=0))[:-1]
 
     @cached_property
     def _all(self) -> tuple[Member, ...]:
-        seen = [0] * len(self._hosts_with)
-        members = []
-        for node, runs in enumerate(self._runs):
-            local_rank = 0
-            for run in runs:
-                for slot in range(run.slot, run.slot + run.count):
-                    cross = seen[local_rank]
-                    members.append(self._at(node, local_rank, slot, run.incarnation, cross))
-                    seen[local_rank] += 1
-                    local_rank += 1
-        return tuple(members)
+        return tuple(
+            self._member(block, offset, local_rank)
+            for block in self._blocks
+            for offset in range(len(block.group.hosts))
+            for local_rank in range(block.local_size)
+        )
 
 
 def roster_of(members: Sequence[Member]) -> Roster:
