@@ -7,7 +7,8 @@ cool-down. Called by the job machine; starts and stops nothing itself. Times are
 from __future__ import annotations
 
 from elastic_driver.core import endings, placement
-from elastic_driver.core.events import AgentLost, AgentReady, Announce
+from elastic_driver.core.decisions import Announce
+from elastic_driver.core.events import AgentLost, AgentReady
 from elastic_driver.core.fleet import Agent, AgentState
 from elastic_driver.core.messages import Failure
 from elastic_driver.core.outcome import KILLED, Cause

@@ -1,7 +1,7 @@
-"""The vocabulary of the core: every event that goes in, every decision that comes out.
+"""What goes into the core: every event, each with one line of meaning.
 
-All are frozen. Each event has one line of meaning; each decision carries its reason. Times
-are not in them: `Job.handle(event, now)` is told the time, in monotonic seconds.
+All are frozen; what comes out of the core is in `decisions`. Times are not in them:
+`Job.handle(event, now)` is told the time, in monotonic seconds.
 """
 
 from __future__ import annotations
@@ -10,15 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from elastic_driver.core.messages import (
-    Failure,
-    Host,
-    Order,
-    SaveRequest,
-    Text,
-    WorkerId,
-    World,
-)
+from elastic_driver.core.messages import Host, Text, WorkerId
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -289,130 +281,4 @@ Event = (
     | StacksRequested
     | HostsChecked
     | Tick
-)
-
-# ---- decisions ---------------------------------------------------------------------------
-
-
-class StartAgent(Struct, frozen=True, tag="start_agent"):
-    """Start this host's agent, its n-th incarnation."""
-
-    host: str
-    incarnation: int
-    slots: int
-    reason: str
-
-
-class StopAgent(Struct, frozen=True, tag="stop_agent"):
-    """Let this host's agent stop its workers and exit."""
-
-    host: str
-    incarnation: int
-    grace: float
-    reason: str
-
-
-class GiveOrder(Struct, frozen=True, tag="give_order"):
-    """Hand an order to the host's agent."""
-
-    host: str
-    incarnation: int
-    order: Order
-    reason: str
-
-
-class PublishWorld(Struct, frozen=True, tag="publish_world"):
-    """A round is complete: tell every worker its rank and peers."""
-
-    world: World
-    reason: str
-
-
-class PublishNotice(Struct, frozen=True, tag="publish_notice"):
-    """Leave this round: at once, or (`at_boundary`) after a step every rank still reaches.
-
-    Which step that is follows from the progress the workers wrote to the store; the shell
-    reads it and names it in the notice (`runtime.boundary`).
-    """
-
-    round: int
-    at_boundary: bool
-    reason: str
-
-
-class PublishSave(Struct, frozen=True, tag="publish_save"):
-    """Ask those who leave last to put the state on disk; the answer is `WorkerSaved`."""
-
-    request: SaveRequest
-    reason: str
-
-
-class SealRound(Struct, frozen=True, tag="seal_round"):
-    """The round is over: delete its keys and refuse later writes to them."""
-
-    round: int
-    reason: str
-
-
-class CheckHosts(Struct, frozen=True, tag="check_hosts"):
-    """Check these hosts, (host, slots), by themselves; the answer is `HostsChecked`."""
-
-    hosts: tuple[tuple[str, int], ...]
-    reason: str
-    number: int  # from 1
-
-
-class AskStacks(Struct, frozen=True, tag="ask_stacks"):
-    """Ask every worker where its training thread stands; the answers are `WorkerStack`."""
-
-    number: int
-    reason: str
-
-
-class StackGroup(Struct, frozen=True):
-    """Ranks that stand at the same place."""
-
-    ranks: tuple[int, ...]
-    where: str
-    stack: str  # innermost last; empty where nobody knows
-    odd: bool = False  # apart from the others, who may wait for them
-
-
-Detail = str | int | float | bool | None | tuple[StackGroup, ...]
-
-
-class Announce(Struct, frozen=True, tag="announce"):
-    """A line for the event log; `event` is one of the names of the contract, past tense."""
-
-    event: str
-    reason: str
-    round: int | None = None
-    host: str | None = None
-    slot: int | None = None
-    rank: int | None = None
-    pid: int | None = None
-    worker: str | None = None
-    detail: dict[str, Detail] = {}
-
-
-class EndJob(Struct, frozen=True, tag="end_job"):
-    """The job is over: stop everything, exit with `exit_code`."""
-
-    exit_code: int
-    reason: str
-    failure: Failure | None = None
-
-
-Decision = (
-    StartAgent
-    | StopAgent
-    | GiveOrder
-    | PublishWorld
-    | PublishNotice
-    | PublishSave
-    | SealRound
-    | AskStacks
-    | CheckHosts
-    | Announce
-    | EndJob
 )

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_driver.core.events import PublishSave, WorkerSaved
+from elastic_driver.core.decisions import PublishSave
+from elastic_driver.core.events import WorkerSaved
 from elastic_driver.core.messages import SaveRequest
 from elastic_driver.core.registry import Worker, WorkerState
 from elastic_driver.core.state import JobState

@@ -30,10 +30,10 @@ from elastic_driver.core import (
     units,
 )
 from elastic_driver.core.checks import rechecks
+from elastic_driver.core.decisions import Decision
 from elastic_driver.core.events import (
     AgentLost,
     AgentReady,
-    Decision,
     DiscoveryFailed,
     DrainCancelled,
     DrainRequested,

@@ -11,7 +11,7 @@ from itertools import islice
 
 from elastic_driver.contract import worker_id
 from elastic_driver.core import units
-from elastic_driver.core.events import StartAgent, StopAgent
+from elastic_driver.core.decisions import StartAgent, StopAgent
 from elastic_driver.core.fleet import FALLBACK_PORT, Agent, AgentState
 from elastic_driver.core.hosts import Host
 from elastic_driver.core.messages import SlotInfo, StartWorkerOrder

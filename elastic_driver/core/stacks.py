@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_driver.core.events import AskStacks, StackGroup, WorkerStack
+from elastic_driver.core.decisions import AskStacks, StackGroup
+from elastic_driver.core.events import WorkerStack
 from elastic_driver.core.messages import StacksOrder
 from elastic_driver.core.registry import Worker, WorkerState
 from elastic_driver.core.standing import SEEN_WAITING

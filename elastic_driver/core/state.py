@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elastic_driver.core.events import (
+from elastic_driver.core.decisions import (
     Announce,
     Decision,
     Detail,

@@ -22,14 +22,8 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core import invariants
-from elastic_driver.core.events import (
-    Announce,
-    EndJob,
-    Event,
-    StopRequested,
-    Tick,
-    WorkerExited,
-)
+from elastic_driver.core.decisions import Announce, EndJob
+from elastic_driver.core.events import Event, StopRequested, Tick, WorkerExited
 from elastic_driver.core.job import TOGETHER, Job
 from elastic_driver.core.messages import JobSpec, encode
 from elastic_driver.core.sharding.messages import Quarantined

@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from elastic_driver.core.events import Detail
+from elastic_driver.core.decisions import Detail
 
 Value = Detail
 

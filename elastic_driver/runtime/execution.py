@@ -16,14 +16,12 @@ import msgspec
 from msgspec.structs import replace
 
 from elastic_driver import contract
-from elastic_driver.core.events import (
-    AgentLost,
+from elastic_driver.core.decisions import (
     Announce,
     AskStacks,
     CheckHosts,
     Decision,
     EndJob,
-    Event,
     GiveOrder,
     PublishNotice,
     PublishSave,
@@ -31,6 +29,10 @@ from elastic_driver.core.events import (
     SealRound,
     StartAgent,
     StopAgent,
+)
+from elastic_driver.core.events import (
+    AgentLost,
+    Event,
     WorkerExited,
     WorkerLost,
     WorkerReady,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from elastic_driver import contract
 from elastic_driver.core.balance import Balancer, Cost, Move
-from elastic_driver.core.events import Announce
+from elastic_driver.core.decisions import Announce
 from elastic_driver.core.messages import Allocation, Progress, World, encode
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Operation, Result, Set

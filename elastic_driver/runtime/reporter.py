@@ -20,7 +20,7 @@ from typing import TextIO
 
 import msgspec
 
-from elastic_driver.core.events import Announce
+from elastic_driver.core.decisions import Announce
 from elastic_driver.core.messages import Failure
 from elastic_driver.errors import ExitCode
 from elastic_driver.runtime.failures import describe_failure, last_words

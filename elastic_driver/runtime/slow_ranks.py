@@ -16,7 +16,8 @@ from collections.abc import Callable
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.events import Announce, Event, RankRecovered, RankSlow
+from elastic_driver.core.decisions import Announce
+from elastic_driver.core.events import Event, RankRecovered, RankSlow
 from elastic_driver.core.links import LinkWatch
 from elastic_driver.core.messages import Progress, World, decode
 from elastic_driver.core.robust import median

@@ -1,6 +1,6 @@
 """What the driver asks of whatever brings an agent to life on a host.
 
-The driver decides *that* an agent is to run (`core.events.StartAgent`); a backend (local, ssh,
+The driver decides *that* an agent is to run (`core.decisions.StartAgent`); a backend (local, ssh,
 a scheduler) decides *how*. The backends of `launcher.backends` implement `AgentStarter`; the
 driver is given a `StarterFactory`, because the rendezvous' address is known only once its
 server is up. No order travels this way: an agent that runs reads its orders from the store.

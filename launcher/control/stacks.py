@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver.contract import STACKS_PATH
-from elastic_driver.core.events import StackGroup
+from elastic_driver.core.decisions import StackGroup
 from elastic_driver.errors import ClusterError
 from launcher.control.arguments import connect, make_parser, parse
 from launcher.control.connection import Connection

@@ -12,6 +12,15 @@ from typing import Any, TypeVar
 
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
+from elastic_driver.core.decisions import (
+    Announce,
+    Decision,
+    EndJob,
+    GiveOrder,
+    PublishNotice,
+    PublishWorld,
+    StartAgent,
+)
 from elastic_driver.core.invariants import check
 from elastic_driver.core.job import Job
 from elastic_driver.core.registry import OCCUPYING, Worker
@@ -26,13 +35,13 @@ class Scenario:
     def __init__(self, *, agents: bool = True, processes: bool = True, **settings: Any) -> None:
         self.job = Job(Settings(**settings))
         self.now = 100.0
-        self.decisions: list[ev.Decision] = []
+        self.decisions: list[Decision] = []
         self.agents, self.processes = agents, processes
         self._pid = 1000
 
     # ---- in ------------------------------------------------------------------------------
 
-    def send(self, event: ev.Event) -> list[ev.Decision]:
+    def send(self, event: ev.Event) -> list[Decision]:
         """Hand in one event; what was decided, including what followed from obedience."""
         decided = self.job.handle(event, self.now)
         assert check(self.job) == [], event
@@ -41,33 +50,33 @@ class Scenario:
             decided += self._obey(decision)
         return decided
 
-    def _obey(self, decision: ev.Decision) -> list[ev.Decision]:
-        if self.agents and isinstance(decision, ev.StartAgent):
+    def _obey(self, decision: Decision) -> list[Decision]:
+        if self.agents and isinstance(decision, StartAgent):
             return self.agent_up(decision.host, decision.incarnation)
-        order = decision.order if isinstance(decision, ev.GiveOrder) else None
+        order = decision.order if isinstance(decision, GiveOrder) else None
         if self.processes and isinstance(order, msg.StartWorkerOrder):
             return self.started(order.worker)
         return []
 
-    def hosts(self, **slots: int) -> list[ev.Decision]:
+    def hosts(self, **slots: int) -> list[Decision]:
         return self.send(ev.HostsDiscovered(tuple(slots.items())))
 
-    def agent_up(self, host: str, incarnation: int = 1) -> list[ev.Decision]:
+    def agent_up(self, host: str, incarnation: int = 1) -> list[Decision]:
         self._pid += 1
         address = f"10.0.0.{ord(host[0])}"
         return self.send(ev.AgentReady(host, incarnation, self._pid, address, (5000, 5001)))
 
-    def agent_lost(self, host: str, reason: str = "its lease expired") -> list[ev.Decision]:
+    def agent_lost(self, host: str, reason: str = "its lease expired") -> list[Decision]:
         incarnation = self.job.state.fleet.agents[host].incarnation
         return self.send(ev.AgentLost(host, incarnation, reason))
 
-    def started(self, worker: str) -> list[ev.Decision]:
+    def started(self, worker: str) -> list[Decision]:
         self._pid += 1
         return self.send(ev.WorkerStarted(worker, self._pid))
 
-    def ready(self, *workers: str, version: int = -1, clean: bool = True) -> list[ev.Decision]:
+    def ready(self, *workers: str, version: int = -1, clean: bool = True) -> list[Decision]:
         """These workers say READY, each naming the round it is in (0: it was in none)."""
-        decided: list[ev.Decision] = []
+        decided: list[Decision] = []
         for name in workers:
             worker = self.job.state.registry.workers[name]
             left = self.job.state.round.number if worker.state.value == "running" else 0
@@ -78,18 +87,18 @@ class Scenario:
         for worker in workers:
             self.send(ev.WorkerStepped(worker, self.job.state.round.number, step))
 
-    def exit(self, worker: str, code: int, *, victim: bool = False) -> list[ev.Decision]:
+    def exit(self, worker: str, code: int, *, victim: bool = False) -> list[Decision]:
         return self.send(ev.WorkerExited(worker, code, f"log of {worker}", victim))
 
-    def lost(self, worker: str) -> list[ev.Decision]:
+    def lost(self, worker: str) -> list[Decision]:
         return self.send(ev.WorkerLost(worker, "no heartbeat"))
 
-    def obey_stops(self) -> list[ev.Decision]:
+    def obey_stops(self) -> list[Decision]:
         """Every worker that was told to stop ends by SIGTERM."""
         stopping = [w.id for w in self._workers() if w.state.value == "stopping"]
         return [decision for name in stopping for decision in self.exit(name, -15)]
 
-    def wait(self, seconds: float) -> list[ev.Decision]:
+    def wait(self, seconds: float) -> list[Decision]:
         """Let time pass, with a tick at every deadline on the way."""
         end, decided = self.now + seconds, []
         while (at := self.job.deadline()) is not None and at <= end:
@@ -115,10 +124,10 @@ class Scenario:
 
     def orders(self, kind: type[D]) -> list[D]:
         """Every order of this kind so far."""
-        return [d.order for d in self.all(ev.GiveOrder) if isinstance(d.order, kind)]
+        return [d.order for d in self.all(GiveOrder) if isinstance(d.order, kind)]
 
-    def announced(self, event: str) -> list[ev.Announce]:
-        return [a for a in self.all(ev.Announce) if a.event == event]
+    def announced(self, event: str) -> list[Announce]:
+        return [a for a in self.all(Announce) if a.event == event]
 
     def _workers(self) -> list[Worker]:
         return [w for w in self.job.state.registry.workers.values() if w.state in OCCUPYING]
@@ -132,7 +141,7 @@ class Scenario:
 
     @property
     def world(self) -> msg.World:
-        return self.all(ev.PublishWorld)[-1].world
+        return self.all(PublishWorld)[-1].world
 
     @property
     def members(self) -> list[str]:
@@ -140,11 +149,11 @@ class Scenario:
         return [member.worker for member in self.world.members]
 
     @property
-    def notice(self) -> ev.PublishNotice:
-        return self.all(ev.PublishNotice)[-1]
+    def notice(self) -> PublishNotice:
+        return self.all(PublishNotice)[-1]
 
     @property
-    def end(self) -> ev.EndJob | None:
+    def end(self) -> EndJob | None:
         return self.job.state.end
 
     @property

@@ -6,6 +6,7 @@ import pytest
 
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
+from elastic_driver.core.decisions import PublishSave, StartAgent
 from tests.core.scenario import MakeScenario, Scenario
 
 
@@ -27,7 +28,7 @@ def leave(s: Scenario, version: int) -> None:
 
 
 def asked(s: Scenario) -> msg.SaveRequest:
-    return s.all(ev.PublishSave)[-1].request
+    return s.all(PublishSave)[-1].request
 
 
 def saved(s: Scenario, folder: str = "/ckpt/step-7", problem: str = "") -> None:
@@ -91,7 +92,7 @@ def test_nothing_is_started_any_more_and_a_lost_worker_is_no_failure(
     assert asked(s).members == ("a.0.1",)
     saved(s)
     assert "the state of step 6 is in" in ended(s)
-    assert [d.host for d in s.all(ev.StartAgent)] == ["a", "b"]
+    assert [d.host for d in s.all(StartAgent)] == ["a", "b"]
 
 
 def test_one_that_is_lost_while_they_write_is_done_without(scenario: MakeScenario) -> None:
@@ -128,7 +129,7 @@ def test_a_boundary_that_does_not_come_in_half_of_the_time_is_not_waited_for(
     s.wait(0.1)
     assert not s.notice.at_boundary
     s.ready("a.0.1", version=4)
-    assert not s.all(ev.PublishSave)
+    assert not s.all(PublishSave)
     s.wait(1.1)
     assert [o.worker for o in s.orders(msg.StopWorkerOrder)] == ["a.1.1"]
     assert asked(s).members == ("a.0.1",)

@@ -6,10 +6,11 @@ from typing import Any
 
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
+from elastic_driver.core.decisions import Decision, PublishNotice, StartAgent, StopAgent
 from tests.core.scenario import MakeScenario, Scenario
 
 
-def drain(s: Scenario, host: str, deadline: float | None = None) -> list[ev.Decision]:
+def drain(s: Scenario, host: str, deadline: float | None = None) -> list[Decision]:
     return s.send(ev.DrainRequested(host, "maintenance", deadline))
 
 
@@ -32,7 +33,7 @@ def test_a_drained_host_is_left_at_a_boundary_and_its_agent_let_go(scenario: Mak
     assert s.members == ["a.0.1", "a.1.1"]
     assert {o.worker for o in s.orders(msg.StopWorkerOrder)} == {"b.0.1", "b.1.1"}
     s.obey_stops()
-    assert [d.host for d in s.all(ev.StopAgent)] == ["b"]
+    assert [d.host for d in s.all(StopAgent)] == ["b"]
     assert [a.host for a in s.announced("host_drained")] == ["b"]
     assert (host(s, "b").state, host(s, "b").reason) == ("drained", "maintenance")
     assert not s.announced("host_blacklisted")
@@ -43,10 +44,10 @@ def test_a_drained_host_is_not_used_again_while_discovery_names_it(scenario: Mak
     drain(s, "b")
     leave(s, version=3)
     s.obey_stops()
-    started = len(s.all(ev.StartAgent))
+    started = len(s.all(StartAgent))
     s.hosts(a=1, b=4)
     s.wait(100.0)
-    assert len(s.all(ev.StartAgent)) == started
+    assert len(s.all(StartAgent)) == started
 
 
 def test_a_drained_host_that_was_away_and_comes_back_is_used_again(scenario: MakeScenario) -> None:
@@ -89,7 +90,7 @@ def test_replacements_that_take_too_long_are_not_waited_for(scenario: MakeScenar
     s = scenario(start_np=2, min_np=1, max_np=2).training(a=1, b=1, c=1)
     drain(s, "b", deadline=20.0)
     s.wait(9.9)
-    assert s.all(ev.PublishNotice) == []
+    assert s.all(PublishNotice) == []
     s.wait(0.1)
     assert s.notice.at_boundary
     s.ready("a.0.1", "b.0.1", version=9)
@@ -153,7 +154,7 @@ def test_an_agent_that_dies_while_its_host_is_drained_is_no_failure(scenario: Ma
     assert s.end is None
     assert s.job.state.budget.failures == 0
     assert not s.announced("host_blacklisted")
-    assert [d.host for d in s.all(ev.StartAgent)] == ["a", "b"]
+    assert [d.host for d in s.all(StartAgent)] == ["a", "b"]
 
 
 def test_a_worker_that_is_killed_on_a_drained_host_is_no_failure(scenario: MakeScenario) -> None:
@@ -170,7 +171,7 @@ def test_a_drain_that_is_cancelled_in_time_changes_nothing(scenario: MakeScenari
     drain(s, "b")
     s.send(ev.DrainCancelled("b", "it stays after all"))
     s.wait(60.0)
-    assert s.all(ev.PublishNotice) == []
+    assert s.all(PublishNotice) == []
     assert s.members == ["a.0.1", "b.0.1"]
     assert host(s, "b").state == "usable"
 
@@ -210,7 +211,7 @@ def test_an_idle_host_is_drained_at_once(scenario: MakeScenario) -> None:
     drain(s, "b")
     s.wait(1.0)
     assert [a.host for a in s.announced("host_drained")] == ["b"]
-    assert s.all(ev.PublishNotice) == []
+    assert s.all(PublishNotice) == []
 
 
 def test_a_plain_job_is_restarted_without_the_drained_host(scenario: MakeScenario) -> None:
@@ -221,7 +222,7 @@ def test_a_plain_job_is_restarted_without_the_drained_host(scenario: MakeScenari
     s.wait(0.1)
     s.obey_stops()
     assert s.members == ["a.0.2"]
-    assert [d.host for d in s.all(ev.StopAgent)] == ["b"]
+    assert [d.host for d in s.all(StopAgent)] == ["b"]
 
 
 # ---- single workers with a notice --------------------------------------------------------
@@ -269,7 +270,7 @@ def test_a_worker_that_has_to_go_waits_for_half_of_its_time(scenario: MakeScenar
     s = scenario(start_np=2, min_np=1, max_np=2).training(a=1, b=2)
     tell(s, "a.0.1", deadline=20.0)
     s.wait(9.9)
-    assert s.all(ev.PublishNotice) == []
+    assert s.all(PublishNotice) == []
     s.wait(0.1)
     assert s.notice.at_boundary
 

@@ -9,6 +9,7 @@ import pytest
 from elastic_driver.core import events as ev
 from elastic_driver.core import hangs
 from elastic_driver.core import messages as msg
+from elastic_driver.core.decisions import Decision, PublishNotice
 from tests.core.scenario import MakeScenario, Scenario
 
 STACK = '  File "/srv/train.py", line {line}, in {name}\n    x()\n'
@@ -24,7 +25,7 @@ def stall(
     seconds: float = 60.0,
     line: int = 7,
     round_id: int | None = None,
-) -> list[ev.Decision]:
+) -> list[Decision]:
     stack = STACK.format(line=line, name="step") + (TORCH if where == "collective" else "")
     number = s.job.state.round.number if round_id is None else round_id
     return s.send(ev.WorkerStalled(worker, number, seconds, where, stack))
@@ -66,7 +67,7 @@ def test_who_waits_in_a_collective_for_a_member_that_is_busy_is_left_alone(three
     three.wait(100.0)
     assert killed(three) == []
     assert three.round == (1, "complete")
-    assert three.all(ev.PublishNotice) == []
+    assert three.all(PublishNotice) == []
 
 
 def test_a_worker_that_goes_on_is_no_longer_counted(three: Scenario) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
+from elastic_driver.core.decisions import PublishNotice, SealRound, StartAgent, StopAgent
 from tests.core.scenario import MakeScenario
 
 
@@ -28,7 +29,7 @@ def test_the_next_round_does_not_wait_for_the_replacement(scenario: MakeScenario
         ("a.1.1", 0, 7),
         ("a.2.1", 1, 8),
     ]
-    assert s.all(ev.SealRound)[-1].round == 1
+    assert s.all(SealRound)[-1].round == 1
 
 
 def test_whose_state_a_round_went_on_with_is_said_once_its_first_step_is_done(
@@ -84,7 +85,7 @@ def test_a_newcomer_is_let_in_at_a_boundary_after_the_last_call(scenario: MakeSc
     assert s.round == (1, "complete")  # booting disturbs nobody
     s.ready("b.0.1")
     s.wait(0.4)
-    assert s.all(ev.PublishNotice) == []
+    assert s.all(PublishNotice) == []
     s.wait(0.1)
     assert (s.notice.at_boundary, s.notice.reason) == (True, "b.0.1 is ready to join")
     s.ready("a.0.1", version=9)
@@ -99,7 +100,7 @@ def test_newcomers_that_arrive_together_cost_one_change(scenario: MakeScenario) 
     s.ready("b.1.1")
     s.wait(0.2)
     s.ready("a.0.1", version=9)
-    assert len(s.all(ev.PublishNotice)) == 1
+    assert len(s.all(PublishNotice)) == 1
     assert s.world.size == 3
 
 
@@ -151,9 +152,9 @@ def test_a_removed_hosts_workers_leave_at_a_boundary_and_are_then_stopped(
     s.ready("a.0.1", "a.1.1", "b.0.1", version=5)
     assert s.members == ["a.0.1", "a.1.1"]
     assert [o.worker for o in s.orders(msg.StopWorkerOrder)] == ["b.0.1"]
-    assert s.all(ev.StopAgent) == []
+    assert s.all(StopAgent) == []
     s.exit("b.0.1", 0)
-    assert s.all(ev.StopAgent)[0].host == "b"
+    assert s.all(StopAgent)[0].host == "b"
     assert s.end is None
     assert s.job.snapshot(s.now).counters.failures == 0
 
@@ -178,7 +179,7 @@ def test_a_host_that_comes_back_within_the_last_call_changes_nothing(
     s.wait(0.5)
     s.hosts(a=1, b=1)
     s.wait(10.0)
-    assert s.all(ev.PublishNotice) == []
+    assert s.all(PublishNotice) == []
     assert s.round == (1, "complete")
 
 
@@ -261,10 +262,10 @@ def test_scaling_never_goes_below_min_np(scenario: MakeScenario) -> None:
 
 def test_a_spare_host_is_used_only_when_another_is_lost(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, max_np=2).training(a=1, b=1, c=1)
-    assert [d.host for d in s.all(ev.StartAgent)] == ["a", "b"]
+    assert [d.host for d in s.all(StartAgent)] == ["a", "b"]
     s.agents = False
     s.agent_lost("b")
-    assert [d.host for d in s.all(ev.StartAgent)][2:] == ["b", "c"]
+    assert [d.host for d in s.all(StartAgent)][2:] == ["b", "c"]
     s.agent_up("c")
     assert s.starting == ["c.0.1"]
     s.agent_up("b", 2)
@@ -276,14 +277,14 @@ def test_a_lost_agent_is_started_again_once_then_its_host_cools_down(
 ) -> None:
     s = scenario(start_np=2, max_np=2, blacklist_cooldown=(10.0, 600.0)).training(a=1, b=1)
     s.agent_lost("b")
-    assert s.all(ev.StartAgent)[-1].incarnation == 2
+    assert s.all(StartAgent)[-1].incarnation == 2
     assert s.announced("host_blacklisted") == []
     s.ready("a.0.1", version=3)
     s.agent_lost("b")
     assert len(s.announced("host_blacklisted")) == 1
     assert s.round == (2, "complete")
     s.wait(10.0)
-    assert s.all(ev.StartAgent)[-1].incarnation == 3
+    assert s.all(StartAgent)[-1].incarnation == 3
 
 
 def test_a_host_in_cooldown_keeps_its_healthy_workers(scenario: MakeScenario) -> None:
@@ -331,7 +332,7 @@ def test_a_boundary_nobody_reaches_is_announced_and_costs_nobody_a_step(
     s.wait(1.0)
     s.wait(125.0)
     assert len(s.announced("boundary_overdue")) == 2
-    assert len(s.all(ev.PublishNotice)) == 1
+    assert len(s.all(PublishNotice)) == 1
     assert s.in_state("running") == ["a.0.1"]
     s.ready("a.0.1", version=9)
     assert s.world.size == 2
@@ -344,12 +345,12 @@ def test_whoever_misses_the_boundary_that_a_peer_left_at_is_told_to_leave_at_onc
     s.hosts(a=2, b=1)
     s.ready("b.0.1")
     s.wait(1.0)
-    assert [n.at_boundary for n in s.all(ev.PublishNotice)] == [True]
+    assert [n.at_boundary for n in s.all(PublishNotice)] == [True]
     s.ready("a.0.1", version=9)
     s.wait(0.9)
-    assert [n.at_boundary for n in s.all(ev.PublishNotice)] == [True]
+    assert [n.at_boundary for n in s.all(PublishNotice)] == [True]
     s.wait(0.1)
-    assert [n.at_boundary for n in s.all(ev.PublishNotice)] == [True, False]
+    assert [n.at_boundary for n in s.all(PublishNotice)] == [True, False]
     s.ready("a.1.1", version=9)
     assert s.world.size == 3
 
@@ -374,7 +375,7 @@ def test_a_bad_newcomer_never_disturbs_or_ends_the_training(scenario: MakeScenar
         s.wait(20.0)
     assert s.end is None
     assert s.round == (1, "complete")
-    assert s.all(ev.PublishNotice) == []
+    assert s.all(PublishNotice) == []
     assert s.announced("host_blacklisted")
 
 
@@ -430,6 +431,6 @@ def test_a_newcomer_whose_host_is_removed_before_it_is_let_in_is_stopped(
     s.hosts(a=1)
     assert s.in_state("stopping") == ["b.0.1"]
     s.obey_stops()
-    assert s.all(ev.StopAgent)[0].host == "b"
+    assert s.all(StopAgent)[0].host == "b"
     s.wait(10.0)
-    assert s.all(ev.PublishNotice) == []
+    assert s.all(PublishNotice) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core import events as ev
+from elastic_driver.core.decisions import EndJob, StartAgent
 from tests.core.scenario import MakeScenario
 
 
@@ -12,7 +12,7 @@ def test_the_job_succeeds_when_every_worker_exits_0(scenario: MakeScenario) -> N
     s = scenario(start_np=2).training(a=2)
     s.exit("a.0.1", 0)
     s.exit("a.1.1", 0)
-    assert s.all(ev.EndJob) == [ev.EndJob(0, "every worker that was left finished its script")]
+    assert s.all(EndJob) == [EndJob(0, "every worker that was left finished its script")]
     assert len(s.announced("job_succeeded")) == 1
 
 
@@ -22,7 +22,7 @@ def test_after_a_success_nothing_is_started_any_more(scenario: MakeScenario) -> 
     s.hosts(a=3, b=3)
     s.exit("a.2.1", -9)
     assert s.starting == []
-    assert [d.host for d in s.all(ev.StartAgent)] == ["a"]
+    assert [d.host for d in s.all(StartAgent)] == ["a"]
 
 
 def test_a_success_stops_those_who_are_still_booting(scenario: MakeScenario) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
+from elastic_driver.core.decisions import StopAgent
 from tests.core.scenario import MakeScenario, Scenario
 
 
@@ -205,7 +206,7 @@ def test_a_removed_host_restarts_the_rest_without_it(scenario: MakeScenario) -> 
     s.wait(1.0)
     s.obey_stops()
     assert s.members == ["b.0.2"]
-    assert s.all(ev.StopAgent)[0].host == "a"
+    assert s.all(StopAgent)[0].host == "a"
 
 
 def test_a_removed_hosts_worker_that_dies_first_restarts_the_rest(scenario: MakeScenario) -> None:

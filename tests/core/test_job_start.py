@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
+from elastic_driver.core.decisions import EndJob, PublishWorld, StartAgent, StopAgent
 from tests.core.scenario import MakeScenario
 
 
@@ -12,13 +13,13 @@ def test_agents_are_started_in_stable_order_until_their_slots_reach_max_np(
 ) -> None:
     s = scenario(start_np=4, max_np=4, agents=False)
     s.hosts(b=2, a=2, c=2)
-    assert [(d.host, d.slots) for d in s.all(ev.StartAgent)] == [("b", 2), ("a", 2)]
+    assert [(d.host, d.slots) for d in s.all(StartAgent)] == [("b", 2), ("a", 2)]
 
 
 def test_without_max_np_every_host_gets_an_agent(scenario: MakeScenario) -> None:
     s = scenario(agents=False)
     s.hosts(a=1, b=2, c=3)
-    assert [d.host for d in s.all(ev.StartAgent)] == ["a", "b", "c"]
+    assert [d.host for d in s.all(StartAgent)] == ["a", "b", "c"]
 
 
 def test_workers_start_when_every_wanted_agent_is_up(scenario: MakeScenario) -> None:
@@ -87,7 +88,7 @@ def test_the_first_world_needs_every_worker_that_was_started(scenario: MakeScena
     s = scenario(start_np=1, max_np=3)
     s.hosts(a=3)
     s.ready("a.0.1", "a.2.1")
-    assert s.all(ev.PublishWorld) == []
+    assert s.all(PublishWorld) == []
     s.ready("a.1.1")
     assert s.members == ["a.0.1", "a.1.1", "a.2.1"]
     assert s.round == (1, "complete")
@@ -100,7 +101,7 @@ def test_a_worker_that_boots_for_ever_delays_the_first_world_by_the_start_timeou
     s.hosts(a=3)
     s.ready("a.0.1", "a.1.1")
     s.wait(59.9)
-    assert s.all(ev.PublishWorld) == []
+    assert s.all(PublishWorld) == []
     s.wait(0.1)
     assert s.members == ["a.0.1", "a.1.1"]
 
@@ -150,10 +151,10 @@ def test_a_host_whose_agent_cannot_start_goes_to_cooldown_and_gets_another_try(
     s.agent_lost("a", "ssh: connection refused")
     assert "no new workers for 10 s" in s.announced("host_blacklisted")[0].reason
     s.wait(9.9)
-    assert len(s.all(ev.StartAgent)) == 1
+    assert len(s.all(StartAgent)) == 1
     s.wait(0.1)
     assert s.announced("host_resurrected")[0].host == "a"
-    assert s.all(ev.StartAgent)[-1].incarnation == 2
+    assert s.all(StartAgent)[-1].incarnation == 2
 
 
 def test_an_agent_that_never_comes_up_is_given_up(scenario: MakeScenario) -> None:
@@ -173,17 +174,17 @@ def test_a_hung_agent_start_frees_the_job_to_use_a_spare_host(scenario: MakeScen
     s.ready(*s.starting)
     s.step("a.0.1")
     s.hosts(a=1, b=1, c=1)
-    assert [d.host for d in s.all(ev.StartAgent)] == ["a", "b"]
+    assert [d.host for d in s.all(StartAgent)] == ["a", "b"]
     s.wait(50.0)
-    assert s.all(ev.StopAgent)[0].host == "b"
+    assert s.all(StopAgent)[0].host == "b"
     assert "agent not up within 50 s" in s.announced("host_blacklisted")[0].reason
-    assert s.all(ev.StartAgent)[-1].host == "c"
+    assert s.all(StartAgent)[-1].host == "c"
 
 
 def test_stop_ends_the_job_with_the_wished_status(scenario: MakeScenario) -> None:
     s = scenario(start_np=2).training(a=2)
     s.send(ev.StopRequested("SIGINT", 130))
-    assert s.all(ev.EndJob) == [ev.EndJob(130, "SIGINT")]
+    assert s.all(EndJob) == [EndJob(130, "SIGINT")]
     assert s.hosts(b=4) == []
 
 

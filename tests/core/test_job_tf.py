@@ -7,6 +7,7 @@ from typing import Any
 
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
+from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.tf.config import WORKERS_ONLY
 from tests.core.scenario import MakeScenario, Scenario
 
@@ -66,7 +67,7 @@ def test_parameter_servers_and_their_workers_are_stopped_when_the_chief_is_done(
     s.hosts(a=3)
     s.wait(s.job.state.settings.plain_after)
     s.exit("a.0.1", 0)
-    assert s.all(ev.EndJob)[0].exit_code == 0
+    assert s.all(EndJob)[0].exit_code == 0
     assert {o.worker for o in s.orders(msg.StopWorkerOrder)} == {"a.1.1", "a.2.1"}
 
 
@@ -75,6 +76,6 @@ def test_workers_that_mirror_each_other_are_waited_for(scenario: MakeScenario) -
     s.hosts(a=2)
     s.wait(s.job.state.settings.plain_after)
     s.exit("a.0.1", 0)
-    assert s.all(ev.EndJob) == []
+    assert s.all(EndJob) == []
     s.exit("a.1.1", 0)
-    assert s.all(ev.EndJob)[0].exit_code == 0
+    assert s.all(EndJob)[0].exit_code == 0

@@ -6,6 +6,7 @@ import pytest
 
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
+from elastic_driver.core.decisions import Announce, AskStacks, StackGroup
 from elastic_driver.core.stacks import ANSWER_S, Told, describe, group
 from elastic_driver.core.standing import SEEN_ELSEWHERE, SEEN_WAITING
 from tests.core.scenario import MakeScenario, Scenario
@@ -17,10 +18,10 @@ def three(scenario: MakeScenario) -> Scenario:
 
 
 def answer(s: Scenario, worker: str, where: str, stack: str = "", *, own: bool = True) -> None:
-    s.send(ev.WorkerStack(worker, s.all(ev.AskStacks)[-1].number, where, stack, own))
+    s.send(ev.WorkerStack(worker, s.all(AskStacks)[-1].number, where, stack, own))
 
 
-def collected(s: Scenario) -> tuple[ev.StackGroup, ...]:
+def collected(s: Scenario) -> tuple[StackGroup, ...]:
     detail = s.announced("stacks_collected")[-1].detail["stacks"]
     assert isinstance(detail, tuple)
     return detail
@@ -104,12 +105,12 @@ def test_a_second_question_waits_for_the_first_and_late_answers_change_nothing(
 ) -> None:
     three.send(ev.StacksRequested("somebody"))
     three.send(ev.StacksRequested("somebody else"))
-    assert len(three.all(ev.AskStacks)) == 1
+    assert len(three.all(AskStacks)) == 1
     three.wait(ANSWER_S)
     answer(three, "a.0.1", IN)
     assert three.job.state.ignored_events == 1
     three.send(ev.StacksRequested("again"))
-    assert [question.number for question in three.all(ev.AskStacks)] == [1, 2]
+    assert [question.number for question in three.all(AskStacks)] == [1, 2]
     three.send(ev.WorkerStack("a.0.1", 1, IN, ""))
     assert three.job.state.ignored_events == 2
 
@@ -127,7 +128,7 @@ def test_when_a_worker_hangs_the_stacks_of_all_are_kept_before_it_is_killed(
     three.send(ev.WorkerStalled("a.1.1", 1, 60.0, OUT, "lock"))
     answer(three, "a.0.1", IN, "all_reduce")
     three.wait(1.0)
-    names = [a.event for a in three.all(ev.Announce)]
+    names = [a.event for a in three.all(Announce)]
     assert names.index("stacks_collected") < names.index("worker_hung")
     where = {rank: (g.where, g.odd) for g in collected(three) for rank in g.ranks}
     assert where == {0: (IN, False), 1: (OUT, True), 2: ("no answer", True)}
@@ -138,7 +139,7 @@ def test_who_is_silent_is_looked_at_before_its_lease_ends_and_it_is_killed(three
     assert [order.number for order in three.orders(msg.StacksOrder)] == [1, 1]
     answer(three, "a.1.1", SEEN_ELSEWHERE, "in C", own=False)
     three.lost("a.1.1")
-    names = [a.event for a in three.all(ev.Announce)]
+    names = [a.event for a in three.all(Announce)]
     assert names.index("stacks_collected") < names.index("worker_hung")
     said = three.announced("stacks_collected")[0].reason
     assert said.startswith("a.1.1: it has not been heard of for 15 s")
@@ -149,4 +150,4 @@ def test_the_silence_of_a_worker_that_is_no_member_asks_nobody(three: Scenario) 
     three.exit("a.1.1", 1)
     three.send(ev.WorkerSilent("a.1.1", "it has not been heard of for 15 s"))
     three.send(ev.WorkerSilent("z.0.1", "who?"))
-    assert three.all(ev.AskStacks) == []
+    assert three.all(AskStacks) == []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core import events as ev
 from elastic_driver.core import units
+from elastic_driver.core.decisions import SealRound
 from elastic_driver.settings import Settings
 from tests.core.scenario import MakeScenario
 
@@ -178,4 +178,4 @@ def test_a_plain_job_is_not_restarted_for_a_host_that_makes_no_unit(
     s.wait(5.0)
     s.obey_stops()
     assert len(s.members) == 4
-    assert s.all(ev.SealRound)
+    assert s.all(SealRound)

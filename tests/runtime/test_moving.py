@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.events import Announce
+from elastic_driver.core.decisions import Announce
 from elastic_driver.core.messages import Allocation, Division, Progress, Sample, decode
 from elastic_driver.runtime.moving import WorkMover
 from rendezvous.errors import RendezvousError

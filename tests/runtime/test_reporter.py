@@ -13,7 +13,7 @@ from typing import TextIO
 
 import pytest
 
-from elastic_driver.core.events import Announce
+from elastic_driver.core.decisions import Announce
 from elastic_driver.core.messages import Failure
 from elastic_driver.runtime.reporter import MAX_EXITS_SHOWN, Level, Reporter, warnings_shown
 

@@ -11,6 +11,17 @@ from random import Random
 
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
+from elastic_driver.core.decisions import (
+    Announce,
+    Decision,
+    EndJob,
+    GiveOrder,
+    PublishNotice,
+    PublishSave,
+    PublishWorld,
+    StartAgent,
+    StopAgent,
+)
 from elastic_driver.core.invariants import check
 from elastic_driver.core.job import TOGETHER, Job
 from elastic_driver.core.registry import ACTIVE
@@ -87,7 +98,7 @@ class Cluster:
         self.agents: dict[str, SimAgent] = {}
         self.world: msg.World | None = None
         self.notice: msg.Notice | None = None
-        self.end: ev.EndJob | None = None
+        self.end: EndJob | None = None
         self.ended_at = 0.0
         self.groups: dict[int, Group] = {}
         self.births: dict[int, Group] = {}
@@ -182,27 +193,27 @@ class Cluster:
             self._alarm = None
             self.deliver(ev.Tick())
 
-    def _execute(self, decision: ev.Decision) -> None:
-        if isinstance(decision, ev.StartAgent):
+    def _execute(self, decision: Decision) -> None:
+        if isinstance(decision, StartAgent):
             self._start_agent(decision)
-        elif isinstance(decision, ev.StopAgent):
+        elif isinstance(decision, StopAgent):
             agent = self.agents.get(decision.host)
             if agent is not None and agent.incarnation == decision.incarnation:
                 self.clock.after(self.delay(), agent.die)
-        elif isinstance(decision, ev.GiveOrder):
+        elif isinstance(decision, GiveOrder):
             self._order(decision)
-        elif isinstance(decision, ev.PublishWorld):
+        elif isinstance(decision, PublishWorld):
             self._publish(decision.world)
-        elif isinstance(decision, ev.PublishNotice):
+        elif isinstance(decision, PublishNotice):
             self._publish_notice(decision)
-        elif isinstance(decision, ev.PublishSave):
+        elif isinstance(decision, PublishSave):
             self._publish_save(decision.request)
-        elif isinstance(decision, ev.EndJob):
+        elif isinstance(decision, EndJob):
             self.end, self.ended_at = decision, self.clock.now
-        elif isinstance(decision, ev.Announce) and decision.event == "worker_replaced":
+        elif isinstance(decision, Announce) and decision.event == "worker_replaced":
             self._check_replaced(decision)
 
-    def _start_agent(self, decision: ev.StartAgent) -> None:
+    def _start_agent(self, decision: StartAgent) -> None:
         if not self.job.state.hosts.usable(decision.host):
             raise Violation(f"an agent is started on {decision.host}, which is not usable")
         agent = SimAgent(self, decision.host, decision.incarnation)
@@ -217,7 +228,7 @@ class Cluster:
         )
         self.clock.after(self.random.uniform(0.02, 0.6), lambda: self.post(agent, ready))
 
-    def _order(self, decision: ev.GiveOrder) -> None:
+    def _order(self, decision: GiveOrder) -> None:
         if isinstance(decision.order, msg.StartWorkerOrder):
             hosts = self.job.state.hosts
             if not hosts.usable(decision.host):
@@ -238,7 +249,7 @@ class Cluster:
         for worker in self.living():
             worker.act(self.delay(), "see_world", world)
 
-    def _publish_notice(self, decision: ev.PublishNotice) -> None:
+    def _publish_notice(self, decision: PublishNotice) -> None:
         after = None
         if decision.at_boundary:
             after = max((w.version for w in self.living()), default=0) + 2
@@ -293,7 +304,7 @@ class Cluster:
         if order.grace > 0 and alone and heirs:
             raise Violation(f"{stopped.id} alone holds version {stopped.version}, but is stopped")
 
-    def _check_replaced(self, told: ev.Announce) -> None:
+    def _check_replaced(self, told: Announce) -> None:
         """A slow worker goes only when its replacement is there, on a host that was never slow."""
         self.replaced += 1
         job = self.job.state

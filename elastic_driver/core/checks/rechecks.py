@@ -12,7 +12,8 @@ would otherwise wait for it. Entered by `job`. Pure; times are monotonic seconds
 
 from __future__ import annotations
 
-from elastic_driver.core.events import CheckHosts, HostResult, HostsChecked
+from elastic_driver.core.decisions import CheckHosts
+from elastic_driver.core.events import HostResult, HostsChecked
 from elastic_driver.core.state import JobState
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
+from elastic_driver.core.decisions import CheckHosts
 from tests.core.scenario import MakeScenario, Scenario
 
 
@@ -24,13 +25,13 @@ def job(scenario: MakeScenario) -> Scenario:
 
 
 def checks(s: Scenario) -> list[tuple[str, ...]]:
-    return [tuple(host for host, _slots in check.hosts) for check in s.all(ev.CheckHosts)]
+    return [tuple(host for host, _slots in check.hosts) for check in s.all(CheckHosts)]
 
 
 def finish(s: Scenario, *passed: str, failed: tuple[str, ...] = ()) -> None:
     results = [ev.HostResult(h, True, "good") for h in passed]
     results += [ev.HostResult(h, False, "faulty: failed alone") for h in failed]
-    s.send(ev.HostsChecked(tuple(results), s.all(ev.CheckHosts)[-1].number))
+    s.send(ev.HostsChecked(tuple(results), s.all(CheckHosts)[-1].number))
 
 
 def started_on(s: Scenario, host: str) -> int:
@@ -52,7 +53,7 @@ def test_new_hosts_are_checked_together_before_they_get_workers(job: Scenario) -
     assert checks(job) == []
     job.wait(0.1)
     assert checks(job) == [("c", "d")]
-    assert job.all(ev.CheckHosts)[0].hosts == (("c", 1), ("d", 2))
+    assert job.all(CheckHosts)[0].hosts == (("c", 1), ("d", 2))
     assert (state_of(job, "a"), state_of(job, "c")) == ("usable", "checking")
     job.wait(30.0)
     assert started_on(job, "c") == started_on(job, "d") == 0
@@ -122,7 +123,7 @@ def test_one_that_comes_back_is_checked_and_one_that_goes_meanwhile_is_forgotten
 def test_an_answer_that_comes_twice_or_late_changes_nothing(job: Scenario) -> None:
     job.hosts(a=1, b=1, c=1)
     job.wait(0.1)
-    (first,) = job.all(ev.CheckHosts)
+    (first,) = job.all(CheckHosts)
     finish(job, "c")
     failures = tuple(ev.HostResult(host, False, "faulty") for host in "abc")
     job.send(ev.HostsChecked(failures, first.number))
