@@ -22,8 +22,8 @@ def advance(job: JobState, now: float) -> None:
         _stop_newcomers(job)
     if job.round.stalls:
         _end_hangs(job, now)
-    if job.end is not None:
-        return
+    if job.end is not None or job.leavers_unsettled:
+        return  # who was to go may have to stay, now that another hangs: the next look knows
     if job.round.state is RoundState.COMPLETE:
         _watch_changes(job, now)
     if job.round.state is RoundState.CLOSING:

@@ -152,5 +152,5 @@ def _waiting(job: Job) -> Iterator[str]:
         yield f"round {state.round.number} is {state.round.state.value} without a deadline"
     if state.round.state is RoundState.COMPLETE and not state.registry.count(*ACTIVE):
         yield f"round {state.round.number} is complete but nobody is in it"
-    if state.kind is Kind.ELASTIC and state.capacity_changed and state.first_success is None:
+    if state.kind is Kind.ELASTIC and state.leavers_unsettled:
         yield "slots have changed but nobody has looked at them"

@@ -177,7 +177,7 @@ class Job:
         if job.end is not None:
             return
         replacing.look(job, now)
-        if job.capacity_changed and job.first_success is None:
+        if job.leavers_unsettled:
             job.capacity_changed, job.placement_due = False, not job.finishing
             placement.mark_leavers(job)
             if not job.finishing:

@@ -111,6 +111,11 @@ class JobState:
         return self.registry.count(WorkerState.RUNNING)
 
     @property
+    def leavers_unsettled(self) -> bool:
+        """Whether slots, workers or wishes have changed, and who leaves is not marked anew yet."""
+        return self.capacity_changed and self.first_success is None
+
+    @property
     def finishing(self) -> bool:
         """Whether the job comes to its end: nothing is started any more."""
         return self.first_success is not None or self.departure is not None

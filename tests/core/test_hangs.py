@@ -9,7 +9,7 @@ import pytest
 from elastic_driver.core import events as ev
 from elastic_driver.core import hangs
 from elastic_driver.core import messages as msg
-from elastic_driver.core.decisions import Decision, PublishNotice
+from elastic_driver.core.decisions import Decision, PublishNotice, PublishSave
 from tests.core.scenario import MakeScenario, Scenario
 
 STACK = '  File "/srv/train.py", line {line}, in {name}\n    x()\n'
@@ -176,6 +176,22 @@ def test_one_that_hangs_while_a_peer_is_lost_does_not_hold_up_the_rest(three: Sc
     assert killed(three) == ["a.1.1"]
     assert three.round == (2, "complete")
     assert three.members == ["a.2.1"]
+
+
+@pytest.mark.parametrize("version", [0, 7])
+def test_who_was_to_leave_stays_when_the_one_to_be_kept_hangs(
+    scenario: MakeScenario, version: int
+) -> None:
+    s = scenario(start_np=3, min_np=1, settle=1.0).training(a=3)
+    s.lost("a.2.1")
+    s.ready("a.1.1", version=version)
+    s.send(ev.ScaleRequested(1))  # of the two that are left, the oldest: but that one hangs
+    stall(s, "a.0.1", "elsewhere")
+    s.wait(hangs.LEAVE_S)
+    assert killed(s) == ["a.2.1", "a.0.1"]
+    assert s.members == ["a.1.1"]
+    assert s.all(PublishSave) == []  # it stays, and its state with it
+    assert s.round == (2, "complete")
 
 
 def test_a_planned_change_with_a_hang_before_its_boundary_is_not_waited_for(
