@@ -9,26 +9,16 @@ machine and `elastic`. Times are monotonic seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from elastic_driver.core.events import JobLeaving
 from elastic_driver.core.notices import time_to_leave
 from elastic_driver.core.outcome import Kind
 from elastic_driver.core.registry import WorkerState
 from elastic_driver.core.rounds import RoundState
 from elastic_driver.core.state import JobState
+from elastic_driver.core.underway import Departure
 from elastic_driver.errors import ExitCode
 
 BOUNDARY_SHARE = 0.5  # of the time; the rest is for writing
-
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """Why the job ends, until when a step boundary is waited for, and when it ends anyway."""
-
-    reason: str
-    leave_by: float
-    end_by: float
 
 
 def told(job: JobState, event: JobLeaving, now: float) -> None:

@@ -9,33 +9,12 @@ nothing else: who is asked stays READY, and may be in the next round after all. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from elastic_driver.core.decisions import PublishSave
 from elastic_driver.core.events import WorkerSaved
 from elastic_driver.core.messages import SaveRequest
 from elastic_driver.core.registry import Worker, WorkerState
 from elastic_driver.core.state import JobState
-
-
-@dataclass(slots=True)
-class Farewell:
-    """What became of the state after `request.step` steps, as far as it is known."""
-
-    request: SaveRequest
-    until: float
-    done: bool = False
-    folder: str = ""  # the complete checkpoint
-    problem: str = ""  # why there is none
-
-    @property
-    def outcome(self) -> str:
-        """What is on disk, in words."""
-        step = self.request.step
-        if self.folder:
-            return f"the state of step {step} is in {self.folder}"
-        why = self.problem or "it has no checkpoint_dir (docs/checkpoints.md)"
-        return f"the state of step {step} is not on disk: {why}"
+from elastic_driver.core.underway import Farewell
 
 
 def is_going_on(job: JobState, now: float) -> bool:

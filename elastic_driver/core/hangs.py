@@ -25,6 +25,7 @@ from elastic_driver.core.events import WorkerResumed, WorkerSilent, WorkerStalle
 from elastic_driver.core.registry import Worker, WorkerState
 from elastic_driver.core.rounds import RoundState, Stall
 from elastic_driver.core.state import JobState
+from elastic_driver.core.underway import Told
 
 LEAVE_S = 5.0  # to leave a round that was broken; who can leave does so in well under a second
 LONG_STALL = 8.0  # times as long as first told: then even an evaluation is taken for a hang
@@ -55,7 +56,7 @@ def stalled(job: JobState, worker: Worker, event: WorkerStalled, now: float) -> 
         )
         if len(job.round.stalls) == 1:
             stacks.ask(job, now, f"{worker.id} makes no progress")
-    stacks.note(job, worker.id, stacks.Told(event.where, stack, own=True))
+    stacks.note(job, worker.id, Told(event.where, stack, own=True))
     return True
 
 

@@ -13,29 +13,16 @@ forgotten with its round. Times are monotonic seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from elastic_driver.core import units
 from elastic_driver.core.events import RankRecovered, RankSlow
 from elastic_driver.core.outcome import Kind
 from elastic_driver.core.registry import ACTIVE, Worker, WorkerState
 from elastic_driver.core.rounds import RoundState, Slow
 from elastic_driver.core.state import JobState
+from elastic_driver.core.underway import Replacement
 
 _HERE = (WorkerState.READY, WorkerState.RUNNING)
 _GONE_AS_TOLD = (WorkerState.STOPPING, WorkerState.STOPPED)
-
-
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """A worker that is to leave, and the host on which its replacement is started."""
-
-    worker: str
-    target: str
-    round: int  # the one in which it began
-    after: int  # workers started before it
-    until: float  # for the replacement to be ready
-    reason: str
 
 
 def slow(job: JobState, event: RankSlow, now: float) -> None:

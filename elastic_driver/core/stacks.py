@@ -12,9 +12,7 @@ Entered by `job`. Pure; times are monotonic seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_driver.core.decisions import AskStacks, StackGroup
@@ -23,30 +21,13 @@ from elastic_driver.core.messages import StacksOrder
 from elastic_driver.core.registry import Worker, WorkerState
 from elastic_driver.core.standing import SEEN_WAITING
 from elastic_driver.core.state import JobState
+from elastic_driver.core.underway import Inquiry, Told
 
 ANSWER_S = 1.5  # a heartbeat thread answers within milliseconds, an agent within a second
 MAX_STACK_CHARS = 8000  # of one group's stack in the event log
 MAX_GROUPS = 16  # with their stacks; more of them, and the ranks alone are kept
 NO_ANSWER = "no answer"
 COLLECTIVE = "collective"
-
-
-class Told(Struct, frozen=True):
-    """One worker's answer."""
-
-    where: str
-    stack: str
-    own: bool  # said by the worker itself, not by its agent
-
-
-@dataclass(slots=True)
-class Inquiry:
-    """A question to all workers that is not settled yet."""
-
-    number: int
-    since: float
-    reason: str
-    told: dict[str, Told] = field(default_factory=dict)
 
 
 def ask(job: JobState, now: float, reason: str) -> None:

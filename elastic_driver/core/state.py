@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from elastic_driver.core.decisions import (
     Announce,
@@ -37,14 +36,9 @@ from elastic_driver.core.registry import ACTIVE, News, Worker, WorkerState, Work
 from elastic_driver.core.rounds import Round, RoundState
 from elastic_driver.core.slots import Seat, assign
 from elastic_driver.core.tf.config import TfLayout
+from elastic_driver.core.underway import Departure, Farewell, Inquiry, Replacement
 from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings
-
-if TYPE_CHECKING:
-    from elastic_driver.core.departure import Departure
-    from elastic_driver.core.farewell import Farewell
-    from elastic_driver.core.replacing import Replacement
-    from elastic_driver.core.stacks import Inquiry
 
 
 def seat(worker: Worker) -> Seat:
