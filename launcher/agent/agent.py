@@ -4,7 +4,7 @@ One asyncio loop and no threads of its own. It ends for one of these reasons, an
 first stops its workers and then whatever they left behind: the driver orders it, a signal
 asks for it, or the driver is gone (its pipe closed, no answer within the heartbeat timeout, a
 token that is not known any more, keys that were sealed). A signal that announces the host's end
-(`leaving`) first lets the driver take the workers away in good order.
+(`host.leaving`) first lets the driver take the workers away in good order.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from elastic_driver.errors import ExitCode
 from launcher.agent.console import Console
 from launcher.agent.descendants import become_subreaper
 from launcher.agent.environment import Meeting
-from launcher.agent.held_folder import clear_unheld
-from launcher.agent.leaving import ANNOUNCING, Leaving
+from launcher.agent.host.held_folder import clear_unheld
+from launcher.agent.host.leaving import ANNOUNCING, Leaving
+from launcher.agent.host.ports import free_ports
+from launcher.agent.host.scratch import scratch_folder
 from launcher.agent.outbox import Outbox
-from launcher.agent.ports import free_ports
-from launcher.agent.scratch import scratch_folder
 from launcher.agent.warm import WarmStarter
 from launcher.agent.warm_birth import Inherited
 from launcher.agent.warm_command import NotWarmable

@@ -33,7 +33,7 @@ import psutil
 from elastic_driver import contract
 from elastic_driver.errors import ExitCode
 from launcher.agent.descendants import become_subreaper, end_children
-from launcher.agent.held_folder import held_folder, holder_of, sweep, wait_for_holder
+from launcher.agent.host.held_folder import held_folder, holder_of, sweep, wait_for_holder
 from launcher.build_info import version
 from rendezvous.auth import write_token_file
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from launcher.agent.descendants import die_with_parent
-from launcher.agent.leaving import spare_workers
+from launcher.agent.host.leaving import spare_workers
 
 EXIT_NOT_EXECUTABLE = 126  # as the shells say it
 EXIT_NOT_FOUND = 127

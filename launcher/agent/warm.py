@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.agent.descendants import die_with_parent
-from launcher.agent.leaving import spare_workers
+from launcher.agent.host.leaving import spare_workers
 from launcher.agent.starter import FreshStarter, ProcessSpec, Starter
 from launcher.agent.warm_birth import (
     Held,

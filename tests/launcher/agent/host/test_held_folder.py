@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.held_folder import held_folder, holder_of, sweep
+from launcher.agent.host.held_folder import held_folder, holder_of, sweep
 
 HOLD = """
 import sys
 from pathlib import Path
-from launcher.agent.held_folder import held_folder
+from launcher.agent.host.held_folder import held_folder
 with held_folder(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.scratch import scratch_folder, sweep_scratch
+from launcher.agent.host.scratch import scratch_folder, sweep_scratch
 
 HOLD = """
-from launcher.agent.scratch import scratch_folder
+from launcher.agent.host.scratch import scratch_folder
 with scratch_folder() as folder:
     print(folder, flush=True)
     input()

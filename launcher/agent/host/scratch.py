@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.agent.held_folder import held_folder, sweep
+from launcher.agent.host.held_folder import held_folder, sweep
 
 _PREFIX = "elastic-mp-"  # short, as the paths of sockets may not be long
 _LONGEST = 107 - len("/listener-12345678")  # what the path of a socket may hold, unix(7)
