@@ -34,6 +34,7 @@ from elastic_driver import contract
 from elastic_driver.errors import ExitCode
 from launcher.agent.descendants import become_subreaper, end_children
 from launcher.agent.host.held_folder import held_folder, holder_of, sweep, wait_for_holder
+from launcher.agent.host.scratch import sweep_scratch
 from launcher.build_info import version
 from rendezvous.auth import write_token_file
 
@@ -116,6 +117,7 @@ def _keep(name: str, folder: Path, token: str, arguments: Sequence[str]) -> int:
         agent.kill()
     code = agent.wait()
     end_children(PATIENCE_S)  # what lost its agent and came to us: we have no others
+    sweep_scratch()
     return code if code >= 0 else 128 - code
 
 
@@ -136,6 +138,7 @@ def end(name: str) -> int:
         print(f"elasticrun: process {pid} could not be killed", file=sys.stderr)
         return int(ExitCode.UNAVAILABLE)
     shutil.rmtree(folder, ignore_errors=True)
+    sweep_scratch()
     return 0
 
 
