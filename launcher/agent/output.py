@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 
 from launcher.agent.console import Console
-from launcher.agent.descendants import activity
 from launcher.agent.holdback import HoldBack
 from launcher.agent.lines import LineSplitter
 from launcher.agent.logs import LogFile
+from launcher.agent.processes.descendants import activity
 
 READ_BYTES = 64 * 1024
 PROGRESS_S = 1.0  # a progress bar is shown anew that often

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from launcher.agent.descendants import die_with_parent
 from launcher.agent.host.leaving import spare_workers
-from launcher.agent.starter import FreshStarter, ProcessSpec, Starter
+from launcher.agent.processes.descendants import die_with_parent
+from launcher.agent.processes.starter import FreshStarter, ProcessSpec, Starter
 from launcher.agent.warm_birth import (
     Held,
     Inherited,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic_driver import contract
-from launcher.agent.descendants import children, reap
+from launcher.agent.processes.descendants import children, reap
 from launcher.agent.warm_plan import WarmPlan
 
 END_S = 2.0  # for the kernel to end what was killed
@@ -100,7 +100,7 @@ def execute(plan: WarmPlan, before_exec: Callable[[], None] | None = None) -> He
                 env=_environment(plan, fds),
                 pass_fds=fds,
                 start_new_session=True,
-                preexec_fn=before_exec,  # noqa: PLW1509 - a system call, as in `agent.starter`
+                preexec_fn=before_exec,  # noqa: PLW1509 - one system call, see `starter`
             )
         on_error.pop_all()
     process.returncode = 0  # we reap it ourselves

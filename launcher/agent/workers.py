@@ -17,12 +17,12 @@ from elastic_driver.core.events import WorkerExited, WorkerStack, WorkerStarted
 from elastic_driver.core.messages import JobSpec, RanksOrder, StartWorkerOrder
 from elastic_driver.peer_loss import looks_like_peer_loss
 from launcher.agent.console import Console
-from launcher.agent.environment import Meeting, worker_environment
 from launcher.agent.logs import ERR, OUT, LogFile, link_ranks, route
-from launcher.agent.looking import look
 from launcher.agent.output import WorkerOutput
-from launcher.agent.process import Family, WorkerProcess
-from launcher.agent.starter import EXIT_NOT_EXECUTABLE, ProcessSpec, Starter, StartError
+from launcher.agent.processes.environment import Meeting, worker_environment
+from launcher.agent.processes.looking import look
+from launcher.agent.processes.starter import EXIT_NOT_EXECUTABLE, ProcessSpec, Starter, StartError
+from launcher.agent.processes.worker import Family, WorkerProcess
 
 DRAIN_S = 2.0  # for pipes that a process out of our reach still holds open
 

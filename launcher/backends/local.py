@@ -27,8 +27,14 @@ from pathlib import Path
 from elastic_driver import contract
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.starter import OnLost
-from launcher.agent.descendants import become_subreaper, carries, children, kill_trees, reap
 from launcher.agent.host.scratch import sweep_scratch
+from launcher.agent.processes.descendants import (
+    become_subreaper,
+    carries,
+    children,
+    kill_trees,
+    reap,
+)
 from launcher.backends.base import AgentPlan, agent_argv
 from launcher.backends.shared_parent import Birth, SharedParent
 from launcher.backends.this_machine import is_this_machine, meeting_address

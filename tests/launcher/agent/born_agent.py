@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from elastic_driver.core.messages import JobSpec, decode
-from launcher.agent.descendants import become_subreaper
-from launcher.agent.environment import common_environment
+from launcher.agent.processes.descendants import become_subreaper
+from launcher.agent.processes.environment import common_environment
 from launcher.agent.warm import WarmStarter
 from launcher.agent.warm_birth import inherit
 from launcher.agent.warm_plan import plan_for

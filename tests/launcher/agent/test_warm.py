@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from launcher.agent import warm as warm_module
-from launcher.agent.descendants import children, reap
-from launcher.agent.starter import FreshStarter, StartError
+from launcher.agent.processes.descendants import children, reap
+from launcher.agent.processes.starter import FreshStarter, StartError
 from launcher.agent.warm import WarmStarter
 from tests.launcher.agent.warm_harness import Agent, agent, alive, eventually, wait_for
 

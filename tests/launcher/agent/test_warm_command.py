@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.starter import ProcessSpec
+from launcher.agent.processes.starter import ProcessSpec
 from launcher.agent.warm_command import (
     NotWarmable,
     PythonCommand,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.starter import FreshStarter
+from launcher.agent.processes.starter import FreshStarter
 from tests.launcher.agent.warm_harness import Agent, Outcome, agent, eventually
 
 

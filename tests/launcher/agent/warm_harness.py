@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.agent.descendants import become_subreaper
-from launcher.agent.starter import FreshStarter, ProcessSpec, Starter
+from launcher.agent.processes.descendants import become_subreaper
+from launcher.agent.processes.starter import FreshStarter, ProcessSpec, Starter
 from launcher.agent.warm import WarmStarter
 from launcher.agent.warm_plan import WarmPlan, plan
 

@@ -19,8 +19,8 @@ import pytest
 
 from elastic_driver.core.events import AgentReady, HostLeaving, WorkerExited, WorkerStarted
 from launcher.agent import remote
-from launcher.agent.descendants import variables
 from launcher.agent.host import held_folder
+from launcher.agent.processes.descendants import variables
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.ssh import SshOptions, SshReach
 from tests.launcher.agent.harness import HOST, ROOT, TOKEN, Driver, eventually, lives

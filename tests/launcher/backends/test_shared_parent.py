@@ -21,7 +21,7 @@ import pytest
 from elastic_driver import contract
 from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
 from elastic_driver.core.messages import StartWorkerOrder, encode
-from launcher.agent.descendants import children, variables
+from launcher.agent.processes.descendants import children, variables
 from launcher.backends import shared_parent
 from launcher.backends.local import LocalBackend
 from rendezvous.wire import Set

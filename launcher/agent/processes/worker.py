@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable
 
 from elastic_driver import contract
-from launcher.agent.descendants import carries, children, kill_trees, reap
+from launcher.agent.processes.descendants import carries, children, kill_trees, reap
 
 LEFTOVERS_S = 2.0  # for the kernel to end what was killed
 _LOOK_AGAIN_S = 0.005

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from launcher.agent.descendants import die_with_parent
 from launcher.agent.host.leaving import spare_workers
+from launcher.agent.processes.descendants import die_with_parent
 
 EXIT_NOT_EXECUTABLE = 126  # as the shells say it
 EXIT_NOT_FOUND = 127

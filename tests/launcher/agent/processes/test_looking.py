@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent import looking
-from launcher.agent.looking import Seen, look, seen_in
+from launcher.agent.processes import looking
+from launcher.agent.processes.looking import Seen, look, seen_in
 from tests.support.job import eventually
 
 FRAMES = [
