@@ -2,8 +2,8 @@
 
 `launcher.submit` calls `check_before_training` for `--network-check` and its relatives,
 `launcher.ctl` calls `check_hosts` for `elasticctl check`. How a check is run is
-`elastic_driver.runtime.node_check`, what it finds `elastic_driver.core.nodecheck`; here is what
-comes in and what people get to see.
+`elastic_driver.runtime.node_check`, what it finds `elastic_driver.core.checks.nodecheck`; here is
+what comes in and what people get to see.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from types import FrameType
 import msgspec
 
 from elastic_driver.core.checks.messages import TaskSettings
+from elastic_driver.core.checks.nodecheck import NodeVerdict
 from elastic_driver.core.checks.report import CheckReport
-from elastic_driver.core.nodecheck import NodeVerdict
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
 from elastic_driver.runtime.check_history import CheckHistoryFile
 from elastic_driver.runtime.discovery import HostDiscovery

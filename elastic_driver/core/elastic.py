@@ -7,12 +7,14 @@ monotonic seconds.
 
 from __future__ import annotations
 
-from elastic_driver.core import departure, drain, farewell, hangs, placement, units
+from elastic_driver.core import placement, units
 from elastic_driver.core.endings import record_loss
+from elastic_driver.core.leaving import departure, drain, farewell
 from elastic_driver.core.messages import Failure
 from elastic_driver.core.outcome import KILLED, Cause
 from elastic_driver.core.registry import News, Worker, WorkerState
 from elastic_driver.core.rounds import RoundState
+from elastic_driver.core.stalls import hangs
 from elastic_driver.core.state import JobState
 
 

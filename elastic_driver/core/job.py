@@ -15,17 +15,11 @@ from typing import Any
 
 from elastic_driver.core import (
     agents,
-    departure,
     discovered,
-    drain,
     elastic,
     endings,
-    farewell,
-    hangs,
     placement,
     plain,
-    replacing,
-    stacks,
     synced,
     units,
 )
@@ -61,10 +55,12 @@ from elastic_driver.core.events import (
     WorkerStepped,
 )
 from elastic_driver.core.hosts import HostManager
+from elastic_driver.core.leaving import departure, drain, farewell, replacing
 from elastic_driver.core.messages import Failure
 from elastic_driver.core.outcome import Budget, Kind, cause_of
 from elastic_driver.core.registry import ACTIVE, OCCUPYING, News, Worker, WorkerState
 from elastic_driver.core.rounds import RoundState
+from elastic_driver.core.stalls import hangs, stacks
 from elastic_driver.core.state import JobState
 from elastic_driver.core.status import JobStatus, snapshot
 from elastic_driver.core.tf.config import TfLayout

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from elastic_driver.core.checks.nodecheck import NodeVerdict
 from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.decisions import CheckHosts
 from elastic_driver.core.events import HostResult, HostsChecked
-from elastic_driver.core.nodecheck import NodeVerdict
 from elastic_driver.errors import ClusterError, ElasticError
 from elastic_driver.runtime.hostlist import Hosts
 from elastic_driver.runtime.node_check import NodeChecker

@@ -1,4 +1,4 @@
-"""Moves work away from slow ranks: carries out what `core.balance` decides.
+"""Moves work away from slow ranks: carries out what `core.slowness.balance` decides.
 
 `SlowRanks` owns one and hands it what the workers have written, at each look. Only ranks whose
 `FixedBatch` takes its shares from the driver (`--balance`) say what theirs are; without all of
@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from elastic_driver import contract
-from elastic_driver.core.balance import Balancer, Cost, Move
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.messages import Allocation, Progress, World, encode
+from elastic_driver.core.slowness.balance import Balancer, Cost, Move
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Operation, Result, Set
 

@@ -1,4 +1,4 @@
-"""Checks nodes before a job trains on them: runs the tasks that `core.nodecheck` plans.
+"""Checks nodes before a job trains on them: runs the tasks that `core.checks.nodecheck` plans.
 
 `elasticrun --network-check` runs one before the driver starts, `elasticctl check` without a job.
 Agents are started on all hosts; each round, the processes of a group meet through the
@@ -27,10 +27,10 @@ from elastic_driver.core.checks.messages import (
     go_key,
     result_key,
 )
+from elastic_driver.core.checks.nodecheck import Group, Measurement, NodeCheck, NodeVerdict, failed
 from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.events import AgentLost, AgentReady, WorkerExited, WorkerReady
 from elastic_driver.core.messages import JobSpec, StartWorkerOrder, StopWorkerOrder
-from elastic_driver.core.nodecheck import Group, Measurement, NodeCheck, NodeVerdict, failed
 from elastic_driver.core.slots import Seat, assign
 from elastic_driver.runtime.check_fleet import CheckFleet, News
 from elastic_driver.runtime.hostlist import Hosts

@@ -1,4 +1,4 @@
-"""The driver's data shards: HTTP routes around the pure ledgers of `core.shards`.
+"""The driver's data shards: HTTP routes around the pure ledgers of `core.sharding.ledger`.
 
 | route | answer |
 |---|---|
@@ -35,6 +35,7 @@ from elastic_driver.core.events import (
     WorkerLost,
     WorkerStarted,
 )
+from elastic_driver.core.sharding.ledger import open_ledger
 from elastic_driver.core.sharding.messages import (
     WORLD,
     Answer,
@@ -49,7 +50,6 @@ from elastic_driver.core.sharding.messages import (
     ShardCounts,
     Wait,
 )
-from elastic_driver.core.shards import open_ledger
 from elastic_driver.errors import UsageError
 from rendezvous.web import Problem, json_answer, read_json
 

@@ -1,9 +1,10 @@
 """Which ranks hold a running job up: reads what workers measured, tells what changes.
 
 The driver's mailbox thread owns one, tells it of each new world and lets it look when it is due.
-The verdict is `core.stragglers`', one watch for each complete round; here its reports are read
-from the store. It stands beside the job machine and not in it: only verdicts become events there,
-for `core.replacing`; step times need neither be journalled nor pass through the mailbox.
+The verdict is `core.slowness.stragglers`', one watch for each complete round; here its reports
+are read from the store. It stands beside the job machine and not in it: only verdicts become
+events there, for `core.leaving.replacing`; step times need neither be journalled nor pass through
+the mailbox.
 
 A look reads one key of each worker and takes at most a twentieth of the thread's time, however many
 there are. Times are seconds.
@@ -18,11 +19,11 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.events import Event, RankRecovered, RankSlow
-from elastic_driver.core.links import LinkWatch
 from elastic_driver.core.messages import Progress, World, decode
-from elastic_driver.core.robust import median
+from elastic_driver.core.slowness.links import LinkWatch
+from elastic_driver.core.slowness.robust import median
+from elastic_driver.core.slowness.stragglers import Change, Slowness, StragglerWatch
 from elastic_driver.core.status import SlowStatus
-from elastic_driver.core.stragglers import Change, Slowness, StragglerWatch
 from elastic_driver.runtime.moving import Apply, WorkMover
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Entries, Get

@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from elastic_driver.core.sharding.ledger import open_ledger
 from elastic_driver.core.sharding.messages import (
     Answer,
     Description,
@@ -39,7 +40,6 @@ from elastic_driver.core.sharding.messages import (
     Wait,
 )
 from elastic_driver.core.sharding.sources import Shard
-from elastic_driver.core.shards import open_ledger
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.worker import context
 from elastic_driver.worker.notes import say

@@ -3,8 +3,8 @@
 The heartbeat thread asks before each beat. Progress is a commit, a reported step or any other sign
 of life (`signs`); what is too long follows from the steps seen so far, unless the user has set a
 limit. A stall is told to the driver, which alone sees all workers and decides who hangs
-(`core.hangs`); the stacks of all threads go to this worker's stderr at the same time. Nothing here
-stops anything.
+(`core.stalls.hangs`); the stacks of all threads go to this worker's stderr at the same time.
+Nothing here stops anything.
 
 The first step of a round gets more time, as state is transferred before it. In the first one of a
 process's life only waiting in a collective is told: it may compile for as long as it likes, and
@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Literal
 
 from elastic_driver.core.events import WorkerResumed, WorkerStack, WorkerStalled
-from elastic_driver.core.standing import waits_for_peers
+from elastic_driver.core.stalls.standing import waits_for_peers
 from elastic_driver.worker.pulse import Pulse
 
 LEAST_S = 60.0  # no silence shorter than this is a stall, unless the user says so

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from elastic_driver.core.stragglers import (
+from elastic_driver.core.slowness.stragglers import (
     StragglerWatch,
 )
-from tests.core.test_stragglers import jittered, train
+from tests.core.slowness.test_stragglers import jittered, train
 
 
 def test_an_hour_of_jittered_steps_raises_no_alarm() -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from random import Random
 
 from elastic_driver.core.checks.messages import TaskSettings
-from elastic_driver.core.nodecheck import Verdict
+from elastic_driver.core.checks.nodecheck import Verdict
 from elastic_driver.runtime.node_check import CheckSettings, NodeChecker
 from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.starter import OnLost

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_driver.core.checks.nodecheck import Measurement, NodeVerdict, Verdict
 from elastic_driver.core.checks.report import CheckReport
-from elastic_driver.core.nodecheck import Measurement, NodeVerdict, Verdict
 from elastic_driver.runtime import check_history
 from elastic_driver.runtime.check_history import FILE, CheckHistoryFile
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from elastic_driver.core.checks.nodecheck import Measurement, NodeVerdict, Verdict
 from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.decisions import CheckHosts
 from elastic_driver.core.events import HostResult, HostsChecked
-from elastic_driver.core.nodecheck import Measurement, NodeVerdict, Verdict
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.hostlist import Hosts

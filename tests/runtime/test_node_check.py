@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from elastic_driver.core.checks.messages import TaskSettings
+from elastic_driver.core.checks.nodecheck import Verdict
 from elastic_driver.core.checks.report import CheckReport
-from elastic_driver.core.nodecheck import Verdict
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.node_check import CheckSettings, NodeChecker
 from elastic_driver.runtime.rundir import RunDir

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from elastic_driver import contract
+from elastic_driver.core.checks.nodecheck import NodeVerdict, Verdict
 from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.events import Event, RankRecovered, RankSlow
 from elastic_driver.core.messages import Member, Progress, Sample, SlotInfo, World, encode
-from elastic_driver.core.nodecheck import NodeVerdict, Verdict
 from elastic_driver.core.status import SlowStatus
 from elastic_driver.runtime.slow_ranks import LOOK_S, SHARE, SlowRanks
 from rendezvous.errors import RendezvousError

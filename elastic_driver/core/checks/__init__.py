@@ -1,1 +1,1 @@
-"""What a check of nodes consists of beside its verdicts (`core.nodecheck`); pure."""
+"""Which nodes are faulty or slow before training, by tasks they run in pairs; pure."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from elastic_driver.core.robust import usual
+from elastic_driver.core.slowness.robust import usual
 
 FAILED_S = 3600.0  # what a task that failed or ran out of time counts as
 _MEASUREMENTS = 2  # that have to agree before a node is called slow

@@ -14,9 +14,9 @@ from datetime import datetime, timezone
 import msgspec
 from msgspec import Struct
 
+from elastic_driver.core.checks.nodecheck import SLOW_FACTOR, NodeVerdict, Verdict
 from elastic_driver.core.checks.report import CheckReport, align, seconds
-from elastic_driver.core.nodecheck import SLOW_FACTOR, NodeVerdict, Verdict
-from elastic_driver.core.robust import median
+from elastic_driver.core.slowness.robust import median
 
 KEPT = 20  # checks of a node; the oldest are dropped
 MOST_NODES = 5000  # those not checked for longest are dropped

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from elastic_driver.core.nodecheck import Measurement, NodeVerdict, Verdict
+from elastic_driver.core.checks.nodecheck import Measurement, NodeVerdict, Verdict
 
 _LEFT = 1  # columns from the left that are aligned left: the node's name
 _SHOWN_NODES = 8

@@ -1,1 +1,1 @@
-"""What `core.shards` hands out and is told: sources of data and messages; pure."""
+"""Who trains which data shard: the ledger, sources of data, messages; pure."""

@@ -1,6 +1,6 @@
 """What the shard ledger answers and keeps: plain data, fit for JSON.
 
-`core.shards` makes them; HTTP routes, workers and checkpoints carry them.
+The `ledger` makes them; HTTP routes, workers and checkpoints carry them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Where data shards come from: a data set of known length, or partitions that still grow.
 
-A source cuts its records into shards one at a time, when the ledger (`core.shards`) asks for
-the next, so that 10⁹ records in 10⁶ shards take no more memory than ten. A source only
-ever goes forward; what happens to a shard afterwards is the ledger's business. Counts and
-offsets are records.
+A source cuts its records into shards one at a time, when the `ledger` asks for the next, so that
+10⁹ records in 10⁶ shards take no more memory than ten. A source only ever goes forward; what
+happens to a shard afterwards is the ledger's business. Counts and offsets are records.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Which rank trains how many of a step's micro-batches, where the driver gives the shares.
 
-With `--balance` the driver moves work away from slow ranks (`core.balance`) and publishes the new
-shares. When a rank hears of that is chance, so only rank 0 listens, and every few steps it passes
-on what it knows: a broadcast of some numbers, begun with the step and complete with its gradients.
+With `--balance` the driver moves work away from slow ranks (`core.slowness.balance`) and publishes
+the new shares. When a rank hears of that is chance, so only rank 0 listens, and every few steps it
+passes on what it knows: a broadcast of some numbers, begun with the step and complete with its
+gradients.
 What all ranks have received by then holds from the next step on. Whoever dies on the way breaks
 the step itself for everybody, and the next world begins with equal shares.
 

@@ -7,8 +7,8 @@ import pytest
 
 from elastic_driver.core.checks import history
 from elastic_driver.core.checks.history import CheckHistory, PastCheck, remark
+from elastic_driver.core.checks.nodecheck import Measurement, NodeVerdict, Verdict, failed
 from elastic_driver.core.checks.report import CheckReport
-from elastic_driver.core.nodecheck import Measurement, NodeVerdict, Verdict, failed
 
 GOOD, SLOW, BAD = Verdict.GOOD, Verdict.STRAGGLER, Verdict.FAULTY
 

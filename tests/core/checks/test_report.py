@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from elastic_driver.core.checks.nodecheck import Measurement, NodeVerdict, Verdict, failed
 from elastic_driver.core.checks.report import CheckReport
-from elastic_driver.core.nodecheck import Measurement, NodeVerdict, Verdict, failed
 
 
 def node(name: str, verdict: Verdict, reason: str = "", **measured: float) -> NodeVerdict:

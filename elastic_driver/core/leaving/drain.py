@@ -15,7 +15,7 @@ from math import inf
 from elastic_driver.core import placement
 from elastic_driver.core.events import DrainCancelled, DrainRequested, HostLeaving, WorkerLeaving
 from elastic_driver.core.hosts import Drain
-from elastic_driver.core.notices import time_to_leave
+from elastic_driver.core.leaving.notices import time_to_leave
 from elastic_driver.core.outcome import Kind
 from elastic_driver.core.registry import ACTIVE, Worker, WorkerState
 from elastic_driver.core.state import JobState

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
+from elastic_driver.core.sharding.ledger import ShardLedger
 from elastic_driver.core.sharding.messages import (
     Accepted,
     End,
@@ -16,8 +17,7 @@ from elastic_driver.core.sharding.messages import (
     Refused,
 )
 from elastic_driver.core.sharding.sources import RangeSource, Shard
-from elastic_driver.core.shards import ShardLedger
-from tests.core.test_shards import _train, finish, grant
+from tests.core.sharding.test_ledger import _train, finish, grant
 
 
 def test_a_million_shards_take_no_memory_before_or_after_they_are_done() -> None:

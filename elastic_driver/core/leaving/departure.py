@@ -10,7 +10,7 @@ machine and `elastic`. Times are monotonic seconds.
 from __future__ import annotations
 
 from elastic_driver.core.events import JobLeaving
-from elastic_driver.core.notices import time_to_leave
+from elastic_driver.core.leaving.notices import time_to_leave
 from elastic_driver.core.outcome import Kind
 from elastic_driver.core.registry import WorkerState
 from elastic_driver.core.rounds import RoundState

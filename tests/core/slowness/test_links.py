@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from elastic_driver.core.links import LinkSettings, LinkWatch
 from elastic_driver.core.messages import Links, LinkUse
-from elastic_driver.core.stragglers import Change, Slowness
+from elastic_driver.core.slowness.links import LinkSettings, LinkWatch
+from elastic_driver.core.slowness.stragglers import Change, Slowness
 
 STEP_S = 0.5
 BEAT = 4  # steps

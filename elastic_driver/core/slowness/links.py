@@ -22,8 +22,8 @@ from math import ceil
 from msgspec import Struct
 
 from elastic_driver.core.messages import Links
-from elastic_driver.core.robust import usual
-from elastic_driver.core.stragglers import Change, Slowness, SlowRank
+from elastic_driver.core.slowness.robust import usual
+from elastic_driver.core.slowness.stragglers import Change, Slowness, SlowRank
 
 _TRAFFIC = 0.1  # of the busiest pair's bytes: less is no exchange of gradients
 _Pair = tuple[str, str]  # who sends, who receives

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from elastic_driver.core.stragglers import (
+from elastic_driver.core.slowness.stragglers import (
     Change,
     Slowness,
     StragglerWatch,

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import pytest
 
 from elastic_driver.core import events as ev
-from elastic_driver.core import hangs
 from elastic_driver.core import messages as msg
 from elastic_driver.core.decisions import Decision, PublishNotice, PublishSave
+from elastic_driver.core.stalls import hangs
 from tests.core.scenario import MakeScenario, Scenario
 
 STACK = '  File "/srv/train.py", line {line}, in {name}\n    x()\n'

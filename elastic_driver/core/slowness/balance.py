@@ -20,7 +20,7 @@ from itertools import islice
 from msgspec import Struct
 
 from elastic_driver.core.messages import Division
-from elastic_driver.core.robust import median, usual
+from elastic_driver.core.slowness.robust import median, usual
 
 
 class BalanceSettings(Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from itertools import islice, pairwise
 
 from msgspec import Struct
 
-from elastic_driver.core.robust import median, usual
+from elastic_driver.core.slowness.robust import median, usual
 
 _OPEN_STEPS = 256  # steps that are remembered while a rank has not reported them
 _NEIGHBOURS = 4  # reports from whose distance it follows for how many steps each stands

@@ -7,8 +7,8 @@ import pytest
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
 from elastic_driver.core.decisions import Announce, AskStacks, StackGroup
-from elastic_driver.core.stacks import ANSWER_S, describe, group
-from elastic_driver.core.standing import SEEN_ELSEWHERE, SEEN_WAITING
+from elastic_driver.core.stalls.stacks import ANSWER_S, describe, group
+from elastic_driver.core.stalls.standing import SEEN_ELSEWHERE, SEEN_WAITING
 from elastic_driver.core.underway import Told
 from tests.core.scenario import MakeScenario, Scenario
 

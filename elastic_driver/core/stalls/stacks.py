@@ -19,7 +19,7 @@ from elastic_driver.core.decisions import AskStacks, StackGroup
 from elastic_driver.core.events import WorkerStack
 from elastic_driver.core.messages import StacksOrder
 from elastic_driver.core.registry import Worker, WorkerState
-from elastic_driver.core.standing import SEEN_WAITING
+from elastic_driver.core.stalls.standing import SEEN_WAITING
 from elastic_driver.core.state import JobState
 from elastic_driver.core.underway import Inquiry, Told
 

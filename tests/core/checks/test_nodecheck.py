@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from elastic_driver.core.nodecheck import (
+from elastic_driver.core.checks.nodecheck import (
     FAILED_S,
     Group,
     Measurement,

@@ -7,7 +7,7 @@ shrinks. What bounds it: one replacement at a time, only out of a full world, on
 that is not slow itself; a host once left is the last choice until a rank there has recovered, and
 between two hosts there is a pause. Without room elsewhere nothing happens, and that is said once.
 
-Called by the job machine; the verdict on a rank is `core.stragglers`', told by the shell and
+Called by the job machine; the verdict on a rank is `slowness.stragglers`', told by the shell and
 forgotten with its round. Times are monotonic seconds.
 """
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_driver.core import stacks
 from elastic_driver.core.events import WorkerResumed, WorkerSilent, WorkerStalled
 from elastic_driver.core.registry import Worker, WorkerState
 from elastic_driver.core.rounds import RoundState, Stall
+from elastic_driver.core.stalls import stacks
 from elastic_driver.core.state import JobState
 from elastic_driver.core.underway import Told
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from elastic_driver.core.sharding.ledger import ShardLedger
 from elastic_driver.core.sharding.messages import (
     Accepted,
     End,
@@ -15,7 +16,6 @@ from elastic_driver.core.sharding.messages import (
     Wait,
 )
 from elastic_driver.core.sharding.sources import RangeSource, Shard, StreamSource
-from elastic_driver.core.shards import ShardLedger
 from elastic_driver.errors import UsageError
 
 

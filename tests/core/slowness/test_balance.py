@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from elastic_driver.core.balance import (
+from elastic_driver.core.messages import Division
+from elastic_driver.core.slowness.balance import (
     Balancer,
     BalanceSettings,
     Cost,
     Move,
     fastest_shares,
 )
-from elastic_driver.core.messages import Division
 
 WINDOW = BalanceSettings().window
 LOOK = 5  # steps from one look to the next
