@@ -73,6 +73,8 @@ def _follow(job: JobState, replacement: Replacement, now: float) -> None:
         why = "the job is finishing"
     elif job.round.number != replacement.round or _falls_apart(job):
         why = "the world has changed for another reason"
+    elif not _makes_a_world(job, worker, replacement.target):
+        why = "without it there are too few hosts"
     elif ready is None:
         why = _why_no_longer(job, replacement, successor, now)
     else:
@@ -202,9 +204,12 @@ def _last_change(job: JobState) -> bool:
 
 
 def _makes_a_world(job: JobState, worker: Worker, target: str) -> bool:
-    staying = [w for w in job.registry.having(WorkerState.RUNNING) if w is not worker]
+    """Whether those who stay, and those who take others' places, are on whole units of hosts."""
+    if not units.limited(job.settings):
+        return True
+    staying = [w for w in job.registry.having(*ACTIVE) if w is not worker and not w.leaving]
     hosts = tuple({target, *(w.host for w in staying)})
-    return not units.limited(job.settings) or len(units.whole(hosts, job.settings)) == len(hosts)
+    return len(units.whole(hosts, job.settings)) == len(hosts)
 
 
 def _why_not(job: JobState) -> str:

@@ -242,6 +242,39 @@ def test_a_world_of_whole_units_stays_one(scenario: MakeScenario) -> None:
     assert half.starting == [], "b would stay for its other worker, and be a third host"
 
 
+def two_hosts(scenario: MakeScenario) -> Scenario:
+    """Two members on each of the two hosts that a world needs, and two free slots on a."""
+    settings = {"start_np": 4, "max_np": 4, "min_hosts": 2, "replace_slow": True}
+    s = scenario(**settings).training(a=4, b=2)
+    assert s.members == ["a.0.1", "a.1.1", "b.0.1", "b.1.1"]
+    return s
+
+
+def test_the_last_worker_that_stays_on_a_needed_host_is_not_replaced(
+    scenario: MakeScenario,
+) -> None:
+    s = two_hosts(scenario)
+    s.send(ev.WorkerLeaving("b.0.1", 600.0, "it got SIGTERM"))
+    slow(s, "b.1.1")
+    assert s.announced("replacement_started") == []
+    s.ready("a.2.1")
+    leave(s, version=3)
+    assert s.members == ["a.0.1", "a.1.1", "a.2.1", "b.1.1"]
+
+
+def test_who_becomes_the_last_on_a_needed_host_stays_though_its_replacement_is_ready(
+    scenario: MakeScenario,
+) -> None:
+    s = two_hosts(scenario)
+    slow(s, "b.1.1")
+    s.ready("a.2.1")
+    s.send(ev.WorkerLeaving("b.0.1", 600.0, "it got SIGTERM"))
+    leave(s, version=3)
+    assert s.members == ["a.0.1", "a.1.1", "a.2.1", "b.1.1"]
+    (told,) = s.announced("replacement_abandoned")
+    assert told.reason == "without it there are too few hosts"
+
+
 def test_more_workers_are_not_kept_waiting_for_a_replacement(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, max_np=4, replace_slow=True)
     s.send(ev.ScaleRequested(2))
