@@ -34,12 +34,12 @@ from elastic_driver.core.messages import (
     decode_order,
 )
 from elastic_driver.errors import ExitCode
-from launcher.agent.console import Console
 from launcher.agent.host.held_folder import clear_unheld
 from launcher.agent.host.leaving import ANNOUNCING, Leaving
 from launcher.agent.host.ports import free_ports
 from launcher.agent.host.scratch import scratch_folder
 from launcher.agent.outbox import Outbox
+from launcher.agent.output.console import Console
 from launcher.agent.processes.descendants import become_subreaper
 from launcher.agent.processes.environment import Meeting
 from launcher.agent.warm import WarmStarter

@@ -16,9 +16,9 @@ from elastic_driver import contract
 from elastic_driver.core.events import WorkerExited, WorkerStack, WorkerStarted
 from elastic_driver.core.messages import JobSpec, RanksOrder, StartWorkerOrder
 from elastic_driver.peer_loss import looks_like_peer_loss
-from launcher.agent.console import Console
-from launcher.agent.logs import ERR, OUT, LogFile, link_ranks, route
-from launcher.agent.output import WorkerOutput
+from launcher.agent.output.console import Console
+from launcher.agent.output.logs import ERR, OUT, LogFile, link_ranks, route
+from launcher.agent.output.worker import WorkerOutput
 from launcher.agent.processes.environment import Meeting, worker_environment
 from launcher.agent.processes.looking import look
 from launcher.agent.processes.starter import EXIT_NOT_EXECUTABLE, ProcessSpec, Starter, StartError

@@ -14,10 +14,10 @@ import os
 import time
 from collections.abc import Callable
 
-from launcher.agent.console import Console
-from launcher.agent.holdback import HoldBack
-from launcher.agent.lines import LineSplitter
-from launcher.agent.logs import LogFile
+from launcher.agent.output.console import Console
+from launcher.agent.output.holdback import HoldBack
+from launcher.agent.output.lines import LineSplitter
+from launcher.agent.output.logs import LogFile
 from launcher.agent.processes.descendants import activity
 
 READ_BYTES = 64 * 1024

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from launcher.agent.holdback import AGAIN_S, ALIVE_S, LONGEST_S, MAX_BYTES, QUIET_S, HoldBack
+from launcher.agent.output.holdback import AGAIN_S, ALIVE_S, LONGEST_S, MAX_BYTES, QUIET_S, HoldBack
 
 TRACE = [b"Traceback (most recent call last):", b'  File "x.py", line 1', b"ValueError: no"]
 SYNTAX = [b'  File "/x/y.py", line 3', b"    def (", b"SyntaxError: invalid syntax"]

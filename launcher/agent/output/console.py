@@ -14,7 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 
-from launcher.agent.outlet import open_outlet
+from launcher.agent.output.outlet import open_outlet
 
 STALL_S = 5.0
 HIGH_WATER = 256 * 1024  # bytes waiting: workers' pipes are not read any more

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.agent.lines import LineSplitter
+from launcher.agent.output.lines import LineSplitter
 
 
 def test_only_whole_lines_come_out_and_the_rest_at_the_end() -> None:
