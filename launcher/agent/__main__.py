@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from elastic_driver.errors import ExitCode
 from launcher.agent.agent import Agent, AgentConfig
-from launcher.agent.warm_birth import inherit
+from launcher.agent.warm.birth import inherit
 from rendezvous.auth import read_token_file
 from rendezvous.errors import TokenError
 

@@ -42,10 +42,10 @@ from launcher.agent.outbox import Outbox
 from launcher.agent.output.console import Console
 from launcher.agent.processes.descendants import become_subreaper
 from launcher.agent.processes.environment import Meeting
-from launcher.agent.warm import WarmStarter
-from launcher.agent.warm_birth import Inherited
-from launcher.agent.warm_command import NotWarmable
-from launcher.agent.warm_plan import plan_for
+from launcher.agent.warm.birth import Inherited
+from launcher.agent.warm.command import NotWarmable
+from launcher.agent.warm.plan import plan_for
+from launcher.agent.warm.starter import WarmStarter
 from launcher.agent.workers import Workers
 from launcher.network import interface_of, meeting_point
 from rendezvous.aclient import AsyncRendezvousClient

@@ -34,7 +34,7 @@ torch.cuda.is_available()
 
 def test_the_tiny_step_of_the_warm_parent_does_not_reach_for_the_driver() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WARM, str(ROOT / "launcher" / "agent" / "warm_parent")],
+        [sys.executable, "-c", WARM, str(ROOT / "launcher" / "agent" / "warm" / "parent")],
         env={**os.environ, "LD_DEBUG": "files"},
         capture_output=True,
         text=True,

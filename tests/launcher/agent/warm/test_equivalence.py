@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launcher.agent.processes.starter import FreshStarter
-from tests.launcher.agent.warm_harness import Agent, Outcome, agent, eventually
+from tests.launcher.agent.warm.harness import Agent, Outcome, agent, eventually
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ WHO_AM_I = """
     print("stack", len(traceback.extract_stack()), len(inspect.stack()), sys.getrecursionlimit())
     print("collector", gc.isenabled(), gc.get_threshold())
     print("ours", [m for m in sys.modules if "warm" in m or m.startswith(("launcher", "rendez"))])
-    print("caches", [entry for entry in sys.path_importer_cache if "warm_parent" in entry])
+    print("caches", [entry for entry in sys.path_importer_cache if "warm/parent" in entry])
 """
 
 

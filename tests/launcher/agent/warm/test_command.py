@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.agent.processes.starter import ProcessSpec
-from launcher.agent.warm_command import (
+from launcher.agent.warm.command import (
     NotWarmable,
     PythonCommand,
     first_path,
@@ -18,7 +18,7 @@ from launcher.agent.warm_command import (
     only_standard_library,
     parse,
 )
-from launcher.agent.warm_plan import WarmPlan, plan
+from launcher.agent.warm.plan import WarmPlan, plan
 
 ENV = {"PATH": os.pathsep.join([os.path.dirname(sys.executable), "/usr/bin", "/bin"])}
 

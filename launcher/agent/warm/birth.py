@@ -22,11 +22,11 @@ from typing import IO, Any
 
 from elastic_driver import contract
 from launcher.agent.processes.descendants import children, reap
-from launcher.agent.warm_plan import WarmPlan
+from launcher.agent.warm.plan import WarmPlan
 
 END_S = 2.0  # for the kernel to end what was killed
 _PAD = "x" * 8192  # room in /proc/<pid>/environ for the variables that siblings do not share
-_HOOK = str(Path(__file__).parent / "warm_parent")
+_HOOK = str(Path(__file__).parent / "parent")
 _LOOK_AGAIN_S = 0.001
 
 

@@ -19,14 +19,14 @@ from launcher.agent.processes.descendants import reap
 from launcher.backends.base import PACKAGE_ROOT, AgentPlan
 from launcher.backends.shared_parent import Birth, SharedParent
 from tests.launcher.agent.harness import Driver, eventually
-from tests.launcher.agent.test_warm_equivalence import (
+from tests.launcher.agent.warm.harness import DEADLINE_S, Outcome, agent
+from tests.launcher.agent.warm.test_equivalence import (
     ENDINGS,
     MULTIPROCESSING,
     WHO_AM_I,
     without_addresses,
     write,
 )
-from tests.launcher.agent.warm_harness import DEADLINE_S, Outcome, agent
 
 
 @dataclass
@@ -58,7 +58,7 @@ def forked_agent(folder: Path, *flags: str) -> Iterator[Born]:
     os.mkfifo(folder / "answers")
     command = (sys.executable, *flags, "job.py", "--epochs", "3")
     spec = driver.publish(*command, warm=1, preload=())
-    module = (sys.executable, "-m", "tests.launcher.agent.born_agent")
+    module = (sys.executable, "-m", "tests.launcher.agent.warm.born_agent")
     plan = AgentPlan("b", 1, (*module, encode(spec).decode(), str(folder / "answers")), {})
     assert plan.cwd == PACKAGE_ROOT
     pids: list[tuple[int, int]] = []

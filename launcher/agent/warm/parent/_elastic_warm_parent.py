@@ -29,9 +29,9 @@ from importlib.machinery import FrozenImporter, PathFinder
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from launcher.agent.warm_parent import _elastic_warm_shared as shared
-    from launcher.agent.warm_parent import _elastic_warm_torch as warm_torch
-    from launcher.agent.warm_parent import _elastic_warm_worker as worker
+    from launcher.agent.warm.parent import _elastic_warm_shared as shared
+    from launcher.agent.warm.parent import _elastic_warm_torch as warm_torch
+    from launcher.agent.warm.parent import _elastic_warm_worker as worker
 else:  # as `sys.path` has it here, where the project may not be importable at all
     import _elastic_warm_shared as shared
     import _elastic_warm_torch as warm_torch

@@ -1,7 +1,7 @@
 """Which commands can be run from a warm parent, and which modules it is worth warming for them.
 
 Pure questions about a command line and the source files it names, asked once when the agent
-starts (`launcher.agent.warm`). Source is read and parsed here, never imported or run.
+starts (`plan`). Source is read and parsed here, never imported or run.
 """
 
 from __future__ import annotations

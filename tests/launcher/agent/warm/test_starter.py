@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent import warm as warm_module
 from launcher.agent.processes.descendants import children, reap
 from launcher.agent.processes.starter import FreshStarter, StartError
-from launcher.agent.warm import WarmStarter
-from tests.launcher.agent.warm_harness import Agent, agent, alive, eventually, wait_for
+from launcher.agent.warm import starter
+from launcher.agent.warm.starter import WarmStarter
+from tests.launcher.agent.harness import ROOT
+from tests.launcher.agent.warm.harness import Agent, agent, alive, eventually, wait_for
 
 HELLO = "import sys; print('hello', 'preloaded' in sys.modules)"
 FORKED, FRESH = "hello True\n", "hello False\n"
@@ -83,8 +84,8 @@ def test_several_can_wait_for_it_at_once(host: Agent) -> None:
 def test_a_warm_up_that_takes_too_long_is_given_up(
     host: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm_module, "WARM_UP_S", 0.2)
-    monkeypatch.setattr(warm_module, "MOST_LAUNCHES", 1)
+    monkeypatch.setattr(starter, "WARM_UP_S", 0.2)
+    monkeypatch.setattr(starter, "MOST_LAUNCHES", 1)
     preload(host, "import time; time.sleep(600)")
     assert host.run("job.py").stdout == FRESH
     assert "not warm after" in host.said[0]
@@ -117,7 +118,7 @@ def test_its_variables_are_shown_to_everyone_who_may_look(host: Agent) -> None:
     for wanted in ("'RANK=7'", "'ELASTIC_WORKER_ID=a.1.2'", "y" * 5000, "PATH=", "PYTHONPATH="):
         assert wanted in shown
     assert "WARM" not in shown
-    assert "warm_parent" not in shown
+    assert "warm/parent" not in shown
 
 
 def test_variables_that_are_not_text_and_long_ones_arrive(host: Agent) -> None:
@@ -258,7 +259,7 @@ def test_spares_that_keep_dying_are_not_replaced_for_ever(host: Agent) -> None:
 def test_a_warm_parent_that_is_stopped_is_given_up_within_the_deadline(
     host: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm_module, "START_S", 0.3)
+    monkeypatch.setattr(starter, "START_S", 0.3)
     host.launch("job.py", preload=["preloaded"])
     for pid in host.starter.own_pids():
         os.kill(pid, signal.SIGSTOP)
@@ -333,7 +334,7 @@ def test_started_workers_outlive_the_starter(host: Agent) -> None:
 AGENT = """
     import asyncio, os, sys
     from pathlib import Path
-    from tests.launcher.agent.warm_harness import agent
+    from tests.launcher.agent.warm.harness import agent
     with agent(Path(sys.argv[1])) as fake:
         fake.launch("job.py")
         null = os.open("/dev/null", os.O_WRONLY)
@@ -350,7 +351,7 @@ def test_when_the_agent_is_killed_nothing_stays(host: Agent) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[3],
+        cwd=ROOT,
     )
     with process:
         assert process.stdout is not None
@@ -365,7 +366,7 @@ def test_when_the_agent_is_killed_nothing_stays(host: Agent) -> None:
     assert eventually(all_gone)
 
 
-NO_SUBREAPER = "import tests.launcher.agent.warm_harness as h; h.become_subreaper = print"
+NO_SUBREAPER = "import tests.launcher.agent.warm.harness as h; h.become_subreaper = print"
 
 
 def test_without_a_subreaper_no_worker_is_lost_to_init(tmp_path: Path) -> None:
@@ -378,7 +379,7 @@ def test_without_a_subreaper_no_worker_is_lost_to_init(tmp_path: Path) -> None:
         text=True,
         stdin=subprocess.DEVNULL,
         timeout=60,
-        cwd=Path(__file__).parents[3],
+        cwd=ROOT,
         check=True,
     )
     assert "subreaper" in done.stdout

@@ -19,7 +19,7 @@ import sys
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from launcher.agent.warm_parent import _elastic_warm_torch as warm_torch
+    from launcher.agent.warm.parent import _elastic_warm_torch as warm_torch
 else:
     import _elastic_warm_torch as warm_torch
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from launcher.agent.processes.descendants import become_subreaper
 from launcher.agent.processes.starter import FreshStarter, ProcessSpec, Starter
-from launcher.agent.warm import WarmStarter
-from launcher.agent.warm_plan import WarmPlan, plan
+from launcher.agent.warm.plan import WarmPlan, plan
+from launcher.agent.warm.starter import WarmStarter
 
 DEADLINE_S = 60.0
 _alive: list[Agent] = []

@@ -21,7 +21,7 @@ import socket
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from launcher.agent.warm_parent import _elastic_warm_worker as worker
+    from launcher.agent.warm.parent import _elastic_warm_worker as worker
 else:
     import _elastic_warm_worker as worker
 

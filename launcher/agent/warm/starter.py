@@ -1,6 +1,6 @@
 """Warm workers: forks of a process that has imported the heavy modules already.
 
-`WarmStarter` is the agent's end of the conversation; the other end (`launcher.agent.warm_parent`)
+`WarmStarter` is the agent's end of the conversation; the other end (the folder `parent`)
 is the job's own command, held just before its first line. A worker it gives is a child of the
 agent like any other. Whatever cannot be had from a warm parent (another command, an unsafe fork,
 a parent that has died) is started by the fallback, with the reason said once.
@@ -23,7 +23,7 @@ from typing import Any
 from launcher.agent.host.leaving import spare_workers
 from launcher.agent.processes.descendants import die_with_parent
 from launcher.agent.processes.starter import FreshStarter, ProcessSpec, Starter
-from launcher.agent.warm_birth import (
+from launcher.agent.warm.birth import (
     Held,
     Inherited,
     end_child,
@@ -31,8 +31,8 @@ from launcher.agent.warm_birth import (
     receive_line,
     send_line,
 )
-from launcher.agent.warm_command import NotWarmable
-from launcher.agent.warm_plan import WarmPlan
+from launcher.agent.warm.command import NotWarmable
+from launcher.agent.warm.plan import WarmPlan
 
 WARM_UP_S = 60.0  # longer than importing takes even from a slow network file system
 START_S = 5.0  # for a spare to answer; two forks on a busy machine take a tenth of a second

@@ -1,6 +1,6 @@
 """Plays an agent that was forked from the shared parent, for tests that look at its workers.
 
-    python -m tests.launcher.agent.born_agent SPEC ANSWERS
+    python -m tests.launcher.agent.warm.born_agent SPEC ANSWERS
 
 Takes the job's specification as JSON. For each line on its stdin, variables as JSON, it runs the
 job's command with these afresh and warm, and writes a line to the file ANSWERS.
@@ -18,10 +18,10 @@ from pathlib import Path
 from elastic_driver.core.messages import JobSpec, decode
 from launcher.agent.processes.descendants import become_subreaper
 from launcher.agent.processes.environment import common_environment
-from launcher.agent.warm import WarmStarter
-from launcher.agent.warm_birth import inherit
-from launcher.agent.warm_plan import plan_for
-from tests.launcher.agent.warm_harness import Agent
+from launcher.agent.warm.birth import inherit
+from launcher.agent.warm.plan import plan_for
+from launcher.agent.warm.starter import WarmStarter
+from tests.launcher.agent.warm.harness import Agent
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """What a job's warm parent is to be: its command, its variables, the modules to import.
 
-Decided once, when the agent has read the job's specification; `launcher.agent.warm` carries it
-out. A plan also judges each request: a worker can come from a warm parent only if it differs from
-it in nothing that was settled when that parent was started.
+Decided once, when the agent has read the job's specification; `starter` carries it out. A plan also
+judges each request: a worker can come from a warm parent only if it differs from it in nothing that
+was settled when that parent was started.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic_driver.contract import TORCHRUN_NAMES
 from elastic_driver.core.messages import JobSpec
 from launcher.agent.processes.environment import common_environment
 from launcher.agent.processes.starter import ProcessSpec
-from launcher.agent.warm_command import (
+from launcher.agent.warm.command import (
     NotWarmable,
     first_path,
     imports,
