@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from elastic_driver.core.batch import allocate_microbatches
     from elastic_driver.errors import HostsUpdatedInterrupt, WorldBrokenError
     from elastic_driver.worker.batches import FixedBatch
-    from elastic_driver.worker.current import (
+    from elastic_driver.worker.process.current import (
         cross_rank,
         cross_size,
         is_initialized,
@@ -81,7 +81,7 @@ _HOME = {
     "shutdown": "worker.session",
     "wrap": "worker.wrapping",
 }
-_CURRENT = "worker.current"  # where all other names live
+_CURRENT = "worker.process.current"  # where all other names live
 
 
 def __getattr__(name: str) -> Any:

@@ -27,8 +27,8 @@ from elastic_driver.core.events import (
     WorkerStepped,
 )
 from elastic_driver.core.messages import Allocation, Notice, Progress, decode, encode
-from elastic_driver.worker.notes import say
 from elastic_driver.worker.notices import Notices
+from elastic_driver.worker.process.notes import say
 from elastic_driver.worker.pulse import Pulse
 from elastic_driver.worker.watch import StallWatch
 from rendezvous.client import RendezvousClient

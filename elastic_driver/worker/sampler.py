@@ -26,7 +26,7 @@ from torch.utils.data import Sampler
 from elastic_driver.core.permutation import Permutation, mix
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.batching.delivery import Delivery, find_delivery
-from elastic_driver.worker.whereabouts import whereabouts
+from elastic_driver.worker.process.whereabouts import whereabouts
 
 __all__ = ["ElasticSampler", "SamplerState"]
 

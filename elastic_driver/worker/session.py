@@ -10,11 +10,11 @@ from __future__ import annotations
 import atexit
 import os
 
-from elastic_driver.worker import context, current
 from elastic_driver.worker.backends import choose
 from elastic_driver.worker.link import Standing
-from elastic_driver.worker.notes import say
-from elastic_driver.worker.scratch import use_scratch
+from elastic_driver.worker.process import context, current
+from elastic_driver.worker.process.notes import say
+from elastic_driver.worker.process.scratch import use_scratch
 from elastic_driver.worker.world import Membership
 
 

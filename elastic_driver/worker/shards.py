@@ -41,8 +41,8 @@ from elastic_driver.core.sharding.messages import (
 )
 from elastic_driver.core.sharding.sources import Shard
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
-from elastic_driver.worker import context
-from elastic_driver.worker.notes import say
+from elastic_driver.worker.process import context
+from elastic_driver.worker.process.notes import say
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import UnreachableError

@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 
 from elastic_driver.core.messages import SaveRequest, World
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
-from elastic_driver.worker import current, session
+from elastic_driver.worker import session
 from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints, Schedule
 from elastic_driver.worker.link import Standing
 from elastic_driver.worker.measuring.computing import ComputeClock
 from elastic_driver.worker.measuring.device_clock import clock_for
-from elastic_driver.worker.notes import say
+from elastic_driver.worker.process import current
+from elastic_driver.worker.process.notes import say
 from elastic_driver.worker.pulse import Pulse
 from elastic_driver.worker.syncing.agreement import Agreement, StateLostError, agree, agree_afresh
 from elastic_driver.worker.syncing.copying import copied

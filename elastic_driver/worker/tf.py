@@ -30,7 +30,7 @@ from elastic_driver.core.tf.messages import (
     WaitingNodes,
 )
 from elastic_driver.errors import ClusterError, UsageError
-from elastic_driver.worker import context
+from elastic_driver.worker.process import context
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError

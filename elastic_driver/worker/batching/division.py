@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from elastic_driver.core import messages
 from elastic_driver.core.batch import allocate_microbatches
-from elastic_driver.worker import current, session
+from elastic_driver.worker import session
+from elastic_driver.worker.process import current
 
 __all__ = ["Division"]
 

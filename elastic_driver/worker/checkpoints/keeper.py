@@ -24,7 +24,7 @@ from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest
 from elastic_driver.worker.checkpoints.staging import Staging, kinds_of
 from elastic_driver.worker.checkpoints.writer import GOES_ON, Share, Values, Writer, describe
-from elastic_driver.worker.notes import say
+from elastic_driver.worker.process.notes import say
 from elastic_driver.worker.syncing.sharing import Envelope, Shared, make_room, taken_apart
 
 KEEP = 3

@@ -23,7 +23,7 @@ from msgspec import Struct
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest, Report
 from elastic_driver.worker.checkpoints.staging import Staging
-from elastic_driver.worker.notes import say
+from elastic_driver.worker.process.notes import say
 from elastic_driver.worker.syncing.sharing import Contents
 
 PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may take

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_driver.core.messages import Member, World
-from elastic_driver.worker.context import alone
+from elastic_driver.worker.process.context import alone
 from elastic_driver.worker.syncing.agreement import StateLostError, agree, agree_afresh
 
 

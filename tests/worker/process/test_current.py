@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_driver.core.messages import SlotInfo
-from elastic_driver.worker import current
+from elastic_driver.worker.process import current
 
 
 @pytest.fixture(autouse=True)

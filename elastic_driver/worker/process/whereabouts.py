@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from elastic_driver.worker import current
+from elastic_driver.worker.process import current
 
 __all__ = ["whereabouts"]
 
