@@ -11,7 +11,7 @@ import atexit
 import os
 
 from elastic_driver.worker.backends import choose
-from elastic_driver.worker.link import Standing
+from elastic_driver.worker.contact.link import Standing
 from elastic_driver.worker.process import context, current
 from elastic_driver.worker.process.notes import say
 from elastic_driver.worker.process.scratch import use_scratch

@@ -1,9 +1,9 @@
 """Signs of life that a script gives by itself, where no `commit()` gives them.
 
-A worker that makes no progress for long is taken to hang (`watch`, `core.stalls.hangs`). A commit
-is progress. Loops that do not commit call `report_progress`; what takes long and is no training,
-like an evaluation or a checkpoint, runs inside `busy`. Both do nothing in a process of no job.
-Called by scripts, on the training thread. Times are seconds.
+A worker that makes no progress for long is taken to hang (`contact.watch`, `core.stalls.hangs`). A
+commit is progress. Loops that do not commit call `report_progress`; what takes long and is no
+training, like an evaluation or a checkpoint, runs inside `busy`. Both do nothing in a process of no
+job. Called by scripts, on the training thread. Times are seconds.
 """
 
 from __future__ import annotations

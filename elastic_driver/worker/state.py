@@ -25,12 +25,12 @@ from elastic_driver.core.messages import SaveRequest, World
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import session
 from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints, Schedule
-from elastic_driver.worker.link import Standing
+from elastic_driver.worker.contact.link import Standing
+from elastic_driver.worker.contact.pulse import Pulse
 from elastic_driver.worker.measuring.computing import ComputeClock
 from elastic_driver.worker.measuring.device_clock import clock_for
 from elastic_driver.worker.process import current
 from elastic_driver.worker.process.notes import say
-from elastic_driver.worker.pulse import Pulse
 from elastic_driver.worker.syncing.agreement import Agreement, StateLostError, agree, agree_afresh
 from elastic_driver.worker.syncing.copying import copied
 from elastic_driver.worker.syncing.following import Advancing, StepCounter
@@ -268,7 +268,7 @@ class State:
             callback()
 
     def put_down(self, request: SaveRequest, rank: int) -> Path | None:
-        """Begin to write this rank's share of the last commit; see `farewell.Savable`."""
+        """Begin to write this rank's share of the last commit; see `contact.farewell.Savable`."""
         if self._checkpoints is None:
             return None
         if not self.clean or self._version != request.step:
@@ -277,7 +277,7 @@ class State:
         return self._checkpoints.take_last(self._shared(), request, rank)
 
     def put_down_well(self, folder: Path) -> str | None:
-        """Whether the last checkpoint is complete; see `farewell.Savable`."""
+        """Whether the last checkpoint is complete; see `contact.farewell.Savable`."""
         return None if self._checkpoints is None else self._checkpoints.outcome(folder)
 
     # ---- the parts of sync ---------------------------------------------------------------

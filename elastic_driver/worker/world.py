@@ -24,14 +24,14 @@ from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.worker import groups
 from elastic_driver.worker.attempts import Attempt, RoundOverError
 from elastic_driver.worker.backends import Choice
+from elastic_driver.worker.contact.farewell import LastSave, Savable
+from elastic_driver.worker.contact.link import Link, Standing
+from elastic_driver.worker.contact.pulse import AT_ONCE, Pulse
 from elastic_driver.worker.devices import CONNECT_S, DeviceHalf
-from elastic_driver.worker.farewell import LastSave, Savable
 from elastic_driver.worker.groups import Group, GroupBuilder
-from elastic_driver.worker.link import Link, Standing
 from elastic_driver.worker.process import current
 from elastic_driver.worker.process.context import WorkerContext, alone
 from elastic_driver.worker.process.notes import say
-from elastic_driver.worker.pulse import AT_ONCE, Pulse
 from elastic_driver.worker.stuck import TrainingThread
 from elastic_driver.worker.wrapping import tear_down_wrapped
 

@@ -1,9 +1,9 @@
 """Who hangs, from what the workers' own heartbeat threads say of their training threads.
 
 A worker that shows no progress for longer than its limit says so, with where its training thread
-stands: in a collective, waiting for others, or elsewhere (`worker.watch`). Alone, that proves
-little: who waits in a collective may wait for somebody else. So this module waits until all members
-of the round have spoken, or `settle` seconds, and then:
+stands: in a collective, waiting for others, or elsewhere (`worker.contact.watch`). Alone, that
+proves little: who waits in a collective may wait for somebody else. So this module waits until all
+members of the round have spoken, or `settle` seconds, and then:
 
 - one stands elsewhere while the others wait: it is the one that hangs, and is given up;
 - several stand elsewhere: the round is broken, and whoever does not leave it hangs;

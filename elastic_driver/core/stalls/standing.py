@@ -1,6 +1,7 @@
 """Where a thread stands, told by the file its innermost Python frame is in.
 
-`worker.watch` asks for its own training thread, the agent for one it sees from outside. Pure.
+`worker.contact.watch` asks for its own training thread, the agent for one that it sees from
+outside. Pure.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ import pytest
 
 import elastic_driver as elastic
 from elastic_driver.core.events import WorkerResumed, WorkerStalled
-from elastic_driver.worker import session, watch
-from elastic_driver.worker.pulse import Pulse
-from elastic_driver.worker.watch import StallWatch
+from elastic_driver.worker import session
+from elastic_driver.worker.contact import watch
+from elastic_driver.worker.contact.pulse import Pulse
+from elastic_driver.worker.contact.watch import StallWatch
 from elastic_driver.worker.world import Membership
 from tests.support.job import eventually
 

@@ -26,7 +26,7 @@ from typing import Literal
 
 from elastic_driver.core.events import WorkerResumed, WorkerStack, WorkerStalled
 from elastic_driver.core.stalls.standing import waits_for_peers
-from elastic_driver.worker.pulse import Pulse
+from elastic_driver.worker.contact.pulse import Pulse
 
 LEAST_S = 60.0  # no silence shorter than this is a stall, unless the user says so
 USUAL_STEPS = 20.0  # nor one shorter than so many usual steps

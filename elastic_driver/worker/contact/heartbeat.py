@@ -27,10 +27,10 @@ from elastic_driver.core.events import (
     WorkerStepped,
 )
 from elastic_driver.core.messages import Allocation, Notice, Progress, decode, encode
-from elastic_driver.worker.notices import Notices
+from elastic_driver.worker.contact.notices import Notices
+from elastic_driver.worker.contact.pulse import Pulse
+from elastic_driver.worker.contact.watch import StallWatch
 from elastic_driver.worker.process.notes import say
-from elastic_driver.worker.pulse import Pulse
-from elastic_driver.worker.watch import StallWatch
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import AbortedError, RendezvousError, WokenError
 from rendezvous.wire import EVENTS_PATH, Entries, Set, Watch

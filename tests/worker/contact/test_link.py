@@ -6,9 +6,9 @@ import queue
 import time
 from pathlib import Path
 
-from elastic_driver.worker.link import Link
+from elastic_driver.worker.contact.link import Link
+from elastic_driver.worker.contact.pulse import Pulse
 from elastic_driver.worker.process.context import WorkerContext
-from elastic_driver.worker.pulse import Pulse
 from rendezvous.auth import write_token_file
 from rendezvous.server import RendezvousServer
 

@@ -17,13 +17,13 @@ from msgspec import Struct
 from elastic_driver import contract
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.core.messages import Member, Notice, SaveRequest, World, decode, decode_world
-from elastic_driver.worker.farewell import LastSave
-from elastic_driver.worker.heartbeat import Heartbeat
-from elastic_driver.worker.notices import Notices
+from elastic_driver.worker.contact.farewell import LastSave
+from elastic_driver.worker.contact.heartbeat import Heartbeat
+from elastic_driver.worker.contact.notices import Notices
+from elastic_driver.worker.contact.pulse import Pulse
+from elastic_driver.worker.contact.watch import StallWatch
 from elastic_driver.worker.process.context import WorkerContext
 from elastic_driver.worker.process.notes import say
-from elastic_driver.worker.pulse import Pulse
-from elastic_driver.worker.watch import StallWatch
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError, UnreachableError

@@ -14,10 +14,10 @@ from aiohttp import web
 
 from elastic_driver import contract
 from elastic_driver.core.messages import Allocation, Division, Progress, decode, encode
-from elastic_driver.worker.heartbeat import Heartbeat, next_pause
-from elastic_driver.worker.notices import Notices
-from elastic_driver.worker.pulse import Pulse
-from elastic_driver.worker.watch import StallWatch
+from elastic_driver.worker.contact.heartbeat import Heartbeat, next_pause
+from elastic_driver.worker.contact.notices import Notices
+from elastic_driver.worker.contact.pulse import Pulse
+from elastic_driver.worker.contact.watch import StallWatch
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Entries, Get, Set
