@@ -50,9 +50,10 @@ def mark_leavers(job: JobState) -> None:
             kept.append(worker)
     if job.wanted is not None:
         shares = units.shares(kept, job.settings)
+        fitting = shares[: job.wanted]
         for worker in shares[job.wanted :]:
             worker.leaving = f"only {job.wanted} workers are wanted"
-        for worker in shares[job.wanted - _hosts_to_come(job, shares) : job.wanted]:
+        for worker in fitting[max(0, len(fitting) - _hosts_to_come(job, fitting)) :]:
             worker.leaving = "more hosts are needed, and one of them gets its place"
     job.some_leave = any(worker.leaving for worker in job.registry.having(*ACTIVE))
 
@@ -61,7 +62,7 @@ def _hosts_to_come(job: JobState, kept: list[Worker]) -> int:
     """Hosts that are missing in any world, and are there, but find no worker left for them."""
     if units.width(job.settings) == 1 or job.wanted is None:
         return 0
-    inside = {worker.host for worker in kept[: job.wanted]}
+    inside = {worker.host for worker in kept}
     others = sum(1 for h in job.hosts.order if h.name not in inside and job.hosts.usable(h.name))
     missing = min(others, units.width(job.settings) - len(inside))
     return max(0, missing - max(0, job.wanted - len(kept)))

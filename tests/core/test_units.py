@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_driver.core import events as ev
 from elastic_driver.core import units
 from elastic_driver.core.decisions import SealRound
 from elastic_driver.settings import Settings
@@ -162,6 +163,21 @@ def test_workers_that_crowd_one_host_make_room_for_a_second(scenario: MakeScenar
     s.obey_stops()
     s.ready("c.0.1")
     assert s.members == ["a.0.1", "c.0.1"]
+
+
+def test_a_crowded_host_makes_room_for_hosts_that_come_up_at_the_same_moment(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, max_np=3, node_unit=3).training(a=2, b=2, c=2)
+    s.agents = False
+    for host in "abc":
+        s.agent_lost(host, "the agent exited")
+    s.agent_up("a", 2)
+    assert s.starting == ["a.0.2", "a.1.1"]
+    both = [ev.AgentReady(host, 2, 1, f"at {host}", (5000,)) for host in "bc"]
+    s.decisions += s.job.handle(both[0], s.now, *both[1:])
+    s.ready(*s.starting)
+    assert s.members == ["a.0.2", "b.0.2", "c.0.2"]
 
 
 def test_a_plain_job_is_not_restarted_for_a_host_that_makes_no_unit(
