@@ -29,8 +29,8 @@ from torch.distributed import ProcessGroupGloo
 
 from benchmarks.common import Figure, report
 from elastic_driver import contract
-from elastic_driver.worker import groups
-from elastic_driver.worker.groups import Group, GroupBuilder
+from elastic_driver.worker.world import groups
+from elastic_driver.worker.world.groups import Group, GroupBuilder
 from rendezvous.auth import make_token
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer

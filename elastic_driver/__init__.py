@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     )
     from elastic_driver.worker.run import run
     from elastic_driver.worker.sampler import ElasticSampler
-    from elastic_driver.worker.session import init, shutdown
     from elastic_driver.worker.sharded import ShardedDataset
     from elastic_driver.worker.shards import IncompleteDataError, ShardClient
     from elastic_driver.worker.signs import busy, report_progress
     from elastic_driver.worker.state import ObjectState, State, TorchState
-    from elastic_driver.worker.wrapping import wrap
+    from elastic_driver.worker.world.session import init, shutdown
+    from elastic_driver.worker.world.wrapping import wrap
 
 __all__ = [
     "ElasticSampler",
@@ -75,11 +75,11 @@ _HOME = {
     "WorldBrokenError": "errors",
     "allocate_microbatches": "core.batch",
     "busy": "worker.signs",
-    "init": "worker.session",
+    "init": "worker.world.session",
     "report_progress": "worker.signs",
     "run": "worker.run",
-    "shutdown": "worker.session",
-    "wrap": "worker.wrapping",
+    "shutdown": "worker.world.session",
+    "wrap": "worker.world.wrapping",
 }
 _CURRENT = "worker.process.current"  # where all other names live
 

@@ -48,7 +48,7 @@ from elastic_driver.worker.batching.exact import fix_kernels, seed_everything
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 from elastic_driver.worker.batching.schedule import Schedule, load
 from elastic_driver.worker.process.whereabouts import whereabouts
-from elastic_driver.worker.wrapping import silenced
+from elastic_driver.worker.world.wrapping import silenced
 
 __all__ = ["BatchState", "FixedBatch", "Step"]
 

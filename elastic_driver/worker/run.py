@@ -14,10 +14,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from elastic_driver.core.messages import World
 from elastic_driver.errors import HostsUpdatedInterrupt
-from elastic_driver.worker import session
-from elastic_driver.worker.failures import broke_the_world, describe, let_go_of_frames
 from elastic_driver.worker.state import State
-from elastic_driver.worker.world import Membership
+from elastic_driver.worker.world import session
+from elastic_driver.worker.world.failures import broke_the_world, describe, let_go_of_frames
+from elastic_driver.worker.world.membership import Membership
 
 P = ParamSpec("P")
 R = TypeVar("R")

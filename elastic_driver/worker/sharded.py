@@ -42,10 +42,10 @@ from elastic_driver.core.permutation import Permutation, mix
 from elastic_driver.core.sharding.messages import WORLD, End, Granted
 from elastic_driver.core.sharding.sources import Shard
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
-from elastic_driver.worker import session
 from elastic_driver.worker.process.whereabouts import whereabouts
 from elastic_driver.worker.shards import ShardClient
 from elastic_driver.worker.syncing.transfer import carry_bytes, to_all
+from elastic_driver.worker.world import session
 
 __all__ = ["ShardedDataset"]
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from elastic_driver.worker import session
+from elastic_driver.worker.world import session
 
 __all__ = ["busy", "report_progress"]
 

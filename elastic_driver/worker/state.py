@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from elastic_driver.core.messages import SaveRequest, World
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
-from elastic_driver.worker import session
 from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints, Schedule
 from elastic_driver.worker.contact.link import Standing
 from elastic_driver.worker.contact.pulse import Pulse
@@ -38,7 +37,8 @@ from elastic_driver.worker.syncing.parts import Part, part_for
 from elastic_driver.worker.syncing.rng import RandomStates
 from elastic_driver.worker.syncing.sharing import Shared, check_sendable, receive, send, stand_by
 from elastic_driver.worker.syncing.transfer import Route
-from elastic_driver.worker.wrapping import note_in_sync
+from elastic_driver.worker.world import session
+from elastic_driver.worker.world.wrapping import note_in_sync
 
 __all__ = ["Advancing", "ObjectState", "State", "TorchState"]
 

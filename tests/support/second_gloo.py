@@ -20,7 +20,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_driver import contract
-from elastic_driver.worker.sockets import Connections
+from elastic_driver.worker.world.sockets import Connections
 
 DEVICE = torch.device("cuda")  # never touched: it only names the half in torch's group
 ABORT_S = 0.2  # about what NCCL takes
@@ -86,7 +86,7 @@ class SecondGloo:
     def forget(self) -> None:
         assert self._aborted.is_set()
         if not all(work.is_completed() for work, _ in self._queue):
-            _never_freed.append(self._backend)  # gloo may forget a send: see `worker.stuck`
+            _never_freed.append(self._backend)  # gloo may forget a send: see `worker.world.stuck`
         self._queue.clear()
         c10d._abort_process_group()  # as for NCCL; it aborts gloo's half as well
         del self._backend

@@ -8,9 +8,9 @@ from typing import Any
 
 import elastic_driver as elastic
 from elastic_driver.core.messages import Notice
-from elastic_driver.worker import devices, session, world
-from elastic_driver.worker.backends import Choice
-from elastic_driver.worker.world import Membership
+from elastic_driver.worker.world import devices, membership, session
+from elastic_driver.worker.world.backends import Choice
+from elastic_driver.worker.world.membership import Membership
 from tests.support.coordinator import Recorder
 from tests.support.second_gloo import SecondGloo
 from tests.worker.training import Everything
@@ -80,7 +80,7 @@ def dies_while_connecting(path: str) -> None:
 
 def cannot_be_ended(path: str, what: str) -> None:
     """A device of which this never returns: `abort`, or `forget`."""
-    devices.CUT_OFF_S = world.TAKE_DOWN_S = 0.5
+    devices.CUT_OFF_S = membership.TAKE_DOWN_S = 0.5
     device = pretend(path)
     setattr(device, what, lambda: time.sleep(600))
     job, record = Everything(), Recorder(path)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import elastic_driver as elastic
-from elastic_driver.worker import session
+from elastic_driver.worker.world import session
 from tests.support.coordinator import Recorder
 
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from elastic_driver.core import messages
 from elastic_driver.core.batch import allocate_microbatches
-from elastic_driver.worker import session
 from elastic_driver.worker.process import current
+from elastic_driver.worker.world import session
 
 __all__ = ["Division"]
 

@@ -162,7 +162,7 @@ def plan_for(spec: JobSpec, inherited: Mapping[str, str]) -> WarmPlan:
 
 
 def _ours() -> list[str]:
-    """What `elastic_driver` imports as its names are used.
+    """What `elastic_driver` imports as its names are used; these modules import all the rest.
 
     Only for programs that import it themselves: any other may have modules of its own that are
     called `rendezvous` or `launcher`.

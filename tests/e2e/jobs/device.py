@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 import elastic_driver as elastic
-from elastic_driver.worker import session
-from elastic_driver.worker.backends import Choice
+from elastic_driver.worker.world import session
+from elastic_driver.worker.world.backends import Choice
 from tests.support.second_gloo import SecondGloo
 
 STEPS = int(os.environ.get("STEPS", "100000"))

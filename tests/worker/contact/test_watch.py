@@ -10,11 +10,11 @@ import pytest
 
 import elastic_driver as elastic
 from elastic_driver.core.events import WorkerResumed, WorkerStalled
-from elastic_driver.worker import session
 from elastic_driver.worker.contact import watch
 from elastic_driver.worker.contact.pulse import Pulse
 from elastic_driver.worker.contact.watch import StallWatch
-from elastic_driver.worker.world import Membership
+from elastic_driver.worker.world import session
+from elastic_driver.worker.world.membership import Membership
 from tests.support.job import eventually
 
 

@@ -152,7 +152,7 @@ def test_our_own_modules_are_warm_only_for_programs_that_use_them(tmp_path: Path
     (tmp_path / "t.py").write_text("import torch\n")
     assert planned(tmp_path).preload == ("torch",)
     (tmp_path / "t.py").write_text("import torch, elastic_driver as elastic\n")
-    assert "elastic_driver.worker.world" in planned(tmp_path).preload
+    assert "elastic_driver.worker.state" in planned(tmp_path).preload
     (tmp_path / "rendezvous.py").write_text("")
     assert planned(tmp_path).preload == ("torch",)
 

@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from elastic_driver.errors import WorldBrokenError
-from elastic_driver.worker import devices, groups
-from elastic_driver.worker.attempts import Attempt, RoundOverError
-from elastic_driver.worker.devices import DeviceHalf
-from elastic_driver.worker.groups import Group
-from elastic_driver.worker.sockets import Connections
+from elastic_driver.worker.world import devices, groups
+from elastic_driver.worker.world.attempts import Attempt, RoundOverError
+from elastic_driver.worker.world.devices import DeviceHalf
+from elastic_driver.worker.world.groups import Group
+from elastic_driver.worker.world.sockets import Connections
 from tests.support.gloo import run_ranks
 
 

@@ -1,7 +1,7 @@
 """`elastic.wrap`: DistributedDataParallel for the world of the moment, taken down with it.
 
 A DDP object hooks itself onto the parameters it wraps, and its hooks stay until its reducer is
-gone. The model outlives many worlds, so `world` takes every wrapper down when a world is left:
+gone. The model outlives many worlds, so `membership` takes every wrapper down when a world is left:
 explicitly, for a reference kept in some traceback would otherwise leave hooks of a dead
 group on live parameters.
 """

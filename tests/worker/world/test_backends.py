@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker import backends, nccl
+from elastic_driver.worker.world import backends, nccl
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int, built: bool = True) -> None:

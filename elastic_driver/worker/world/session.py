@@ -2,7 +2,7 @@
 
 Scripts call `init` themselves or leave it to `@elastic.run`. What was started is stopped when the
 script ends, and forgotten in forked children, which must neither beat nor hold on to the
-connections of the training process. Torch is imported here, by way of `world`.
+connections of the training process. Torch is imported here, by way of `membership`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import atexit
 import os
 
-from elastic_driver.worker.backends import choose
 from elastic_driver.worker.contact.link import Standing
 from elastic_driver.worker.process import context, current
 from elastic_driver.worker.process.notes import say
 from elastic_driver.worker.process.scratch import use_scratch
-from elastic_driver.worker.world import Membership
+from elastic_driver.worker.world.backends import choose
+from elastic_driver.worker.world.membership import Membership
 
 
 class _Session:

@@ -14,7 +14,7 @@ from torch.distributed import DistError
 
 from elastic_driver.errors import WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
-from elastic_driver.worker.attempts import RoundOverError
+from elastic_driver.worker.world.attempts import RoundOverError
 from rendezvous.errors import SealedError
 
 # Gloo's transport also reports that ranks disagree about a tensor's size: the script's mistake.

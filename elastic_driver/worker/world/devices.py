@@ -11,8 +11,8 @@ CUDA tensors, and what differs from gloo is the same for any such backend:
   to a second and wakes the training thread, so it is done from a thread of its own.
 - Nobody may build the next group while somebody is still in the old one: READY is said last.
 
-`Device` is what a backend has to provide, `DeviceHalf` keeps the order of these steps. `world` uses
-them; times are seconds.
+`Device` is what a backend has to provide, `DeviceHalf` keeps the order of these steps. `membership`
+uses them; times are seconds.
 """
 
 from __future__ import annotations

@@ -21,19 +21,19 @@ from torch.distributed import HashStore, Store
 
 from elastic_driver.core.messages import Member, Notice, World
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
-from elastic_driver.worker import groups
-from elastic_driver.worker.attempts import Attempt, RoundOverError
-from elastic_driver.worker.backends import Choice
 from elastic_driver.worker.contact.farewell import LastSave, Savable
 from elastic_driver.worker.contact.link import Link, Standing
 from elastic_driver.worker.contact.pulse import AT_ONCE, Pulse
-from elastic_driver.worker.devices import CONNECT_S, DeviceHalf
-from elastic_driver.worker.groups import Group, GroupBuilder
 from elastic_driver.worker.process import current
 from elastic_driver.worker.process.context import WorkerContext, alone
 from elastic_driver.worker.process.notes import say
-from elastic_driver.worker.stuck import TrainingThread
-from elastic_driver.worker.wrapping import tear_down_wrapped
+from elastic_driver.worker.world import groups
+from elastic_driver.worker.world.attempts import Attempt, RoundOverError
+from elastic_driver.worker.world.backends import Choice
+from elastic_driver.worker.world.devices import CONNECT_S, DeviceHalf
+from elastic_driver.worker.world.groups import Group, GroupBuilder
+from elastic_driver.worker.world.stuck import TrainingThread
+from elastic_driver.worker.world.wrapping import tear_down_wrapped
 
 GRACE_S = 0.25  # for collectives to fail by themselves, once told to leave at once
 LOOK_S = 1.0  # between two looks at a training thread that has not left yet

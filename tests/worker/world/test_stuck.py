@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_driver.worker.stuck import TrainingThread
+from elastic_driver.worker.world.stuck import TrainingThread
 from tests.support.coordinator import eventually
 
 

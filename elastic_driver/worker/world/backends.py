@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker import nccl
-from elastic_driver.worker.devices import Device
+from elastic_driver.worker.world import nccl
+from elastic_driver.worker.world.devices import Device
 
 _GLOO_ONLY = ({"gloo"}, {"cpu:gloo"}, {"cpu:gloo", "cuda:gloo"})
 _WITH_NCCL = ({"nccl"}, {"cuda:nccl"}, {"cpu:gloo", "cuda:nccl"})

@@ -9,7 +9,7 @@ extension point, hands over the object that is ready. Collectives, DDP and `new_
 as with "gloo", because the object is gloo's own; `dist.get_backend()` tells the name. Where NCCL is
 to carry CUDA tensors, torch makes that half itself (`cpu:elastic_gloo,cuda:nccl`); see `devices`.
 
-Only `world` uses this module. Times are seconds.
+Only `membership` uses this module. Times are seconds.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
 
 from elastic_driver.core.messages import Links, World
-from elastic_driver.worker.attempts import Attempt, RoundOverError
-from elastic_driver.worker.devices import DeviceHalf
 from elastic_driver.worker.measuring.links import read_links
-from elastic_driver.worker.sockets import Connections
+from elastic_driver.worker.world.attempts import Attempt, RoundOverError
+from elastic_driver.worker.world.devices import DeviceHalf
+from elastic_driver.worker.world.sockets import Connections
 
 BACKEND = "elastic_gloo"
 COLLECTIVE_TIMEOUT_S = (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_driver.worker.sockets import Connections
+from elastic_driver.worker.world.sockets import Connections
 
 
 @pytest.fixture

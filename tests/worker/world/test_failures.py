@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic_driver.errors import WorldBrokenError
-from elastic_driver.worker.failures import broke_the_world, describe, let_go_of_frames
+from elastic_driver.worker.world.failures import broke_the_world, describe, let_go_of_frames
 from rendezvous.errors import SealedError
 
 PAIR = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker import nccl
+from elastic_driver.worker.world import nccl
 
 
 class Backend:

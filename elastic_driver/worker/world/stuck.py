@@ -3,8 +3,8 @@
 Gloo has a rare fault: a send that is reset in the very moment in which the peer asks for it is
 forgotten, and the thread that waits for it sleeps until the group's timeout, half an hour (seen
 in 2 of 100 kills of a peer under a loop of nothing but small broadcasts). No call wakes it. Such a
-worker cannot be saved; ended, it is replaced within a second or two. `world` looks here, on
-the heartbeat thread, at a training thread that does not leave a broken round.
+worker cannot be saved; ended, it is replaced within a second or two. `membership` looks here,
+on the heartbeat thread, at a training thread that does not leave a broken round.
 """
 
 from __future__ import annotations
