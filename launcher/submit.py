@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -63,7 +64,7 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     discovery = source = make_discovery(plan.hosts)
     hosts = hosts_now(plan, discovery)
     plan, whereabouts = meet_the_hosts(plan, hosts)
-    starter = make_starter_factory(plan.backend, whereabouts, hosts)
+    starter = partial(make_starter_factory, plan.backend, whereabouts, hosts)
     checks: HostChecks | None = None
     if plan.node_check is not None:
         hosts = discovery.find()
@@ -71,7 +72,7 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
             plan,
             plan.node_check,
             hosts,
-            starter=starter,
+            starter=starter(),
             bind_host=whereabouts.bind_host,
             run_dir=run_dir,
         )
@@ -81,7 +82,7 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     return run_driver(
         plan,
         discovery=discovery,
-        starter=starter,
+        starter=starter(grows=isinstance(plan.hosts, ScriptHosts)),
         bind_host=whereabouts.bind_host,
         run_dir=run_dir,
         checks=checks,

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from elastic_driver.errors import ExitCode
 from launcher.agent.agent import Agent, AgentConfig
+from launcher.agent.told import WHEN_TOLD, hear
 from launcher.agent.warm.birth import inherit
 from rendezvous.auth import read_token_file
 from rendezvous.errors import TokenError
@@ -55,7 +56,13 @@ def parse(argv: Sequence[str]) -> AgentConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the agent; returns its exit status."""
-    config = parse(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words == [WHEN_TOLD]:
+        told = hear(0)
+        if told is None:
+            return 0
+        words = told
+    config = parse(words)
     inherited = inherit(os.environ)
     try:
         token = read_token_file(config.token_file)

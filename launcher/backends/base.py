@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 from elastic_driver.runtime.starter import AgentStarter
+from launcher.agent.told import WHEN_TOLD
 
+_AGENT = "launcher.agent"
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,6 +38,16 @@ class Backend(AgentStarter, Protocol):
         ...
 
 
+def spare_argv(python: str) -> tuple[str, ...]:
+    """The command line of an agent that is told its words later."""
+    return (python, "-m", _AGENT, WHEN_TOLD)
+
+
+def words_of(plan: AgentPlan) -> tuple[str, ...]:
+    """What it is told then."""
+    return plan.argv[len(spare_argv("")) - 1 :]
+
+
 def agent_argv(
     *,
     python: str,
@@ -48,7 +60,7 @@ def agent_argv(
     orphan_files: tuple[Path, ...] = (),
 ) -> tuple[str, ...]:
     """The agent's command line, as `launcher.agent.__main__` reads it."""
-    argv = [python, "-m", "launcher.agent", *agent_arguments(endpoint, host, incarnation)]
+    argv = [python, "-m", _AGENT, *agent_arguments(endpoint, host, incarnation)]
     argv += ["--token-file", str(token_file)]
     if address is not None:
         argv += ["--address", address]

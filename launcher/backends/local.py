@@ -6,7 +6,8 @@ driver dies, even by SIGKILL, the agents see it close. Conversely this process i
 subreaper, so what an agent that was killed leaves behind comes here and is ended here.
 
 A single host's agents are executed. Once there are several hosts, agents are forked from a process
-that has imported for all of them (`shared_parent`).
+that has imported for all of them (`shared_parent`). Where hosts may come at any time, one agent
+more is there already, a *spare*: the next host's agent is it, once it is told (`agent.told`).
 
 One thread, started with the first agent, watches for their ends and calls `on_lost`.
 """
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_driver import contract
@@ -35,10 +37,12 @@ from launcher.agent.processes.descendants import (
     kill_trees,
     reap,
 )
-from launcher.backends.base import AgentPlan, agent_argv
+from launcher.agent.told import tell
+from launcher.backends.base import AgentPlan, agent_argv, spare_argv, words_of
 from launcher.backends.shared_parent import Birth, SharedParent
 from launcher.backends.this_machine import is_this_machine, meeting_address
 
+_SPARE = ("", 0)  # no host and no incarnation: the key of the agent that waits for them
 LAST_RESORT_S = 2.0  # for the kernel to end what was killed
 _LOOK_AGAIN_S = 0.005
 
@@ -66,6 +70,7 @@ class LocalBackend:
             default the token and the endpoint file beside it.
         address: where processes on other machines reach those on this one; by default nobody does.
         several: it is known that there will be agents of more than one host.
+        grows: more of them may come at any time; implies `several`.
         joined: this machine has joined a driver elsewhere, which names it as it likes; its agents
             find their address by themselves.
     """
@@ -79,10 +84,11 @@ class LocalBackend:
         orphan_files: tuple[Path, ...] | None = None,
         address: str | None = None,
         several: bool = False,
+        grows: bool = False,
         joined: bool = False,
     ) -> None:
         self._endpoint, self._python, self._address = endpoint, python, address
-        self._several = several
+        self._several, self._grows = several or grows, grows
         self._joined = joined
         self._token_file = token_file.absolute()
         if orphan_files is None:
@@ -116,7 +122,7 @@ class LocalBackend:
             lifeline=True,
             orphan_files=self._orphan_files,
         )
-        return AgentPlan(host, incarnation, argv, {contract.TOKEN_FILE: str(self._token_file)})
+        return AgentPlan(host, incarnation, argv, self._env())
 
     # ---- AgentStarter --------------------------------------------------------------------
 
@@ -130,11 +136,13 @@ class LocalBackend:
                 self._ensure_thread()
                 self._first = self._first or host
                 self._several |= host != self._first
-                if self._several:
+                if not self._several:
+                    self._execute(plan, on_lost)
+                elif not self._give_spare(plan, on_lost):
                     self._unborn[host, incarnation] = on_lost
                     self._shared.bear(self._birth(plan))
-                else:
-                    self._execute(plan, on_lost)
+                if self._grows:
+                    self._order_spare()
         except ClusterError as error:
             on_lost(str(error))
         except OSError as error:
@@ -158,9 +166,10 @@ class LocalBackend:
             self._unborn.clear()
         self._shared.close()
         with self._lock:
+            if (spare := self._agents.get(_SPARE)) is not None:
+                kill_trees([spare.pid])
             self._none_left.wait_for(lambda: not self._agents, max(grace, 0.0))
-            for agent in self._agents.values():
-                kill_trees([agent.pid])
+            kill_trees(agent.pid for agent in self._agents.values())
             self._none_left.wait_for(lambda: not self._agents, LAST_RESORT_S)
             thread, self._thread = self._thread, None
         if thread is not None:
@@ -168,6 +177,9 @@ class LocalBackend:
             thread.join(2 * LAST_RESORT_S)
             os.close(self._wake_write)
             become_subreaper(False)
+
+    def _env(self) -> dict[str, str]:
+        return {contract.TOKEN_FILE: str(self._token_file)}
 
     # ---- starting ------------------------------------------------------------------------
 
@@ -212,6 +224,26 @@ class LocalBackend:
                 on_lost(reason)
 
         return Birth(plan, born, refused)
+
+    def _order_spare(self) -> None:
+        """Have one forked when nobody is in a hurry, unless there is one; the lock is held."""
+        if _SPARE not in self._agents and _SPARE not in self._unborn:
+            self._unborn[_SPARE] = _nobody_minds
+            host, incarnation = _SPARE
+            plan = AgentPlan(host, incarnation, spare_argv(self._python), self._env())
+            self._shared.bear(replace(self._birth(plan), can_wait=True))
+
+    def _give_spare(self, plan: AgentPlan, on_lost: OnLost) -> bool:
+        """Make the spare this agent; False where there is none. The lock is held."""
+        agent = self._agents.get(_SPARE)
+        if agent is None or select.select([agent.pidfd], [], [], 0)[0]:  # or it has just ended
+            return False
+        del self._agents[_SPARE]
+        agent.plan, agent.on_lost = plan, on_lost
+        self._agents[plan.host, plan.incarnation] = agent
+        with contextlib.suppress(OSError):  # it ends now: who watches it sees that
+            tell(agent.lifeline, words_of(plan))
+        return True
 
     # ---- the watching thread -------------------------------------------------------------
 
@@ -268,9 +300,9 @@ class LocalBackend:
         deadline = time.monotonic() + LAST_RESORT_S
         orphans: set[int] = set()
         while True:
-            with self._lock:
-                agents = {agent.pid for agent in self._agents.values()}
-            here = set(children()) - agents
+            here = set(children())
+            with self._lock:  # after looking: an agent that was started meanwhile is none of them
+                here -= {agent.pid for agent in self._agents.values()}
             orphans = {
                 pid for pid in here if pid in orphans or _session(pid) == warm or carries(pid, mark)
             }
@@ -299,6 +331,10 @@ def _spawn(plan: AgentPlan) -> tuple[int, int]:
         os.close(stdin)
     process.returncode = 0  # we reap it ourselves
     return process.pid, lifeline
+
+
+def _nobody_minds(_reason: str) -> None:
+    """The spare is lost, or none can be had."""
 
 
 def _session(pid: int) -> int:

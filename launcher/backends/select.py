@@ -45,17 +45,21 @@ def make_reach(plan: LaunchPlan) -> Reach:
 
 
 def make_starter_factory(
-    backend: str, whereabouts: Whereabouts, hosts: Hosts = ()
+    backend: str, whereabouts: Whereabouts, hosts: Hosts = (), *, grows: bool = False
 ) -> StarterFactory:
     """What makes the driver's `AgentStarter`, once the rendezvous has an address.
 
-    `hosts`: those that are known of already; more may come.
+    `hosts`: those that are known of already; more may come. `grows`: more are likely to.
     """
-    here = {host for host, slots in hosts if slots and is_this_machine(host)}
+    named = {host for host, slots in hosts if slots}
+    here = {host for host in named if is_this_machine(host)}
 
     def local(endpoint: str, token_file: Path) -> LocalBackend:
         own = whereabouts.own_address
-        return LocalBackend(endpoint, token_file, address=own, several=len(here) > 1)
+        several = len(here) > 1
+        # Hosts that come are this machine's where none has been another's.
+        more = grows and here == named
+        return LocalBackend(endpoint, token_file, address=own, several=several, grows=more)
 
     def remote(endpoint: str, token_file: Path) -> RemoteBackend:
         def endpoint_for(host: str) -> str:

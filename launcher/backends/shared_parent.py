@@ -18,6 +18,7 @@ import queue
 import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from rendezvous.errors import RendezvousError, TokenError
 
 WARM_UP_S = 60.0  # longer than importing takes even from a slow network file system
 ANSWER_S = 10.0  # for two forks, on a very busy machine
+CALM_S = 2.0  # nobody has asked for so long: what can wait takes nobody's processor now
 SPEC_S = 5.0  # for the rendezvous to say what the job runs; it was published before
 END_S = 2 * SPEC_S  # for the thread to end
 
@@ -49,11 +51,13 @@ class Birth:
         born: told its pid, that of its warm parent, and the writing end of its stdin, before it
             begins; keeps that end if it says True. False: nobody wants it any more.
         refused: called where none can be forked; it is to be started some other way.
+        can_wait: until nobody has asked for anything for a moment.
     """
 
     plan: AgentPlan
     born: Callable[[int, int, int], bool]
     refused: Callable[[], None]
+    can_wait: bool = False
 
 
 class _LostError(Exception):
@@ -72,6 +76,7 @@ class SharedParent:
     def __init__(self, endpoint: str, token_file: Path, say: Callable[[str], None]) -> None:
         self._endpoint, self._token_file, self._say = endpoint, token_file, say
         self._births: queue.SimpleQueue[Birth | None] = queue.SimpleQueue()
+        self._later: deque[Birth] = deque()  # of those, what can wait; its thread's own
         self._thread: threading.Thread | None = None
         self._held: Held | None = None
         self._lost = False
@@ -101,7 +106,7 @@ class SharedParent:
     # ---- its thread ----------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while (birth := self._births.get()) is not None and not self._ending.is_set():
+        while (birth := self._next()) is not None and not self._ending.is_set():
             try:
                 if not self._lost:
                     self._held = self._held or self._open()
@@ -116,6 +121,17 @@ class SharedParent:
             if not self._ending.is_set():
                 birth.refused()
         self._end()
+
+    def _next(self) -> Birth | None:
+        """What is to be borne now; None: nothing any more."""
+        while True:
+            try:
+                birth = self._births.get(timeout=CALM_S if self._later else None)
+            except queue.Empty:
+                return self._later.popleft()
+            if birth is None or not birth.can_wait:
+                return birth
+            self._later.append(birth)
 
     def _lose(self, why: str) -> None:
         """Give it up for good; people are told, unless it is no news to them."""

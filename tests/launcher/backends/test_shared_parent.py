@@ -22,6 +22,7 @@ from elastic_driver import contract
 from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
 from elastic_driver.core.messages import StartWorkerOrder, encode
 from launcher.agent.processes.descendants import children, variables
+from launcher.agent.told import WHEN_TOLD
 from launcher.backends import shared_parent
 from launcher.backends.local import LocalBackend
 from rendezvous.wire import Set
@@ -100,6 +101,20 @@ class Machine(Driver):
         assert self.wait(WorkerExited, worker).exit_code == 0
         found = json.loads((self.folder / worker).read_text())
         return Seen(found["parent"], found["warm"], found["environ"] + found["shown"])
+
+    def expect_more(self) -> None:
+        """From now on hosts may come at any time; before the first one."""
+        self.backend = LocalBackend(self.server.url, self.token_file, grows=True)
+
+    def spare(self) -> int:
+        """The pid of an agent that waits to be told its host."""
+
+        def look() -> int:
+            found = [pid for pid in children() if WHEN_TOLD in command(pid) and lives(pid)]
+            agents = {event.pid for event in self.told(AgentReady)}
+            return next((pid for pid in found if pid not in agents), 0)
+
+        return eventually(look, what="a spare agent")
 
     def shared_parent(self) -> int:
         """The pid of the process that imports for all."""
@@ -203,6 +218,78 @@ def signals(pid: int) -> list[str]:
     """Which signals a process blocks, ignores and catches."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return [line for line in lines if line.startswith(("SigBlk", "SigIgn", "SigCgt"))]
+
+
+# ---- the spare -------------------------------------------------------------------------------
+
+
+def test_where_hosts_may_come_the_next_is_the_spare_and_another_is_forked(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_parent, "CALM_S", 0.1)
+    machine.expect_more()
+    machine.publish_job(LOOK)
+    machine.up(HOSTS[0])
+    for host in HOSTS[1:]:
+        spare = machine.spare()
+        assert machine.up(host) == [spare]
+        assert machine.seen(machine.work(host))[:2] == (spare, True)
+    assert machine.spare()
+    assert len(machine.importers) == 1
+    assert machine.lost == {}
+
+
+def test_hosts_that_come_together_do_not_wait_for_a_spare(machine: Machine) -> None:
+    machine.expect_more()
+    machine.publish_job()
+    machine.up(HOSTS[0])
+    spare = machine.spare()
+    assert machine.up(*HOSTS[1:])[0] == spare
+    assert machine.lost == {}
+
+
+def test_a_spare_that_was_told_is_an_agent_like_any_other(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.expect_more()
+    machine.publish_job()
+    (first,) = machine.up(HOSTS[0])
+    machine.spare()
+    (second,) = machine.up(HOSTS[1])
+    assert os.getsid(second) == os.getpgid(second) == second
+    eventually(lambda: kinds_of_files(first) == kinds_of_files(second), what="the same open files")
+    assert signals(first) == signals(second)
+    worker = machine.wait(WorkerStarted, machine.work(HOSTS[1])).pid
+    os.kill(second, signal.SIGKILL)
+    eventually(lambda: machine.lost)
+    assert machine.lost == {HOSTS[1]: f"the agent on {HOSTS[1]} was killed by SIGKILL"}
+    assert not lives(worker)
+    assert lives(first)
+
+
+def test_a_spare_that_has_died_costs_no_host_anything(machine: Machine) -> None:
+    machine.expect_more()
+    machine.publish_job(LOOK)
+    machine.up(HOSTS[0])
+    spare = machine.spare()
+    os.kill(spare, signal.SIGKILL)
+    eventually(lambda: not lives(spare))
+    (second,) = machine.up(HOSTS[1])
+    assert machine.seen(machine.work(HOSTS[1]))[:2] == (second, True)
+    assert machine.lost == {}
+
+
+def test_the_spare_outlives_an_agent_and_not_the_backend(machine: Machine) -> None:
+    machine.expect_more()
+    machine.publish_job()
+    (first,) = machine.up(HOSTS[0])
+    spare = machine.spare()
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: machine.lost)
+    assert machine.up(HOSTS[0], incarnation=2) == [spare]
+    spare = machine.spare()
+    machine.backend.close(0)
+    assert not lives(spare)
 
 
 # ---- when it cannot be had -----------------------------------------------------------------
@@ -349,8 +436,10 @@ def test_closing_while_it_imports_ends_it_at_once_and_frees_everything(machine: 
 
 SCRIPT = """
 import sys, pathlib, time
+from launcher.backends import shared_parent
 from launcher.backends.local import LocalBackend
-backend = LocalBackend(sys.argv[1], pathlib.Path(sys.argv[2]))
+shared_parent.CALM_S = 0.1
+backend = LocalBackend(sys.argv[1], pathlib.Path(sys.argv[2]), grows=sys.argv[3] == "works")
 for host in "localhost", "127.0.0.2", "127.0.0.3":
     backend.start(host, 1, print)
 time.sleep(600)
@@ -364,14 +453,16 @@ def test_when_the_drivers_process_is_killed_everything_goes_with_it(
     machine.publish_job()
     if moment == "imports":
         (machine.folder / "counted.py").write_text("import time\ntime.sleep(600)\n")
-    argv = [sys.executable, "-c", SCRIPT, machine.server.url, str(machine.token_file)]
+    argv = [sys.executable, "-c", SCRIPT, machine.server.url, str(machine.token_file), moment]
     with subprocess.Popen(argv, cwd=ROOT) as process:
         driver = psutil.Process(process.pid)
 
         def everybody() -> list[int]:
             pids = [child.pid for child in driver.children(recursive=True)]
             mine = [pid for pid in pids if "script.py" in command(pid)]
-            return pids if len(mine) >= (2 if moment == "imports" else 5) else []
+            waiting = [pid for pid in pids if WHEN_TOLD in command(pid)]
+            ready = len(mine) >= 2 if moment == "imports" else len(mine) >= 5 and waiting
+            return pids if ready else []
 
         try:
             pids = eventually(everybody, 30.0)
