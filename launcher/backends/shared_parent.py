@@ -27,8 +27,9 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core.messages import JobSpec, decode
-from launcher.agent.warm.birth import Held, end_child, execute, receive_line, send_line
+from launcher.agent.warm.birth import Held, end_child, execute
 from launcher.agent.warm.command import NotWarmable
+from launcher.agent.warm.parent._elastic_warm_common import receive_line, send_line
 from launcher.agent.warm.plan import plan_for
 from launcher.backends.base import AgentPlan
 from rendezvous.auth import read_token_file

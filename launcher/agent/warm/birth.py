@@ -7,7 +7,6 @@ conversation, in one variable of its environment.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -18,7 +17,7 @@ from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from elastic_driver import contract
 from launcher.agent.processes.descendants import children, reap
@@ -144,23 +143,6 @@ def inherit(environ: MutableMapping[str, str]) -> Inherited | None:
         open(int(log), "w+b"),  # noqa: SIM115 - closed by `Held.end`
     )
     return Inherited(held, digest)
-
-
-def send_line(line: socket.socket, message: dict[str, object]) -> None:
-    """Say one message."""
-    line.sendall(json.dumps(message).encode("ascii") + b"\n")
-
-
-def receive_line(line: socket.socket) -> dict[str, Any]:
-    """Hear one message; EOFError where the other end closes before it is complete."""
-    heard = bytearray()
-    while not heard.endswith(b"\n"):
-        piece = line.recv(4096)
-        if not piece:
-            raise EOFError("it ended while it was asked")
-        heard += piece
-    message: dict[str, Any] = json.loads(heard)
-    return message
 
 
 def end_child(pid: int) -> None:

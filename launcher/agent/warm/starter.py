@@ -23,15 +23,9 @@ from typing import Any
 from launcher.agent.host.leaving import spare_workers
 from launcher.agent.processes.descendants import die_with_parent
 from launcher.agent.processes.starter import FreshStarter, ProcessSpec, Starter
-from launcher.agent.warm.birth import (
-    Held,
-    Inherited,
-    end_child,
-    execute,
-    receive_line,
-    send_line,
-)
+from launcher.agent.warm.birth import Held, Inherited, end_child, execute
 from launcher.agent.warm.command import NotWarmable
+from launcher.agent.warm.parent._elastic_warm_common import receive_line, send_line
 from launcher.agent.warm.plan import WarmPlan
 
 WARM_UP_S = 60.0  # longer than importing takes even from a slow network file system

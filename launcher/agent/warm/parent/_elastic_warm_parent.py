@@ -29,10 +29,12 @@ from importlib.machinery import FrozenImporter, PathFinder
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from launcher.agent.warm.parent import _elastic_warm_common as common
     from launcher.agent.warm.parent import _elastic_warm_shared as shared
     from launcher.agent.warm.parent import _elastic_warm_torch as warm_torch
     from launcher.agent.warm.parent import _elastic_warm_worker as worker
 else:  # as `sys.path` has it here, where the project may not be importable at all
+    import _elastic_warm_common as common
     import _elastic_warm_shared as shared
     import _elastic_warm_torch as warm_torch
     import _elastic_warm_worker as worker
@@ -55,7 +57,7 @@ def serve(conversation: str, baseline: frozenset[str]) -> None:
     queue = socket.socket(fileno=queue_fd)
     for held in (status, queue):
         held.set_inheritable(False)
-    born = {**worker.receive_line(status), "baseline": baseline}
+    born = {**common.receive_line(status), "baseline": baseline}
     if getattr(sys.flags, "safe_path", False):  # -P: nothing is found beside the script
         born["path0"] = None
     os.environ.clear()
@@ -86,7 +88,7 @@ def serve(conversation: str, baseline: frozenset[str]) -> None:
 
 
 def _refuse(status: socket.socket, reason: str) -> NoReturn:
-    worker.send_line(status, {"refused": reason})
+    common.send_line(status, {"refused": reason})
     os._exit(0)
 
 
@@ -199,7 +201,7 @@ def _keep_spares(born: dict[str, Any], queue: socket.socket, status: socket.sock
                 _refuse(status, "a fork did not become the agent's child; is it a child subreaper?")
             lives.append(fd)
         if not told:
-            worker.send_line(status, born["ready"])
+            common.send_line(status, born["ready"])
             told = True
         ready, _, _ = select.select([status.fileno(), *lives], [], [])
         if status.fileno() in ready:  # the agent speaks once; this is its end
@@ -216,28 +218,18 @@ def _keep_spares(born: dict[str, Any], queue: socket.socket, status: socket.sock
 
 
 def _fork_spare(status: socket.socket, lives: list[int]) -> tuple[bool, int]:
-    """Fork twice, so that the spare becomes the agent's child; (whether we are it, its pipe).
+    """Fork a spare, which is the agent's child; (whether we are it, its pipe).
 
-    The spare holds the pipe's writing end for as long as it waits. It goes on once its first
-    parent has been collected: then it has been handed on already, and asks for the death of its
-    new parent, not of the old one, to be its own.
+    The spare holds the pipe's writing end for as long as it waits.
     """
-    gate, opener = os.pipe()
     life, lifeline = os.pipe()
-    between = os.fork()
-    if between == 0:
-        if os.fork():
-            os._exit(0)
-        os.close(opener)
-        os.read(gate, 1)
-        for held in (gate, life, *lives):
+    ended = common.fork_apart()
+    if ended is None:
+        for held in (life, *lives):
             os.close(held)
         status.close()
         return True, lifeline
     os.close(lifeline)
-    _, ended = os.waitpid(between, 0)
-    os.close(opener)
-    os.close(gate)
     if ended != 0:
         _refuse(status, "it could not fork; look at the limits on processes and memory")
     return False, life

@@ -21,9 +21,9 @@ import socket
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from launcher.agent.warm.parent import _elastic_warm_worker as worker
+    from launcher.agent.warm.parent import _elastic_warm_common as common
 else:
-    import _elastic_warm_worker as worker
+    import _elastic_warm_common as common
 
 _PR_SET_CHILD_SUBREAPER = 36
 _REQUEST_SECONDS = 10.0  # the backend says it all at once; longer means that it has given up
@@ -35,7 +35,7 @@ Ends = tuple[socket.socket, socket.socket]  # of a warm parent: its queue, its s
 
 def bind_to(backend: int) -> None:
     """End with the process that asks for agents, and overlook what Slurm tells all processes."""
-    worker.die_with_parent()
+    common.die_with_parent()
     if os.getppid() != backend:  # it died in between
         os._exit(0)
     if "SLURM_STEP_ID" in os.environ:
@@ -48,7 +48,7 @@ def bear_agents(born: dict[str, Any], queue: socket.socket, status: socket.socke
 
     There `born` then names the agent as the parent.
     """
-    worker.send_line(status, born["ready"])
+    common.send_line(status, born["ready"])
     while True:
         ready, _, _ = select.select([queue, status], [], [])
         if status in ready:  # the backend speaks once; this is its end
@@ -56,29 +56,12 @@ def bear_agents(born: dict[str, Any], queue: socket.socket, status: socket.socke
         data, received, _, _ = socket.recv_fds(queue, 16, 4)
         if not data:
             os._exit(0)
-        if _fork_apart():
+        if common.fork_apart() is None:
             queue.close()
             status.close()
             return _be_agent(born, received)
         for fd in received:
             os.close(fd)
-
-
-def _fork_apart() -> bool:
-    """Fork twice; True in the one that is to be the backend's child, once it is."""
-    gate, opener = os.pipe()
-    between = os.fork()
-    if between == 0:
-        if os.fork():
-            os._exit(0)
-        os.close(opener)
-        os.read(gate, 1)
-        os.close(gate)
-        return True
-    os.waitpid(between, 0)
-    os.close(opener)
-    os.close(gate)
-    return False
 
 
 def _be_agent(born: dict[str, Any], received: list[int]) -> Ends:
@@ -92,18 +75,18 @@ def _be_agent(born: dict[str, Any], received: list[int]) -> Ends:
     *stdio, channel_fd = received
     channel = socket.socket(fileno=channel_fd)
     channel.settimeout(_REQUEST_SECONDS)
-    request = worker.receive_line(channel)
+    request = common.receive_line(channel)
     queue, its_queue = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     status, its_status = socket.socketpair()
     log = os.memfd_create("warm-parent")
     agent = os.getpid()
     if warm := os.fork():
-        worker.send_line(channel, {"pid": agent, "warm": warm})
+        common.send_line(channel, {"pid": agent, "warm": warm})
         if channel.recv(2) != b"go":
             os._exit(0)
         os.setsid()
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # its spares come early
-        worker.send_line(status, {"parent": agent})
+        common.send_line(status, {"parent": agent})
         held = (queue.fileno(), status.fileno(), log)
         request["env"][_BORN_WARM] = ",".join(map(str, (warm, *held, born["shared"])))
         _execute(request, stdio, held)
@@ -117,7 +100,7 @@ def _be_agent(born: dict[str, Any], received: list[int]) -> Ends:
 
 def _be_its_parent(born: dict[str, Any], agent: int, status: socket.socket, log: int) -> None:
     """Become the warm parent of an agent, and wait for its word."""
-    worker.die_with_parent()
+    common.die_with_parent()
     if os.getppid() != agent:
         os._exit(0)
     for target in (1, 2):
@@ -125,7 +108,7 @@ def _be_its_parent(born: dict[str, Any], agent: int, status: socket.socket, log:
     os.close(log)
     status.settimeout(_REQUEST_SECONDS)
     try:
-        born.update(worker.receive_line(status))
+        born.update(common.receive_line(status))
     except (OSError, EOFError):
         os._exit(0)
     status.settimeout(None)

@@ -11,42 +11,20 @@ from __future__ import annotations
 import ctypes
 import gc
 import io
-import json
 import os
-import signal
 import socket
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from launcher.agent.warm.parent import _elastic_warm_common as common
     from launcher.agent.warm.parent import _elastic_warm_torch as warm_torch
 else:
+    import _elastic_warm_common as common
     import _elastic_warm_torch as warm_torch
 
-_PR_SET_PDEATHSIG = 1
 _REQUEST_SECONDS = 5.0  # the agent says it all at once; longer means that it has given up
 _MARK = b"ELASTIC_WARM_FDS="  # first variable of the part of the environment that is ours
-
-
-def send_line(line: socket.socket, message: dict[str, Any]) -> None:
-    """Say one message."""
-    line.sendall(json.dumps(message).encode("ascii") + b"\n")
-
-
-def receive_line(line: socket.socket) -> dict[str, Any]:
-    """Hear one message; EOFError where the other end closes before it is complete."""
-    heard = bytearray()
-    while not heard.endswith(b"\n"):
-        piece = line.recv(65536)
-        if not piece:
-            raise EOFError("the conversation ended")
-        heard += piece
-    return cast("dict[str, Any]", json.loads(heard))
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill us when the thread that is our parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 # ---- waiting -----------------------------------------------------------------------------
@@ -58,7 +36,7 @@ def await_request(born: dict[str, Any], queue: socket.socket, lifeline: int) -> 
     Our end of the pipe `lifeline` tells the warm parent that we have become the agent's (`+`), that
     we still wait (it is open), and that we were taken (`t`) or have died (its end).
     """
-    die_with_parent()
+    common.die_with_parent()
     if os.getppid() != born["parent"]:  # it died in between, or does not adopt orphans
         os._exit(0)
     os.write(lifeline, b"+")
@@ -86,12 +64,12 @@ def await_request(born: dict[str, Any], queue: socket.socket, lifeline: int) -> 
 def _agree(channel: socket.socket) -> dict[str, str] | None:
     """The environment of the worker to become; None where the agent has given up already."""
     try:
-        request = receive_line(channel)
+        request = common.receive_line(channel)
     except (OSError, EOFError):
         return None
     os.setsid()  # from here on we are no spare any more: answer and go, or end
     try:
-        send_line(channel, {"pid": os.getpid()})
+        common.send_line(channel, {"pid": os.getpid()})
         if channel.recv(2) != b"go":
             os._exit(0)
     except OSError:
