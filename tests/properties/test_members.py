@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from elastic_driver.core.messages import Member, World, decode_world, encode_world
 from elastic_driver.core.slots import Seat, assign
+from tests.core.test_members import members_on
 
+SLOTS = st.sets(st.integers(0, 5), min_size=1).map(sorted)
 WHERE = st.lists(
     st.tuples(st.sampled_from("abcd"), st.integers(0, 5)), unique=True, min_size=1, max_size=20
 )
@@ -28,3 +30,17 @@ def test_any_world_arrives_as_it_was_sent(
     assert tuple(arrived.members) == members
     assert [arrived.members[rank] for rank in range(len(members))] == list(members)
     assert [arrived.member(member.worker) for member in members] == list(members)
+
+
+@given(st.lists(st.tuples(SLOTS, st.integers(1, 2)), min_size=1, max_size=8))
+def test_hosts_of_all_shapes_arrive_as_they_were_sent(shapes: list[tuple[list[int], int]]) -> None:
+    members = members_on(
+        [
+            (f"h{n}", [(slot, incarnation) for slot in slots])
+            for n, (slots, incarnation) in enumerate(shapes)
+        ]
+    )
+    arrived = decode_world(encode_world(World(1, members, "test")))
+    assert list(arrived.members) == members
+    assert [arrived.members[rank] for rank in range(arrived.size)] == members
+    assert [arrived.member(member.worker) for member in members] == members

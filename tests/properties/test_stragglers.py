@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from random import Random
 
-from elastic_driver.core.slowness.stragglers import (
-    StragglerWatch,
-)
-from tests.core.slowness.test_stragglers import jittered, train
+import pytest
+
+from elastic_driver.core.slowness.stragglers import StragglerWatch
+from tests.core.slowness.test_stragglers import HOSTS, train
+
+
+def jittered(random: Random, sigma: float = 0.25) -> float:
+    """A step of 0.1 s as a busy machine gives it: jitter, and now and then a long pause."""
+    pause = 5.0 if random.random() < 0.01 else 1.0
+    return 0.1 * pause * random.lognormvariate(0.0, sigma)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_right_host_is_named_under_jitter(seed: int) -> None:
+    random = Random(seed)
+    watch, slow = StragglerWatch(HOSTS), random.randrange(8)
+    train(watch, range(1, 201), lambda _r, _s: jittered(random))
+    changes = train(
+        watch,
+        range(201, 231),
+        lambda r, _s: jittered(random) * (2.0 if r == slow else 1.0),
+    )
+    assert [(c.slow.rank, c.slow.host) for c in changes] == [(slow, HOSTS[slow])]
 
 
 def test_an_hour_of_jittered_steps_raises_no_alarm() -> None:

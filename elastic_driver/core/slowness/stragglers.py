@@ -113,6 +113,7 @@ class StragglerWatch:
     _reported: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     _latest: list[int] = field(init=False)
     _seen: deque[int] = field(init=False)  # the last steps that all have reported
+    _each: int = field(init=False, default=1)  # for how many steps a report stands
     _looks: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -153,6 +154,7 @@ class StragglerWatch:
     def _take(self, step: int, reported: dict[int, float]) -> None:
         """Count a step that all have reported: the same steps of every rank are compared."""
         self._seen.append(step)
+        self._each = min((b - a for a, b in pairwise(self._seen)), default=1)
         for rank, compute in reported.items():
             self._tracks[rank].times.append(compute)
 
@@ -182,7 +184,7 @@ class StragglerWatch:
     def _medians(self, last: int) -> list[float]:
         """Each rank's median over so many reports, single steps taken two and two."""
         newest = [list(islice(reversed(track.times), last)) for track in self._tracks]
-        if self._each() == 1 and last > 1:
+        if self._each == 1 and last > 1:
             newest = [[(a + b) / 2 for a, b in pairwise(times)] for times in newest]
         return [median(times) for times in newest]
 
@@ -193,11 +195,7 @@ class StragglerWatch:
 
     def _reports(self, steps: int, least: int) -> int:
         """How many reports are enough for so many steps."""
-        return min(max(least, -(-steps // self._each())), steps)
-
-    def _each(self) -> int:
-        """For how many steps a report stands."""
-        return min((b - a for a, b in pairwise(self._seen)), default=1)
+        return min(max(least, -(-steps // self._each)), steps)
 
     def _judge(
         self, track: _Track, found: SlowRank, factor: float, *, harms: bool
