@@ -1,16 +1,16 @@
 """The `elasticctl` command: from argv to an exit status.
 
 Every subcommand is a function of the words behind its name (`launcher.control`), imported when it
-is called; errors become a line and a status here.
+is called.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+
+from launcher.edge import run_command
 
 _HELP = """\
 usage: elasticctl COMMAND [OPTIONS]
@@ -50,33 +50,8 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `elasticctl` with these arguments (default: the process's); returns the exit status."""
-    try:
-        return _main(list(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # Whoever read our output (`elasticctl events | head`) has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-
-
-def _main(words: list[str]) -> int:
-    from launcher import own_packages  # noqa: PLC0415 - see pin: nothing of ours before it
-
-    own_packages.pin()
-    from elastic_driver.errors import ElasticError, ExitCode  # noqa: PLC0415
-
-    try:
-        return _dispatch(words)
-    except ElasticError as error:
-        print(f"elasticctl: {error}", file=sys.stderr)
-        return int(error.exit_code)
-    except BrokenPipeError:
-        raise
-    except Exception:
-        traceback.print_exc()
-        print("elasticctl: this is a bug of elasticctl; please report it", file=sys.stderr)
-        return int(ExitCode.BUG)
+    words = list(sys.argv[1:] if argv is None else argv)
+    return run_command("elasticctl", lambda: _dispatch(words))
 
 
 def _dispatch(words: list[str]) -> int:

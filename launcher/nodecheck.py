@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -29,6 +28,7 @@ from elastic_driver.runtime.node_check import CheckSettings, NodeChecker
 from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.starter import StarterFactory
 from launcher.plan import LaunchPlan, NodeCheckPlan
+from launcher.signals import handled
 
 REPORT_FILE = "node_check.json"
 _FOLDER = "node-check"  # below the run's own; for the check's token and address
@@ -181,20 +181,14 @@ def _ended_by_signals() -> Iterator[None]:
     """The first signal ends the check in an orderly way; more of them change nothing."""
     stopped = False
 
-    def stop(number: int, _frame: FrameType | None) -> None:
+    def stop(number: int) -> None:
         nonlocal stopped
         if not stopped:
             stopped = True
             raise CheckStoppedError(signal.Signals(number))
 
-    known = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    ours = [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in ours}
-    try:
+    with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from msgspec.structs import replace
 
@@ -48,6 +47,7 @@ from launcher.plan import (
     ScriptHosts,
 )
 from launcher.precheck import precheck
+from launcher.signals import handled
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # of an end to come, as Slurm's --signal gives
 _SIGNALS = {
@@ -214,18 +214,12 @@ def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
     Those that announce the end, as Slurm's --signal does, leave it `notice` seconds; 0: none.
     """
 
-    def ask(number: int, _frame: FrameType | None) -> None:
+    def ask(number: int) -> None:
         reason, exit_code = _SIGNALS[signal.Signals(number)]
         if notice and number in NOTICES:
             driver.post(JobLeaving(reason, notice))
         else:
             driver.request_stop(reason, int(exit_code))
 
-    # A signal that is ignored stays so: `nohup elasticrun …` is to survive its terminal.
-    ours = [s for s in _SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, ask) for number in ours}
-    try:
+    with handled(_SIGNALS, ask):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

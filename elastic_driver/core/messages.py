@@ -241,6 +241,14 @@ def decode(kind: type[T], data: bytes) -> T:
     return msgspec.json.decode(data, type=kind)
 
 
+def decode_progress(data: bytes) -> Progress | None:
+    """A worker's word on how far it is; None where it wrote something else."""
+    try:
+        return decode(Progress, data)
+    except msgspec.DecodeError:
+        return None
+
+
 _order_decoder = msgspec.json.Decoder(Order)
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
 from msgspec.structs import replace
 
 from elastic_driver import contract
@@ -43,13 +42,12 @@ from elastic_driver.core.events import (
 from elastic_driver.core.messages import (
     Notice,
     Order,
-    Progress,
     ShutdownOrder,
     SlotInfo,
     StartWorkerOrder,
     StopWorkerOrder,
     World,
-    decode,
+    decode_progress,
     encode,
     encode_world,
 )
@@ -242,7 +240,7 @@ class Executor:
         everybody = isinstance(found, Entries) and not found.timed_out
         readings = []
         for entry in found.entries.values() if isinstance(found, Entries) else ():
-            progress = _progress(entry.value)
+            progress = decode_progress(entry.value)
             if progress is not None and progress.round == decision.round:
                 age = elapsed if entry.revision > revision else self._stale
                 readings.append(Reading(progress.step, progress.step_time, age))
@@ -388,11 +386,3 @@ class Executor:
     def _show(self, tracebacks: list[tuple[str, str]]) -> None:
         for worker, text in tracebacks:
             self._reporter.worker_raised(worker, text)
-
-
-def _progress(document: bytes) -> Progress | None:
-    """A worker's word on how far it is; None where it wrote something else."""
-    try:
-        return decode(Progress, document)
-    except msgspec.DecodeError:
-        return None

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
 from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.events import Event, RankRecovered, RankSlow
-from elastic_driver.core.messages import Progress, World, decode
+from elastic_driver.core.messages import Progress, World, decode_progress
 from elastic_driver.core.slowness.links import LinkWatch
 from elastic_driver.core.slowness.robust import median
 from elastic_driver.core.slowness.stragglers import Change, Slowness, StragglerWatch
@@ -121,7 +119,7 @@ class SlowRanks:
         entries = found.entries if isinstance(found, Entries) else {}
         seen, self._seen = self._seen, max([self._seen, *(e.revision for e in entries.values())])
         new = {key: entry for key, entry in entries.items() if entry.revision > seen}
-        read = [_progress(new[key].value) if key in new else None for key in keys]
+        read = [decode_progress(new[key].value) if key in new else None for key in keys]
         return [p if p is not None and p.round == world.round else None for p in read]
 
 
@@ -149,10 +147,3 @@ def _announce(change: Change, world: World) -> Announce:
         worker=member.worker,
         detail={"kind": slow.kind.value, "ratio": round(slow.ratio, 3), "step": slow.step},
     )
-
-
-def _progress(document: bytes) -> Progress | None:
-    try:
-        return decode(Progress, document)
-    except msgspec.DecodeError:
-        return None
