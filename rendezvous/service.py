@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from rendezvous.alarm import RENEWAL_S, Alarm
 from rendezvous.errors import StoppedError
 from rendezvous.store import Answered, KVStore, LeaseExpired, Outcome
 from rendezvous.wire import Operation, Result
@@ -19,9 +20,6 @@ log = logging.getLogger(__name__)
 
 Done = Callable[[tuple[Result, ...] | None], None]
 """Takes the results of a batch, or None where the service was closed first."""
-
-HELD_UP_S = 0.5  # a timer this late means that the loop itself stood still
-RENEWAL_S = 1.0  # after that: time for renewals that wait in socket buffers to be read
 
 
 class StoreService:
@@ -38,7 +36,7 @@ class StoreService:
         self._on_lease_expired = on_lease_expired
         self._tickets = count(1)
         self._answers: dict[int, Done] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._expire)
         self._closed = False
 
     @property
@@ -81,9 +79,7 @@ class StoreService:
     def close(self) -> None:
         """Turn away those who wait, and everyone from now on."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._alarm.off()
         answers, self._answers = self._answers, {}
         for ticket, done in answers.items():
             self._store.cancel(ticket)
@@ -98,7 +94,7 @@ class StoreService:
                         done(results)
                 case LeaseExpired(key=key):
                     self._tell_lease_expired(key)
-        self._arm()
+        self._alarm.set(self._store.next_deadline())
 
     def _tell_lease_expired(self, key: str) -> None:
         if self._on_lease_expired is None:
@@ -108,23 +104,10 @@ class StoreService:
         except Exception:
             log.exception("lease %s expired, but telling its listener failed", key)
 
-    def _arm(self) -> None:
-        """See to it that `_expire` runs no later than the store's next deadline."""
-        deadline = self._store.next_deadline()
-        if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
-            return  # an early timer finds nothing due and arms itself anew
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_at(deadline, self._expire, deadline)
-
-    def _expire(self, planned: float) -> None:
-        self._timer = None
-        now = self._loop.time()
-        if now - planned > HELD_UP_S:
-            # We stood still (SIGSTOP, overload), not those who hold the leases: their
-            # renewals have had no chance to be read.
-            self._store.postpone_leases(now - planned + RENEWAL_S)
-            log.warning("rendezvous stood still for %.1fs; leases postponed", now - planned)
+    def _expire(self, now: float, stood_still: float) -> None:
+        if stood_still:
+            self._store.postpone_leases(stood_still + RENEWAL_S)
+            log.warning("rendezvous stood still for %.1fs; leases postponed", stood_still)
         self._deliver(self._store.expire(now))
 
 

@@ -31,7 +31,7 @@ from elastic_driver.core.tf.messages import (
     Refused,
     SynchronizeRequest,
 )
-from rendezvous.service import HELD_UP_S, RENEWAL_S
+from rendezvous.alarm import RENEWAL_S, Alarm
 from rendezvous.web import JSON, Problem, json_answer, read_json
 
 _STATUS = {"timed_out": 408, "bad_bounds": 422, "too_large": 413}
@@ -51,7 +51,7 @@ class TfRoutes:
         self._cluster = TfCluster(lease)
         self._tickets = count(1)
         self._open: dict[int, asyncio.Future[bytes]] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._expire)
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
@@ -73,7 +73,7 @@ class TfRoutes:
         if address is not None and len(address) > _MAX_ADDRESS:
             raise Problem(422, "invalid", f"an address has at most {_MAX_ADDRESS} characters")
         found = self._cluster.look(address, asyncio.get_running_loop().time())
-        self._arm()
+        self._alarm.set(self._cluster.deadline())
         return json_answer(found)
 
     async def barrier(self, request: web.Request) -> web.Response:
@@ -104,7 +104,7 @@ class TfRoutes:
         finally:
             if self._open.pop(ticket, None) is not None:
                 self._cluster.withdraw(ticket, loop.time())
-                self._arm()
+                self._alarm.set(self._cluster.deadline())
 
     def _deliver(self, answers: Iterable[Answer]) -> None:
         encoded: dict[int, bytes] = {}  # an answer that many wait for is serialised once
@@ -119,29 +119,16 @@ class TfRoutes:
                 if id(reply) not in encoded:
                     encoded[id(reply)] = _encode(reply)
                 future.set_result(encoded[id(reply)])
-        self._arm()
+        self._alarm.set(self._cluster.deadline())
 
-    def _arm(self) -> None:
-        """See to it that `_expire` runs no later than the next deadline."""
-        deadline = self._cluster.deadline()
-        if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
-            return  # an early timer finds nothing due and arms itself anew
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(deadline, self._expire, deadline)
-
-    def _expire(self, planned: float) -> None:
-        self._timer = None
-        now = asyncio.get_running_loop().time()
-        if now - planned > HELD_UP_S:  # we stood still, not those who hold the leases
-            self._cluster.postpone(now - planned + RENEWAL_S)
+    def _expire(self, now: float, stood_still: float) -> None:
+        if stood_still:
+            self._cluster.postpone(stood_still + RENEWAL_S)
         self._deliver(self._cluster.expire(now))
 
     async def _end(self, _app: web.Application) -> None:
         """Turn away those who wait: the server stops."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._alarm.off()
         waiting, self._open = self._open, {}
         for future in waiting.values():
             if not future.done():
