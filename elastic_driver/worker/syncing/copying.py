@@ -14,13 +14,10 @@ from typing import Any
 IMMUTABLE = frozenset({int, float, bool, str, bytes, complex, type(None), type, range, slice})
 
 
-def settings(group: dict[str, Any], *, but: str) -> dict[str, Any]:
-    """A copy of a dictionary of mostly numbers and flags, without the entry named `but`."""
-    return {
-        key: value if type(value) in IMMUTABLE else copied(value)
-        for key, value in group.items()
-        if key != but
-    }
+def lasts(value: Any) -> bool:
+    """Whether a value can never change, so that it is its own copy."""
+    kind = type(value)
+    return kind in IMMUTABLE or (kind is tuple and all(map(lasts, value)))
 
 
 def copied(value: Any) -> Any:

@@ -12,6 +12,7 @@ tensors to write into from the document, so that parameters are written in place
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.syncing.copying import copied, settings
+from elastic_driver.worker.syncing.copying import copied, lasts
 from elastic_driver.worker.syncing.transfer import apart, join
 
 
@@ -165,22 +166,50 @@ class ModulePart(_Steady):
 _EXTRA = "_extra_state"  # torch's key for it
 
 
+class Settings:
+    """A copy of a parameter group's settings: learning rate, momentum, flags."""
+
+    __slots__ = ("_lasting", "_values")
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        self._lasting = all(map(lasts, settings.values()))
+        self._values = settings if self._lasting else copied(settings)
+
+    def still_of(self, group: dict[str, Any]) -> bool:
+        """Whether the group certainly has these settings yet: the same objects, none of which can
+        change."""
+        values = self._values
+        same = self._lasting and len(group) == len(values) + 1
+        return same and all(map(is_, values.values(), map(group.get, values)))
+
+    def fresh(self) -> dict[str, Any]:
+        """The settings, for a group to have as its own."""
+        return {key: copied(value) for key, value in self._values.items()}
+
+
 class OptimizerPart(_Steady):
     """An optimizer: its state is large; learning rates and other settings of groups are small."""
 
     def __init__(self, name: str, optimizer: Optimizer) -> None:
         self._name, self._optimizer = name, optimizer
-        self._kept: list[dict[str, Any]] = []
+        self._kept: list[Settings] = []
         self._large: dict[str, Any] | None = None
 
     def keep(self) -> None:
-        """Copy the settings of each parameter group."""
-        self._kept = [settings(group, but="params") for group in self._optimizer.param_groups]
+        """Copy the settings of each parameter group that has others than at the last commit."""
+        groups, kept = self._optimizer.param_groups, self._kept
+        if len(groups) != len(kept):
+            self._kept = [Settings(group) for group in groups]
+            return
+        for index, group in enumerate(groups):
+            if not kept[index].still_of(group):
+                kept[index] = Settings(group)
 
     def roll_back(self) -> None:
         """Put the settings back."""
         for group, kept in zip(self._optimizer.param_groups, self._kept, strict=True):
-            group.update({key: copied(value) for key, value in kept.items()})
+            group.update(kept.fresh())
 
     def keep_large(self) -> None:
         """Copy the state of every parameter."""

@@ -29,28 +29,50 @@ class Twister:
 
     Args:
         ask: gives the state.
+        holds_gaussian: whether a state has a second Gaussian in store.
         owner: the object that the memory belongs to; held, so that it stays.
         key, position: their addresses.
     """
 
-    def __init__(self, ask: Callable[[], Any], owner: object, key: int, position: int) -> None:
+    __slots__ = (
+        "_ask",
+        "_holds_gaussian",
+        "_position",
+        "_second",
+        "_seen_position",
+        "_seen_second",
+        "_state",
+        "owner",
+    )
+
+    def __init__(
+        self,
+        ask: Callable[[], Any],
+        holds_gaussian: Callable[[Any], bool],
+        owner: object,
+        key: int,
+        position: int,
+    ) -> None:
         self.owner = owner
-        self._ask = ask
+        self._ask, self._holds_gaussian = ask, holds_gaussian
         self._second = ctypes.c_uint32.from_address(key + _WORD_BYTES)
         self._position = ctypes.c_uint32.from_address(position)
-        self._seen = (0, 0)
+        self._seen_second = self._seen_position = -1  # as no word is: ask the first time
         self._state: Any = None
 
     def words(self) -> tuple[int, int]:
         """The second word of the key, and the position."""
         return self._second.value, self._position.value
 
-    def state(self, *, holds_gaussian: Callable[[Any], bool]) -> Any:
-        """The state now; `holds_gaussian` says whether one has a second Gaussian in store."""
-        now = self.words()
-        # A stored Gaussian can be used up without moving the bits: then only asking tells.
-        if self._state is None or now != self._seen or holds_gaussian(self._state):
-            self._state, self._seen = self._ask(), now
+    def state(self) -> Any:
+        """The state now."""
+        second, position = self._second.value, self._position.value
+        if position != self._seen_position or second != self._seen_second:
+            self._state = self._ask()
+            # A stored Gaussian can be used up without moving the bits: then only asking tells.
+            certain = not self._holds_gaussian(self._state)
+            self._seen_second = second if certain else -1
+            self._seen_position = position
         return self._state
 
 
@@ -64,7 +86,7 @@ class PythonWatch:
         """What `random.getstate()` gives."""
         if self._twister is None:
             return random.getstate()
-        state: tuple[Any, ...] = self._twister.state(holds_gaussian=_python_holds_gaussian)
+        state: tuple[Any, ...] = self._twister.state()
         return state
 
 
@@ -74,7 +96,8 @@ def _of_python() -> Twister | None:
     if type(owner) is not random.Random:
         return None
     position = id(owner) + object.__basicsize__
-    twister = Twister(random.getstate, owner, position + _WORD_BYTES, position)
+    key = position + _WORD_BYTES
+    twister = Twister(random.getstate, _python_holds_gaussian, owner, key, position)
     words = random.getstate()[1]
     return twister if twister.words() == (words[1], words[-1]) else None
 
@@ -104,7 +127,7 @@ class NumpyWatch:
             self._twister = _of_numpy(self._random, generator)
         if self._twister is None:
             return self._random.get_state(legacy=False)
-        return self._twister.state(holds_gaussian=_numpy_holds_gaussian)
+        return self._twister.state()
 
 
 def _of_numpy(numpy_random: Any, generator: Any) -> Twister | None:
@@ -112,7 +135,7 @@ def _of_numpy(numpy_random: Any, generator: Any) -> Twister | None:
     if type(generator).__name__ != "MT19937":
         return None
     key = generator.ctypes.state_address
-    return Twister(numpy_random.get_state, generator, key, key + _KEY_BYTES)
+    return Twister(numpy_random.get_state, _numpy_holds_gaussian, generator, key, key + _KEY_BYTES)
 
 
 def _numpy_holds_gaussian(state: tuple[Any, ...]) -> bool:
