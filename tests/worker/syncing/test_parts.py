@@ -1,4 +1,4 @@
-"""What an optimizer's settings were at a commit is what they are again after a failed step."""
+"""What settings and buffers were at a commit is what they are again after a failed step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_driver.worker.syncing.parts import OptimizerPart, Settings
+from elastic_driver.worker.syncing.parts import ModulePart, OptimizerPart, Settings
 
 Group = dict[str, Any]
 
@@ -75,3 +75,42 @@ def test_a_group_that_came_since_is_kept_from_the_next_commit_on() -> None:
     optimizer.param_groups[1]["lr"] = 3.0
     part.roll_back()
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+
+
+def norms() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(3))
+
+
+def test_buffers_of_all_kinds_are_those_of_the_last_commit_again() -> None:
+    module = norms()
+    part = ModulePart("model", module)
+    for step in range(3):
+        module[0].running_mean.fill_(step)
+        module[1].num_batches_tracked.fill_(10 * step)
+        part.keep()
+    committed = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    for buffer in module.buffers():
+        buffer.fill_(99)
+    part.roll_back()
+    assert all(torch.equal(b, committed[name]) for name, b in module.named_buffers())
+    assert module[1].num_batches_tracked.item() == 20
+
+
+@pytest.mark.parametrize("how", ["exchanged", "resized", "removed"])
+def test_buffers_that_are_others_since_the_last_commit_are_kept_anew(how: str) -> None:
+    module = norms()
+    part = ModulePart("model", module)
+    part.keep()
+    if how == "exchanged":
+        module[0].running_mean = torch.tensor([3.0, 4.0])
+    elif how == "resized":
+        module[0].running_mean.resize_(1).fill_(3.0)
+    else:
+        module[0].running_mean = None
+    part.keep()
+    committed = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    for buffer in module.buffers():
+        buffer.fill_(99)
+    part.roll_back()
+    assert len(committed) == (5 if how == "removed" else 6)
+    assert all(torch.equal(b, committed[name]) for name, b in module.named_buffers())
