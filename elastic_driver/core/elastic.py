@@ -225,9 +225,14 @@ def _watch_last_round(job: JobState, now: float) -> None:
     """After a success: those who are left form a round of their own, however few."""
     ready = list(job.registry.having(WorkerState.READY))
     booting = job.registry.count(WorkerState.STARTING)
-    at = job.round.since + job.settings.start_timeout
-    if ready and (not booting or job.passed(at, now, f"{booting} workers are booting")):
+    timeout = job.settings.start_timeout
+    if booting and not job.passed(job.round.since + timeout, now, f"{booting} workers are booting"):
+        return
+    if ready:
         _complete(job, ready, now, "the workers that are left finish together")
+        return
+    for worker in job.registry.having(WorkerState.STARTING):
+        job.stop_worker(worker, f"not ready within {timeout:g} s, and the job is finishing")
 
 
 def _need_of_a_fresh_round(

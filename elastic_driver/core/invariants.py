@@ -148,7 +148,9 @@ def _waiting(job: Job) -> Iterator[str]:
         return
     if state.born is None:
         return
-    if state.round.state is not RoundState.COMPLETE and deadline is None:
+    # Scripts that do not speak to us end when they like, once one of them has succeeded.
+    runs_out = state.kind is not Kind.ELASTIC and state.first_success is not None
+    if state.round.state is not RoundState.COMPLETE and deadline is None and not runs_out:
         yield f"round {state.round.number} is {state.round.state.value} without a deadline"
     if state.round.state is RoundState.COMPLETE and not state.registry.count(*ACTIVE):
         yield f"round {state.round.number} is complete but nobody is in it"

@@ -46,7 +46,7 @@ def _watch_forming(job: JobState, now: float) -> None:
         if job.first_success is None:
             _place(job, now)
         return
-    if job.losses or _wait_for_processes(job, now):
+    if _wait_for_processes(job, now) or job.losses:
         return
     if job.round.started_at is None:
         job.round.started_at = now

@@ -240,3 +240,18 @@ def test_after_the_end_nothing_is_decided(scenario: MakeScenario) -> None:
     assert s.hosts(b=3) == []
     assert s.lost("a.0.1") == []
     assert s.job.deadline() is None
+
+
+def test_a_finishing_job_does_not_wait_for_ever_for_workers_that_never_get_ready(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, start_timeout=60.0)
+    s.hosts(a=3)
+    s.ready("a.1.1")
+    s.exit("a.0.1", 0)
+    s.lost("a.1.1")
+    s.wait(61.0)
+    assert s.in_state("stopping") == ["a.2.1"]
+    s.obey_stops()
+    assert s.end is not None
+    assert s.end.exit_code == 0

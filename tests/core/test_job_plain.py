@@ -266,3 +266,16 @@ def test_a_job_that_turns_elastic_after_a_loss_goes_on_as_one(scenario: MakeScen
     assert (s.notice.round, s.notice.at_boundary) == (1, False)
     s.ready("a.1.1")
     assert s.members == ["a.1.1"]
+
+
+def test_a_process_that_never_starts_is_not_waited_for_because_others_have_ended(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(processes=False, start_np=3, start_timeout=60.0)
+    s.hosts(a=1, b=1, c=1)
+    s.started("a.0.1")
+    s.exit("a.0.1", 0)
+    s.agent_lost("b")
+    s.wait(60.0)
+    assert s.end is not None
+    assert s.end.reason.startswith("need 3 slots, found 2 after 60 s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import get_args
 
 import pytest
 
@@ -12,38 +13,75 @@ from elastic_driver.core.job import Job
 from elastic_driver.settings import Settings
 
 WORKERS = [f"{host}.{slot}.{n}" for host in "ab" for slot in range(3) for n in range(1, 6)]
+WHY = "absurd"
 
 
-def absurd(random: Random) -> ev.Event:
-    """Any event of the vocabulary, about anybody, whether it makes sense or not."""
+def usual(random: Random) -> list[ev.Event]:
+    """What brings a job forward, about anybody, whether it makes sense or not."""
     worker, host, number = random.choice(WORKERS), random.choice("ab"), random.randint(1, 5)
-    makers: list[ev.Event] = [
+    return [
         ev.HostsDiscovered(tuple((h, random.randint(0, 3)) for h in random.sample("abc", 2))),
         ev.AgentReady(host, number, 1, "x", ()),
         ev.AgentReady(host, 1, 1, "x", (5000,)),
-        ev.AgentLost(host, number, "absurd"),
+        ev.AgentLost(host, number, WHY),
         ev.WorkerStarted(worker, number),
-        ev.WorkerReady(worker, number - 1, number - 2, random.random() < 0.5, "absurd"),
-        ev.WorkerReady(worker, 0, -1, True, "absurd"),
+        ev.WorkerReady(worker, number - 1, number - 2, random.random() < 0.5, WHY),
+        ev.WorkerReady(worker, 0, -1, True, WHY),
         ev.WorkerStepped(worker, number, number),
         ev.WorkerExited(worker, random.choice([0, 1, -9]), "", random.random() < 0.2),
-        ev.WorkerLost(worker, "absurd"),
+        ev.WorkerLost(worker, WHY),
         ev.RankSlow(worker, number, 2.0),
         ev.RankRecovered(worker, number),
         ev.ScaleRequested(random.randint(-1, 9)),
-        ev.DiscoveryFailed("absurd"),
+        ev.DiscoveryFailed(WHY),
         ev.Tick(),
     ]
-    return random.choice(makers)
 
 
-@pytest.mark.parametrize("seed", range(20))
+def seldom(random: Random) -> list[ev.Event]:
+    """The rest of the vocabulary, but for what ends the job at once."""
+    worker, host, number = random.choice(WORKERS), random.choice("ab"), random.randint(1, 5)
+    passed = ev.HostResult(host, random.random() < 0.5, WHY)
+    soon = random.choice([0.0, 1.0, 60.0])
+    return [
+        ev.WorkerStalled(worker, number, soon, random.choice(["collective", "elsewhere"]), WHY),
+        ev.WorkerResumed(worker, number),
+        ev.WorkerStack(worker, number, WHY, WHY, random.random() < 0.5),
+        ev.WorkerSilent(worker, WHY),
+        ev.WorkerSaved(worker, number, random.choice(["", "step-1"]), random.choice(["", WHY])),
+        ev.WorkerLeaving(worker, soon, WHY),
+        ev.HostLeaving(host, random.randint(1, 2), soon, WHY),
+        ev.DrainRequested(host, WHY, random.choice([None, soon])),
+        ev.DrainCancelled(host, WHY),
+        ev.HostsChecked((passed,), random.randint(1, 2)),
+        ev.StacksRequested(WHY),
+    ]
+
+
+ENDS = (ev.JobLeaving(WHY, 60.0), ev.StopRequested(WHY, 130))
+
+
+def absurd(random: Random) -> ev.Event:
+    if random.random() < 0.01:
+        return random.choice(ENDS)
+    return random.choice(seldom(random) if random.random() < 0.2 else usual(random))
+
+
+def test_every_event_there_is_is_among_them() -> None:
+    random = Random(0)
+    made = {type(event) for event in (*usual(random), *seldom(random), *ENDS)}
+    assert made == set(get_args(ev.Event))
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_no_news_breaks_an_invariant_or_raises(seed: int) -> None:
     random = Random(seed)
     job = Job(
         Settings(
             start_np=random.randint(1, 3),
             max_np=random.choice([None, 3]),
+            node_unit=random.choice([1, 1, 2]),
+            fixed_hosts=random.random() < 0.5,
             fruitless_restarts=99,
             blacklist_cooldown=(1, 5),
             replace_slow=True,
