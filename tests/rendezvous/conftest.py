@@ -6,7 +6,7 @@ import pytest
 
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
-from tests.rendezvous.bench import TOKEN
+from tests.rendezvous.common import TOKEN
 
 
 @pytest.fixture

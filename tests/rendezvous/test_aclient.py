@@ -10,7 +10,7 @@ from rendezvous.aclient import AsyncRendezvousClient
 from rendezvous.errors import RequestError, SealedError, UnauthorizedError, UnreachableError
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Add, DeletePrefix, Entry, Number, Set, Watch
-from tests.rendezvous.bench import TOKEN, LossyProxy, eventually, free_port, waiting
+from tests.rendezvous.common import TOKEN, LossyProxy, eventually, free_port, waiting
 
 
 def play(

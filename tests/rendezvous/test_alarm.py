@@ -1,3 +1,5 @@
+"""Who keeps deadlines on a loop is woken for the earliest, and told when the loop stood still."""
+
 from __future__ import annotations
 
 import asyncio

@@ -20,7 +20,7 @@ from rendezvous.errors import (
 )
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Add, Compared, Entries, Entry, Get, Number, Set, Watch, Written
-from tests.rendezvous.bench import TOKEN, LossyProxy, eventually, free_port, waiting
+from tests.rendezvous.common import TOKEN, LossyProxy, eventually, free_port, waiting
 
 
 def test_every_operation_has_a_helper(client: RendezvousClient) -> None:

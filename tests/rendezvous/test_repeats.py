@@ -12,7 +12,7 @@ from rendezvous.replies import ReplyEncoder
 from rendezvous.server import RendezvousServer
 from rendezvous.service import StoreService
 from rendezvous.wire import Add, Get, Number, Set, decode_reply
-from tests.rendezvous.bench import TOKEN, eventually, request
+from tests.rendezvous.common import TOKEN, eventually, request
 
 
 def play(scene: Callable[[StoreService, Repeats], Awaitable[None]], **limits: float) -> None:

@@ -29,7 +29,7 @@ from rendezvous.wire import (
     decode_reply,
     encode,
 )
-from tests.rendezvous.bench import TOKEN, error_of, eventually, request, waiting
+from tests.rendezvous.common import TOKEN, error_of, eventually, request, waiting
 
 
 def test_health_needs_no_token(server: RendezvousServer) -> None:

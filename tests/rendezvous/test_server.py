@@ -13,7 +13,7 @@ from rendezvous.client import RendezvousClient
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Add, Count, Entries, Entry, Get, Number, Set, Written
-from tests.rendezvous.bench import TOKEN, eventually, request, waiting
+from tests.rendezvous.common import TOKEN, eventually, request, waiting
 
 
 def test_the_driver_reads_and_writes_without_http(server: RendezvousServer) -> None:

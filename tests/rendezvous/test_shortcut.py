@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 
 import psutil
@@ -14,7 +13,7 @@ from rendezvous import shortcut
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Add, Batch, Get, Number, Set, Watch, decode_reply, encode
-from tests.rendezvous.bench import TOKEN, error_of, eventually, request, waiting
+from tests.rendezvous.common import TOKEN, error_of, eventually, request, waiting
 
 POST = "/v1/told"
 
@@ -205,7 +204,7 @@ def test_clients_that_do_not_read_hold_up_nobody_and_little_memory(
     stuck = [Caller(server, receive_buffer=4096) for _ in range(many)]
     try:
         stuck[0].send(batch(Get(("k",)), number=0))
-        time.sleep(0.2)  # the shared answer is encoded; what follows is what each one costs
+        stuck[0].socket.recv(1, socket.MSG_PEEK)  # the shared answer is encoded and on its way
         before = ours.memory_info().rss
         for number, caller in enumerate(stuck[1:], 1):
             caller.send(batch(Get(("k",)), number=number) * 3)

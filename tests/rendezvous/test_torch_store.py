@@ -19,7 +19,7 @@ from rendezvous.errors import AbortedError, SealedError
 from rendezvous.server import RendezvousServer
 from rendezvous.torch_store import HTTPStore
 from rendezvous.wire import Count, DeletePrefix, Get, Number
-from tests.rendezvous.bench import TOKEN, eventually, waiting
+from tests.rendezvous.common import TOKEN, eventually, waiting
 
 SHORT = timedelta(milliseconds=50)
 
