@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.hosts.lists import Hosts
 from launcher.backends.programs import check_starter
 from launcher.backends.this_machine import is_this_machine
 from launcher.joining.hosts import JoinedHosts

@@ -21,12 +21,12 @@ from elastic_driver.core.checks.nodecheck import NodeVerdict
 from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
 from elastic_driver.runtime.check_history import CheckHistoryFile
-from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.host_checks import HostChecks
-from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.hosts.discovery import HostDiscovery
+from elastic_driver.runtime.hosts.lists import Hosts
+from elastic_driver.runtime.hosts.starter import StarterFactory
 from elastic_driver.runtime.node_check import CheckSettings, NodeChecker
 from elastic_driver.runtime.rundir import RunDir
-from elastic_driver.runtime.starter import StarterFactory
 from launcher.plan import LaunchPlan, NodeCheckPlan
 from launcher.signals import handled
 

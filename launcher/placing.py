@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.hosts.lists import Hosts
 from launcher import options as o
 from launcher.backends.slurm_allocation import Allocation, read_allocation
 from launcher.commandline import Values

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from elastic_driver import contract
 from elastic_driver.core.messages import JobSpec
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.hostlist import Hosts, parse_host_lines, parse_hosts
+from elastic_driver.runtime.hosts.lists import Hosts, parse_host_lines, parse_hosts
 from elastic_driver.settings import Settings
 from launcher import options as o
 from launcher.backends.slurm_allocation import Allocation

@@ -20,20 +20,20 @@ from msgspec.structs import replace
 
 from elastic_driver.core.events import JobLeaving
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode, UsageError
-from elastic_driver.runtime.discovery import (
+from elastic_driver.runtime.driver import ElasticDriver
+from elastic_driver.runtime.host_checks import HostChecks
+from elastic_driver.runtime.hosts.discovery import (
     FixedDiscovery,
     HostDiscovery,
     HostfileDiscovery,
     ScriptDiscovery,
 )
-from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.host_checks import HostChecks
-from elastic_driver.runtime.hostlist import Hosts
-from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.hosts.joined import JoinedNodes
+from elastic_driver.runtime.hosts.lists import Hosts
+from elastic_driver.runtime.hosts.starter import StarterFactory
 from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
 from elastic_driver.runtime.rundir import RunDir
-from elastic_driver.runtime.starter import StarterFactory
 from launcher.backends.select import make_reach, make_starter_factory, remote_hosts
 from launcher.backends.slurm_nodes import AllocationDiscovery
 from launcher.joining.hosts import JoinedHosts

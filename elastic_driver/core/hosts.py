@@ -1,7 +1,7 @@
 """Which hosts there are, and which of them may receive new workers right now.
 
 Discovery reports hosts, failures put them in cool-down, time brings them back. This module
-only decides; `runtime.discovery` asks the cluster. Nothing here reads a clock: methods that
+only decides; `runtime.hosts.discovery` asks the cluster. Nothing here reads a clock: methods that
 depend on time take `now`, in monotonic seconds. A host in cool-down keeps its healthy
 workers; it only gets no new ones. A host that is drained is there, gets nothing, and its
 workers leave: until it is told otherwise, or has been away and is found again.

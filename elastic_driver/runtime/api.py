@@ -11,7 +11,7 @@
 | `POST /v1/hosts/{host}:undrain` | 202; it may be used again; 404, 409 `not_drained` |
 | `POST /v1/stacks` | 202; every worker is asked where it stands: event `stacks_collected` |
 | `POST /v1/stop` | 202; the job ends with status 143; asked a second time, at once |
-| `/v1/shards/…`, `/v1/nodes:…` | see `runtime.shards` and `runtime.joined` |
+| `/v1/shards/…`, `/v1/nodes:…` | see `runtime.shards` and `runtime.hosts.joined` |
 | `/v1/tf/…` | see `runtime.tf` |
 
 Handlers run on the server's loop, decode and bound what arrives, and hand it on; every
@@ -48,7 +48,7 @@ from elastic_driver.core.events import (
 from elastic_driver.errors import ExitCode
 from elastic_driver.runtime import metrics
 from elastic_driver.runtime.eventlog import EventLog
-from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.hosts.joined import JoinedNodes
 from elastic_driver.runtime.shards import ShardRoutes
 from elastic_driver.runtime.tf import TfRoutes
 from rendezvous.web import JSON, Problem, read_json

@@ -55,9 +55,9 @@ from elastic_driver.runtime.boundary import UNREACHABLE_STEP, Reading, leave_aft
 from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.host_checks import HostChecks
+from elastic_driver.runtime.hosts.starter import AgentStarter
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.slow_ranks import READ_S, SlowRanks
-from elastic_driver.runtime.starter import AgentStarter
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Delete, DeletePrefix, Entries, Get, Operation, Set, Written
 

@@ -33,9 +33,9 @@ from elastic_driver.core.events import AgentLost, AgentReady, WorkerExited, Work
 from elastic_driver.core.messages import JobSpec, StartWorkerOrder, StopWorkerOrder
 from elastic_driver.core.slots import Seat, assign
 from elastic_driver.runtime.check_fleet import CheckFleet, News
-from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.hosts.lists import Hosts
+from elastic_driver.runtime.hosts.starter import StarterFactory
 from elastic_driver.runtime.rundir import RunDir
-from elastic_driver.runtime.starter import StarterFactory
 
 PACKAGES = Path(__file__).resolve().parents[2]
 TASK = (sys.executable, "-m", "elastic_driver.worker.checks.serve")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from elastic_driver.runtime.starter import AgentStarter
+from elastic_driver.runtime.hosts.starter import AgentStarter
 from launcher.agent.told import WHEN_TOLD
 
 _AGENT = "launcher.agent"

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from elastic_driver import contract
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.starter import OnLost
+from elastic_driver.runtime.hosts.starter import OnLost
 from launcher.agent.host.scratch import sweep_scratch
 from launcher.agent.processes.descendants import (
     become_subreaper,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.starter import OnLost
+from elastic_driver.runtime.hosts.starter import OnLost
 from launcher.agent.output.console import Console
 from launcher.agent.remote import UP
 from launcher.backends.base import AgentPlan, agent_arguments

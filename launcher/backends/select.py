@@ -10,8 +10,8 @@ import os
 import time
 from pathlib import Path
 
-from elastic_driver.runtime.hostlist import Hosts
-from elastic_driver.runtime.starter import AgentStarter, OnLost, StarterFactory
+from elastic_driver.runtime.hosts.lists import Hosts
+from elastic_driver.runtime.hosts.starter import AgentStarter, OnLost, StarterFactory
 from launcher.backends.local import LocalBackend
 from launcher.backends.mpi import MpirunReach
 from launcher.backends.reach import Reach

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.hostlist import Hosts, parse_hosts
+from elastic_driver.runtime.hosts.lists import Hosts, parse_hosts
 
 _REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?\Z")
 _GPUS = re.compile(r"(?:[^:,()]+:)*([0-9]{1,6})(?:\([^)]*\))?\Z")

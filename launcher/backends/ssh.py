@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.hostlist import check_host
+from elastic_driver.runtime.hosts.lists import check_host
 from launcher.backends.base import PACKAGE_ROOT
 from launcher.backends.local import describe_end
 from launcher.backends.reach import (

@@ -15,7 +15,7 @@ import msgspec
 
 from elastic_driver.core.checks.history import CheckHistory
 from elastic_driver.runtime.check_history import CheckHistoryFile
-from elastic_driver.runtime.hostlist import parse_hosts
+from elastic_driver.runtime.hosts.lists import parse_hosts
 from elastic_driver.runtime.rundir import RunDir
 from launcher import nodecheck
 from launcher.backends.select import make_starter_factory

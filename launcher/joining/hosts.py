@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.hosts.lists import Hosts
 from launcher import options as o
 from launcher.commandline import Values
 from launcher.joining.role import Serve

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.hostlist import Hosts
-from elastic_driver.runtime.joined import JoinedNodes, NodeRules
+from elastic_driver.runtime.hosts.joined import JoinedNodes, NodeRules
+from elastic_driver.runtime.hosts.lists import Hosts
+from elastic_driver.runtime.hosts.starter import AgentStarter, OnLost
 from elastic_driver.runtime.rundir import RunDir
-from elastic_driver.runtime.starter import AgentStarter, OnLost
 from launcher.backends.local import LocalBackend
 from launcher.build_info import version
 from launcher.joining.hosts import JoinedHosts

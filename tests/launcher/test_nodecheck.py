@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.discovery import FixedDiscovery
+from elastic_driver.runtime.hosts.discovery import FixedDiscovery
 from elastic_driver.runtime.node_check import CheckSettings
 from launcher import cli, ctl, nodecheck
 from launcher.commandline import resolve

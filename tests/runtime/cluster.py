@@ -35,7 +35,7 @@ from elastic_driver.core.messages import (
     decode_world,
     encode,
 )
-from elastic_driver.runtime.starter import OnLost
+from elastic_driver.runtime.hosts.starter import OnLost
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError

@@ -14,7 +14,7 @@ from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.messages import JobSpec
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_checks import HostChecks
-from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.hosts.lists import Hosts
 from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.rundir import RunDir

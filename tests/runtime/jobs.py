@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_driver.runtime.driver import ElasticDriver, Outcome
-from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.hosts.lists import Hosts
 from elastic_driver.runtime.rundir import RunDir
 from tests.runtime.cluster import Cluster
 

@@ -16,8 +16,8 @@ from elastic_driver.core.messages import (
 )
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime import driver as driver_module
-from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
+from elastic_driver.runtime.hosts.discovery import FixedDiscovery
 from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.rundir import RunDir

@@ -15,7 +15,7 @@ from elastic_driver.core.decisions import CheckHosts
 from elastic_driver.core.events import HostResult, HostsChecked
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.host_checks import HostChecks
-from elastic_driver.runtime.hostlist import Hosts
+from elastic_driver.runtime.hosts.lists import Hosts
 
 
 def verdict(node: str, of: Verdict = Verdict.GOOD, seconds: float = 1.0) -> NodeVerdict:

@@ -15,9 +15,9 @@ from elastic_driver.core.checks.messages import TaskSettings
 from elastic_driver.core.checks.nodecheck import Verdict
 from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.errors import UsageError
+from elastic_driver.runtime.hosts.starter import OnLost
 from elastic_driver.runtime.node_check import CheckSettings, NodeChecker
 from elastic_driver.runtime.rundir import RunDir
-from elastic_driver.runtime.starter import OnLost
 from launcher.backends.local import LocalBackend
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient

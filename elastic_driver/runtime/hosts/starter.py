@@ -28,7 +28,7 @@ class AgentStarter(Protocol):
         """Begin to start this host's agent, its n-th incarnation (1, 2, …); return at once.
 
         Args:
-            host: the name as discovery gave it (validated by `runtime.hostlist`).
+            host: the name as discovery gave it (validated by `runtime.hosts.lists`).
             incarnation: what the agent has to call itself; grows with each start on that host.
             on_lost: called exactly once when this agent's process has ended, for whatever
                 reason (exit status 0 included), or could not be started at all. The reason

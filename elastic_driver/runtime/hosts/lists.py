@@ -1,7 +1,7 @@
 """The text forms of a host list: `-H h1:2,h2:2`, a hostfile, a discovery script's output.
 
 Pure functions: text in, `Hosts` out, or a `HostListError` that names line and text. The
-launcher calls them for the command line, `runtime.discovery` for scripts and files. One
+launcher calls them for the command line, `discovery` for scripts and files. One
 grammar serves all three, so what works in one place works in the others:
 
     node1                one host, `default_slots` slots

@@ -34,8 +34,8 @@ from elastic_driver.core.join_messages import (
     NodeOrders,
 )
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.hostlist import Hosts
-from elastic_driver.runtime.starter import OnLost
+from elastic_driver.runtime.hosts.lists import Hosts
+from elastic_driver.runtime.hosts.starter import OnLost
 from rendezvous.auth import read_token_file
 from rendezvous.web import Problem, json_answer, read_json
 

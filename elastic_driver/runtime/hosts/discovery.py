@@ -18,8 +18,8 @@ from typing import Protocol
 
 from elastic_driver.core.events import DiscoveryFailed, HostsDiscovered
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
-from elastic_driver.runtime.hostlist import Hosts, parse_host_lines
-from elastic_driver.runtime.probe import ProbeCancelledError, ProbeError, ScriptProbe
+from elastic_driver.runtime.hosts.lists import Hosts, parse_host_lines
+from elastic_driver.runtime.hosts.probe import ProbeCancelledError, ProbeError, ScriptProbe
 
 MAX_TEXT_BYTES = 1 << 20  # of a script's output or a hostfile
 _SETTLED_AFTER = 0.02  # a file being rewritten looks the same twice only when it is finished

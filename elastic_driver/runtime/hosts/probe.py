@@ -1,9 +1,9 @@
 """Run a program of the user's once, within a deadline, and never leave anything of it behind.
 
-`runtime.discovery` asks its script this way. The program runs without a shell, in a session of
-its own, with nothing on stdin; when the deadline passes, the output is too large, or somebody
-cancels, its whole process group is killed. The same happens to whatever it left running when it
-exits: an answer is complete when the program has exited. Times are seconds.
+`discovery` asks its script this way. The program runs without a shell, in a session of its own,
+with nothing on stdin; when the deadline passes, the output is too large, or somebody cancels, its
+whole process group is killed. The same happens to whatever it left running when it exits: an
+answer is complete when the program has exited. Times are seconds.
 """
 
 from __future__ import annotations

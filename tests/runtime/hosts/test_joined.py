@@ -20,7 +20,7 @@ from elastic_driver.core.join_messages import (
     NodeOrders,
 )
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.joined import JoinedNodes, NodeRules
+from elastic_driver.runtime.hosts.joined import JoinedNodes, NodeRules
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnauthorizedError

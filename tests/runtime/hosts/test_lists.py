@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_driver.errors import ExitCode
-from elastic_driver.runtime.hostlist import (
+from elastic_driver.runtime.hosts.lists import (
     MAX_SLOTS,
     HostListError,
     check_host,

@@ -14,7 +14,7 @@ import pytest
 
 from elastic_driver.core.events import DiscoveryFailed, HostsDiscovered
 from elastic_driver.errors import ElasticError, UsageError
-from elastic_driver.runtime.discovery import (
+from elastic_driver.runtime.hosts.discovery import (
     DiscoveryError,
     DiscoveryThread,
     FixedDiscovery,
@@ -22,7 +22,7 @@ from elastic_driver.runtime.discovery import (
     HostfileDiscovery,
     ScriptDiscovery,
 )
-from elastic_driver.runtime.hostlist import HostListError, Hosts
+from elastic_driver.runtime.hosts.lists import HostListError, Hosts
 from tests.runtime.waiting import until
 
 Posted = HostsDiscovered | DiscoveryFailed

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_driver.runtime.probe import ProbeCancelledError, ProbeError, ScriptProbe
+from elastic_driver.runtime.hosts.probe import ProbeCancelledError, ProbeError, ScriptProbe
 from tests.runtime.waiting import until
 
 
