@@ -2,7 +2,7 @@
 
 `launcher.submit` calls `check_before_training` for `--network-check` and its relatives,
 `launcher.ctl` calls `check_hosts` for `elasticctl check`. How a check is run is
-`elastic_driver.runtime.node_check`, what it finds `elastic_driver.core.checks.nodecheck`; here is
+`elastic_driver.runtime.checks.nodes`, what it finds `elastic_driver.core.checks.nodecheck`; here is
 what comes in and what people get to see.
 """
 
@@ -20,12 +20,12 @@ from elastic_driver.core.checks.messages import TaskSettings
 from elastic_driver.core.checks.nodecheck import NodeVerdict
 from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
-from elastic_driver.runtime.check_history import CheckHistoryFile
-from elastic_driver.runtime.host_checks import HostChecks
+from elastic_driver.runtime.checks.history import CheckHistoryFile
+from elastic_driver.runtime.checks.nodes import CheckSettings, NodeChecker
+from elastic_driver.runtime.checks.rechecks import HostChecks
 from elastic_driver.runtime.hosts.discovery import HostDiscovery
 from elastic_driver.runtime.hosts.lists import Hosts
 from elastic_driver.runtime.hosts.starter import StarterFactory
-from elastic_driver.runtime.node_check import CheckSettings, NodeChecker
 from elastic_driver.runtime.rundir import RunDir
 from launcher.plan import LaunchPlan, NodeCheckPlan
 from launcher.signals import handled

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from elastic_driver.core.events import JobLeaving
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode, UsageError
+from elastic_driver.runtime.checks.rechecks import HostChecks
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.hosts.discovery import (
     FixedDiscovery,
     HostDiscovery,

@@ -29,9 +29,9 @@ from elastic_driver.core.messages import JobSpec, encode
 from elastic_driver.core.sharding.messages import Quarantined
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.runtime.api import DriverRoutes
+from elastic_driver.runtime.checks.rechecks import HostChecks
 from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.execution import Executor
-from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.hosts.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.hosts.joined import JoinedNodes
 from elastic_driver.runtime.hosts.starter import AgentStarter, StarterFactory

@@ -52,9 +52,9 @@ from elastic_driver.core.messages import (
     encode_world,
 )
 from elastic_driver.runtime.boundary import UNREACHABLE_STEP, Reading, leave_after, margin_for
+from elastic_driver.runtime.checks.rechecks import HostChecks
 from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.failures import HeldTails
-from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.hosts.starter import AgentStarter
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.slow_ranks import READ_S, SlowRanks

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from elastic_driver.core.checks.history import CheckHistory
-from elastic_driver.runtime.check_history import CheckHistoryFile
+from elastic_driver.runtime.checks.history import CheckHistoryFile
 from elastic_driver.runtime.hosts.lists import parse_hosts
 from elastic_driver.runtime.rundir import RunDir
 from launcher import nodecheck

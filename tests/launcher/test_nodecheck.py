@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import ClusterError
+from elastic_driver.runtime.checks.nodes import CheckSettings
 from elastic_driver.runtime.hosts.discovery import FixedDiscovery
-from elastic_driver.runtime.node_check import CheckSettings
 from launcher import cli, ctl, nodecheck
 from launcher.commandline import resolve
 from launcher.plan import Facts, NodeCheckPlan, make_plan
@@ -22,7 +22,7 @@ from launcher.sizes import Machine
 from tests.support.job import eventually
 
 HOSTS = ("localhost", "127.0.0.2")
-TASK = (sys.executable, "-m", "tests.runtime.check_tasks")
+TASK = (sys.executable, "-m", "tests.runtime.checks.tasks")
 SCRIPT = """
 import os, pathlib
 pathlib.Path(os.environ["OUT"], os.environ["RANK"]).write_text(os.environ["ELASTIC_HOSTNAME"])

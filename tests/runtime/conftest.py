@@ -12,8 +12,8 @@ import pytest
 
 from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.messages import JobSpec
+from elastic_driver.runtime.checks.rechecks import HostChecks
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.hosts.lists import Hosts
 from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.runtime.reporter import Level, Reporter

@@ -26,8 +26,8 @@ from random import Random
 
 from elastic_driver.core.checks.messages import TaskSettings
 from elastic_driver.core.checks.nodecheck import Verdict
+from elastic_driver.runtime.checks.nodes import CheckSettings, NodeChecker
 from elastic_driver.runtime.hosts.starter import OnLost
-from elastic_driver.runtime.node_check import CheckSettings, NodeChecker
 from elastic_driver.runtime.rundir import RunDir
 from launcher.backends.local import LocalBackend
 from tests.support.cluster import Cluster

@@ -3,7 +3,7 @@
 Importing torch keeps a processor busy for seconds. Where hosts share a machine, whoever is up
 first would measure how the others start. So everybody waits for everybody, though not for ever:
 one that hangs, or has next to no processor, must not make the others run out of time.
-`runtime.node_check` owns one for each round. Pure; times are monotonic seconds.
+`runtime.checks.nodes` owns one for each round. Pure; times are monotonic seconds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the checks of many runs have found out about each node, in bounded memory.
 
-`runtime.check_history` keeps one in the state folder; the table of a check and
+`runtime.checks.history` keeps one in the state folder; the table of a check and
 `elasticctl check --history` show it. Nobody is excluded for what stands here: a node may have been
 repaired, and a name may stand for another machine today. Pure; times are unix seconds.
 """

@@ -10,7 +10,7 @@ task times each pair by itself and a node reports its best, so that two fast one
 to be slow for the third.
 
 `NodeCheck.plan()` says who runs together next, `report()` takes what came of it, `verdicts()`
-judges. Pure: whoever runs the tasks is `runtime.node_check`, or the simulation. Times are
+judges. Pure: whoever runs the tasks is `runtime.checks.nodes`, or the simulation. Times are
 seconds.
 """
 

@@ -1,8 +1,8 @@
 """The text forms of a host list: `-H h1:2,h2:2`, a hostfile, a discovery script's output.
 
 Pure functions: text in, `Hosts` out, or a `HostListError` that names line and text. The
-launcher calls them for the command line, `discovery` for scripts and files. One
-grammar serves all three, so what works in one place works in the others:
+launcher calls them for the command line, `discovery` for scripts and files. One grammar serves
+all three, so what works in one place works in the others:
 
     node1                one host, `default_slots` slots
     node1:4              four slots (MPICH's hostfile, horovodrun)

@@ -20,8 +20,8 @@ from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.decisions import CheckHosts
 from elastic_driver.core.events import HostResult, HostsChecked
 from elastic_driver.errors import ClusterError, ElasticError
+from elastic_driver.runtime.checks.nodes import NodeChecker
 from elastic_driver.runtime.hosts.lists import Hosts
-from elastic_driver.runtime.node_check import NodeChecker
 
 STOP_S = 10.0  # for a check that is cancelled to end its agents
 

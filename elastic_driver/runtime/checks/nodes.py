@@ -32,12 +32,12 @@ from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.events import AgentLost, AgentReady, WorkerExited, WorkerReady
 from elastic_driver.core.messages import JobSpec, StartWorkerOrder, StopWorkerOrder
 from elastic_driver.core.slots import Seat, assign
-from elastic_driver.runtime.check_fleet import CheckFleet, News
+from elastic_driver.runtime.checks.fleet import CheckFleet, News
 from elastic_driver.runtime.hosts.lists import Hosts
 from elastic_driver.runtime.hosts.starter import StarterFactory
 from elastic_driver.runtime.rundir import RunDir
 
-PACKAGES = Path(__file__).resolve().parents[2]
+PACKAGES = Path(__file__).resolve().parents[3]
 TASK = (sys.executable, "-m", "elastic_driver.worker.checks.serve")
 # What it imports, and the model's part, which takes as long again.
 PRELOAD = ("elastic_driver.worker.checks.task",)

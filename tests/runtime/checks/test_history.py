@@ -11,8 +11,8 @@ import pytest
 
 from elastic_driver.core.checks.nodecheck import Measurement, NodeVerdict, Verdict
 from elastic_driver.core.checks.report import CheckReport
-from elastic_driver.runtime import check_history
-from elastic_driver.runtime.check_history import FILE, CheckHistoryFile
+from elastic_driver.runtime.checks import history as subject
+from elastic_driver.runtime.checks.history import FILE, CheckHistoryFile
 
 
 def report(*names: str) -> CheckReport:
@@ -49,7 +49,7 @@ def test_a_file_that_is_far_too_large_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(check_history, "MAX_BYTES", 10)
+    monkeypatch.setattr(subject, "MAX_BYTES", 10)
     kept = CheckHistoryFile(tmp_path, said.append)
     kept.path.write_bytes(b"x" * 11)
     assert kept.read().nodes == {}
@@ -82,7 +82,7 @@ def test_runs_that_end_a_check_together_all_leave_it(tmp_path: Path) -> None:
 def test_whoever_keeps_the_lock_for_ever_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_history, "LOCK_S", 0.05)
+    monkeypatch.setattr(subject, "LOCK_S", 0.05)
     other = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(other, fcntl.LOCK_EX)

@@ -15,15 +15,15 @@ from elastic_driver.core.checks.messages import TaskSettings
 from elastic_driver.core.checks.nodecheck import Verdict
 from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.errors import UsageError
+from elastic_driver.runtime.checks.nodes import CheckSettings, NodeChecker
 from elastic_driver.runtime.hosts.starter import OnLost
-from elastic_driver.runtime.node_check import CheckSettings, NodeChecker
 from elastic_driver.runtime.rundir import RunDir
 from launcher.backends.local import LocalBackend
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 
 HERE = ("localhost", "127.0.0.2", "127.0.0.3", "127.0.0.4")
-TASK = (sys.executable, "-m", "tests.runtime.check_tasks")
+TASK = (sys.executable, "-m", "tests.runtime.checks.tasks")
 LIMIT_S = 90.0  # for what should take a second or two on a machine that is not busy
 
 

@@ -14,7 +14,7 @@ from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.decisions import CheckHosts
 from elastic_driver.core.events import HostResult, HostsChecked
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.host_checks import HostChecks
+from elastic_driver.runtime.checks.rechecks import HostChecks
 from elastic_driver.runtime.hosts.lists import Hosts
 
 

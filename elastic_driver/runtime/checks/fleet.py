@@ -1,6 +1,6 @@
 """A rendezvous and one agent on each host, for as long as a node check lasts.
 
-`node_check` owns one: it opens it, gives orders, reads what agents and tasks say, and closes it.
+`nodes` owns one: it opens it, gives orders, reads what agents and tasks say, and closes it.
 Agents are those of a job, started in the same way; only their work differs. All methods belong to
 one thread; server and starter put what they notice into the mailbox. Times are seconds.
 """
