@@ -32,8 +32,8 @@ from elastic_driver.runtime.hosts.joined import JoinedNodes
 from elastic_driver.runtime.hosts.lists import Hosts
 from elastic_driver.runtime.hosts.starter import StarterFactory
 from elastic_driver.runtime.options import DriverOptions
-from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
 from elastic_driver.runtime.rundir import RunDir
+from elastic_driver.runtime.telling.reporter import Level, Reporter, warnings_shown
 from launcher.backends.select import make_reach, make_starter_factory, remote_hosts
 from launcher.backends.slurm_nodes import AllocationDiscovery
 from launcher.joining.hosts import JoinedHosts

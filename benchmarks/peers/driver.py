@@ -21,8 +21,8 @@ from elastic_driver.core.messages import JobSpec
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.hosts.discovery import FixedDiscovery
 from elastic_driver.runtime.hosts.starter import OnLost
-from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.rundir import RunDir
+from elastic_driver.runtime.telling.reporter import Level, Reporter
 from elastic_driver.settings import Settings
 
 SLOTS = 8  # a host's

@@ -47,9 +47,9 @@ from elastic_driver.core.events import (
 )
 from elastic_driver.errors import ExitCode
 from elastic_driver.runtime import metrics
-from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.hosts.joined import JoinedNodes
 from elastic_driver.runtime.shards import ShardRoutes
+from elastic_driver.runtime.telling.eventlog import EventLog
 from elastic_driver.runtime.tf import TfRoutes
 from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import EVENTS_PATH

@@ -30,7 +30,6 @@ from elastic_driver.core.sharding.messages import Quarantined
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.checks.rechecks import HostChecks
-from elastic_driver.runtime.eventlog import EventLog
 from elastic_driver.runtime.execution import Executor
 from elastic_driver.runtime.hosts.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.hosts.joined import JoinedNodes
@@ -44,9 +43,10 @@ from elastic_driver.runtime.mail import (
     StatusAsked,
 )
 from elastic_driver.runtime.options import DriverOptions, Outcome
-from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.shards import ShardRoutes
+from elastic_driver.runtime.telling.eventlog import EventLog
+from elastic_driver.runtime.telling.reporter import Reporter
 from elastic_driver.settings import Settings
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.errors import RendezvousError

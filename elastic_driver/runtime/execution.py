@@ -53,11 +53,11 @@ from elastic_driver.core.messages import (
 )
 from elastic_driver.runtime.boundary import UNREACHABLE_STEP, Reading, leave_after, margin_for
 from elastic_driver.runtime.checks.rechecks import HostChecks
-from elastic_driver.runtime.eventlog import EventLog
-from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.hosts.starter import AgentStarter
-from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.slow_ranks import READ_S, SlowRanks
+from elastic_driver.runtime.telling.eventlog import EventLog
+from elastic_driver.runtime.telling.failures import HeldTails
+from elastic_driver.runtime.telling.reporter import Reporter
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Delete, DeletePrefix, Entries, Get, Operation, Set, Written
 

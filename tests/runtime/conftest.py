@@ -16,8 +16,8 @@ from elastic_driver.runtime.checks.rechecks import HostChecks
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.hosts.lists import Hosts
 from elastic_driver.runtime.options import DriverOptions
-from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.rundir import RunDir
+from elastic_driver.runtime.telling.reporter import Level, Reporter
 from elastic_driver.settings import Settings
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import ChangingHosts, JobUnderTest, StartJob

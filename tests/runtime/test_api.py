@@ -17,7 +17,7 @@ from elastic_driver.core.events import (
     WorkerStarted,
 )
 from elastic_driver.runtime.api import DriverRoutes, Request
-from elastic_driver.runtime.eventlog import EventLog
+from elastic_driver.runtime.telling.eventlog import EventLog
 from rendezvous.server import RendezvousServer
 from tests.runtime.waiting import until
 

@@ -19,8 +19,8 @@ from elastic_driver.runtime import driver as driver_module
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.hosts.discovery import FixedDiscovery
 from elastic_driver.runtime.options import DriverOptions
-from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.rundir import RunDir
+from elastic_driver.runtime.telling.reporter import Reporter
 from elastic_driver.settings import Settings
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import StartJob

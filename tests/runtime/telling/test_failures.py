@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_driver.core.events import WorkerExited
 from elastic_driver.core.messages import Failure
-from elastic_driver.runtime.failures import (
+from elastic_driver.runtime.telling.failures import (
     MAX_HELD,
     MAX_TAIL_LINES,
     HeldTails,

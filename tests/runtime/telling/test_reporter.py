@@ -15,7 +15,7 @@ import pytest
 
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.messages import Failure
-from elastic_driver.runtime.reporter import MAX_EXITS_SHOWN, Level, Reporter, warnings_shown
+from elastic_driver.runtime.telling.reporter import MAX_EXITS_SHOWN, Level, Reporter, warnings_shown
 
 
 def completed(round_id: int, size: int, hosts: int, reason: str) -> Announce:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.runtime.eventlog import EventLog
+from elastic_driver.runtime.telling.eventlog import EventLog
 
 
 def no_trouble(line: str) -> None:

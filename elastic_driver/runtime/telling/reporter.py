@@ -23,7 +23,7 @@ import msgspec
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.messages import Failure
 from elastic_driver.errors import ExitCode
-from elastic_driver.runtime.failures import describe_failure, last_words
+from elastic_driver.runtime.telling.failures import describe_failure, last_words
 
 NAME = "elasticrun"
 MAX_EXITS_SHOWN = 8  # of workers that failed in one round; the event log has them all
