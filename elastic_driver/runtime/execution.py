@@ -54,7 +54,7 @@ from elastic_driver.core.messages import (
 from elastic_driver.runtime.boundary import UNREACHABLE_STEP, Reading, leave_after, margin_for
 from elastic_driver.runtime.checks.rechecks import HostChecks
 from elastic_driver.runtime.hosts.starter import AgentStarter
-from elastic_driver.runtime.slow_ranks import READ_S, SlowRanks
+from elastic_driver.runtime.slowness.ranks import READ_S, SlowRanks
 from elastic_driver.runtime.telling.eventlog import EventLog
 from elastic_driver.runtime.telling.failures import HeldTails
 from elastic_driver.runtime.telling.reporter import Reporter

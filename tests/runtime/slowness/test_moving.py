@@ -9,10 +9,10 @@ import pytest
 from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.messages import Allocation, Division, Progress, Sample, decode
-from elastic_driver.runtime.moving import WorkMover
+from elastic_driver.runtime.slowness.moving import WorkMover
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Operation, Result, Set
-from tests.runtime.test_slow_ranks import world
+from tests.runtime.slowness.test_ranks import world
 
 
 class Store:

@@ -22,7 +22,7 @@ from elastic_driver.core.slowness.links import LinkWatch
 from elastic_driver.core.slowness.robust import median
 from elastic_driver.core.slowness.stragglers import Change, Slowness, StragglerWatch
 from elastic_driver.core.status import SlowStatus
-from elastic_driver.runtime.moving import Apply, WorkMover
+from elastic_driver.runtime.slowness.moving import Apply, WorkMover
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Entries, Get
 

@@ -1,7 +1,7 @@
 """Is the host that is slowed for real the one a node check names? A trial, not a test: minutes.
 
-    python -m tests.runtime.slow_host_trial --processor 0.35,0.15,1 --times 5
-    python -m tests.runtime.slow_host_trial --link 300,1000 --times 5
+    python -m tests.runtime.checks.trial --processor 0.35,0.15,1 --times 5
+    python -m tests.runtime.checks.trial --link 300,1000 --times 5
 
 `--processor`: names of this machine as hosts, one of them in a control group with that share of one
 processor (1: none is slowed). `--link`: nodes of a cluster of network namespaces (root), one of
@@ -116,7 +116,7 @@ def play(trial: Trial, hosts: Sequence[str], amount: float, healthy: float, time
 
 def main() -> None:
     """Play what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.runtime.slow_host_trial")
+    parser = argparse.ArgumentParser(prog="python -m tests.runtime.checks.trial")
     parser.add_argument("--processor", default="", help="shares of one processor, 0.35,0.15")
     parser.add_argument("--link", default="", help="megabits a second, 300,1000")
     parser.add_argument("--hosts", type=int, default=4)

@@ -12,7 +12,7 @@ from elastic_driver.core.checks.report import CheckReport
 from elastic_driver.core.events import Event, RankRecovered, RankSlow
 from elastic_driver.core.messages import Member, Progress, Sample, SlotInfo, World, encode
 from elastic_driver.core.status import SlowStatus
-from elastic_driver.runtime.slow_ranks import LOOK_S, SHARE, SlowRanks
+from elastic_driver.runtime.slowness.ranks import LOOK_S, SHARE, SlowRanks
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Entries, Entry, Get, Operation, Result, Set
 from tests.runtime.cluster import Cluster
