@@ -28,7 +28,6 @@ from elastic_driver.core.job import TOGETHER, Job
 from elastic_driver.core.messages import JobSpec, encode
 from elastic_driver.core.sharding.messages import Quarantined
 from elastic_driver.errors import ClusterError, ExitCode
-from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.checks.rechecks import HostChecks
 from elastic_driver.runtime.execution import Executor
 from elastic_driver.runtime.hosts.discovery import DiscoveryThread, HostDiscovery
@@ -43,8 +42,9 @@ from elastic_driver.runtime.mail import (
     StatusAsked,
 )
 from elastic_driver.runtime.options import DriverOptions, Outcome
+from elastic_driver.runtime.routes.api import DriverRoutes
+from elastic_driver.runtime.routes.shards import ShardRoutes
 from elastic_driver.runtime.rundir import RunDir
-from elastic_driver.runtime.shards import ShardRoutes
 from elastic_driver.runtime.telling.eventlog import EventLog
 from elastic_driver.runtime.telling.reporter import Reporter
 from elastic_driver.settings import Settings

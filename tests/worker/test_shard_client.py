@@ -11,7 +11,7 @@ import pytest
 
 import elastic_driver as elastic
 from elastic_driver.core.sharding.messages import Accepted, Granted, Wait
-from elastic_driver.runtime.shards import ShardRoutes
+from elastic_driver.runtime.routes.shards import ShardRoutes
 from rendezvous.auth import write_token_file
 from rendezvous.errors import RequestError
 from rendezvous.server import RendezvousServer

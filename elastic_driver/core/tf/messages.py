@@ -1,6 +1,7 @@
 """What an orchestrator of TensorFlow and the driver say to each other: plain data, fit for JSON.
 
-`core.tf.cluster` answers, `runtime.tf` carries it over HTTP, `worker.tf` asks. Times are seconds.
+`core.tf.cluster` answers, `runtime.routes.tf` carries it over HTTP, `worker.tf` asks. Times are
+seconds.
 """
 
 from __future__ import annotations

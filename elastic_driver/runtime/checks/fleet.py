@@ -26,8 +26,8 @@ from elastic_driver.core.checks.messages import (
 from elastic_driver.core.events import AgentLost, AgentReady, WireEvent
 from elastic_driver.core.messages import JobSpec, Order, ShutdownOrder, encode
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.api import Accepted
 from elastic_driver.runtime.hosts.starter import AgentStarter, StarterFactory
+from elastic_driver.runtime.routes.api import Accepted
 from elastic_driver.runtime.rundir import RunDir
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.errors import RendezvousError

@@ -1,6 +1,6 @@
 """The event log: what happened to the job, one JSON object a line, for people and programs.
 
-The driver appends what the core announces; `runtime.api` reads the newest part back from
+The driver appends what the core announces; `runtime.routes.api` reads the newest part back from
 memory. Losing the log never costs the job anything: once a write fails (disk full, folder
 gone) that is said once, and events are kept in memory only.
 

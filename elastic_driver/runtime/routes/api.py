@@ -5,14 +5,14 @@
 | `POST /v1/events` | 202; a `core.events.WireEvent` goes into the driver's mailbox |
 | `GET /v1/status` | the run and `core.status.JobStatus` as one JSON object |
 | `GET /v1/events?since=N` | `{"events": […], "last": n}`; with `text/event-stream` it goes on |
-| `GET /metrics` | the same picture for Prometheus, see `runtime.metrics` |
+| `GET /metrics` | the same picture for Prometheus, see `runtime.routes.metrics` |
 | `POST /v1/scale` | 202; `{"num_proc": N}` within the job's bounds |
 | `POST /v1/hosts/{host}:drain` | 202; the host is left in good order; 404 where it is not there |
 | `POST /v1/hosts/{host}:undrain` | 202; it may be used again; 404, 409 `not_drained` |
 | `POST /v1/stacks` | 202; every worker is asked where it stands: event `stacks_collected` |
 | `POST /v1/stop` | 202; the job ends with status 143; asked a second time, at once |
-| `/v1/shards/…`, `/v1/nodes:…` | see `runtime.shards` and `runtime.hosts.joined` |
-| `/v1/tf/…` | see `runtime.tf` |
+| `/v1/shards/…`, `/v1/nodes:…` | see `runtime.routes.shards` and `runtime.hosts.joined` |
+| `/v1/tf/…` | see `runtime.routes.tf` |
 
 Handlers run on the server's loop, decode and bound what arrives, and hand it on; every
 decision about the job is taken on the driver's mailbox thread. Errors have the form of
@@ -46,11 +46,11 @@ from elastic_driver.core.events import (
     WireEvent,
 )
 from elastic_driver.errors import ExitCode
-from elastic_driver.runtime import metrics
 from elastic_driver.runtime.hosts.joined import JoinedNodes
-from elastic_driver.runtime.shards import ShardRoutes
+from elastic_driver.runtime.routes import metrics
+from elastic_driver.runtime.routes.shards import ShardRoutes
+from elastic_driver.runtime.routes.tf import TfRoutes
 from elastic_driver.runtime.telling.eventlog import EventLog
-from elastic_driver.runtime.tf import TfRoutes
 from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import EVENTS_PATH
 

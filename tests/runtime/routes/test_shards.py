@@ -11,8 +11,8 @@ import pytest
 
 from elastic_driver.core.events import AgentLost, WorkerExited, WorkerLost, WorkerStarted
 from elastic_driver.core.sharding.messages import Quarantined
-from elastic_driver.runtime import shards as subject
-from elastic_driver.runtime.shards import ShardRoutes
+from elastic_driver.runtime.routes import shards as subject
+from elastic_driver.runtime.routes.shards import ShardRoutes
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 from rendezvous.server import RendezvousServer

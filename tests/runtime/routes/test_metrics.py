@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_driver.core.events import ScaleRequested
-from elastic_driver.runtime.metrics import exposition
+from elastic_driver.runtime.routes.metrics import exposition
 from tests.runtime.jobs import StartJob
 from tests.runtime.waiting import until
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.runtime.tf import TfRoutes
+from elastic_driver.runtime.routes.tf import TfRoutes
 from rendezvous.server import RendezvousServer
 from tests.runtime.waiting import until
 

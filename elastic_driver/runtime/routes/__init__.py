@@ -1,0 +1,1 @@
+"""The HTTP routes of a driver: the job, its metrics, its data shards, TensorFlow clusters."""
