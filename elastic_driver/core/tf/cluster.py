@@ -6,8 +6,8 @@ members renew their lease by asking `look`, and learn there that others wait or 
 lost; each then calls `join` again, which leaves the generation. The next one forms when every
 member has left or is lost: until then newcomers wait.
 
-Pure: requests with tickets and `now` go in, answers come out; `runtime.routes.tf` is the shell. Times
-are monotonic seconds.
+Pure: requests with tickets and `now` go in, answers come out; `runtime.routes.tf` is the shell.
+Times are monotonic seconds.
 """
 
 from __future__ import annotations
