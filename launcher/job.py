@@ -20,8 +20,8 @@ from elastic_driver.runtime.rundir import RunDir, default_state_dir, new_run_id
 from launcher import options as o
 from launcher.build_info import render_build, render_version
 from launcher.checks import check_plan, read_hostfile, this_machine, working_folder
-from launcher.commandline import CommandLine, resolve
-from launcher.help import render_help
+from launcher.commandline.help import render_help
+from launcher.commandline.values import CommandLine, resolve
 from launcher.joining.hosts import JoinedHosts
 from launcher.joining.identity import claim_port, own_name
 from launcher.joining.role import Join, Serve, decide_role, with_node_count

@@ -12,7 +12,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.runtime.hosts.lists import Hosts
 from launcher import options as o
 from launcher.backends.slurm_allocation import Allocation, read_allocation
-from launcher.commandline import Values
+from launcher.commandline.values import Values
 from launcher.mpi_ranks import started_ranks
 from launcher.options import Option
 

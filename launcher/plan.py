@@ -20,7 +20,7 @@ from elastic_driver.runtime.hosts.lists import Hosts, parse_host_lines, parse_ho
 from elastic_driver.settings import Settings
 from launcher import options as o
 from launcher.backends.slurm_allocation import Allocation
-from launcher.commandline import CommandLine, Values
+from launcher.commandline.values import CommandLine, Values
 from launcher.forwarded import forwarded
 from launcher.joining.hosts import JoinedHosts, joined_hosts, joining_note
 from launcher.joining.role import Serve

@@ -18,7 +18,7 @@ from msgspec import Struct
 from elastic_driver.core import units
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.settings import Settings
-from launcher.commandline import Values
+from launcher.commandline.values import Values
 from launcher.options import (
     MAX_NP,
     MIN_NP,

@@ -6,7 +6,7 @@ from elastic_driver.core.tf.config import CHIEF, PS, WORKERS_ONLY
 from elastic_driver.errors import UsageError
 from elastic_driver.settings import Settings, TfRoles
 from launcher import options as o
-from launcher.commandline import Values
+from launcher.commandline.values import Values
 
 TF_PORTS = 128  # that each agent looks for: more than a host has slots for TensorFlow
 

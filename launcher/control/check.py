@@ -19,7 +19,7 @@ from elastic_driver.runtime.hosts.lists import parse_hosts
 from elastic_driver.runtime.rundir import RunDir
 from launcher import nodecheck
 from launcher.backends.select import make_starter_factory
-from launcher.commandline import CommandLine, resolve, split
+from launcher.commandline.values import CommandLine, resolve, split
 from launcher.job import collect_facts
 from launcher.options import HELP, NETWORK_CHECK
 from launcher.plan import make_plan

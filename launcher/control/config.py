@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 
 from elastic_driver.errors import UsageError
-from launcher.commandline import resolve
+from launcher.commandline.values import resolve
 from launcher.control.show import table
 from launcher.options import OPTIONS
 

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from elastic_driver.runtime.hosts.lists import Hosts
 from launcher import options as o
-from launcher.commandline import Values
+from launcher.commandline.values import Values
 from launcher.joining.role import Serve
 
 

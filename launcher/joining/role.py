@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from elastic_driver.errors import UsageError
 from launcher import options as o
-from launcher.commandline import Setting, Values
+from launcher.commandline.values import Setting, Values
 from launcher.options import Option
 
 RENDEZVOUS_PORT = 29400  # torchrun's default, and ours for --serve and --join

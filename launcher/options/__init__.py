@@ -1,11 +1,12 @@
 """Every option of `elasticrun`, one frozen record each, in the order of `--help`.
 
-The table is data: `launcher.commandline` reads argv with it, `launcher.help` prints it, and the
+The table is data: `launcher.commandline` reads argv with it and prints it as help, and the
 environment (`ELASTICRUN_MIN_NP`) and configuration files (`min-np: 2`) follow from the names.
 Values are looked up with the record itself, `values[MIN_NP]`, so they carry their type.
 Defaults that are settings of the job stand in `elastic_driver.settings` and nowhere else.
 
-A module here for each heading; a new option goes there, and is then `options.NAME`.
+A module here for each heading; a new option goes there, and is then `options.NAME`. How values of
+its kind are read is in `kinds`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher import kinds
+from launcher.options import kinds
 from launcher.options.option import CHECK, Option
 
 NETWORK_CHECK: Option[bool] = Option(

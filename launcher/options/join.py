@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher import kinds
+from launcher.options import kinds
 from launcher.options.option import JOIN, Option
 
 SERVE: Option[bool] = Option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from launcher.kinds import Kind
+from launcher.options.kinds import Kind
 
 T = TypeVar("T")
 

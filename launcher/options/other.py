@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher import kinds
+from launcher.options import kinds
 from launcher.options.option import OTHER, STATE, Option
 
 RUN_ID: Option[str | None] = Option(

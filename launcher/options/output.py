@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher import kinds
+from launcher.options import kinds
 from launcher.options.option import OUTPUT, Option
 
 LOG_DIR: Option[str | None] = Option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_driver.settings import Settings
-from launcher import kinds
+from launcher.options import kinds
 from launcher.options.option import POLICY, Option
 
 _DEFAULTS = Settings()

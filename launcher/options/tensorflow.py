@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_driver.settings import TfRoles
-from launcher import kinds
+from launcher.options import kinds
 from launcher.options.option import TENSORFLOW, Option
 
 TF_CONFIG: Option[bool] = Option(

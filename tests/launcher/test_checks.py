@@ -11,7 +11,7 @@ import pytest
 
 from elastic_driver.errors import UsageError
 from launcher.checks import check_plan, read_hostfile, this_machine
-from launcher.commandline import resolve
+from launcher.commandline.values import resolve
 from launcher.plan import Facts, make_plan
 from launcher.sizes import Machine
 

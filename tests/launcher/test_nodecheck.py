@@ -16,7 +16,7 @@ from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.checks.nodes import CheckSettings
 from elastic_driver.runtime.hosts.discovery import FixedDiscovery
 from launcher import cli, ctl, nodecheck
-from launcher.commandline import resolve
+from launcher.commandline.values import resolve
 from launcher.plan import Facts, NodeCheckPlan, make_plan
 from launcher.sizes import Machine
 from tests.support.job import eventually

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
-from launcher.commandline import resolve
+from launcher.commandline.values import resolve
 from launcher.plan import Facts, FileHosts, FixedHosts, LaunchPlan, ScriptHosts, make_plan
 from launcher.sizes import Machine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.help import render_help
+from launcher.commandline.help import render_help
 from launcher.options import GROUPS, OPTIONS
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from elastic_driver.errors import UsageError
-from launcher.configfile import FileEntry, read_config
-from launcher.kinds import Words
+from launcher.commandline.configfile import FileEntry, read_config
 from launcher.options import (
     CONFIG_FILE,
     ENV,
@@ -25,6 +24,7 @@ from launcher.options import (
     PET_OPTIONS,
     Option,
 )
+from launcher.options.kinds import Words
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 Values are kept as the text that stands in the file and read like words of the command line.
 YAML's own types are left out on purpose: to YAML 1.1 `nnodes: 1:4` is the number 64 and
-`run-id: 1e3` a float. Called by `launcher.commandline`; knows nothing of the options.
+`run-id: 1e3` a float. Called by `values`; knows nothing of the options.
 """
 
 from __future__ import annotations

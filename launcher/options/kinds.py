@@ -2,7 +2,7 @@
 
 A `Kind` serves the command line, the environment and the configuration file alike, so a value
 means the same wherever it stands. Readers are pure and raise `ValueError` with a phrase that
-completes "--option …"; `launcher.commandline` adds which option and where it stood.
+completes "--option …"; `launcher.commandline.values` adds which option and where it stood.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_driver.errors import UsageError
 from launcher import options as o
-from launcher.commandline import CommandLine, resolve, split
+from launcher.commandline.values import CommandLine, resolve, split
 
 
 def read(*argv: str, **environ: str) -> CommandLine:

@@ -1,0 +1,1 @@
+"""Reads a command line: which value every option has, and the text of `--help`."""
