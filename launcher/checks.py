@@ -22,10 +22,10 @@ from elastic_driver.errors import UsageError
 from elastic_driver.runtime.hosts.lists import Hosts
 from launcher.backends.programs import check_starter
 from launcher.backends.this_machine import is_this_machine
-from launcher.joining.hosts import JoinedHosts
 from launcher.own_packages import find_shadow
-from launcher.plan import LaunchPlan, ScriptHosts
-from launcher.sizes import Machine
+from launcher.planning.joined import JoinedHosts
+from launcher.planning.launch import LaunchPlan, ScriptHosts
+from launcher.planning.sizes import Machine
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:

@@ -18,19 +18,19 @@ import msgspec.structs
 from elastic_driver.errors import ExitCode
 from elastic_driver.runtime.rundir import RunDir, default_state_dir, new_run_id
 from launcher import options as o
+from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.build_info import render_build, render_version
 from launcher.checks import check_plan, read_hostfile, this_machine, working_folder
 from launcher.commandline.help import render_help
 from launcher.commandline.values import CommandLine, resolve
-from launcher.joining.hosts import JoinedHosts
 from launcher.joining.identity import claim_port, own_name
-from launcher.joining.role import Join, Serve, decide_role, with_node_count
 from launcher.joining.secret import read_secret
 from launcher.joining.whereabouts import look
-from launcher.mpi_ranks import meet_ranks, started_ranks
 from launcher.options import Option
-from launcher.plan import Facts, LaunchPlan, make_plan, worker_command
-from launcher.sizes import slots_of_a_host
+from launcher.planning.joined import JoinedHosts
+from launcher.planning.launch import Facts, LaunchPlan, make_plan, worker_command
+from launcher.planning.role import Join, Serve, decide_role, with_node_count
+from launcher.planning.sizes import slots_of_a_host
 
 _SHOW: dict[Option[bool], Callable[[], str]] = {
     o.HELP: render_help,

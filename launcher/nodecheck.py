@@ -27,7 +27,7 @@ from elastic_driver.runtime.hosts.discovery import HostDiscovery
 from elastic_driver.runtime.hosts.lists import Hosts
 from elastic_driver.runtime.hosts.starter import StarterFactory
 from elastic_driver.runtime.rundir import RunDir
-from launcher.plan import LaunchPlan, NodeCheckPlan
+from launcher.planning.launch import LaunchPlan, NodeCheckPlan
 from launcher.signals import handled
 
 REPORT_FILE = "node_check.json"

@@ -36,10 +36,10 @@ from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.telling.reporter import Level, Reporter, warnings_shown
 from launcher.backends.select import make_reach, make_starter_factory, remote_hosts
 from launcher.backends.slurm_nodes import AllocationDiscovery
-from launcher.joining.hosts import JoinedHosts
 from launcher.network import Whereabouts, decide_whereabouts
 from launcher.nodecheck import WithoutHosts, check_before_training
-from launcher.plan import (
+from launcher.planning.joined import JoinedHosts
+from launcher.planning.launch import (
     FileHosts,
     FixedHosts,
     HostSource,

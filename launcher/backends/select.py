@@ -20,7 +20,7 @@ from launcher.backends.slurm import SrunReach
 from launcher.backends.ssh import SshOptions, SshReach, alive_interval
 from launcher.backends.this_machine import is_this_machine
 from launcher.network import Whereabouts
-from launcher.plan import LaunchPlan
+from launcher.planning.launch import LaunchPlan
 
 
 def remote_hosts(backend: str, hosts: Hosts) -> list[str]:

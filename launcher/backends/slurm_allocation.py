@@ -1,7 +1,7 @@
 """What Slurm says of the allocation we run in: its nodes, and the workers each is for. Pure.
 
 `sbatch` and `salloc` describe an allocation in SLURM_* variables (sbatch(1), OUTPUT ENVIRONMENT
-VARIABLES). `launcher.plan` reads them here.
+VARIABLES). `launcher.planning` reads them here.
 """
 
 from __future__ import annotations

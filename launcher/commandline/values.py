@@ -1,6 +1,6 @@
 """Which value every option has, and who said so: flags > environment > file > defaults.
 
-`launcher.cli` calls `resolve` once. Nothing here opens a file or starts anything except reading
+`launcher.job` calls `resolve` once. Nothing here opens a file or starts anything except reading
 the configuration file that was named; every mistake is a `UsageError` of one line.
 """
 

@@ -22,7 +22,7 @@ from launcher.backends.select import make_starter_factory
 from launcher.commandline.values import CommandLine, resolve, split
 from launcher.job import collect_facts
 from launcher.options import HELP, NETWORK_CHECK
-from launcher.plan import make_plan
+from launcher.planning.launch import make_plan
 from launcher.submit import find_whereabouts, make_discovery
 
 _HISTORY = "--history"

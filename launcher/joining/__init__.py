@@ -1,1 +1,1 @@
-"""Nodes that start by themselves: which one serves, how the others join, and who may."""
+"""Nodes that start by themselves: how one serves and the others join, and who may."""

@@ -16,10 +16,10 @@ from elastic_driver.runtime.hosts.starter import AgentStarter, OnLost
 from elastic_driver.runtime.rundir import RunDir
 from launcher.backends.local import LocalBackend
 from launcher.build_info import version
-from launcher.joining.hosts import JoinedHosts
 from launcher.joining.secret import of_server
 from launcher.joining.whereabouts import bind_address, own_address
-from launcher.plan import LaunchPlan
+from launcher.planning.joined import JoinedHosts
+from launcher.planning.launch import LaunchPlan
 from launcher.submit import run_driver
 
 

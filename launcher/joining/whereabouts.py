@@ -9,8 +9,8 @@ import socket
 import psutil
 
 from launcher.backends.this_machine import is_this_machine
-from launcher.joining.role import ANYWHERE, Look
 from launcher.network import address_towards, is_loopback
+from launcher.planning.role import ANYWHERE, Look
 
 _SOMEWHERE = "192.0.2.1"  # RFC 5737: an address of no host, to ask for the default route
 

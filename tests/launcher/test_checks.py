@@ -12,8 +12,8 @@ import pytest
 from elastic_driver.errors import UsageError
 from launcher.checks import check_plan, read_hostfile, this_machine
 from launcher.commandline.values import resolve
-from launcher.plan import Facts, make_plan
-from launcher.sizes import Machine
+from launcher.planning.launch import Facts, make_plan
+from launcher.planning.sizes import Machine
 
 ENVIRON = {"PATH": os.environ.get("PATH", os.defpath)}
 

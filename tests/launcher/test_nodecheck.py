@@ -17,8 +17,8 @@ from elastic_driver.runtime.checks.nodes import CheckSettings
 from elastic_driver.runtime.hosts.discovery import FixedDiscovery
 from launcher import cli, ctl, nodecheck
 from launcher.commandline.values import resolve
-from launcher.plan import Facts, NodeCheckPlan, make_plan
-from launcher.sizes import Machine
+from launcher.planning.launch import Facts, NodeCheckPlan, make_plan
+from launcher.planning.sizes import Machine
 from tests.support.job import eventually
 
 HOSTS = ("localhost", "127.0.0.2")

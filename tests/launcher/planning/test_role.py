@@ -6,7 +6,7 @@ import pytest
 
 from elastic_driver.errors import UsageError
 from launcher.commandline.values import resolve
-from launcher.joining.role import Join, Look, Role, Serve, decide_role, with_node_count
+from launcher.planning.role import Join, Look, Role, Serve, decide_role, with_node_count
 
 ALL = "0.0.0.0"  # noqa: S104 - nothing is bound
 HERE = {"me", "10.0.0.1", "localhost", "127.0.0.1", ALL}

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher.mpi_ranks import count_ranks, meet_ranks, started_ranks
+from launcher.backends.mpi_ranks import count_ranks, meet_ranks, started_ranks
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,15 @@ import pytest
 
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from launcher.commandline.values import resolve
-from launcher.plan import Facts, FileHosts, FixedHosts, LaunchPlan, ScriptHosts, make_plan
-from launcher.sizes import Machine
+from launcher.planning.launch import (
+    Facts,
+    FileHosts,
+    FixedHosts,
+    LaunchPlan,
+    ScriptHosts,
+    make_plan,
+)
+from launcher.planning.sizes import Machine
 
 SCRIPT = ("--host-discovery-script", "./find.sh")
 

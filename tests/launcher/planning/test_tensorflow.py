@@ -6,8 +6,8 @@ import pytest
 
 from elastic_driver.core.tf.config import WORKERS_ONLY
 from elastic_driver.errors import UsageError
-from launcher.tensorflow import TF_PORTS
-from tests.launcher.test_plan import plan
+from launcher.planning.tensorflow import TF_PORTS
+from tests.launcher.planning.test_launch import plan
 
 
 def test_tf_config_makes_every_process_a_worker_with_a_port_and_keeps_none_warm() -> None:

@@ -21,11 +21,16 @@ from elastic_driver.settings import Settings
 from launcher import options as o
 from launcher.backends.slurm_allocation import Allocation
 from launcher.commandline.values import CommandLine, Values
-from launcher.forwarded import forwarded
-from launcher.joining.hosts import JoinedHosts, joined_hosts, joining_note
-from launcher.joining.role import Serve
-from launcher.placing import check_alone, check_nodes, choose_allocation, choose_host_option
-from launcher.sizes import (
+from launcher.planning.forwarded import forwarded
+from launcher.planning.joined import JoinedHosts, joined_hosts, joining_note
+from launcher.planning.placing import (
+    check_alone,
+    check_nodes,
+    choose_allocation,
+    choose_host_option,
+)
+from launcher.planning.role import Serve
+from launcher.planning.sizes import (
     Machine,
     Size,
     Wish,
@@ -35,7 +40,7 @@ from launcher.sizes import (
     read_wish,
     slots_of_a_host,
 )
-from launcher.tensorflow import TF_PORTS, check_tf_roles, tf_roles, warm_processes
+from launcher.planning.tensorflow import TF_PORTS, check_tf_roles, tf_roles, warm_processes
 
 THIS_MACHINE = "localhost"
 

@@ -1,6 +1,6 @@
 """How many workers a job starts with, needs and may have, from the options and the slots known.
 
-Pure. `launcher.plan` calls it. The rules are horovodrun's (-np, --min-np, --max-np) and torchrun's
+Pure. `launch` calls it. The rules are horovodrun's (-np, --min-np, --max-np) and torchrun's
 (--nnodes, --nproc-per-node) where those two say anything:
 
 * -np N: the first round waits for N. Once trained, the job goes on with what is left, down to

@@ -1,6 +1,6 @@
 """Where a job runs and what starts its agents: which of the options, or Slurm, says so. Pure.
 
-`launcher.plan` calls it with the options' values and this machine's facts.
+`launch` calls it with the options' values and this machine's facts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.hosts.lists import Hosts
 from launcher import options as o
+from launcher.backends.mpi_ranks import started_ranks
 from launcher.backends.slurm_allocation import Allocation, read_allocation
 from launcher.commandline.values import Values
-from launcher.mpi_ranks import started_ranks
 from launcher.options import Option
 
 HOST_OPTIONS: tuple[Option[Any], ...] = (

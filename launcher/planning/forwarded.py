@@ -2,7 +2,7 @@
 
 A login over ssh has next to none of them, and all of them would be too many: some are of this
 machine alone, some are secrets. So only what is known to shape Python, numerics and communication
-goes, by name; `-x NAME` adds others. `launcher.plan` calls it.
+goes, by name; `-x NAME` adds others. `launch` calls it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nodes that join by themselves as a job's hosts, in a plan. Pure; `launcher.plan` calls it."""
+"""Nodes that join by themselves as a job's hosts, in a plan. Pure; `launch` calls it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from msgspec import Struct
 from elastic_driver.runtime.hosts.lists import Hosts
 from launcher import options as o
 from launcher.commandline.values import Values
-from launcher.joining.role import Serve
+from launcher.planning.role import Serve
 
 
 class JoinedHosts(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What `--tf-config` and `--tf-roles` come to in a launch plan. Pure; `launcher.plan` calls it."""
+"""What `--tf-config` and `--tf-roles` come to in a launch plan. Pure; `launch` calls it."""
 
 from __future__ import annotations
 
