@@ -20,7 +20,6 @@ from elastic_driver.runtime.rundir import RunDir, default_state_dir, new_run_id
 from launcher import options as o
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.build_info import render_build, render_version
-from launcher.checks import check_plan, read_hostfile, this_machine, working_folder
 from launcher.commandline.help import render_help
 from launcher.commandline.values import CommandLine, resolve
 from launcher.joining.identity import claim_port, own_name
@@ -31,6 +30,7 @@ from launcher.planning.joined import JoinedHosts
 from launcher.planning.launch import Facts, LaunchPlan, make_plan, worker_command
 from launcher.planning.role import Join, Serve, decide_role, with_node_count
 from launcher.planning.sizes import slots_of_a_host
+from launcher.starting.checks import check_plan, read_hostfile, this_machine, working_folder
 
 _SHOW: dict[Option[bool], Callable[[], str]] = {
     o.HELP: render_help,
@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"elasticrun: {note}", file=sys.stderr)
     if isinstance(plan.hosts, JoinedHosts) and role is not None:
         return serve_job(line, plan, plan.hosts, role, run_dir)
-    from launcher.submit import submit  # noqa: PLC0415 - aiohttp's import is not for --help
+    from launcher.starting.submit import submit  # noqa: PLC0415 - aiohttp's import is not for --help
 
     return submit(plan, run_dir)
 

@@ -1,6 +1,6 @@
 """Whether the program that is to start the agents is here: srun, Open MPI's mpirun.
 
-`launcher.checks` asks, also for --dry-run. A finding is a `UsageError` of a line.
+`launcher.starting.checks` asks, also for --dry-run. A finding is a `UsageError` of a line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a way to reach other hosts (ssh, srun, mpirun) has to offer, and what all of them share.
 
 A `Reach` says what is typed and what its failures mean; `launcher.backends.remote` runs it to start
-and end agents, `launcher.precheck` to look at hosts. It starts nothing itself.
+and end agents, `launcher.starting.precheck` to look at hosts. It starts nothing itself.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ from elastic_driver.core.checks.history import CheckHistory
 from elastic_driver.runtime.checks.history import CheckHistoryFile
 from elastic_driver.runtime.hosts.lists import parse_hosts
 from elastic_driver.runtime.rundir import RunDir
-from launcher import nodecheck
-from launcher.backends.select import make_starter_factory
 from launcher.commandline.values import CommandLine, resolve, split
 from launcher.job import collect_facts
 from launcher.options import HELP, NETWORK_CHECK
 from launcher.planning.launch import make_plan
-from launcher.submit import find_whereabouts, make_discovery
+from launcher.starting import nodecheck
+from launcher.starting.select import make_starter_factory
+from launcher.starting.submit import find_whereabouts, make_discovery
 
 _HISTORY = "--history"
 _HELP = """\

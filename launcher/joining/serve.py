@@ -20,7 +20,7 @@ from launcher.joining.secret import of_server
 from launcher.joining.whereabouts import bind_address, own_address
 from launcher.planning.joined import JoinedHosts
 from launcher.planning.launch import LaunchPlan
-from launcher.submit import run_driver
+from launcher.starting.submit import run_driver
 
 
 def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:

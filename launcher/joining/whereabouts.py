@@ -9,10 +9,8 @@ import socket
 import psutil
 
 from launcher.backends.this_machine import is_this_machine
-from launcher.network import address_towards, is_loopback
+from launcher.network import SOMEWHERE, address_towards, is_loopback
 from launcher.planning.role import ANYWHERE, Look
-
-_SOMEWHERE = "192.0.2.1"  # RFC 5737: an address of no host, to ask for the default route
 
 
 def look() -> Look:
@@ -61,7 +59,7 @@ def own_address(bound: str) -> str | None:
     """Where workers of other nodes reach those of the server's; None: there is only loopback."""
     if not ipaddress.ip_address(bound).is_unspecified:
         return None if is_loopback(bound) else bound
-    found = address_towards(_SOMEWHERE)
+    found = address_towards(SOMEWHERE)
     if found is not None:
         return found
     for entries in psutil.net_if_addrs().values():

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.backends.ssh import SshOptions, SshReach
 from launcher.build_info import version
-from launcher.precheck import Found, judge, precheck
+from launcher.starting.precheck import Found, judge, precheck
 
 GOOD = Found(version=version(), python="3.11", folder=True, temporary=True)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import signal
 
-from launcher.signals import handled
+from launcher.starting.signals import handled
 
 
 def test_signals_are_ours_for_a_while_but_for_those_that_are_ignored() -> None:

@@ -15,7 +15,7 @@ from elastic_driver.core.events import JobLeaving
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.driver import ElasticDriver
 from launcher.planning.launch import FileHosts, FixedHosts, ScriptHosts
-from launcher.submit import make_discovery, numeric_address, stop_on_signals
+from launcher.starting.submit import make_discovery, numeric_address, stop_on_signals
 from tests.support.job import elasticrun
 
 

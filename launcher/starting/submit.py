@@ -34,10 +34,7 @@ from elastic_driver.runtime.hosts.starter import StarterFactory
 from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.runtime.rundir import RunDir
 from elastic_driver.runtime.telling.reporter import Level, Reporter, warnings_shown
-from launcher.backends.select import make_reach, make_starter_factory, remote_hosts
 from launcher.backends.slurm_nodes import AllocationDiscovery
-from launcher.network import Whereabouts, decide_whereabouts
-from launcher.nodecheck import WithoutHosts, check_before_training
 from launcher.planning.joined import JoinedHosts
 from launcher.planning.launch import (
     FileHosts,
@@ -46,8 +43,11 @@ from launcher.planning.launch import (
     LaunchPlan,
     ScriptHosts,
 )
-from launcher.precheck import precheck
-from launcher.signals import handled
+from launcher.starting.nodecheck import WithoutHosts, check_before_training
+from launcher.starting.precheck import precheck
+from launcher.starting.select import make_reach, make_starter_factory, remote_hosts
+from launcher.starting.signals import handled
+from launcher.starting.whereabouts import Whereabouts, decide_whereabouts
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # of an end to come, as Slurm's --signal gives
 _SIGNALS = {

@@ -15,10 +15,11 @@ import pytest
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.checks.nodes import CheckSettings
 from elastic_driver.runtime.hosts.discovery import FixedDiscovery
-from launcher import cli, ctl, nodecheck
+from launcher import cli, ctl
 from launcher.commandline.values import resolve
 from launcher.planning.launch import Facts, NodeCheckPlan, make_plan
 from launcher.planning.sizes import Machine
+from launcher.starting import nodecheck
 from tests.support.job import eventually
 
 HOSTS = ("localhost", "127.0.0.2")

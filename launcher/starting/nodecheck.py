@@ -1,6 +1,6 @@
 """The node check as a user asks for it: before a job trains, or by itself.
 
-`launcher.submit` calls `check_before_training` for `--network-check` and its relatives,
+`submit` calls `check_before_training` for `--network-check` and its relatives,
 `launcher.ctl` calls `check_hosts` for `elasticctl check`. How a check is run is
 `elastic_driver.runtime.checks.nodes`, what it finds `elastic_driver.core.checks.nodecheck`; here is
 what comes in and what people get to see.
@@ -28,7 +28,7 @@ from elastic_driver.runtime.hosts.lists import Hosts
 from elastic_driver.runtime.hosts.starter import StarterFactory
 from elastic_driver.runtime.rundir import RunDir
 from launcher.planning.launch import LaunchPlan, NodeCheckPlan
-from launcher.signals import handled
+from launcher.starting.signals import handled
 
 REPORT_FILE = "node_check.json"
 _FOLDER = "node-check"  # below the run's own; for the check's token and address

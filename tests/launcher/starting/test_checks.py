@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher.checks import check_plan, read_hostfile, this_machine
 from launcher.commandline.values import resolve
 from launcher.planning.launch import Facts, make_plan
 from launcher.planning.sizes import Machine
+from launcher.starting.checks import check_plan, read_hostfile, this_machine
 
 ENVIRON = {"PATH": os.environ.get("PATH", os.defpath)}
 
@@ -128,7 +128,7 @@ def test_a_folder_without_code_and_another_programs_folder_are_no_trouble(folder
 def test_a_shadow_on_pythonpath_counts_unless_ours_comes_first(folder: Path) -> None:
     (folder / "lib").mkdir()
     (folder / "lib" / "rendezvous.py").touch()
-    ours = Path(__file__).resolve().parents[2]
+    ours = Path(__file__).resolve().parents[3]
     assert "lib/rendezvous.py" in refused(folder, "train.py", PYTHONPATH="lib")
     check(folder, "train.py", PYTHONPATH=f"{ours}:lib")
 

@@ -19,8 +19,8 @@ from launcher.backends.remote import RemoteBackend
 from launcher.backends.slurm import SrunReach
 from launcher.backends.ssh import SshOptions, SshReach, alive_interval
 from launcher.backends.this_machine import is_this_machine
-from launcher.network import Whereabouts
 from launcher.planning.launch import LaunchPlan
+from launcher.starting.whereabouts import Whereabouts
 
 
 def remote_hosts(backend: str, hosts: Hosts) -> list[str]:

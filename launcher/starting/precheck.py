@@ -1,8 +1,8 @@
 """Which hosts an agent cannot be started on, and why, before anything is started.
 
-`launcher.submit` calls it with the hosts that are reached through another program (ssh, srun,
-mpirun). Each is asked once, many at a time, with a deadline; a host is fit when it has our Python,
-our package in the same version, and the job's folder. Nothing is left on the hosts.
+`submit` calls it with the hosts that are reached through another program (ssh, srun, mpirun).
+Each is asked once, many at a time, with a deadline; a host is fit when it has our Python, our
+package in the same version, and the job's folder. Nothing is left on the hosts.
 """
 
 from __future__ import annotations
