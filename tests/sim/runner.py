@@ -118,7 +118,7 @@ def run_seed(seed: int) -> Outcome:
     settings = with_hosts_bounded(settings, seed, len(hosts))
     settings = replace(settings, fixed_hosts=Random(f"fixed {seed}").random() < 0.5)
     cluster = Cluster(seed, settings, elastic=random.random() < 0.75)
-    faults = Faults(cluster, hosts, own_exits=random.random() < 0.4)
+    faults = Faults(cluster, hosts, seed, own_exits=random.random() < 0.4)
     cluster.agent_trouble = random.choice([0.0, 0.0, 0.15])
     _plan_departure(cluster, faults, seed)
     try:
