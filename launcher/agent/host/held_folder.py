@@ -12,9 +12,11 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+BEGINNING_S = 60.0  # so young a folder without a lock may be one whose holder is just beginning
 _LOCK = "keeper"
 
 
@@ -63,7 +65,10 @@ def sweep(prefix: str) -> None:
     """Remove this user's folders of this prefix in the temporary folder that nobody holds."""
     for folder in Path(tempfile.gettempdir()).glob(prefix + "*"):
         with contextlib.suppress(OSError):
-            mine = folder.stat().st_uid == os.geteuid()
-            # A folder without a lock may be one whose holder is just beginning.
-            if mine and (folder / _LOCK).exists():
+            found = folder.stat()
+            if found.st_uid != os.geteuid():
+                continue
+            if (folder / _LOCK).exists():
                 clear_unheld(folder)
+            elif time.time() - found.st_mtime > BEGINNING_S:
+                folder.rmdir()  # its holder was killed as it began or ended

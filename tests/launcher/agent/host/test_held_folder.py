@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from launcher.agent.host.held_folder import held_folder, holder_of, sweep
+from launcher.agent.host.held_folder import BEGINNING_S, held_folder, holder_of, sweep
 
 HOLD = """
 import sys
@@ -53,3 +54,17 @@ def test_only_what_a_killed_process_left_is_swept(
         assert holder_of(used) == living.pid
         living.communicate("")
     assert sorted(os.listdir(tmp_path)) == ["x-fresh"]
+
+
+def test_a_folder_whose_process_was_killed_before_it_could_hold_it_is_swept_when_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("x-empty", "x-full"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "x-full" / "something").touch()
+    long_ago = time.time() - 2 * BEGINNING_S
+    for folder in tmp_path.iterdir():
+        os.utime(folder, (long_ago, long_ago))
+    sweep("x-")
+    assert os.listdir(tmp_path) == ["x-full"]  # no way to know whose that is
