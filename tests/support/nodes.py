@@ -77,7 +77,9 @@ class Nodes:
     def __enter__(self) -> Nodes:
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, *error: object) -> None:
+        if any(error):  # what a test that has failed is shown with
+            print(*(node.context() for node in self._started), sep="\n")
         for each in self._started:
             if each.process.poll() is None:
                 each.process.kill()

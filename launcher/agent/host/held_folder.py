@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BEGINNING_S = 60.0  # so young a folder without a lock may be one whose holder is just beginning
-_LOCK = "keeper"
+_LOCK = "keeper"  # appears locked, so one that is not locked is a dead holder's
+_BEGUN = "keeper.begun"  # its name before that
 
 
 @contextlib.contextmanager
@@ -25,10 +26,11 @@ def held_folder(folder: Path) -> Iterator[None]:
     """Make the folder, for this user alone, hold it as long as this lasts, and remove it."""
     folder.mkdir(mode=0o700)
     try:
-        with (folder / _LOCK).open("x") as lock:
+        with (folder / _BEGUN).open("x") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             lock.write(str(os.getpid()))
             lock.flush()
+            os.rename(folder / _BEGUN, folder / _LOCK)
             yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -39,7 +41,8 @@ def holder_of(folder: Path) -> int | None:
     try:
         with (folder / _LOCK).open() as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Shared: others may be asking the same, and are no holders.
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return int(lock.read() or 0) or None
     except OSError:
@@ -50,7 +53,7 @@ def holder_of(folder: Path) -> int | None:
 def wait_for_holder(folder: Path) -> None:
     """Return when nobody holds this folder any more."""
     with contextlib.suppress(OSError), (folder / _LOCK).open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def clear_unheld(folder: Path) -> None:
@@ -70,5 +73,6 @@ def sweep(prefix: str) -> None:
                 continue
             if (folder / _LOCK).exists():
                 clear_unheld(folder)
-            elif time.time() - found.st_mtime > BEGINNING_S:
-                folder.rmdir()  # its holder was killed as it began or ended
+            elif time.time() - found.st_mtime > BEGINNING_S:  # killed as it began or ended
+                (folder / _BEGUN).unlink(missing_ok=True)
+                folder.rmdir()

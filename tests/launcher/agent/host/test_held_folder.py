@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -56,12 +57,37 @@ def test_only_what_a_killed_process_left_is_swept(
     assert sorted(os.listdir(tmp_path)) == ["x-fresh"]
 
 
+def test_a_folder_that_is_just_being_made_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    enough = threading.Event()
+
+    def look_for_leftovers() -> None:
+        while not enough.is_set():
+            sweep("x-")
+
+    others = [threading.Thread(target=look_for_leftovers) for _ in range(2)]
+    for other in others:
+        other.start()
+    try:
+        for number in range(100):
+            with held_folder(tmp_path / f"x-{number}"):
+                assert (tmp_path / f"x-{number}").is_dir(), f"swept, after {number} that were not"
+    finally:
+        enough.set()
+        for other in others:
+            other.join()
+    assert not os.listdir(tmp_path)
+
+
 def test_a_folder_whose_process_was_killed_before_it_could_hold_it_is_swept_when_it_is_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("x-empty", "x-full"):
+    for name in ("x-empty", "x-begun", "x-full"):
         (tmp_path / name).mkdir()
+    (tmp_path / "x-begun" / "keeper.begun").touch()
     (tmp_path / "x-full" / "something").touch()
     long_ago = time.time() - 2 * BEGINNING_S
     for folder in tmp_path.iterdir():
