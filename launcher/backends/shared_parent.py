@@ -38,6 +38,7 @@ from rendezvous.errors import RendezvousError, TokenError
 
 WARM_UP_S = 60.0  # longer than importing takes even from a slow network file system
 ANSWER_S = 10.0  # for two forks, on a very busy machine
+MOST_LAUNCHES = 4  # in a job's life: one that keeps dying is no help
 CALM_S = 2.0  # nobody has asked for so long: what can wait takes nobody's processor now
 SPEC_S = 5.0  # for the rendezvous to say what the job runs; it was published before
 END_S = 2 * SPEC_S  # for the thread to end
@@ -62,7 +63,7 @@ class Birth:
 
 
 class _LostError(Exception):
-    """No shared parent from now on; the text says why, and is empty where nobody need know."""
+    """There is no shared parent; the text says why, and is empty where nobody need know."""
 
 
 class SharedParent:
@@ -80,7 +81,9 @@ class SharedParent:
         self._later: deque[Birth] = deque()  # of those, what can wait; its thread's own
         self._thread: threading.Thread | None = None
         self._held: Held | None = None
-        self._lost = False
+        self._launches = 0
+        self._warm = False  # the newest was, once
+        self._lost = False  # for good
         self._ending = threading.Event()
         self._wake_read, self._wake_write = -1, -1
 
@@ -135,12 +138,17 @@ class SharedParent:
             self._later.append(birth)
 
     def _lose(self, why: str) -> None:
-        """Give it up for good; people are told, unless it is no news to them."""
-        self._lost = True
+        """Give it up, for good if it never was of use or too many were lost; people are told."""
+        self._lost = not self._warm or self._launches >= MOST_LAUNCHES
         words = "" if self._held is None else self._held.last_words()
         self._end()
         if why and not self._ending.is_set():
-            self._say(f"agents on this machine import for themselves from now on: {why}{words}")
+            who = "agents on this machine import for themselves from now on"
+            if not self._lost:
+                who = (
+                    "an agent on this machine imports for itself, and another process for the next"
+                )
+            self._say(f"{who}: {why}{words}")
 
     def _end(self) -> None:
         if self._held is not None:
@@ -153,6 +161,7 @@ class SharedParent:
             plan = plan_for(self._read_spec(), os.environ)
         except NotWarmable:
             raise _LostError("") from None  # nothing is warm in this job
+        self._launches, self._warm = self._launches + 1, False
         try:
             self._held = execute(plan)
             self._held.status.settimeout(ANSWER_S)
@@ -183,6 +192,7 @@ class SharedParent:
             )
         if "refused" in receive_line(held.status):
             raise _LostError("")  # what the agents will find out, too, and say
+        self._warm = True
 
     def _fork(self, held: Held, birth: Birth) -> None:
         """Have one agent forked; raises OSError or EOFError where none comes."""

@@ -295,7 +295,7 @@ def test_the_spare_outlives_an_agent_and_not_the_backend(machine: Machine) -> No
 # ---- when it cannot be had -----------------------------------------------------------------
 
 
-def test_when_the_shared_parent_is_killed_agents_go_on_and_the_next_is_executed(
+def test_when_the_shared_parent_is_killed_agents_go_on_and_the_next_but_one_is_forked(
     machine: Machine, capfd: pytest.CaptureFixture[str]
 ) -> None:
     machine.publish_job(LOOK)
@@ -305,9 +305,28 @@ def test_when_the_shared_parent_is_killed_agents_go_on_and_the_next_is_executed(
     assert machine.seen(machine.work(HOSTS[2]))[:2] == (third, True)
     assert len(machine.importers) == 3
     machine.up(HOSTS[2], incarnation=2)
+    machine.up(HOSTS[2], incarnation=3)
+    assert machine.seen(machine.work(HOSTS[2], 3)).warm
+    assert len(machine.importers) == 4, "another process imports for all that come now"
     assert machine.seen(machine.work(HOSTS[1])).warm
     assert machine.lost == {}
-    assert capfd.readouterr().err.count("agents on this machine import for themselves") == 1
+    assert capfd.readouterr().err.count("an agent on this machine imports for itself") == 1
+
+
+def test_one_that_dies_again_and_again_is_not_started_for_ever(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shared_parent, "MOST_LAUNCHES", 2)
+    machine.publish_job()
+    machine.up(*HOSTS[:2])
+    for incarnation in (2, 4):
+        os.kill(machine.shared_parent(), signal.SIGKILL)
+        machine.up(HOSTS[1], incarnation=incarnation)  # for itself
+        machine.up(HOSTS[1], incarnation=incarnation + 1)
+    said = capfd.readouterr().err
+    assert said.count("an agent on this machine imports for itself") == 1
+    assert said.count("agents on this machine import for themselves from now on") == 1
+    assert machine.lost == {}
 
 
 def test_when_it_is_killed_while_it_imports_those_who_wait_are_executed(machine: Machine) -> None:
