@@ -6,12 +6,15 @@ import os
 import time
 from pathlib import Path
 
+import quick_end
 import torch
 
 import elastic_driver as elastic
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.backends import Choice
 from tests.support.second_gloo import SecondGloo
+
+quick_end.prepare()
 
 STEPS = int(os.environ.get("STEPS", "100000"))
 WORKER = os.environ["ELASTIC_WORKER_ID"]

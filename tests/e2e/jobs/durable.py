@@ -10,9 +10,12 @@ import os
 import time
 from pathlib import Path
 
+import quick_end
 import torch
 
 import elastic_driver as elastic
+
+quick_end.prepare()
 
 STEPS = int(os.environ["STEPS"])
 STEP_S = float(os.environ.get("STEP_MS", "10")) / 1000

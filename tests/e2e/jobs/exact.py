@@ -11,10 +11,13 @@ import os
 import time
 from pathlib import Path
 
+import quick_end
 import torch
 import torch.distributed as dist
 
 import elastic_driver as elastic
+
+quick_end.prepare()
 
 MODE = os.environ["MODE"]
 EPOCHS = int(os.environ.get("EPOCHS", "2"))

@@ -11,9 +11,12 @@ import random
 import time
 from pathlib import Path
 
+import quick_end
 import torch
 
 import elastic_driver as elastic
+
+quick_end.prepare()
 
 STEPS = int(os.environ.get("STEPS", "100000"))
 WORK_S = float(os.environ.get("WORK_MS", "20")) / 1000

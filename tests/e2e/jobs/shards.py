@@ -11,10 +11,13 @@ import signal
 import time
 from pathlib import Path
 
+import quick_end
 import torch
 import torch.distributed as dist
 
 import elastic_driver as elastic
+
+quick_end.prepare()
 
 MODE = os.environ["MODE"]
 STEP_S = float(os.environ.get("STEP_MS", "10")) / 1000

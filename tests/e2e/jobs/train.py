@@ -9,9 +9,12 @@ import os
 import time
 from pathlib import Path
 
+import quick_end
 import torch
 
 import elastic_driver as elastic
+
+quick_end.prepare()
 
 STEPS = int(os.environ.get("STEPS", "200"))
 WIDTH = int(os.environ.get("WIDTH", "50"))
