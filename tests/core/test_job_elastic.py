@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_driver.core import events as ev
 from elastic_driver.core import messages as msg
-from elastic_driver.core.decisions import PublishNotice, SealRound, StartAgent, StopAgent
+from elastic_driver.core.decisions import PublishNotice, SealRound
 from tests.core.scenario import MakeScenario
 
 
@@ -141,162 +141,6 @@ def test_a_broken_group_without_any_death_reforms_with_the_same_members(
     assert s.job.snapshot(s.now).counters.failures == 0
 
 
-def test_a_removed_hosts_workers_leave_at_a_boundary_and_are_then_stopped(
-    scenario: MakeScenario,
-) -> None:
-    s = scenario(start_np=3).training(a=2, b=1)
-    s.hosts(a=2)
-    s.wait(1.0)
-    assert s.notice.at_boundary
-    assert s.notice.reason == "host b was removed"
-    s.ready("a.0.1", "a.1.1", "b.0.1", version=5)
-    assert s.members == ["a.0.1", "a.1.1"]
-    assert [o.worker for o in s.orders(msg.StopWorkerOrder)] == ["b.0.1"]
-    assert s.all(StopAgent) == []
-    s.exit("b.0.1", 0)
-    assert s.all(StopAgent)[0].host == "b"
-    assert s.end is None
-    assert s.job.snapshot(s.now).counters.failures == 0
-
-
-def test_a_removed_worker_that_dies_before_the_boundary_is_no_failure(
-    scenario: MakeScenario,
-) -> None:
-    s = scenario(start_np=2, max_restarts=0).training(a=1, b=1)
-    s.hosts(a=1)
-    s.exit("b.0.1", -15)
-    assert not s.notice.at_boundary
-    s.ready("a.0.1", version=5)
-    assert s.members == ["a.0.1"]
-    assert s.end is None
-
-
-def test_a_host_that_comes_back_within_the_last_call_changes_nothing(
-    scenario: MakeScenario,
-) -> None:
-    s = scenario(start_np=2, last_call=1.0).training(a=1, b=1)
-    s.hosts(a=1)
-    s.wait(0.5)
-    s.hosts(a=1, b=1)
-    s.wait(10.0)
-    assert s.all(PublishNotice) == []
-    assert s.round == (1, "complete")
-
-
-def test_below_min_np_a_removed_host_is_left_all_the_same(scenario: MakeScenario) -> None:
-    s = scenario(start_np=4, min_np=3).training(a=2, b=2)
-    s.hosts(a=2)
-    s.wait(1.0)
-    s.ready("a.0.1", "a.1.1", "b.0.1", "b.1.1", version=5)
-    assert s.round == (2, "forming")
-    assert sorted(s.in_state("stopping")) == ["b.0.1", "b.1.1"]
-    assert s.job.snapshot(s.now).reason == "2 of at least 3 workers are ready"
-
-
-def test_when_every_host_is_exchanged_the_state_is_handed_over(scenario: MakeScenario) -> None:
-    s = scenario(start_np=2, max_np=2).training(a=2)
-    s.hosts(b=2)
-    s.wait(30.0)
-    assert s.round == (1, "complete")  # train on: nobody else holds the state
-    s.ready("b.0.1")
-    s.wait(1.0)
-    s.ready("a.0.1", "a.1.1", version=9)
-    assert s.members == ["a.0.1", "b.0.1"]  # one of the old stays to hand over
-    s.step("a.0.1", "b.0.1")
-    s.wait(1.0)
-    assert s.notice.round == 2
-    assert s.notice.at_boundary
-    s.ready("a.0.1", "b.0.1", version=11)
-    assert s.members == ["b.0.1"]
-    assert s.world.members[0].version == 11
-
-
-def test_when_the_only_host_is_removed_the_job_waits_for_another(scenario: MakeScenario) -> None:
-    s = scenario(start_np=1, elastic_timeout=60.0).training(a=1)
-    s.hosts()
-    s.wait(1.0)
-    s.ready("a.0.1", version=5)
-    s.send(ev.WorkerSaved("a.0.1", 1))
-    assert s.in_state("stopping") == ["a.0.1"]
-    s.obey_stops()
-    s.hosts(b=1)
-    s.ready(*s.starting)
-    assert s.members == ["b.0.1"]
-
-
-def test_a_host_that_shrinks_keeps_its_oldest_workers(scenario: MakeScenario) -> None:
-    s = scenario(start_np=3).training(a=3)
-    s.exit("a.0.1", -9)
-    s.ready("a.1.1", "a.2.1", version=2)
-    s.ready("a.0.2")
-    s.wait(1.0)
-    s.ready("a.1.1", "a.2.1", version=3)
-    assert s.members == ["a.1.1", "a.2.1", "a.0.2"]
-    s.hosts(a=2)
-    s.wait(1.0)
-    s.ready("a.1.1", "a.2.1", "a.0.2", version=4)
-    assert s.members == ["a.1.1", "a.2.1"]
-
-
-def test_scaling_down_and_up_keeps_the_oldest(scenario: MakeScenario) -> None:
-    s = scenario(start_np=4, max_np=4).training(a=2, b=2)
-    s.send(ev.ScaleRequested(2))
-    s.wait(1.0)
-    s.ready(*s.members, version=5)
-    assert s.members == ["a.0.1", "a.1.1"]
-    s.obey_stops()
-    s.send(ev.ScaleRequested(99))
-    assert s.starting == ["b.0.2", "b.1.2"]
-    assert s.announced("scale_requested")[-1].reason == "4 workers (asked for 99)"
-    s.ready("b.0.2", "b.1.2")
-    s.wait(1.0)
-    s.ready("a.0.1", "a.1.1", version=6)
-    assert s.world.size == 4
-
-
-def test_scaling_never_goes_below_min_np(scenario: MakeScenario) -> None:
-    s = scenario(start_np=3, min_np=2).training(a=3)
-    s.send(ev.ScaleRequested(0))
-    assert s.job.snapshot(s.now).wanted == 2
-
-
-def test_a_spare_host_is_used_only_when_another_is_lost(scenario: MakeScenario) -> None:
-    s = scenario(start_np=2, max_np=2).training(a=1, b=1, c=1)
-    assert [d.host for d in s.all(StartAgent)] == ["a", "b"]
-    s.agents = False
-    s.agent_lost("b")
-    assert [d.host for d in s.all(StartAgent)][2:] == ["b", "c"]
-    s.agent_up("c")
-    assert s.starting == ["c.0.1"]
-    s.agent_up("b", 2)
-    assert s.starting == ["c.0.1"]
-
-
-def test_a_lost_agent_is_started_again_once_then_its_host_cools_down(
-    scenario: MakeScenario,
-) -> None:
-    s = scenario(start_np=2, max_np=2, blacklist_cooldown=(10.0, 600.0)).training(a=1, b=1)
-    s.agent_lost("b")
-    assert s.all(StartAgent)[-1].incarnation == 2
-    assert s.announced("host_blacklisted") == []
-    s.ready("a.0.1", version=3)
-    s.agent_lost("b")
-    assert len(s.announced("host_blacklisted")) == 1
-    assert s.round == (2, "complete")
-    s.wait(10.0)
-    assert s.all(StartAgent)[-1].incarnation == 3
-
-
-def test_a_host_in_cooldown_keeps_its_healthy_workers(scenario: MakeScenario) -> None:
-    s = scenario(start_np=4, max_np=4, host_failures=1).training(a=2, b=2)
-    s.exit("b.0.1", 1)
-    s.ready("a.0.1", "a.1.1", "b.1.1", version=3)
-    assert s.members == ["a.0.1", "a.1.1", "b.1.1"]
-    assert s.starting == []
-    s.wait(10.0)
-    assert s.starting == ["b.0.2"]
-
-
 def test_a_hung_worker_is_killed_at_once_and_its_late_exit_is_its_end(
     scenario: MakeScenario,
 ) -> None:
@@ -420,17 +264,3 @@ def test_the_round_counts_at_most_reset_limit_changes(scenario: MakeScenario) ->
     assert "reset limit of 1" in s.end.reason
     assert "--reset-limit" in s.end.reason
     assert s.end.exit_code == 1
-
-
-def test_a_newcomer_whose_host_is_removed_before_it_is_let_in_is_stopped(
-    scenario: MakeScenario,
-) -> None:
-    s = scenario(start_np=1, max_np=2, last_call=5.0).training(a=1)
-    s.hosts(a=1, b=1)
-    s.ready("b.0.1")
-    s.hosts(a=1)
-    assert s.in_state("stopping") == ["b.0.1"]
-    s.obey_stops()
-    assert s.all(StopAgent)[0].host == "b"
-    s.wait(10.0)
-    assert s.all(PublishNotice) == []

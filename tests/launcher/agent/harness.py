@@ -44,6 +44,30 @@ E = TypeVar("E", AgentReady, HostLeaving, WorkerStarted, WorkerExited)
 ROOT = Path(__file__).resolve().parents[3]
 TOKEN = "a-token-for-tests"
 HOST = "localhost"
+WAIT = "import time\nprint('up', flush=True)\ntime.sleep(600)"
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda *_: print("not yet", flush=True))
+print("up", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+DAEMON = """
+import os, pathlib, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        pathlib.Path("daemon").write_text(str(os.getpid()))
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+while not (pathlib.Path("daemon").exists() and pathlib.Path("daemon").read_text()):
+    time.sleep(0.01)
+print("up", flush=True)
+if not os.environ.get("STAY"):
+    raise SystemExit(0)
+time.sleep(600)
+"""
 _decode_event = msgspec.json.Decoder(WireEvent).decode
 
 

@@ -13,33 +13,19 @@ import psutil
 
 from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
 from elastic_driver.core.messages import StartWorkerOrder
-from tests.launcher.agent.harness import TOKEN, Driver, agent_of, eventually, lives, place
+from tests.launcher.agent.harness import (
+    DAEMON,
+    STUBBORN,
+    TOKEN,
+    WAIT,
+    Driver,
+    agent_of,
+    eventually,
+    lives,
+    place,
+)
 
 HELLO = "import os; print('hello from', os.environ['RANK'])"
-WAIT = "import time\nprint('up', flush=True)\ntime.sleep(600)"
-STUBBORN = """
-import signal, time
-signal.signal(signal.SIGTERM, lambda *_: print("not yet", flush=True))
-print("up", flush=True)
-while True:
-    time.sleep(0.1)
-"""
-DAEMON = """
-import os, pathlib, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        pathlib.Path("daemon").write_text(str(os.getpid()))
-        time.sleep(600)
-    os._exit(0)
-os.wait()
-while not (pathlib.Path("daemon").exists() and pathlib.Path("daemon").read_text()):
-    time.sleep(0.01)
-print("up", flush=True)
-if not os.environ.get("STAY"):
-    raise SystemExit(0)
-time.sleep(600)
-"""
 
 
 def test_a_worker_is_told_that_its_sigterm_is_the_agent_s(driver: Driver) -> None:
@@ -280,99 +266,6 @@ def test_a_worker_that_fell_because_a_peer_was_lost_is_a_victim(driver: Driver) 
         assert driver.wait(WorkerExited, driver.start_worker()).victim
 
 
-def test_shutdown_reports_every_end_and_leaves_nothing(driver: Driver) -> None:
-    driver.python(STUBBORN)
-    with agent_of(driver) as agent:
-        workers = [driver.start_worker(rank, 2) for rank in range(2)]
-        eventually(lambda: agent.out.count("up") == 2)
-        driver.shutdown(grace=0.3)
-        assert agent.wait() == 0
-        assert all(driver.told(WorkerExited, worker) for worker in workers)
-        assert not any(lives(e.pid) for e in driver.told(WorkerStarted))
-
-
-def test_sigterm_stops_the_workers_and_their_daemons_and_reports_them(driver: Driver) -> None:
-    driver.python(DAEMON, env={"STAY": "1"})
-    with agent_of(driver) as agent:
-        worker = driver.start_worker()
-        eventually(lambda: "up" in agent.out)
-        agent.process.terminate()
-        assert agent.wait() == 143
-        assert driver.told(WorkerExited, worker)[0].exit_code == -signal.SIGTERM
-        assert not lives(int((driver.folder / "daemon").read_text()))
-        assert "got SIGTERM" in agent.err
-
-
-def test_a_second_signal_does_not_wait_for_stubborn_workers(driver: Driver) -> None:
-    driver.python(STUBBORN)
-    with agent_of(driver) as agent:
-        driver.start_worker()
-        eventually(lambda: "up" in agent.out)
-        agent.process.terminate()
-        eventually(lambda: "not yet" in agent.out)
-        agent.process.terminate()
-        assert agent.wait(3) == 143
-
-
-def test_workers_die_with_an_agent_that_is_killed(driver: Driver) -> None:
-    driver.python(WAIT)
-    with agent_of(driver) as agent:
-        pid = driver.wait(WorkerStarted, driver.start_worker()).pid
-        eventually(lambda: "up" in agent.out)
-        agent.process.kill()
-        agent.wait()
-        eventually(lambda: not lives(pid), within=3)
-
-
-def test_an_agent_whose_driver_does_not_answer_stops_its_workers(driver: Driver) -> None:
-    driver.python(WAIT, heartbeat_timeout=1.0)
-    with agent_of(driver) as agent:
-        pid = driver.wait(WorkerStarted, driver.start_worker()).pid
-        eventually(lambda: "up" in agent.out)
-        driver.server.stop()
-        assert agent.wait(10) == 75
-        assert not lives(pid)
-        assert "the driver is gone" in agent.err
-        assert driver.token_file.exists()  # not told to own it
-
-
-def test_an_agent_notices_its_lifeline_closing_and_removes_the_drivers_files(
-    driver: Driver,
-) -> None:
-    driver.python(WAIT)
-    read, write = os.pipe2(os.O_CLOEXEC)
-    newer = driver.folder / "newer"
-    newer.write_text("the token of a driver that came after")
-    files = [str(p) for p in (driver.token_file, driver.endpoint_file, newer)]
-    extra = [word for path in files for word in ("--orphan-file", path)]
-    with agent_of(driver, "--lifeline", *extra, stdin=read) as agent:
-        os.close(read)
-        pid = driver.wait(WorkerStarted, driver.start_worker()).pid
-        eventually(lambda: "up" in agent.out)
-        os.close(write)
-        assert agent.wait(8) == 75
-        assert not lives(pid)
-        assert [Path(p).exists() for p in files] == [False, False, True]
-
-
-def test_a_refused_token_is_one_clear_line(driver: Driver) -> None:
-    driver.python(WAIT)
-    driver.token_file.write_text("another")
-    with agent_of(driver) as agent:
-        assert agent.wait() == 75
-        assert "cannot join the job" in agent.err
-        assert "token" in agent.err
-        assert len(agent.err.splitlines()) == 1
-
-
-def test_a_missing_token_file_and_a_wrong_option_are_usage_errors(driver: Driver) -> None:
-    driver.token_file.unlink()
-    with agent_of(driver) as agent:
-        assert agent.wait() == 64
-    with agent_of(driver, "--no-such-option") as agent:
-        assert agent.wait() == 64
-
-
 def test_a_terminal_that_nobody_reads_does_not_hold_training_up_for_ever(driver: Driver) -> None:
     driver.python("for n in range(100_000): print('x' * 60, n)", log_dir="logs")
     read, write = os.pipe2(os.O_CLOEXEC)
@@ -415,11 +308,9 @@ def test_a_flood_of_lines_arrives_whole_and_quickly(driver: Driver) -> None:
         assert agent.out.splitlines() == [f"[0]<stdout>:step {n}" for n in range(lines)]
 
 
-WARM_SCRIPT = "import psutil, os\nprint('ppid', os.getppid(), flush=True)\n" + WAIT
-
-
 def test_warm_workers_are_children_of_the_agent_and_nothing_outlives_it(driver: Driver) -> None:
-    driver.python(WARM_SCRIPT, warm=1, preload=("psutil",))
+    script = "import psutil, os\nprint('ppid', os.getppid(), flush=True)\n" + WAIT
+    driver.python(script, warm=1, preload=("psutil",))
     with agent_of(driver) as agent:
         workers = [driver.start_worker(rank, 2) for rank in range(2)]
         pids = [driver.wait(WorkerStarted, worker).pid for worker in workers]

@@ -17,8 +17,7 @@ import pytest
 from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
 from elastic_driver.errors import ClusterError
 from launcher.backends.local import LocalBackend
-from tests.launcher.agent.harness import ROOT, Driver, eventually, lives
-from tests.launcher.agent.test_agent import DAEMON, STUBBORN, WAIT
+from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually, lives
 
 
 @pytest.fixture

@@ -23,8 +23,17 @@ from launcher.agent.host import held_folder
 from launcher.agent.processes.descendants import variables
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.ssh import SshOptions, SshReach
-from tests.launcher.agent.harness import HOST, ROOT, TOKEN, Driver, eventually, lives
-from tests.launcher.agent.test_agent import DAEMON, STUBBORN, WAIT
+from tests.launcher.agent.harness import (
+    DAEMON,
+    HOST,
+    ROOT,
+    STUBBORN,
+    TOKEN,
+    WAIT,
+    Driver,
+    eventually,
+    lives,
+)
 
 _SSH = """#!/bin/sh
 TMPDIR={tmp}; export TMPDIR

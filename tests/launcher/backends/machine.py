@@ -1,0 +1,140 @@
+"""A driver of several local hosts, for tests of the backend that starts their agents."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from elastic_driver import contract
+from elastic_driver.core.events import AgentReady, WorkerExited
+from elastic_driver.core.messages import StartWorkerOrder, encode
+from launcher.agent.processes.descendants import children
+from launcher.agent.told import WHEN_TOLD
+from launcher.backends.local import LocalBackend
+from rendezvous.wire import Set
+from tests.launcher.agent.harness import WAIT, Driver, eventually, lives, place
+
+HOSTS = ("localhost", "127.0.0.2", "127.0.0.3")
+IMPORTED = "import os\nopen({log!r}, 'a').write(f'{{os.getpid()}}\\n')\n"
+LOOK = """
+import json, os, sys
+shown = open("/proc/self/environ").read()
+seen = {"parent": os.getppid(), "warm": "counted" in sys.modules}
+with open(os.environ["ELASTIC_WORKER_ID"], "w") as file:
+    json.dump({**seen, "environ": str(os.environ), "shown": shown}, file)
+"""
+
+
+class Seen(NamedTuple):
+    """How a worker found itself."""
+
+    parent: int
+    warm: bool
+    variables: str  # as it has them, and as others are shown them
+
+
+class Machine(Driver):
+    """A driver of several local hosts whose job preloads a module that counts its imports."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.counts = folder / "imports"
+        (folder / "counted.py").write_text(IMPORTED.format(log=str(self.counts)))
+        self.lost: dict[str, str] = {}
+        self.backend = LocalBackend(self.server.url, self.token_file)
+        self.given: dict[tuple[str, int], int] = {}  # orders
+
+    @property
+    def importers(self) -> list[int]:
+        """Pids of all processes that have imported the module for themselves."""
+        return [int(line) for line in self.counts.read_text().split()]
+
+    def publish_job(self, script: str = WAIT, **changes: object) -> None:
+        self.python(script, preload=("counted",), **changes)
+
+    def start(self, *hosts: str, incarnation: int = 1) -> None:
+        for host in hosts:
+            self.backend.start(host, incarnation, self.told_of(host))
+
+    def told_of(self, host: str) -> Callable[[str], None]:
+        return lambda reason: self.lost.__setitem__(host, reason)
+
+    def up(self, *hosts: str, incarnation: int = 1) -> list[int]:
+        """Start agents on these hosts; their pids once all are up."""
+        self.start(*hosts, incarnation=incarnation)
+        return self.wait_for(*hosts, incarnation=incarnation)
+
+    def wait_for(self, *hosts: str, incarnation: int = 1) -> list[int]:
+        """The pids of agents that were started, once all are up."""
+
+        def pids() -> list[int]:
+            ready = {e.host: e.pid for e in self.told(AgentReady) if e.incarnation == incarnation}
+            return [ready[host] for host in hosts] if set(hosts) <= set(ready) else []
+
+        return eventually(pids, 30.0, f"agents on {hosts}; lost: {self.lost}")
+
+    def work(self, host: str, incarnation: int = 1) -> str:
+        """Order a worker on a host; its name."""
+        number = self.given[host, incarnation] = self.given.get((host, incarnation), 0) + 1
+        worker = contract.worker_id(host, 0, 10 * incarnation + number)
+        order = StartWorkerOrder(worker, place(), 1, 0, "127.0.0.1", 29500)
+        self.server.apply([Set(contract.agent_order(host, incarnation, number), encode(order))])
+        return worker
+
+    def seen(self, worker: str) -> Seen:
+        """What a worker of the `LOOK` script has written, once it has ended."""
+        assert self.wait(WorkerExited, worker).exit_code == 0
+        found = json.loads((self.folder / worker).read_text())
+        return Seen(found["parent"], found["warm"], found["environ"] + found["shown"])
+
+    def expect_more(self) -> None:
+        """From now on hosts may come at any time; before the first one."""
+        self.backend = LocalBackend(self.server.url, self.token_file, grows=True)
+
+    def spare(self) -> int:
+        """The pid of an agent that waits to be told its host."""
+
+        def look() -> int:
+            found = [pid for pid in children() if WHEN_TOLD in command(pid) and lives(pid)]
+            agents = {event.pid for event in self.told(AgentReady)}
+            return next((pid for pid in found if pid not in agents), 0)
+
+        return eventually(look, what="a spare agent")
+
+    def shared_parent(self) -> int:
+        """The pid of the process that imports for all."""
+
+        def look() -> int:
+            found = [pid for pid in children() if "script.py" in command(pid) and lives(pid)]
+            return found[0] if found else 0
+
+        return eventually(look, what="a shared parent")
+
+
+def command(pid: int) -> str:
+    """What a process runs, a word apart; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def kinds_of_files(pid: int) -> list[str]:
+    """What a process has open, but for numbers and for where the warm parent's words are kept."""
+    links = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            links.append(os.readlink(fd))
+    kinds = [re.sub(r"\[\d+\]|elastic-mp-\w+", "", link) for link in links]
+    return sorted(re.sub(r"/memfd:.*|/.*/#\d+ .*", "log", kind) for kind in kinds)
+
+
+def signals(pid: int) -> list[str]:
+    """Which signals a process blocks, ignores and catches."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return [line for line in lines if line.startswith(("SigBlk", "SigIgn", "SigCgt"))]
