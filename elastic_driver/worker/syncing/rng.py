@@ -150,10 +150,10 @@ class RandomStates:
         self._numpy = NumpyWatch()
 
     def take(self) -> dict[str, Any]:
-        """The states now, by generator."""
+        """The states now, by generator; of torch's a copy of the generator, half the price."""
         states: dict[str, Any] = {
             "python": self._python.state(),
-            "torch": torch.default_generator.get_state(),
+            "torch": torch.default_generator.clone_state(),
         }
         if (numpy_state := self._numpy.state()) is not None:
             states["numpy"] = numpy_state
@@ -167,6 +167,7 @@ class RandomStates:
         Without NumPy's where it has another generator than its own: each process keeps its state.
         """
         states = self.take()
+        states["torch"] = states["torch"].get_state()
         numpy_state = states.pop("numpy", None)
         if isinstance(numpy_state, tuple):
             name, key, *rest = numpy_state
@@ -184,7 +185,8 @@ class RandomStates:
     def put(states: dict[str, Any]) -> None:
         """Set the generators to `states`; those it does not name stay as they are."""
         random.setstate(states["python"])
-        torch.set_rng_state(states["torch"])
+        kept = states["torch"]
+        torch.set_rng_state(kept.get_state() if isinstance(kept, torch.Generator) else kept)
         if "numpy" in states and "numpy.random" in sys.modules:
             sys.modules["numpy"].random.set_state(states["numpy"])
         if "cuda" in states and torch.cuda.is_initialized():

@@ -117,3 +117,12 @@ def test_what_was_taken_can_be_put_back() -> None:
     drawn = [random.random(), np.random.random(), torch.rand(1).item()]
     states.put(taken)
     assert [random.random(), np.random.random(), torch.rand(1).item()] == drawn
+
+
+def test_what_is_sent_sets_another_processs_generators_to_the_same_draws() -> None:
+    states = RandomStates()
+    torch.randn(1)  # leaves a second Gaussian in store
+    sent = states.portable()
+    drawn = [random.random(), np.random.random(), torch.randn(1).item()]
+    states.put_portable(sent)
+    assert [random.random(), np.random.random(), torch.randn(1).item()] == drawn
