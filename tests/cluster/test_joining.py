@@ -92,7 +92,7 @@ def test_the_same_command_on_three_hosts_one_of_which_leaves_and_one_is_lost(
         job.check_steps({"node2"})
 
         signal_launcher(cluster.node("node0"), signal.SIGINT)
-        assert job.wait() == 130
+        assert job.wait(60) == 130
         assert late["node1"].wait(60) == 130
         eventually(lambda: not job.left_behind(), within=15, what="nothing is left on any host")
 
@@ -116,7 +116,7 @@ def test_the_servers_host_restarts_and_the_others_join_the_new_run(cluster: Clus
         cluster.node("node0").boot()
         job = site.job(site.run("node0", steps=60))
         assert job.wait(120) == 0, job.describe()
-        assert [other.wait() for other in others] == [0, 0]
+        assert [other.wait(60) for other in others] == [0, 0]
         assert {host_of_worker(r.worker) for r in job.steps()} >= {"node0"}
 
 

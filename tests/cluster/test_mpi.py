@@ -11,7 +11,7 @@ from tests.support.cluster import Cluster
 from tests.support.cluster_job import elasticrun_on
 from tests.support.job import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 _REASON = mpi.why_not()
 
@@ -35,7 +35,7 @@ def test_agents_outlive_mpirun_and_are_started_again_by_another_one() -> None:
         job.together(2, above=before[0].round)
         job.check_steps({"node1"})
         job.signal(signal.SIGINT)
-        assert job.wait() == 130, job.describe()
+        assert job.wait(30) == 130, job.describe()
         eventually(
             lambda: not job.left_behind(),
             within=15,

@@ -13,7 +13,7 @@ from tests.support.cluster_job import ClusterJob, elasticrun_on
 from tests.support.job import eventually
 from tests.support.slurm import Slurm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 _REASON = real.why_not()
 ALLOCATION = ("salloc", "--quiet", "--no-kill", "--nodes=2", "--ntasks-per-node=1")
@@ -54,7 +54,7 @@ def test_a_killed_agent_is_started_again_and_scancel_leaves_nothing(slurm: Slurm
         assert job.wait_event("agent_lost", "node1")["reason"].endswith("was killed by SIGKILL")
         job.check_steps({"node1"})
         slurm.run("head", "scancel", "1")
-        assert job.wait() == 143, job.describe()
+        assert job.wait(30) == 143, job.describe()
         assert "every host goes away (its agent got SIGTERM)" in job.stderr.splitlines()[-1]
         assert_nothing_left(slurm, job)
 
@@ -64,7 +64,7 @@ def test_a_notice_to_all_steps_is_left_with_at_a_step_boundary(slurm: Slurm) -> 
     with elasticrun_on(slurm.cluster, *args, inside=ALLOCATION, env=slurm.environ) as job:
         job.together(2)
         slurm.run("head", "scancel", "--signal=USR1", "1")
-        assert job.wait() == 143, job.describe()
+        assert job.wait(30) == 143, job.describe()
         assert "every host goes away (its agent got SIGUSR1)" in job.stderr.splitlines()[-1]
         job.check_steps(set())
         assert not job.events("worker_lost", "agent_lost")

@@ -10,13 +10,13 @@ import pytest
 from tests.support.cluster import Cluster, why_not
 from tests.support.cluster_job import elasticrun_on
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def test_too_few_fit_hosts_are_told_one_line_each_and_end_with_75(cluster: Cluster) -> None:
     cluster.node("node1").kill()
     with elasticrun_on(cluster, "-np", "3", "-H", "node[0-1]:1,nosuch:1") as job:
-        assert job.wait() == 75
+        assert job.wait(60) == 75
         lines = job.stderr.splitlines()
         assert sum(line.startswith("elasticrun: node1: ") for line in lines) == 1
         assert sum(line.startswith("elasticrun: nosuch: ") for line in lines) == 1

@@ -45,7 +45,7 @@ def test_work_moves_away_from_a_slowed_worker_and_the_result_stays_the_same() ->
 def test_rank_0_may_die_while_it_passes_shares_on() -> None:
     args = ("-np", "2", "--min-np", "1", "--virtual-workers", "8", "--balance", "--", INTERRUPTED)
     with elasticrun(*args, env={"MODE": "fixed", "STEP_MS": "5"}) as job:
-        assert job.wait() == 0, job.describe()
+        assert job.wait(60) == 0, job.describe()
         died = [e for e in job.events("worker_exited") if e["exit_code"] == -9]
         assert [(e["rank"], e["round"]) for e in died] == [(0, 1)], job.describe()
         assert job.events("worker_hung", "worker_lost") == []

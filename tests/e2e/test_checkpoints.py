@@ -109,7 +109,7 @@ def test_a_new_job_of_any_size_goes_on_where_the_last_one_was(tmp_path: Path) ->
         with elasticrun(
             "-np", str(workers), "--", JOB, env=environment(checkpoints, 20 * (index + 1))
         ) as job:
-            assert job.wait() == 0, job.describe()
+            assert job.wait(60) == 0, job.describe()
             starts = entered(job)
             assert [step for step, _ in starts] == [20 * index] * workers
             if last:
@@ -122,7 +122,7 @@ def test_a_new_job_of_any_size_goes_on_where_the_last_one_was(tmp_path: Path) ->
 def test_a_newcomer_that_joins_a_resumed_job_starts_with_its_state(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     with elasticrun("-np", "2", "--", JOB, env=environment(checkpoints, 20)) as job:
-        assert job.wait() == 0, job.describe()
+        assert job.wait(60) == 0, job.describe()
     with elasticrun("-np", "3", "--", JOB, env=environment(checkpoints, 100000)) as job:
         members = job.until_size(3)
         victim = max(members, key=lambda pid: members[pid].rank)
@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_be_used_is_said_and_does_not_end_the_job(tmp_path:
     (tmp_path / "a file").write_text("")
     env = environment(tmp_path / "a file" / "checkpoints", 60)
     with elasticrun("-np", "2", "--", JOB, env=env) as job:
-        assert job.wait() == 0, job.describe()
+        assert job.wait(60) == 0, job.describe()
         assert len(final_weights(job)) == 1
         lines = [line for line in job.stderr.splitlines() if "Not a directory" in line]
         assert 1 <= len(lines) <= 4, "said, and not at each of the three checkpoints"

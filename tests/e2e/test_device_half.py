@@ -43,7 +43,7 @@ def test_a_job_grows_loses_a_worker_and_one_hangs_and_it_ends_with_equal_weights
         job.killed[stopped] = job.kill(stopped, signal.SIGSTOP)
         assert again - {stopped} <= set(job.until_size(3))
         eventually(lambda: not is_running(stopped), within=5, what="the stopped one is killed")
-        assert job.wait() == 0, job.describe()
+        assert job.wait(60) == 0, job.describe()
         assert_no_step_lost_or_repeated(job, 400)
         said = [line for line in job.stdout.splitlines() if "done step=400" in line]
         assert len(said) == 3

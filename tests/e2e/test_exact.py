@@ -34,7 +34,7 @@ def alone(mode: str, **env: str) -> str:
         env={**clean, "MODE": mode, "STEP_MS": "0", "PYTHONPATH": str(ROOT), **env},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=90,
         check=True,
     )
     return result_of(done.stdout)

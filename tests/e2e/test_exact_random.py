@@ -85,7 +85,7 @@ class Fate:
         self.hosts.set(*(f"{name}:{slots}" for name, slots in self.present.items()))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", SCHEDULES)
 def test_no_history_of_failures_and_changes_changes_a_bit(
     seed: int, tmp_path: Path, expected: str

@@ -64,7 +64,7 @@ def test_a_job_with_kills_ends_with_every_step_done_once_and_equal_weights() -> 
     with elasticrun(*args, env={"STEPS": "400"}) as job:
         pids = sorted(job.until_size(3))
         job.kill(pids[1])
-        assert job.wait() == 0, job.describe()
+        assert job.wait(60) == 0, job.describe()
         assert_no_step_lost_or_repeated(job, 400)
         done = [
             line.split(":", 1)[1] for line in job.stdout.splitlines() if "done step=400" in line

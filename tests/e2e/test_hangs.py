@@ -89,7 +89,7 @@ def test_collectives_that_do_not_match_break_the_round_once_and_the_job_goes_on(
     env = {"HANG": "mismatch", "HANG_STEP": "30", "STEPS": "60"}
     with elasticrun(*args, env=env) as job:
         pids = set(job.until_size(3))
-        assert job.wait() == 0, job.describe()
+        assert job.wait(60) == 0, job.describe()
         assert {r.pid for r in job.steps()} == pids, "nobody was killed"
         assert len(job.events("worker_stalled")) == 3
         assert job.events("worker_hung") == []
@@ -100,7 +100,7 @@ def test_collectives_that_never_match_fail_the_job_and_tell_who_waits_where() ->
     args = ("-np", "3", "--hang-timeout", "1", "--", HANG)
     env = {"HANG": "mismatch", "HANG_STEP": "30", "HANG_TIMES": "99", "STEPS": "60"}
     with elasticrun(*args, env=env) as job:
-        assert job.wait() == 1, job.describe()
+        assert job.wait(60) == 1, job.describe()
         last = job.stderr.splitlines()[-1]
         assert "collectives that do not match, again" in last
         assert "ranks 0, 1 at" in last
@@ -114,7 +114,7 @@ def test_a_long_evaluation_that_reports_itself_is_no_hang() -> None:
     env = {"HANG": "evaluate", "HANG_STEP": "30", "EVALUATE_S": "3", "STEPS": "60"}
     with elasticrun(*args, env=env) as job:
         started = time.monotonic()
-        assert job.wait() == 0, job.describe()
+        assert job.wait(60) == 0, job.describe()
         assert time.monotonic() - started > 6.0
         assert job.events("worker_hung") == []
         assert job.rounds() == [3], "nobody left the round"

@@ -33,7 +33,7 @@ def test_a_typo_ends_the_job_quickly_with_its_traceback_once(tmp_path: Path) -> 
 
 def test_every_worker_raising_after_some_steps_ends_the_job_with_its_code() -> None:
     with elasticrun("-np", "3", "--", TRAIN, env={"FAIL_STEP": "5"}) as job:
-        assert job.wait() == 1
+        assert job.wait(40) == 1
         assert job.stderr.count("ValueError: boom at step 5") <= 3
         assert len(job.events("worker_started")) <= 6
         assert "Traceback" in job.stderr
@@ -42,12 +42,12 @@ def test_every_worker_raising_after_some_steps_ends_the_job_with_its_code() -> N
 
 def test_the_exit_status_is_that_of_the_first_failing_worker() -> None:
     with elasticrun("-np", "2", "--", TRAIN, env={"FAIL_STEP": "1", "FAIL_HOW": "17"}) as job:
-        assert job.wait() == 17
+        assert job.wait(40) == 17
 
 
 def test_all_exit_0_is_success_for_any_executable() -> None:
     with elasticrun("-np", "2", "--", "sh", "-c", 'echo "hello $RANK of $WORLD_SIZE"') as job:
-        assert job.wait() == 0
+        assert job.wait(20) == 0
         assert "[0]<stdout>:hello 0 of 2" in job.stdout
         assert "[1]<stdout>:hello 1 of 2" in job.stdout
         assert [e["event"] for e in job.events()][-1] == "job_succeeded"
@@ -55,7 +55,7 @@ def test_all_exit_0_is_success_for_any_executable() -> None:
 
 def test_a_plain_script_runs_unmodified() -> None:
     with elasticrun("-np", "2", "--", PLAIN) as job:
-        assert job.wait() == 0, job.describe()
+        assert job.wait(40) == 0, job.describe()
         assert job.stdout.count("plain done restarts=0 size=2") == 2
 
 
@@ -64,14 +64,14 @@ def test_a_plain_script_is_started_again_with_new_ranks_after_a_kill() -> None:
         notes = job.folder / "steps"
         job.until(lambda: len(list(notes.glob("plain.*"))) == 2, "both train")
         job.kill(int(next(notes.glob("plain.*")).name.split(".")[1]))
-        assert job.wait() == 0, job.describe()
+        assert job.wait(60) == 0, job.describe()
         assert job.stdout.count("plain done restarts=1 size=2") == 2
         job.assert_nothing_left()
 
 
 def test_a_plain_script_whose_one_rank_fails_once_is_started_again() -> None:
     with elasticrun("-np", "2", "--", PLAIN, env={"FAIL_ONCE": "3"}) as job:
-        assert job.wait() == 0, job.describe()
+        assert job.wait(60) == 0, job.describe()
         assert job.stdout.count("plain done restarts=1 size=2") == 2
 
 
@@ -86,7 +86,7 @@ def test_the_restart_budget_ends_the_job_and_names_itself() -> None:
                 if any(r.size == 2 and r.pid not in pids for r in job.steps()):
                     break
                 time.sleep(0.02)
-        assert job.wait() == 128 + signal.SIGKILL
+        assert job.wait(20) == 128 + signal.SIGKILL
         assert "--max-restarts" in job.stderr
         job.assert_nothing_left()
 
@@ -96,7 +96,7 @@ def test_the_reset_limit_ends_the_job_and_names_itself() -> None:
     with elasticrun(*args, env={"STEPS": "100000"}) as job:
         pids = sorted(job.until_size(2))
         job.kill(pids[-1])
-        assert job.wait() != 0
+        assert job.wait(40) != 0
         assert "--reset-limit" in job.stderr
         job.assert_nothing_left()
 
@@ -114,5 +114,5 @@ def test_a_worker_killed_after_a_peers_success_does_not_spoil_it(tmp_path: Path)
         "os.kill(os.getpid(), 9)\n",
     )
     with elasticrun("-np", "2", "--", late) as job:
-        assert job.wait() == 0, job.describe()
+        assert job.wait(30) == 0, job.describe()
         assert len(job.events("worker_started")) == 2

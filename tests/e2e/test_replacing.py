@@ -37,11 +37,10 @@ def test_a_slowed_worker_is_replaced_on_an_idle_host_before_it_leaves() -> None:
         newest = job.until_size(2, steps=5)
         assert (event["worker"], event["host"]) == (victim.worker, "127.0.0.2")
         assert {r.worker for r in newest.values()} == {stays.worker, event["replacement"]}
-        assert event["replacement"].startswith("127.0.0.3.0.")
+        assert event["replacement"] == "127.0.0.3.0.1"
         assert job.rounds() == [2, 2], "the world has never been smaller"
-        assert all(e["expected"] for e in job.events("worker_exited"))
-        *given_up, begun = job.events("replacement_started")  # beside others it may seem to recover
-        assert len(given_up) == len(job.events("replacement_abandoned"))
+        assert [e["expected"] for e in job.events("worker_exited")] == [True]
+        (begun,) = job.events("replacement_started")
         print(
             f"decided after {begun['t'] - slowed_at:.1f} s, replaced after "
             f"{event['t'] - slowed_at:.1f} s, longest pause of the other rank "

@@ -52,7 +52,7 @@ def test_a_torchrun_script_runs_as_it_is(tmp_path: Path) -> None:
     saved = tmp_path / "line.pt"
     script = (str(EXAMPLES / "plain_ddp.py"), "--steps", "100", "--checkpoint", str(saved))
     with elasticrun("-np", "2", *script) as job:
-        assert job.wait() == 0, job.describe()
+        assert job.wait(60) == 0, job.describe()
         assert "2 workers from step 0, restart 0" in job.stdout
         assert "done after 100 steps" in job.stdout
         assert saved.exists()
@@ -63,7 +63,7 @@ def test_the_discovery_script_prints_the_file_of_hosts(tmp_path: Path) -> None:
     args = ("--host-discovery-script", str(EXAMPLES / "discover_hosts.sh"), "-np", "2")
     env = {"HOSTS_FILE": str(hosts.listing)}
     with elasticrun(*args, "sh", "-c", "echo of $WORLD_SIZE", env=env) as job:
-        assert job.wait() == 0, job.describe()
+        assert job.wait(30) == 0, job.describe()
         assert job.stdout.count("of 2") == 2
 
 

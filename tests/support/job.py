@@ -24,7 +24,6 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "tests" / "e2e" / "jobs"
-LIMIT_S = 120.0  # for what only fails to come where something is wrong, however slow the machine
 T = TypeVar("T")
 
 
@@ -113,7 +112,7 @@ class RunningJob:
 
     # ---- waiting and acting --------------------------------------------------------------
 
-    def until(self, look: Callable[[], T | None], what: str, within: float = LIMIT_S) -> T:
+    def until(self, look: Callable[[], T | None], what: str, within: float = 40.0) -> T:
         """Wait for a condition while the job runs."""
 
         def look_while_running() -> T | None:
@@ -128,9 +127,7 @@ class RunningJob:
 
         return eventually(look_while_running, within=within, what=what, context=self.describe)
 
-    def until_size(
-        self, size: int, within: float = LIMIT_S, steps: int = 2
-    ) -> dict[int, StepRecord]:
+    def until_size(self, size: int, within: float = 40.0, steps: int = 2) -> dict[int, StepRecord]:
         """Wait until `size` live workers each finished `steps` steps in one world of that size.
 
         Only the newest world counts: one that the event log has, though nobody may have finished
@@ -157,7 +154,7 @@ class RunningJob:
             self.killed[pid] = now
         return now
 
-    def wait(self, within: float = LIMIT_S) -> int:
+    def wait(self, within: float = 60.0) -> int:
         """The exit status of `elasticrun`."""
         try:
             return self.process.wait(within)

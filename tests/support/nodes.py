@@ -15,7 +15,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.job import LIMIT_S, ROOT, RunningJob, eventually
+from tests.support.job import ROOT, RunningJob, eventually
 
 
 def free_port() -> int:
@@ -48,7 +48,7 @@ class Node:
     def context(self) -> str:
         return f"--- node {self.process.poll()}\n{self.stdout[-1000:]}\n{self.stderr[-3000:]}"
 
-    def wait(self, within: float = LIMIT_S) -> int:
+    def wait(self, within: float = 90.0) -> int:
         """Its exit status."""
         eventually(
             lambda: self.process.poll() is not None,
