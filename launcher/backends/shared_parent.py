@@ -27,7 +27,7 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core.messages import JobSpec, decode
-from launcher.agent.warm.birth import Held, end_child, execute
+from launcher.agent.warm.birth import MOST_LAUNCHES, Held, end_child, execute
 from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.parent._elastic_warm_common import receive_line, send_line
 from launcher.agent.warm.plan import plan_for
@@ -38,7 +38,6 @@ from rendezvous.errors import RendezvousError, TokenError
 
 WARM_UP_S = 60.0  # longer than importing takes even from a slow network file system
 ANSWER_S = 10.0  # for two forks, on a very busy machine
-MOST_LAUNCHES = 4  # in a job's life: one that keeps dying is no help
 CALM_S = 2.0  # nobody has asked for so long: what can wait takes nobody's processor now
 SPEC_S = 5.0  # for the rendezvous to say what the job runs; it was published before
 END_S = 2 * SPEC_S  # for the thread to end

@@ -23,6 +23,7 @@ from elastic_driver import contract
 from launcher.agent.processes.descendants import children, reap
 from launcher.agent.warm.plan import WarmPlan
 
+MOST_LAUNCHES = 4  # warm parents in the life of who starts them: one that keeps dying is no help
 END_S = 2.0  # for the kernel to end what was killed
 _PAD = "x" * 8192  # room in /proc/<pid>/environ for the variables that siblings do not share
 _HOOK = str(Path(__file__).parent / "parent")

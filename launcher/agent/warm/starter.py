@@ -23,14 +23,13 @@ from typing import Any
 from launcher.agent.host.leaving import spare_workers
 from launcher.agent.processes.descendants import die_with_parent
 from launcher.agent.processes.starter import FreshStarter, ProcessSpec, Starter
-from launcher.agent.warm.birth import Held, Inherited, end_child, execute
+from launcher.agent.warm.birth import MOST_LAUNCHES, Held, Inherited, end_child, execute
 from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.parent._elastic_warm_common import receive_line, send_line
 from launcher.agent.warm.plan import WarmPlan
 
 WARM_UP_S = 60.0  # longer than importing takes even from a slow network file system
 START_S = 5.0  # for a spare to answer; two forks on a busy machine take a tenth of a second
-MOST_LAUNCHES = 4  # warm parents in an agent's life: one that keeps dying is no help
 _EXIT_ORPHANED = 70
 
 
