@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic_driver.core.batch import allocate_microbatches
+    from elastic_driver.batch.microbatches import allocate_microbatches
     from elastic_driver.errors import HostsUpdatedInterrupt, WorldBrokenError
     from elastic_driver.worker.batches import FixedBatch
-    from elastic_driver.worker.process.current import (
+    from elastic_driver.worker.context.current import (
         cross_rank,
         cross_size,
         is_initialized,
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
         size,
         slot,
     )
+    from elastic_driver.worker.progress import busy, report_progress
     from elastic_driver.worker.run import run
     from elastic_driver.worker.sampler import ElasticSampler
     from elastic_driver.worker.sharded import ShardedDataset
     from elastic_driver.worker.shards import IncompleteDataError, ShardClient
-    from elastic_driver.worker.signs import busy, report_progress
     from elastic_driver.worker.state import ObjectState, State, TorchState
     from elastic_driver.worker.world.session import init, shutdown
     from elastic_driver.worker.world.wrapping import wrap
@@ -73,15 +73,15 @@ _HOME = {
     "State": "worker.state",
     "TorchState": "worker.state",
     "WorldBrokenError": "errors",
-    "allocate_microbatches": "core.batch",
-    "busy": "worker.signs",
+    "allocate_microbatches": "batch.microbatches",
+    "busy": "worker.progress",
     "init": "worker.world.session",
-    "report_progress": "worker.signs",
+    "report_progress": "worker.progress",
     "run": "worker.run",
     "shutdown": "worker.world.session",
     "wrap": "worker.world.wrapping",
 }
-_CURRENT = "worker.process.current"  # where all other names live
+_CURRENT = "worker.context.current"  # where all other names live
 
 
 def __getattr__(name: str) -> Any:

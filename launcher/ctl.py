@@ -1,6 +1,7 @@
 """The `elasticctl` command: from argv to an exit status.
 
-Every subcommand is a function of the words behind its name (`launcher.control`), imported when it
+Every subcommand is a function of the words behind its name (`launcher.ctl_commands`), imported
+when it
 is called.
 """
 
@@ -64,7 +65,9 @@ def _dispatch(words: list[str]) -> int:
         known = ", ".join(_COMMANDS)
         raise UsageError(f"{words[0]!r} is no command; there is {known} (elasticctl --help)")
     module, name = _COMMANDS[words[0]]
-    command: Callable[[list[str]], int] = getattr(import_module(f"launcher.control.{module}"), name)
+    command: Callable[[list[str]], int] = getattr(
+        import_module(f"launcher.ctl_commands.{module}"), name
+    )
     try:
         return command(words[1:])
     except SystemExit as leaving:  # argparse has shown the help that was asked for

@@ -16,21 +16,21 @@ from pathlib import Path
 import msgspec.structs
 
 from elastic_driver.errors import ExitCode
-from elastic_driver.runtime.rundir import RunDir, default_state_dir, new_run_id
+from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
 from launcher import options as o
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.build_info import render_build, render_version
 from launcher.commandline.help import render_help
 from launcher.commandline.values import CommandLine, resolve
-from launcher.joining.identity import claim_port, own_name
-from launcher.joining.secret import read_secret
-from launcher.joining.whereabouts import look
+from launcher.join.find_server import look
+from launcher.join.identity import claim_port, own_name
+from launcher.join.secret import read_secret
 from launcher.options import Option
-from launcher.planning.joined import JoinedHosts
-from launcher.planning.launch import Facts, LaunchPlan, make_plan, worker_command
-from launcher.planning.role import Join, Serve, decide_role, with_node_count
-from launcher.planning.sizes import slots_of_a_host
-from launcher.starting.checks import check_plan, read_hostfile, this_machine, working_folder
+from launcher.plan.joined import JoinedHosts
+from launcher.plan.launch import Facts, LaunchPlan, make_plan, worker_command
+from launcher.plan.role import Join, Serve, decide_role, with_node_count
+from launcher.plan.sizes import slots_of_a_host
+from launcher.submit.checks import check_plan, read_hostfile, this_machine, working_folder
 
 _SHOW: dict[Option[bool], Callable[[], str]] = {
     o.HELP: render_help,
@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"elasticrun: {note}", file=sys.stderr)
     if isinstance(plan.hosts, JoinedHosts) and role is not None:
         return serve_job(line, plan, plan.hosts, role, run_dir)
-    from launcher.starting.submit import submit  # noqa: PLC0415 - aiohttp's import is not for --help
+    from launcher.submit.submit import submit  # noqa: PLC0415 - aiohttp's import is not for --help
 
     return submit(plan, run_dir)
 
@@ -76,7 +76,7 @@ def serve_job(
     line: CommandLine, plan: LaunchPlan, hosts: JoinedHosts, role: Serve, run_dir: RunDir
 ) -> int:
     """Hold a job that nodes join; where another process here was quicker, join that one."""
-    from launcher.joining.serve import serve  # noqa: PLC0415 - see `run`
+    from launcher.join.serve import serve  # noqa: PLC0415 - see `run`
 
     with claim_port(role.port) as ours:
         if role.by_name and not ours:
@@ -86,7 +86,7 @@ def serve_job(
 
 def join_job(line: CommandLine, role: Join) -> int:
     """Take part in a job that is served elsewhere."""
-    from launcher.joining.node import JoinPlan, join  # noqa: PLC0415 - see `run`
+    from launcher.join.node import JoinPlan, join  # noqa: PLC0415 - see `run`
 
     values, facts = line.values, collect_facts(line, os.environ)
     RunDir(Path(facts.state_dir), facts.run_id)  # raises for a name that cannot be one

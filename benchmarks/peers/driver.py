@@ -16,13 +16,13 @@ import time
 from pathlib import Path
 from queue import SimpleQueue
 
+from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.events import AgentReady
-from elastic_driver.core.messages import JobSpec
+from elastic_driver.runtime.backend import OnLost
+from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.hosts.discovery import FixedDiscovery
-from elastic_driver.runtime.hosts.starter import OnLost
-from elastic_driver.runtime.rundir import RunDir
-from elastic_driver.runtime.telling.reporter import Level, Reporter
+from elastic_driver.runtime.reporter import Level, Reporter
+from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import Settings
 
 SLOTS = 8  # a host's

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 import msgspec
 
 from elastic_driver import contract
+from elastic_driver.core.documents import Progress, Sample, decode_world
+from elastic_driver.core.documents import encode as encode_document
 from elastic_driver.core.events import WorkerReady
-from elastic_driver.core.messages import Progress, Sample, decode_world
-from elastic_driver.core.messages import encode as encode_document
 from rendezvous.wire import (
     BATCH_PATH,
     EVENTS_PATH,

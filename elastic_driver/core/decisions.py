@@ -1,14 +1,14 @@
 """What comes out of the core: every decision, each with its reason.
 
 All are frozen. `Job.handle(event, now)` returns them in the order in which they are to be
-carried out; `runtime.execution` does so.
+carried out; `runtime.executor` does so.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from elastic_driver.core.messages import Failure, Order, SaveRequest, World
+from elastic_driver.core.documents import Failure, Order, SaveRequest, World
 
 
 class StartAgent(Struct, frozen=True, tag="start_agent"):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from elastic_driver.core.messages import Host, Text, WorkerId
+from elastic_driver.core.documents import Host, Text, WorkerId
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 

@@ -12,9 +12,9 @@ from itertools import pairwise
 
 from elastic_driver.contract import host_of_worker
 from elastic_driver.core.job import Job
-from elastic_driver.core.outcome import Kind
-from elastic_driver.core.registry import ACTIVE, OCCUPYING, Worker, WorkerState
-from elastic_driver.core.rounds import RoundState
+from elastic_driver.core.rules.outcome import Kind
+from elastic_driver.core.rules.rounds import RoundState
+from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, Worker, WorkerState
 from elastic_driver.core.state import JobState
 
 

@@ -13,18 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from elastic_driver.core import (
-    agents,
-    discovered,
-    elastic,
-    endings,
-    placement,
-    plain,
-    synced,
-    units,
-)
-from elastic_driver.core.checks import rechecks
 from elastic_driver.core.decisions import Decision
+from elastic_driver.core.documents import Failure
 from elastic_driver.core.events import (
     AgentLost,
     AgentReady,
@@ -54,16 +44,30 @@ from elastic_driver.core.events import (
     WorkerStarted,
     WorkerStepped,
 )
-from elastic_driver.core.hosts import HostManager
-from elastic_driver.core.leaving import departure, drain, farewell, replacing
-from elastic_driver.core.messages import Failure
-from elastic_driver.core.outcome import Budget, Kind, cause_of
-from elastic_driver.core.registry import ACTIVE, OCCUPYING, News, Worker, WorkerState
-from elastic_driver.core.rounds import RoundState
-from elastic_driver.core.stalls import hangs, stacks
+from elastic_driver.core.rules import (
+    agents,
+    discovered,
+    drain,
+    endings,
+    final_checkpoint,
+    hangs,
+    membership,
+    placement,
+    plain,
+    preemption,
+    rechecks,
+    replacing,
+    stacks,
+    synced,
+    units,
+)
+from elastic_driver.core.rules.hosts import HostManager
+from elastic_driver.core.rules.outcome import Budget, Kind, cause_of
+from elastic_driver.core.rules.rounds import RoundState
+from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, News, Worker, WorkerState
 from elastic_driver.core.state import JobState
 from elastic_driver.core.status import JobStatus, snapshot
-from elastic_driver.core.tf.config import TfLayout
+from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.settings import Settings
 
 TOGETHER = (AgentReady, WorkerStarted, WorkerReady, WorkerStepped)
@@ -93,7 +97,7 @@ class Job:
             WorkerExited: self._worker_exited,
             WorkerSilent: self._worker_silent,
             WorkerLost: self._worker_lost,
-            WorkerSaved: lambda event, _now: farewell.told(self.state, event),
+            WorkerSaved: lambda event, _now: final_checkpoint.told(self.state, event),
             ScaleRequested: self._scale_requested,
             DrainRequested: partial(drain.requested, self.state),
             DrainCancelled: partial(drain.cancelled, self.state),
@@ -101,7 +105,7 @@ class Job:
             WorkerLeaving: partial(drain.told, self.state),
             RankSlow: partial(replacing.slow, self.state),
             RankRecovered: partial(replacing.recovered, self.state),
-            JobLeaving: partial(departure.told, self.state),
+            JobLeaving: partial(preemption.told, self.state),
             StacksRequested: lambda event, now: stacks.ask(self.state, now, event.reason),
             StopRequested: lambda event, _now: self.state.finish(event.exit_code, event.reason),
             Tick: self._tick,
@@ -169,7 +173,7 @@ class Job:
         stacks.look(job, now)
         endings.judge(job, now)
         if job.end is None:
-            departure.look(job, now)
+            preemption.look(job, now)
         if job.end is not None:
             return
         replacing.look(job, now)
@@ -179,7 +183,7 @@ class Job:
             if not job.finishing:
                 placement.plan_fleet(job, now)
         if job.kind is Kind.ELASTIC:
-            elastic.advance(job, now)
+            membership.advance(job, now)
         else:
             plain.advance(job, now)
 
@@ -328,7 +332,7 @@ class Job:
         if worker.leaving and self.state.registry.apply(worker, News.TOLD_TO_STOP):
             self.state.order_kill(worker, event.reason)
             self.state.left_early(worker, now, running=True)
-        elif not elastic.give_up_worker(self.state, worker, event.reason, now):
+        elif not membership.give_up_worker(self.state, worker, event.reason, now):
             self.state.ignore(f"{worker.id} is {worker.state.value}, it cannot be lost any more")
 
     # ---- wishes and time -------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What a node that joins by itself says to the driver, and what it is told.
 
-Sent by `launcher.joining.node` to the routes of `runtime.hosts.joined`, each a POST with one of
+Sent by `launcher.join.node` to the routes of `runtime.joined`, each a POST with one of
 these as its body and its answer. Pure data (JSON by msgspec), bounded where it comes over the
 wire. Times are seconds.
 """

@@ -20,9 +20,7 @@ from elastic_driver.core.decisions import (
     PublishWorld,
     SealRound,
 )
-from elastic_driver.core.fleet import Fleet
-from elastic_driver.core.hosts import HostManager
-from elastic_driver.core.messages import (
+from elastic_driver.core.documents import (
     Failure,
     Member,
     Order,
@@ -31,12 +29,14 @@ from elastic_driver.core.messages import (
     StopWorkerOrder,
     World,
 )
-from elastic_driver.core.outcome import Budget, Kind, Loss, exit_status, first_failure
-from elastic_driver.core.registry import ACTIVE, News, Worker, WorkerState, WorkerStateRegistry
-from elastic_driver.core.rounds import Round, RoundState
-from elastic_driver.core.slots import Seat, assign
-from elastic_driver.core.tf.config import TfLayout
-from elastic_driver.core.underway import Departure, Farewell, Inquiry, Replacement
+from elastic_driver.core.pending import Departure, Farewell, Inquiry, Replacement
+from elastic_driver.core.rules.fleet import Fleet
+from elastic_driver.core.rules.hosts import HostManager
+from elastic_driver.core.rules.outcome import Budget, Kind, Loss, exit_status, first_failure
+from elastic_driver.core.rules.ranks import Seat, assign
+from elastic_driver.core.rules.rounds import Round, RoundState
+from elastic_driver.core.rules.workers import ACTIVE, News, Worker, WorkerState, WorkerStateRegistry
+from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings
 

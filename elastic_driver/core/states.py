@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from elastic_driver.core.registry import ACTIVE, OCCUPYING, TRANSITIONS, News, WorkerState
-from elastic_driver.core.rounds import ROUND_TRANSITIONS, RoundState
+from elastic_driver.core.rules.rounds import ROUND_TRANSITIONS, RoundState
+from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, TRANSITIONS, News, WorkerState
 
 _HEAD = """\
 # States and what changes them

@@ -23,17 +23,19 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.core import invariants
 from elastic_driver.core.decisions import Announce, EndJob
+from elastic_driver.core.documents import JobSpec, encode
 from elastic_driver.core.events import Event, StopRequested, Tick, WorkerExited
 from elastic_driver.core.job import TOGETHER, Job
-from elastic_driver.core.messages import JobSpec, encode
-from elastic_driver.core.sharding.messages import Quarantined
 from elastic_driver.errors import ClusterError, ExitCode
-from elastic_driver.runtime.checks.rechecks import HostChecks
-from elastic_driver.runtime.execution import Executor
-from elastic_driver.runtime.hosts.discovery import DiscoveryThread, HostDiscovery
-from elastic_driver.runtime.hosts.joined import JoinedNodes
-from elastic_driver.runtime.hosts.starter import AgentStarter, StarterFactory
-from elastic_driver.runtime.mail import (
+from elastic_driver.policies.shards.messages import Quarantined
+from elastic_driver.runtime.api import DriverRoutes
+from elastic_driver.runtime.backend import AgentStarter, StarterFactory
+from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
+from elastic_driver.runtime.event_log import EventLog
+from elastic_driver.runtime.executor import Executor
+from elastic_driver.runtime.host_checks import HostChecks
+from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.mailbox import (
     AgentEnded,
     Hurry,
     LeaseExpired,
@@ -42,11 +44,9 @@ from elastic_driver.runtime.mail import (
     StatusAsked,
 )
 from elastic_driver.runtime.options import DriverOptions, Outcome
-from elastic_driver.runtime.routes.api import DriverRoutes
-from elastic_driver.runtime.routes.shards import ShardRoutes
-from elastic_driver.runtime.rundir import RunDir
-from elastic_driver.runtime.telling.eventlog import EventLog
-from elastic_driver.runtime.telling.reporter import Reporter
+from elastic_driver.runtime.reporter import Reporter
+from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.runtime.shards_api import ShardRoutes
 from elastic_driver.settings import Settings
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.errors import RendezvousError

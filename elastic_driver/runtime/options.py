@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from elastic_driver.core.messages import Failure
+from elastic_driver.core.documents import Failure
 
 
 class DriverOptions(Struct, frozen=True, kw_only=True):

@@ -41,13 +41,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_driver import contract
-from elastic_driver.core.batch import allocate_microbatches, virtual_ranges
+from elastic_driver.batch.microbatches import allocate_microbatches, virtual_ranges
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.batching.division import Division
 from elastic_driver.worker.batching.exact import fix_kernels, seed_everything
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 from elastic_driver.worker.batching.schedule import Schedule, load
-from elastic_driver.worker.process.whereabouts import whereabouts
+from elastic_driver.worker.context.rank_and_size import whereabouts
 from elastic_driver.worker.world.wrapping import silenced
 
 __all__ = ["BatchState", "FixedBatch", "Step"]

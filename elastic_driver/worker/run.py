@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from elastic_driver.core.messages import World
+from elastic_driver.core.documents import World
 from elastic_driver.errors import HostsUpdatedInterrupt
 from elastic_driver.worker.state import State
 from elastic_driver.worker.world import session

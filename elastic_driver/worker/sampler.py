@@ -23,10 +23,10 @@ from typing import TypedDict
 
 from torch.utils.data import Sampler
 
-from elastic_driver.core.permutation import Permutation, mix
+from elastic_driver.batch.permutation import Permutation, mix
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.batching.delivery import Delivery, find_delivery
-from elastic_driver.worker.process.whereabouts import whereabouts
+from elastic_driver.worker.context.rank_and_size import whereabouts
 
 __all__ = ["ElasticSampler", "SamplerState"]
 

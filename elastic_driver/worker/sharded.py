@@ -38,13 +38,13 @@ import torch
 from msgspec import Struct
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from elastic_driver.core.permutation import Permutation, mix
-from elastic_driver.core.sharding.messages import WORLD, End, Granted
-from elastic_driver.core.sharding.sources import Shard
+from elastic_driver.batch.permutation import Permutation, mix
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
-from elastic_driver.worker.process.whereabouts import whereabouts
+from elastic_driver.policies.shards.messages import WORLD, End, Granted
+from elastic_driver.policies.shards.sources import Shard
+from elastic_driver.worker.context.rank_and_size import whereabouts
 from elastic_driver.worker.shards import ShardClient
-from elastic_driver.worker.syncing.transfer import carry_bytes, to_all
+from elastic_driver.worker.state_sync.transfer import carry_bytes, to_all
 from elastic_driver.worker.world import session
 
 __all__ = ["ShardedDataset"]

@@ -22,8 +22,9 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from elastic_driver.core.sharding.ledger import open_ledger
-from elastic_driver.core.sharding.messages import (
+from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from elastic_driver.policies.shards.ledger import open_ledger
+from elastic_driver.policies.shards.messages import (
     Answer,
     Description,
     DoneRequest,
@@ -39,10 +40,9 @@ from elastic_driver.core.sharding.messages import (
     Verdict,
     Wait,
 )
-from elastic_driver.core.sharding.sources import Shard
-from elastic_driver.errors import ClusterError, ElasticError, UsageError
-from elastic_driver.worker.process import context
-from elastic_driver.worker.process.notes import say
+from elastic_driver.policies.shards.sources import Shard
+from elastic_driver.worker.context import context
+from elastic_driver.worker.context.worker_log import say
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import UnreachableError

@@ -21,22 +21,27 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from elastic_driver.core.messages import SaveRequest, World
+from elastic_driver.core.documents import SaveRequest, World
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints, Schedule
-from elastic_driver.worker.contact.link import Standing
-from elastic_driver.worker.contact.pulse import Pulse
-from elastic_driver.worker.measuring.computing import ComputeClock
-from elastic_driver.worker.measuring.device_clock import clock_for
-from elastic_driver.worker.process import current
-from elastic_driver.worker.process.notes import say
-from elastic_driver.worker.syncing.agreement import Agreement, StateLostError, agree, agree_afresh
-from elastic_driver.worker.syncing.copying import copied
-from elastic_driver.worker.syncing.following import Advancing, StepCounter
-from elastic_driver.worker.syncing.parts import Part, part_for
-from elastic_driver.worker.syncing.rng import RandomStates
-from elastic_driver.worker.syncing.sharing import Shared, check_sendable, receive, send, stand_by
-from elastic_driver.worker.syncing.transfer import Route
+from elastic_driver.worker.context import current
+from elastic_driver.worker.context.worker_log import say
+from elastic_driver.worker.heartbeat.link import Standing
+from elastic_driver.worker.heartbeat.pulse import Pulse
+from elastic_driver.worker.state_sync.agreement import (
+    Agreement,
+    StateLostError,
+    agree,
+    agree_afresh,
+)
+from elastic_driver.worker.state_sync.copying import copied
+from elastic_driver.worker.state_sync.following import Advancing, StepCounter
+from elastic_driver.worker.state_sync.parts import Part, part_for
+from elastic_driver.worker.state_sync.rng import RandomStates
+from elastic_driver.worker.state_sync.sharing import Shared, check_sendable, receive, send, stand_by
+from elastic_driver.worker.state_sync.transfer import Route
+from elastic_driver.worker.timing.computing import ComputeClock
+from elastic_driver.worker.timing.device_clock import clock_for
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.wrapping import note_in_sync
 

@@ -19,8 +19,9 @@ from urllib.parse import urlencode
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.tf.config import tf_config
-from elastic_driver.core.tf.messages import (
+from elastic_driver.core.tf_config import tf_config
+from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.policies.tf.messages import (
     BarrierRequest,
     ClusterSpec,
     ClusterSpecRequest,
@@ -29,8 +30,7 @@ from elastic_driver.core.tf.messages import (
     SynchronizeRequest,
     WaitingNodes,
 )
-from elastic_driver.errors import ClusterError, UsageError
-from elastic_driver.worker.process import context
+from elastic_driver.worker.context import context
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError

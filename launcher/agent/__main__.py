@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from elastic_driver.errors import ExitCode
 from launcher.agent.agent import Agent, AgentConfig
-from launcher.agent.told import WHEN_TOLD, hear
-from launcher.agent.warm.birth import inherit
+from launcher.agent.spare import WHEN_TOLD, hear
+from launcher.agent.warm.fork_client import inherit
 from rendezvous.auth import read_token_file
 from rendezvous.errors import TokenError
 

@@ -22,8 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.events import AgentReady
-from elastic_driver.core.messages import (
+from elastic_driver.core.documents import (
     JobSpec,
     Order,
     RanksOrder,
@@ -33,6 +32,7 @@ from elastic_driver.core.messages import (
     decode,
     decode_order,
 )
+from elastic_driver.core.events import AgentReady
 from elastic_driver.errors import ExitCode
 from launcher.agent.host.held_folder import clear_unheld
 from launcher.agent.host.leaving import ANNOUNCING, Leaving
@@ -42,8 +42,8 @@ from launcher.agent.outbox import Outbox
 from launcher.agent.output.console import Console
 from launcher.agent.processes.descendants import become_subreaper
 from launcher.agent.processes.environment import Meeting
-from launcher.agent.warm.birth import Inherited
 from launcher.agent.warm.command import NotWarmable
+from launcher.agent.warm.fork_client import Inherited
 from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WarmStarter
 from launcher.agent.workers import Workers

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elastic_driver import contract
+from elastic_driver.core.documents import JobSpec, RanksOrder, StartWorkerOrder
 from elastic_driver.core.events import WorkerExited, WorkerStack, WorkerStarted
-from elastic_driver.core.messages import JobSpec, RanksOrder, StartWorkerOrder
 from elastic_driver.peer_loss import looks_like_peer_loss
 from launcher.agent.output.console import Console
 from launcher.agent.output.logs import ERR, OUT, LogFile, link_ranks, route

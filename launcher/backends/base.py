@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from elastic_driver.runtime.hosts.starter import AgentStarter
-from launcher.agent.told import WHEN_TOLD
+from elastic_driver.runtime.backend import AgentStarter
+from launcher.agent.spare import WHEN_TOLD
 
 _AGENT = "launcher.agent"
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]

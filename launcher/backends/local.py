@@ -28,7 +28,7 @@ from pathlib import Path
 
 from elastic_driver import contract
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.hosts.starter import OnLost
+from elastic_driver.runtime.backend import OnLost
 from launcher.agent.host.scratch import sweep_scratch
 from launcher.agent.processes.descendants import (
     become_subreaper,
@@ -37,7 +37,7 @@ from launcher.agent.processes.descendants import (
     kill_trees,
     reap,
 )
-from launcher.agent.told import tell
+from launcher.agent.spare import tell
 from launcher.backends.base import AgentPlan, agent_argv, spare_argv, words_of
 from launcher.backends.shared_parent import Birth, SharedParent
 from launcher.backends.this_machine import is_this_machine, meeting_address

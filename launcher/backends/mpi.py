@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.hosts.lists import check_host
+from elastic_driver.runtime.host_lists import check_host
 from launcher.agent.remote import OF_A_RANK
 from launcher.backends.base import PACKAGE_ROOT
 from launcher.backends.local import describe_end
-from launcher.backends.reach import explain_by, explain_command, from_shell, script
+from launcher.backends.remote_shell import explain_by, explain_command, from_shell, script
 from launcher.backends.ssh import MEANINGS as SSH_MEANINGS
 from launcher.backends.ssh import SshOptions, SshReach, common_options
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.hosts.lists import Hosts, check_host
+from elastic_driver.runtime.host_lists import Hosts, check_host
 
 # How many ranks there are: Open MPI's name for it, and that of MPICH and its relatives.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

@@ -1,6 +1,6 @@
 """Whether the program that is to start the agents is here: srun, Open MPI's mpirun.
 
-`launcher.starting.checks` asks, also for --dry-run. A finding is a `UsageError` of a line.
+`launcher.submit.checks` asks, also for --dry-run. A finding is a `UsageError` of a line.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.hosts.starter import OnLost
+from elastic_driver.runtime.backend import OnLost
 from launcher.agent.output.console import Console
 from launcher.agent.remote import UP
 from launcher.backends.base import AgentPlan, agent_arguments
 from launcher.backends.client import Client
-from launcher.backends.reach import Reach
+from launcher.backends.remote_shell import Reach
 from rendezvous.auth import read_token_file
 from rendezvous.errors import TokenError
 

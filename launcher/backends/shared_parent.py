@@ -3,7 +3,7 @@
 Several names of one machine are separate hosts with an agent each, and every agent keeps a warm
 parent that imports what workers need: seconds of a processor each. `SharedParent` owns one more
 process, which imports once; agents are forked from it with their warm parents ready
-(`_elastic_warm_shared` is its inside, `launcher.agent.warm.birth` the agent's end).
+(`_elastic_warm_shared` is its inside, `launcher.agent.warm.fork_client` the agent's end).
 
 Whatever goes wrong, an agent is never lost: who asked is told to start it the plain way, and
 people are told once why. One thread does all of it, since the kernel ends the shared parent with
@@ -26,9 +26,9 @@ from pathlib import Path
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.messages import JobSpec, decode
-from launcher.agent.warm.birth import MOST_LAUNCHES, Held, end_child, execute
+from elastic_driver.core.documents import JobSpec, decode
 from launcher.agent.warm.command import NotWarmable
+from launcher.agent.warm.fork_client import MOST_LAUNCHES, Held, end_child, execute
 from launcher.agent.warm.parent._elastic_warm_common import receive_line, send_line
 from launcher.agent.warm.plan import plan_for
 from launcher.backends.base import AgentPlan

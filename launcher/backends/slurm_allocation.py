@@ -1,7 +1,7 @@
 """What Slurm says of the allocation we run in: its nodes, and the workers each is for. Pure.
 
 `sbatch` and `salloc` describe an allocation in SLURM_* variables (sbatch(1), OUTPUT ENVIRONMENT
-VARIABLES). `launcher.planning` reads them here.
+VARIABLES). `launcher.plan` reads them here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.hosts.lists import Hosts, parse_hosts
+from elastic_driver.runtime.host_lists import Hosts, parse_hosts
 
 _REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?\Z")
 _GPUS = re.compile(r"(?:[^:,()]+:)*([0-9]{1,6})(?:\([^)]*\))?\Z")

@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from elastic_driver.runtime.hosts.discovery import DiscoveryError
-from elastic_driver.runtime.hosts.lists import Hosts, parse_hosts
+from elastic_driver.runtime.discovery import DiscoveryError
+from elastic_driver.runtime.host_lists import Hosts, parse_hosts
 
 EVERY_S = 10.0  # between two questions
 _ANSWER_S = 10.0

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
-from elastic_driver.core import messages as msg
 from elastic_driver.core.decisions import (
     Announce,
     Decision,
@@ -23,7 +23,7 @@ from elastic_driver.core.decisions import (
 )
 from elastic_driver.core.invariants import check
 from elastic_driver.core.job import Job
-from elastic_driver.core.registry import OCCUPYING, Worker
+from elastic_driver.core.rules.workers import OCCUPYING, Worker
 from elastic_driver.settings import Settings
 
 D = TypeVar("D")

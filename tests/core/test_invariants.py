@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from elastic_driver.core.invariants import check
 from elastic_driver.core.job import Job
-from elastic_driver.core.registry import WorkerState
-from elastic_driver.core.rounds import RoundState
+from elastic_driver.core.rules.rounds import RoundState
+from elastic_driver.core.rules.workers import WorkerState
 from elastic_driver.settings import Settings
 from tests.core.scenario import Scenario
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
-from elastic_driver.core import messages as msg
 from elastic_driver.core.decisions import StopAgent
 from tests.core.scenario import MakeScenario, Scenario
 

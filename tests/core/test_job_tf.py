@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
-from elastic_driver.core import messages as msg
 from elastic_driver.core.decisions import EndJob
-from elastic_driver.core.tf.config import WORKERS_ONLY
+from elastic_driver.core.tf_config import WORKERS_ONLY
 from tests.core.scenario import MakeScenario, Scenario
 
 PS_ROLES = (("chief", 1), ("ps", 1), ("worker", None))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_driver.core.documents import Member, World, decode_world, encode_world
 from elastic_driver.core.members import Members, Roster, Run, Standings, roster_of
-from elastic_driver.core.messages import Member, World, decode_world, encode_world
-from elastic_driver.core.slots import Seat, assign
+from elastic_driver.core.rules.ranks import Seat, assign
 
 
 def members_on(hosts: list[tuple[str, list[tuple[int, int]]]]) -> list[Member]:

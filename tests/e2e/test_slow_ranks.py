@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_driver.worker.measuring.samples import block
+from elastic_driver.worker.timing.samples import block
 from tests.support.job import JOBS, RunningJob, elasticrun
 from tests.support.slowing import slowed
 

@@ -7,14 +7,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.core.batch import (
+from elastic_driver.batch.microbatches import (
     TreeSum,
     allocate_microbatches,
     allocate_weighted,
     finish_tree,
     tree_blocks,
 )
-from tests.core.test_batch import tree_of
+from tests.batch.test_microbatches import tree_of
 
 counts = st.integers(1, 200)
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.core.slowness.test_links import Net
+from tests.policies.stragglers.test_links import Net
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.core.messages import Member, World, decode_world, encode_world
-from elastic_driver.core.slots import Seat, assign
+from elastic_driver.core.documents import Member, World, decode_world, encode_world
+from elastic_driver.core.rules.ranks import Seat, assign
 from tests.core.test_members import members_on
 
 SLOTS = st.sets(st.integers(0, 5), min_size=1).map(sorted)

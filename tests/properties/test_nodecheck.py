@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_driver.core.checks.nodecheck import (
+from elastic_driver.policies.nodecheck.check import (
     Measurement,
     NodeCheck,
     Verdict,

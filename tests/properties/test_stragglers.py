@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from elastic_driver.core.slowness.stragglers import StragglerWatch
-from tests.core.slowness.test_stragglers import HOSTS, train
+from elastic_driver.policies.stragglers.compute import StragglerWatch
+from tests.policies.stragglers.test_compute import HOSTS, train
 
 
 def jittered(random: Random, sigma: float = 0.25) -> float:

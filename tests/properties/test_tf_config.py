@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_driver.core.tf.config import (
+from elastic_driver.core.tf_config import (
     Task,
     assign,
 )

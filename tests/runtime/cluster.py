@@ -16,15 +16,7 @@ from typing import Any
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.events import (
-    AgentReady,
-    WireEvent,
-    WorkerExited,
-    WorkerReady,
-    WorkerStarted,
-    WorkerStepped,
-)
-from elastic_driver.core.messages import (
+from elastic_driver.core.documents import (
     Order,
     Progress,
     ShutdownOrder,
@@ -35,7 +27,15 @@ from elastic_driver.core.messages import (
     decode_world,
     encode,
 )
-from elastic_driver.runtime.hosts.starter import OnLost
+from elastic_driver.core.events import (
+    AgentReady,
+    WireEvent,
+    WorkerExited,
+    WorkerReady,
+    WorkerStarted,
+    WorkerStepped,
+)
+from elastic_driver.runtime.backend import OnLost
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError

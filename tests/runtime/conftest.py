@@ -10,14 +10,14 @@ from typing import NoReturn
 
 import pytest
 
-from elastic_driver.core.checks.report import CheckReport
-from elastic_driver.core.messages import JobSpec
-from elastic_driver.runtime.checks.rechecks import HostChecks
+from elastic_driver.core.documents import JobSpec
+from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.hosts.lists import Hosts
+from elastic_driver.runtime.host_checks import HostChecks
+from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.options import DriverOptions
-from elastic_driver.runtime.rundir import RunDir
-from elastic_driver.runtime.telling.reporter import Level, Reporter
+from elastic_driver.runtime.reporter import Level, Reporter
+from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import Settings
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import ChangingHosts, JobUnderTest, StartJob

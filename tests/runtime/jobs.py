@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_driver.runtime.driver import ElasticDriver, Outcome
-from elastic_driver.runtime.hosts.lists import Hosts
-from elastic_driver.runtime.rundir import RunDir
+from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.run_dir import RunDir
 from tests.runtime.cluster import Cluster
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.messages import (
+from elastic_driver.core.documents import (
     JobSpec,
     Notice,
     StartWorkerOrder,
@@ -165,7 +165,7 @@ def test_a_worker_that_writes_nonsense_as_its_progress_harms_nobody(start_job: S
 def test_orders_read_long_ago_do_not_pile_up(
     start_job: StartJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_driver.runtime.execution.KEPT_ORDERS", 3)
+    monkeypatch.setattr("elastic_driver.runtime.executor.KEPT_ORDERS", 3)
     job = start_job()
     cluster = job.cluster
     cluster.until_workers(A0, A1)  # orders 1 and 2

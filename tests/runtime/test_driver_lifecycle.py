@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.messages import (
+from elastic_driver.core.documents import (
     JobSpec,
     ShutdownOrder,
 )
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime import driver as driver_module
+from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.hosts.discovery import FixedDiscovery
 from elastic_driver.runtime.options import DriverOptions
-from elastic_driver.runtime.rundir import RunDir
-from elastic_driver.runtime.telling.reporter import Reporter
+from elastic_driver.runtime.reporter import Reporter
+from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import Settings
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import StartJob

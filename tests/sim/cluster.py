@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
+from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
-from elastic_driver.core import messages as msg
 from elastic_driver.core.decisions import (
     Announce,
     Decision,
@@ -24,7 +24,7 @@ from elastic_driver.core.decisions import (
 )
 from elastic_driver.core.invariants import check
 from elastic_driver.core.job import TOGETHER, Job
-from elastic_driver.core.registry import ACTIVE
+from elastic_driver.core.rules.workers import ACTIVE
 from elastic_driver.settings import Settings
 from tests.sim.clock import Clock
 from tests.sim.workers import STEP_S, ElasticWorker, Group, PlainWorker, SimWorker, break_group

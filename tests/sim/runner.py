@@ -12,9 +12,9 @@ from random import Random
 
 from msgspec.structs import replace
 
-from elastic_driver.core import units
-from elastic_driver.core.registry import WorkerState
-from elastic_driver.core.rounds import RoundState
+from elastic_driver.core.rules import units
+from elastic_driver.core.rules.rounds import RoundState
+from elastic_driver.core.rules.workers import WorkerState
 from elastic_driver.settings import Settings
 from tests.sim.cluster import Cluster, Violation
 from tests.sim.faults import Faults

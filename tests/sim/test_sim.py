@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core import elastic, plain
+from elastic_driver.core.rules import membership, plain
 from elastic_driver.core.state import JobState
 from tests.sim.runner import SeedFailed, run_seed
 
@@ -28,7 +28,7 @@ def test_slow_workers_are_replaced_in_some_seeds() -> None:
 def test_a_core_that_forgets_who_holds_the_state_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(elastic, "_state_holders", lambda _job, _ready: [])
+    monkeypatch.setattr(membership, "_state_holders", lambda _job, _ready: [])
     _assert_found_out(range(400), "alone holds version")
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from elastic_driver.core.documents import Notice, SaveRequest, StartWorkerOrder, World
 from elastic_driver.core.events import WorkerExited, WorkerReady, WorkerSaved, WorkerStepped
-from elastic_driver.core.messages import Notice, SaveRequest, StartWorkerOrder, World
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster, SimAgent

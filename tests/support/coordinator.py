@@ -28,8 +28,7 @@ import psutil
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.core.events import WireEvent, WorkerReady, WorkerStepped
-from elastic_driver.core.messages import (
+from elastic_driver.core.documents import (
     Member,
     Notice,
     Progress,
@@ -39,6 +38,7 @@ from elastic_driver.core.messages import (
     encode,
     encode_world,
 )
+from elastic_driver.core.events import WireEvent, WorkerReady, WorkerStepped
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, DeletePrefix, Entries, Get, Set

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import elastic_driver as elastic
-from elastic_driver.core.messages import Notice
+from elastic_driver.core.documents import Notice
 from elastic_driver.worker.world import devices, membership, session
 from elastic_driver.worker.world.backends import Choice
 from elastic_driver.worker.world.membership import Membership

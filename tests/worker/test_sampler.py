@@ -332,7 +332,7 @@ def test_an_empty_data_set_yields_nothing() -> None:
 
 
 def test_workers_that_share_no_world_with_us_are_asked_of_torch() -> None:
-    from elastic_driver.worker.process.whereabouts import whereabouts
+    from elastic_driver.worker.context.rank_and_size import whereabouts
 
     assert not torch.distributed.is_initialized()
     assert whereabouts() == (0, 1)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import elastic_driver as elastic
-from elastic_driver.core.sharding.messages import Accepted, Granted, Wait
-from elastic_driver.runtime.routes.shards import ShardRoutes
+from elastic_driver.policies.shards.messages import Accepted, Granted, Wait
+from elastic_driver.runtime.shards_api import ShardRoutes
 from rendezvous.auth import write_token_file
 from rendezvous.errors import RequestError
 from rendezvous.server import RendezvousServer

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import elastic_driver as elastic
-from elastic_driver.core.sharding.messages import Accepted, Refused, ShardCounts
 from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.policies.shards.messages import Accepted, Refused, ShardCounts
 from elastic_driver.worker import sharded
 from tests.support.gloo import run_ranks
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic_driver.core.messages import SlotInfo
+from elastic_driver.core.documents import SlotInfo
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
-from elastic_driver.worker.contact.link import Standing
-from elastic_driver.worker.contact.pulse import AT_ONCE
-from elastic_driver.worker.process import current
+from elastic_driver.worker.context import current
+from elastic_driver.worker.heartbeat.link import Standing
+from elastic_driver.worker.heartbeat.pulse import AT_ONCE
 from elastic_driver.worker.state import ObjectState, State, TorchState
 from elastic_driver.worker.world import session
 

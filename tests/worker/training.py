@@ -159,9 +159,9 @@ def resumes_for_ever(path: str) -> None:
 
 def dies_while_joining(path: str) -> None:
     """A member that is READY, is given a place, and dies before it connects."""
-    from elastic_driver.worker.contact.link import Link, Standing
-    from elastic_driver.worker.contact.pulse import Pulse
-    from elastic_driver.worker.process import context
+    from elastic_driver.worker.context import context
+    from elastic_driver.worker.heartbeat.link import Link, Standing
+    from elastic_driver.worker.heartbeat.pulse import Pulse
 
     born = context.from_environment()
     assert born is not None

@@ -1,6 +1,7 @@
 """Which rank trains how many of a step's micro-batches, where the driver gives the shares.
 
-With `--balance` the driver moves work away from slow ranks (`core.slowness.balance`) and publishes
+With `--balance` the driver moves work away from slow ranks (`policies.stragglers.balance`) and
+publishes
 the new shares. When a rank hears of that is chance, so only rank 0 listens, and every few steps it
 passes on what it knows: a broadcast of some numbers, begun with the step and complete with its
 gradients.
@@ -19,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_driver.core import messages
-from elastic_driver.core.batch import allocate_microbatches
-from elastic_driver.worker.process import current
+from elastic_driver.batch.microbatches import allocate_microbatches
+from elastic_driver.core import documents
+from elastic_driver.worker.context import current
 from elastic_driver.worker.world import session
 
 __all__ = ["Division"]
@@ -35,7 +36,7 @@ class Division:
     """The shares in force in the world this process is in, the same on every rank of it."""
 
     def __init__(
-        self, newest: Callable[[], messages.Allocation | None] | None = None, every: int = EVERY
+        self, newest: Callable[[], documents.Allocation | None] | None = None, every: int = EVERY
     ) -> None:
         """`newest`: what the driver has given last; by default what this worker has heard.
 
@@ -96,10 +97,10 @@ class Division:
         member = session.membership()
         if member is None or self._world is None:
             return
-        member.pulse.division = messages.Division(self._world[2], self._shares[self._rank])
+        member.pulse.division = documents.Division(self._world[2], self._shares[self._rank])
         member.pulse.passes_on = self._rank == 0
 
 
-def _heard() -> messages.Allocation | None:
+def _heard() -> documents.Allocation | None:
     member = session.membership()
     return None if member is None else member.pulse.allocation

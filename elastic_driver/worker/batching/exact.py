@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from elastic_driver.core.permutation import mix
+from elastic_driver.batch.permutation import mix
 
 __all__ = ["SeededData", "SeededIndices", "fix_kernels", "seed_everything"]
 

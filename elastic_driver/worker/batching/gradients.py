@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elastic_driver.core.batch import Block, TreeSum, finish_tree, tree_blocks
+from elastic_driver.batch.microbatches import Block, TreeSum, finish_tree, tree_blocks
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.batching.buckets import BUCKET_BYTES, Bucket, BufferChanges, make_buckets
 
@@ -160,7 +160,8 @@ class PlainSum(StepSum):
 
 
 class ExactSum(StepSum):
-    """Sums in the fixed binary tree of `core.batch`: the same bits for every number of workers.
+    """Sums in the fixed binary tree of `batch.microbatches`: the same bits for every number of
+    workers.
 
     Each rank keeps O(log N) partial sums of its own leaves. At the end the ranks share a
     bucket's elements among them: each receives its part of everybody's partial sums (one

@@ -1,4 +1,4 @@
-"""`core.permutation` for many positions at once, by torch: the same values, far cheaper each.
+"""`batch.permutation` for many positions at once, by torch: the same values, far cheaper each.
 
 Tensors of 64-bit integers wrap around as the cipher's arithmetic does, but are signed: what the
 pure version does with numbers from 0 to 2⁶⁴ − 1 is written here with their halves.
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from elastic_driver.core.permutation import FACTOR, Permutation
+from elastic_driver.batch.permutation import FACTOR, Permutation
 
 __all__ = ["shuffled"]
 

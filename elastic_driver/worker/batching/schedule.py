@@ -14,8 +14,8 @@ import torch
 from msgspec import Struct
 from torch.utils.data import DataLoader
 
-from elastic_driver.core.batch import sample_counts
-from elastic_driver.core.permutation import Permutation, mix
+from elastic_driver.batch.microbatches import sample_counts
+from elastic_driver.batch.permutation import Permutation, mix
 from elastic_driver.worker.batching.exact import SeededData, SeededIndices
 from elastic_driver.worker.batching.order import shuffled
 

@@ -18,14 +18,14 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.messages import SaveRequest, World
+from elastic_driver.core.documents import SaveRequest, World
 from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest
 from elastic_driver.worker.checkpoints.staging import Staging, kinds_of
 from elastic_driver.worker.checkpoints.writer import GOES_ON, Share, Values, Writer, describe
-from elastic_driver.worker.process.notes import say
-from elastic_driver.worker.syncing.sharing import Envelope, Shared, make_room, taken_apart
+from elastic_driver.worker.context.worker_log import say
+from elastic_driver.worker.state_sync.sharing import Envelope, Shared, make_room, taken_apart
 
 KEEP = 3
 HOLD_UP_S = 30.0  # longest that training waits for the checkpoint before

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
 
-from elastic_driver.core.messages import Links, World
-from elastic_driver.worker.measuring.links import read_links
+from elastic_driver.core.documents import Links, World
+from elastic_driver.worker.timing.links import read_links
 from elastic_driver.worker.world.attempts import Attempt, RoundOverError
 from elastic_driver.worker.world.devices import DeviceHalf
 from elastic_driver.worker.world.sockets import Connections

@@ -19,14 +19,14 @@ from typing import Any, NoReturn, TypeVar
 
 from torch.distributed import HashStore, Store
 
-from elastic_driver.core.messages import Member, Notice, World
+from elastic_driver.core.documents import Member, Notice, World
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
-from elastic_driver.worker.contact.farewell import LastSave, Savable
-from elastic_driver.worker.contact.link import Link, Standing
-from elastic_driver.worker.contact.pulse import AT_ONCE, Pulse
-from elastic_driver.worker.process import current
-from elastic_driver.worker.process.context import WorkerContext, alone
-from elastic_driver.worker.process.notes import say
+from elastic_driver.worker.context import current
+from elastic_driver.worker.context.context import WorkerContext, alone
+from elastic_driver.worker.context.worker_log import say
+from elastic_driver.worker.heartbeat.final_checkpoint import LastSave, Savable
+from elastic_driver.worker.heartbeat.link import Link, Standing
+from elastic_driver.worker.heartbeat.pulse import AT_ONCE, Pulse
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.attempts import Attempt, RoundOverError
 from elastic_driver.worker.world.backends import Choice

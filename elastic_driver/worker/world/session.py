@@ -10,10 +10,10 @@ from __future__ import annotations
 import atexit
 import os
 
-from elastic_driver.worker.contact.link import Standing
-from elastic_driver.worker.process import context, current
-from elastic_driver.worker.process.notes import say
-from elastic_driver.worker.process.scratch import use_scratch
+from elastic_driver.worker.context import context, current
+from elastic_driver.worker.context.scratch import use_scratch
+from elastic_driver.worker.context.worker_log import say
+from elastic_driver.worker.heartbeat.link import Standing
 from elastic_driver.worker.world.backends import choose
 from elastic_driver.worker.world.membership import Membership
 

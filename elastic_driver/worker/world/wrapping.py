@@ -16,7 +16,7 @@ from typing import Any
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_driver.worker.process import current
+from elastic_driver.worker.context import current
 
 _wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _in_sync: weakref.WeakSet[Module] = weakref.WeakSet()

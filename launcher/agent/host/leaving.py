@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable
 
 from elastic_driver.core.events import HostLeaving
-from elastic_driver.core.leaving.notices import time_to_leave
+from elastic_driver.core.rules.notices import time_to_leave
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 ANNOUNCING = (signal.SIGTERM, *NOTICES)

@@ -15,7 +15,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_driver.core.messages import JobSpec
+from elastic_driver.core.documents import JobSpec
 
 OUT, ERR = 1, 2  # bits of torchrun's Std
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_driver import contract
-from elastic_driver.core.messages import JobSpec, StartWorkerOrder
+from elastic_driver.core.documents import JobSpec, StartWorkerOrder
 
 # What an outer launcher may have left in our own environment would confuse the script.
 _NOT_INHERITED_PREFIX = "TORCHELASTIC_"

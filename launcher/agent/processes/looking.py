@@ -22,7 +22,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from elastic_driver.core.stalls.standing import SEEN_ELSEWHERE, SEEN_WAITING, waits_for_peers
+from elastic_driver.core.stack_location import SEEN_ELSEWHERE, SEEN_WAITING, waits_for_peers
 
 LOOK_S = 5.0  # for py-spy; a big process takes about one
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import elastic_driver.worker
 from elastic_driver.contract import TORCHRUN_NAMES
-from elastic_driver.core.messages import JobSpec
+from elastic_driver.core.documents import JobSpec
 from launcher.agent.processes.environment import common_environment
 from launcher.agent.processes.starter import ProcessSpec
 from launcher.agent.warm.command import (

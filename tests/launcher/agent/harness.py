@@ -18,14 +18,7 @@ import psutil
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.core.events import (
-    AgentReady,
-    HostLeaving,
-    WireEvent,
-    WorkerExited,
-    WorkerStarted,
-)
-from elastic_driver.core.messages import (
+from elastic_driver.core.documents import (
     JobSpec,
     Order,
     RanksOrder,
@@ -34,6 +27,13 @@ from elastic_driver.core.messages import (
     StartWorkerOrder,
     StopWorkerOrder,
     encode,
+)
+from elastic_driver.core.events import (
+    AgentReady,
+    HostLeaving,
+    WireEvent,
+    WorkerExited,
+    WorkerStarted,
 )
 from rendezvous.auth import write_token_file
 from rendezvous.server import RendezvousServer

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
-from elastic_driver.core.messages import StartWorkerOrder
 from tests.launcher.agent.harness import (
     DAEMON,
     STUBBORN,

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elastic_driver import contract
+from elastic_driver.core.documents import StartWorkerOrder, encode
 from elastic_driver.core.events import AgentReady, WorkerExited
-from elastic_driver.core.messages import StartWorkerOrder, encode
 from launcher.agent.processes.descendants import children
-from launcher.agent.told import WHEN_TOLD
+from launcher.agent.spare import WHEN_TOLD
 from launcher.backends.local import LocalBackend
 from rendezvous.wire import Set
 from tests.launcher.agent.harness import WAIT, Driver, eventually, lives, place

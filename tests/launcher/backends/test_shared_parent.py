@@ -14,7 +14,7 @@ import pytest
 
 from elastic_driver.core.events import AgentReady, WorkerStarted
 from launcher.agent.processes.descendants import children, variables
-from launcher.agent.told import WHEN_TOLD
+from launcher.agent.spare import WHEN_TOLD
 from launcher.backends.local import LocalBackend
 from tests.launcher.agent.harness import ROOT, eventually, lives
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine, command, kinds_of_files, signals

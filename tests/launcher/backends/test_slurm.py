@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.hosts.discovery import DiscoveryError
+from elastic_driver.runtime.discovery import DiscoveryError
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.slurm import SrunReach
 from launcher.backends.slurm_nodes import AllocationDiscovery

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from elastic_driver.core.permutation import mix
+from elastic_driver.batch.permutation import mix
 from elastic_driver.worker.batching.exact import fix_kernels, seed_everything
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_driver.core.permutation import Permutation
+from elastic_driver.batch.permutation import Permutation
 from elastic_driver.worker.batching.order import shuffled
 
 

@@ -17,11 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import elastic_driver as elastic
-from elastic_driver.core.messages import Member, SlotInfo, World
+from elastic_driver.core.documents import Member, SlotInfo, World
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.state import State
-from elastic_driver.worker.syncing.agreement import StateLostError, agree
+from elastic_driver.worker.state_sync.agreement import StateLostError, agree
 from tests.support.coordinator import eventually
 
 ROOT = Path(__file__).resolve().parents[2]

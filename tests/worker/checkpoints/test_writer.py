@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_driver.core.messages import Member, SlotInfo, World
+from elastic_driver.core.documents import Member, SlotInfo, World
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints import keeper, writer
 from elastic_driver.worker.checkpoints.keeper import Checkpoints, Schedule
-from elastic_driver.worker.syncing.parts import part_for
-from elastic_driver.worker.syncing.rng import RandomStates
-from elastic_driver.worker.syncing.sharing import Shared
+from elastic_driver.worker.state_sync.parts import part_for
+from elastic_driver.worker.state_sync.rng import RandomStates
+from elastic_driver.worker.state_sync.sharing import Shared
 from tests.support.coordinator import eventually
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic_driver.core.messages import JobSpec
+from elastic_driver.core.documents import JobSpec
 from launcher.agent.output.logs import ERR, OUT, LogFile, Routing, link_ranks, parse_streams, route
 
 SPEC = JobSpec("r", ("x",), "/", {}, 1.0, 1.0, 0, log_dir="logs", redirects="0", tee="0")

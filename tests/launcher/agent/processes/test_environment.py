@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.messages import JobSpec, StartWorkerOrder
+from elastic_driver.core.documents import JobSpec, StartWorkerOrder
 from launcher.agent.processes.environment import Meeting, is_loopback, worker_environment
 from tests.launcher.agent.harness import place
 

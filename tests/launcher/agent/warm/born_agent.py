@@ -15,10 +15,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from elastic_driver.core.messages import JobSpec, decode
+from elastic_driver.core.documents import JobSpec, decode
 from launcher.agent.processes.descendants import become_subreaper
 from launcher.agent.processes.environment import common_environment
-from launcher.agent.warm.birth import inherit
+from launcher.agent.warm.fork_client import inherit
 from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WarmStarter
 from tests.launcher.agent.warm.harness import Agent

@@ -1,0 +1,258 @@
+"""The documents the driver publishes on keys, and the orders it gives to agents.
+
+Pure data (JSON by msgspec). Workers, agents and the HTTP API read them; only the core makes
+them. Their keys are named in `elastic_driver.contract`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from elastic_driver.core.members import Member as Member  # noqa: PLC0414 - also to be had here
+from elastic_driver.core.members import Members, Roster, roster_of
+from elastic_driver.core.members import SlotInfo as SlotInfo  # noqa: PLC0414
+
+Host = Annotated[str, Meta(min_length=1, max_length=253)]
+WorkerId = Annotated[str, Meta(min_length=1, max_length=300)]
+Text = Annotated[str, Meta(max_length=65536)]
+
+
+class World(Struct, frozen=True):
+    """A complete round: who takes part, ordered by rank. Travels as a `WorldDocument`."""
+
+    round: int
+    members: Sequence[Member]
+    reason: str
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return len(self.members)
+
+    def member(self, worker: str) -> Member | None:
+        """The entry of one worker, or None where it does not take part."""
+        if isinstance(self.members, Members):
+            return self.members.named(worker)
+        return next((m for m in self.members if m.worker == worker), None)
+
+
+class WorldDocument(Struct, frozen=True):
+    """A `World` as it goes to each of its members."""
+
+    round: int
+    reason: str
+    roster: Roster
+
+
+def encode_world(world: World) -> bytes:
+    """The bytes of `job/world`."""
+    return encode(WorldDocument(world.round, world.reason, roster_of(world.members)))
+
+
+def decode_world(data: bytes) -> World:
+    """The world in these bytes; raises `ValueError` where they hold none."""
+    document = decode(WorldDocument, data)
+    return World(document.round, Members(document.roster), document.reason)
+
+
+class Notice(Struct, frozen=True):
+    """Leave round `round`: at once (`after_step` None) or after committed step `after_step`."""
+
+    round: int
+    after_step: int | None
+    reason: str
+
+
+class SaveRequest(Struct, frozen=True):
+    """Put the state after `step` committed steps on disk: all who hold it are about to go.
+
+    `members` write together, each the share of its place here; `number` tells requests apart.
+    """
+
+    number: int
+    step: int
+    members: tuple[str, ...]
+    seconds: float  # that there are for it
+    reason: str
+
+
+MAX_SAMPLES = 64  # of measured steps in one message
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Share = Annotated[int, Meta(ge=0, le=2**31)]
+
+
+class Sample(Struct, frozen=True, array_like=True):
+    """What a committed step cost a rank, without waiting for others: the mean over the steps since
+    the sample before, where those are short.
+
+    `compute` is all of its computing, with one forward-backward pass in place of several;
+    `one_pass` that pass alone. `exchange` is not in `compute`: what exchanging the gradients cost
+    it, reckoned from its processor's time, as the clock cannot tell it from waiting.
+    """
+
+    step: Annotated[int, Meta(ge=0)]
+    compute: Seconds
+    one_pass: Seconds
+    exchange: Seconds = 0.0
+
+
+class Division(Struct, frozen=True, array_like=True):
+    """How a rank takes part in a fixed batch: `share` of a step's `virtual_workers`."""
+
+    virtual_workers: Share
+    share: Share
+
+
+MAX_LINKS = 16  # in one message
+
+
+class LinkUse(Struct, frozen=True, array_like=True):
+    """What went over the connections to one peer's address since the round began: seconds in which
+    something was under way, and bytes that arrived."""
+
+    peer: Host
+    seconds: Seconds
+    carried: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Links(Struct, frozen=True, array_like=True):
+    """The connections of a rank to other hosts; `address` is its own."""
+
+    address: Host
+    uses: Annotated[tuple[LinkUse, ...], Meta(max_length=MAX_LINKS)]
+
+
+class Progress(Struct, frozen=True):
+    """How far a worker is: `step` committed steps in all, seconds for one, in round `round`.
+
+    `samples` are its last measured steps, oldest first, each told several times. `division`: how it
+    takes part in a fixed batch, where shares are the driver's to give. `links`: its connections
+    to other hosts, where it has any.
+    """
+
+    round: int
+    step: int
+    step_time: float
+    samples: Annotated[tuple[Sample, ...], Meta(max_length=MAX_SAMPLES)] = ()
+    division: Division | None = None
+    links: Links | None = None
+
+
+class Allocation(Struct, frozen=True):
+    """The micro-batches of each rank of round `round`, as soon as they have agreed on a step."""
+
+    round: int
+    shares: tuple[int, ...]
+    reason: str
+
+
+class JobSpec(Struct, frozen=True):
+    """What every worker of the job runs; no secrets."""
+
+    run_id: str
+    command: tuple[str, ...]  # argv of a worker
+    cwd: str
+    env: dict[str, str]  # added to the agent's own environment
+    heartbeat_timeout: float  # seconds
+    grace_period: float  # seconds between SIGTERM and SIGKILL
+    max_restarts: int  # shown to workers as TORCHELASTIC_MAX_RESTARTS
+    log_dir: str | None = None
+    redirects: str = "0"  # torchrun's --redirects: 0 none, 1 stdout, 2 stderr, 3 both
+    tee: str = "3"
+    local_ranks_filter: tuple[int, ...] | None = None
+    timestamp: bool = False  # prefix output lines with the time
+    warm: int | None = None  # processes kept warm on each host; 0: none, None: the agent decides
+    preload: tuple[str, ...] = ("torch",)  # modules a warm parent imports
+    rehearse: bool = True  # and it takes a tiny training step
+    hang_timeout: float | None = None  # seconds without progress; None: adapts, 0: never
+    leave_notice: float = 0.0  # an agent told of its host's end leaves within this; 0: at once
+    slot_ports: int = 0  # free ports each agent offers for servers of its workers' own
+
+
+class StartWorkerOrder(Struct, frozen=True, tag="start_worker"):
+    """Start a process for `worker` with these ranks in its environment."""
+
+    worker: str
+    place: SlotInfo  # for an elastic newcomer: the place it would have, if let in now
+    round: int
+    restart_count: int
+    master_addr: str
+    master_port: int
+    tf_config: str | None = None  # the worker's TF_CONFIG, where the job has one
+
+
+class StopWorkerOrder(Struct, frozen=True, tag="stop_worker"):
+    """SIGTERM, then SIGKILL after `grace` seconds (0: SIGKILL at once), to its whole group."""
+
+    worker: str
+    grace: float
+    reason: str
+
+
+class RanksOrder(Struct, frozen=True, tag="ranks"):
+    """A round is complete: prefix output with these ranks from now on, add by-rank links."""
+
+    round: int
+    ranks: dict[str, int]  # worker → rank, this host's workers only
+
+
+class ShutdownOrder(Struct, frozen=True, tag="shutdown"):
+    """Stop every worker as StopWorkerOrder does, report their exits, then exit 0."""
+
+    grace: float
+    reason: str
+
+
+class StacksOrder(Struct, frozen=True, tag="stacks"):
+    """Say where every worker of this host stands, as seen from outside (`core.rules.stacks`)."""
+
+    number: int  # of the question; the answer repeats it
+
+
+Order = StartWorkerOrder | StopWorkerOrder | RanksOrder | ShutdownOrder | StacksOrder
+
+
+class Failure(Struct, frozen=True):
+    """The failure a job is judged by: the first of its round."""
+
+    worker: str
+    rank: int
+    host: str
+    pid: int
+    exit_code: int  # as subprocess gives it: negative for a signal
+    log_tail: str = ""
+
+
+_encoder = msgspec.json.Encoder()
+T = TypeVar("T")
+
+
+def encode(document: Struct) -> bytes:
+    """JSON bytes of any document or order here."""
+    return _encoder.encode(document)
+
+
+def decode(kind: type[T], data: bytes) -> T:
+    """The document in `data`; raises `msgspec.ValidationError` where it is not one."""
+    return msgspec.json.decode(data, type=kind)
+
+
+def decode_progress(data: bytes) -> Progress | None:
+    """A worker's word on how far it is; None where it wrote something else."""
+    try:
+        return decode(Progress, data)
+    except msgspec.DecodeError:
+        return None
+
+
+_order_decoder = msgspec.json.Decoder(Order)
+
+
+def decode_order(data: bytes) -> Order:
+    """An agent's order; raises `msgspec.ValidationError` where it is not one."""
+    order: Order = _order_decoder.decode(data)
+    return order

@@ -1,0 +1,55 @@
+"""Ranks: which place each member of a round gets.
+
+Hosts come in the order of their oldest member, inside a host members come by age. So the
+ranks of a host are contiguous, the oldest member is rank 0, survivors keep their order and
+newcomers follow the survivors of their host. The meaning of the local and cross numbers is
+Horovod's: https://horovod.readthedocs.io/en/stable/concepts_include.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from elastic_driver.core.documents import SlotInfo
+
+
+class Seat(NamedTuple):
+    """A worker that is to get a rank; smaller `age` is older."""
+
+    worker: str
+    host: str
+    slot: int
+    age: tuple[bool, int]
+
+
+def assign(seats: Iterable[Seat]) -> list[tuple[str, SlotInfo]]:
+    """(worker, place) for every seat, ordered by rank; O(n log n)."""
+    hosts: dict[str, list[Seat]] = {}
+    for seat in sorted(seats, key=lambda seat: seat.age):
+        hosts.setdefault(seat.host, []).append(seat)
+    size = sum(len(members) for members in hosts.values())
+    hosts_with: list[int] = []  # hosts_with[l]: how many hosts have a local rank l
+    for members in hosts.values():
+        hosts_with.extend([0] * (len(members) - len(hosts_with)))
+        for local_rank in range(len(members)):
+            hosts_with[local_rank] += 1
+    places: list[tuple[str, SlotInfo]] = []
+    seen = [0] * len(hosts_with)
+    for node_rank, members in enumerate(hosts.values()):
+        for local_rank, seat in enumerate(members):
+            place = SlotInfo(
+                host=seat.host,
+                slot=seat.slot,
+                rank=len(places),
+                local_rank=local_rank,
+                cross_rank=seen[local_rank],
+                size=size,
+                local_size=len(members),
+                cross_size=hosts_with[local_rank],
+                node_rank=node_rank,
+                node_count=len(hosts),
+            )
+            seen[local_rank] += 1
+            places.append((seat.worker, place))
+    return places

@@ -1,0 +1,93 @@
+"""Which hosts a world may be made of: whole units (`--node-unit`), within `--nnodes MIN:MAX`.
+
+Pure. Called where a round is placed or completed, and where a change is considered. Hosts that
+are there and do not fit are a reserve: workers there are started, wait as standbys, and are let
+in when they make up another unit or replace a host that went. Fewer hosts than are needed make
+no world, and the job waits. A host counts as long as it has one worker in the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from elastic_driver.core.rules.workers import Worker, WorkerState
+from elastic_driver.settings import Settings
+
+
+def limited(settings: Settings) -> bool:
+    """Whether the number of hosts matters at all."""
+    return settings.node_unit > 1 or settings.min_hosts > 1 or settings.max_hosts is not None
+
+
+def width(settings: Settings) -> int:
+    """The fewest hosts a world can have: they share its workers evenly."""
+    return -(-max(1, settings.min_hosts) // settings.node_unit) * settings.node_unit
+
+
+def enough(hosts: int, settings: Settings) -> bool:
+    """Whether so many hosts need no further one: they are as many as allowed, or whole units."""
+    if settings.max_hosts is not None and hosts >= settings.max_hosts:
+        return True
+    return hosts >= settings.min_hosts and hosts % settings.node_unit == 0
+
+
+def whole(hosts: Sequence[str], settings: Settings) -> Sequence[str]:
+    """As many of these hosts, from the first, as make up whole units; none where too few."""
+    count = len(hosts) if settings.max_hosts is None else min(len(hosts), settings.max_hosts)
+    count -= count % settings.node_unit
+    return hosts[:count] if count >= settings.min_hosts else hosts[:0]
+
+
+def fit(workers: Iterable[Worker], settings: Settings) -> list[Worker]:
+    """Those of the workers who may be in one world, in the order given.
+
+    Hosts that train now are kept; then come those that hold the newest state, so that no finished
+    step is lost to a choice; then the oldest.
+    """
+    there = list(workers)
+    if not limited(settings):
+        return there
+    best = max((w.version for w in there if w.clean), default=-1)
+    rank: dict[str, tuple[bool, bool, tuple[bool, int]]] = {}
+    for worker in there:
+        trains = worker.state is WorkerState.RUNNING
+        holds = worker.clean and worker.version == best
+        mine = (not trains, not holds, worker.age)
+        known = rank.get(worker.host, mine)
+        rank[worker.host] = (known[0] and mine[0], known[1] and mine[1], min(known[2], mine[2]))
+    chosen = set(whole(sorted(rank, key=rank.__getitem__), settings))
+    return [worker for worker in there if worker.host in chosen]
+
+
+def shares(
+    workers: Iterable[Worker], settings: Settings, first: Sequence[Worker] = ()
+) -> list[Worker]:
+    """The workers in the order in which to keep them, when fewer are wanted: oldest first.
+
+    `first` come before all others. Where a world needs several hosts, one worker of each comes
+    before the second of any.
+    """
+    by_age = [*first, *sorted(workers, key=lambda worker: worker.age)]
+    if width(settings) == 1:
+        return by_age
+    seen: dict[str, int] = {}
+    order = {host: n for n, host in enumerate(dict.fromkeys(w.host for w in by_age))}
+    keyed: list[tuple[int, int, int]] = []
+    for number, worker in enumerate(by_age):
+        level = seen[worker.host] = seen.get(worker.host, -1) + 1
+        keyed.append((order[worker.host] // width(settings), level, number))
+    return [by_age[number] for _, _, number in sorted(keyed)]
+
+
+def shortage(hosts: int, settings: Settings) -> str:
+    """Why so many hosts are not enough, in words; empty where their number is not to blame."""
+    if not limited(settings) or whole(range_of(hosts), settings):
+        return ""
+    unit = settings.node_unit
+    units = f" (in units of {unit})" if unit > 1 else ""
+    return f"{hosts} hosts have workers, {width(settings)} are needed{units}"
+
+
+def range_of(hosts: int) -> tuple[str, ...]:
+    """So many hosts without a name, where only their number matters."""
+    return tuple(map(str, range(hosts)))

@@ -1,0 +1,205 @@
+"""What state each worker process is in, and which news may change it.
+
+The transition table below is the specification: an event that the table does not list for a
+worker's state changes nothing and is named (`docs/states.md` is written from the same table).
+Called by the job machine only; decides nothing about rounds, hosts or budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from elastic_driver.core.documents import SlotInfo
+from elastic_driver.core.rules.hosts import Drain
+
+
+class WorkerState(str, Enum):
+    """Where a worker process stands in its life."""
+
+    STARTING = "starting"  # ordered; the process may be up, it has not spoken yet
+    READY = "ready"  # in no process group, waits for the next round
+    RUNNING = "running"  # a member of the current round that has not left it
+    STOPPING = "stopping"  # told to stop; its exit, whatever the code, is expected
+    LOST = "lost"  # given up; its process may still be there
+    SUCCESS = "success"  # exited 0 by itself
+    FAILURE = "failure"  # failed or lost, and gone
+    STOPPED = "stopped"  # gone as it was told to
+
+
+class News(str, Enum):
+    """What can be learned about, or done to, a worker."""
+
+    STARTED = "started"
+    READY = "ready"
+    ADMITTED = "admitted"  # the core made it a member of a round
+    TOLD_TO_STOP = "told to stop"
+    LOST = "lost"
+    EXITED_ZERO = "exited 0"
+    EXITED_NONZERO = "exited non-zero"
+
+
+_S, _N = WorkerState, News
+
+TRANSITIONS: dict[WorkerState, dict[News, WorkerState]] = {
+    _S.STARTING: {
+        _N.STARTED: _S.STARTING,
+        _N.READY: _S.READY,
+        _N.ADMITTED: _S.RUNNING,  # a plain worker never says READY
+        _N.TOLD_TO_STOP: _S.STOPPING,
+        _N.LOST: _S.LOST,
+        _N.EXITED_ZERO: _S.SUCCESS,
+        _N.EXITED_NONZERO: _S.FAILURE,
+    },
+    _S.READY: {
+        _N.STARTED: _S.READY,  # the agent's report was overtaken by the worker's own
+        _N.ADMITTED: _S.RUNNING,
+        _N.TOLD_TO_STOP: _S.STOPPING,
+        _N.LOST: _S.LOST,
+        _N.EXITED_ZERO: _S.SUCCESS,
+        _N.EXITED_NONZERO: _S.FAILURE,
+    },
+    _S.RUNNING: {
+        _N.STARTED: _S.RUNNING,
+        _N.READY: _S.READY,
+        _N.TOLD_TO_STOP: _S.STOPPING,
+        _N.LOST: _S.LOST,
+        _N.EXITED_ZERO: _S.SUCCESS,
+        _N.EXITED_NONZERO: _S.FAILURE,
+    },
+    _S.STOPPING: {
+        _N.STARTED: _S.STOPPING,
+        _N.EXITED_ZERO: _S.STOPPED,
+        _N.EXITED_NONZERO: _S.STOPPED,
+    },
+    _S.LOST: {
+        _N.STARTED: _S.LOST,
+        _N.EXITED_ZERO: _S.FAILURE,  # it was given up and replaced: too late to succeed
+        _N.EXITED_NONZERO: _S.FAILURE,
+    },
+    _S.SUCCESS: {},
+    _S.FAILURE: {},
+    _S.STOPPED: {},
+}
+
+ACTIVE = (_S.STARTING, _S.READY, _S.RUNNING)  # takes part, or is going to
+OCCUPYING = (*ACTIVE, _S.STOPPING, _S.LOST)  # its process may exist, so its slot is taken
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker process, as far as the core knows."""
+
+    id: str
+    host: str
+    slot: int
+    incarnation: int
+    number: int  # order of start in the whole job
+    place: SlotInfo  # its rank in the current round, or the one it was born with
+    founder: bool = False  # started for a round nobody trains in yet
+    awaited: bool = False  # a founder for which that round waits
+    state: WorkerState = WorkerState.STARTING
+    pid: int = 0  # 0: not known yet
+    admitted: int | None = None  # seniority: order of first admission to a round
+    version: int = -1  # committed steps it reported with its last READY
+    clean: bool = True
+    left: int = 0  # the round it reported to have left with its last READY
+    stepped: bool = False  # has finished a training step
+    leaving: str = ""  # why it has to leave at the next chance; empty: it stays
+    drain: Drain | None = None  # it has a notice of its own end
+
+    @property
+    def age(self) -> tuple[bool, int]:
+        """Sorts workers from the oldest member to the newest newcomer."""
+        return (False, self.admitted) if self.admitted is not None else (True, self.number)
+
+
+@dataclass(slots=True)
+class WorkerStateRegistry:
+    """Every worker of the job: those with a process, and those who ended in this round.
+
+    Named after, and grown from the idea of, Horovod's registry of the same name.
+    """
+
+    workers: dict[str, Worker] = field(default_factory=dict)
+    _by_state: dict[WorkerState, dict[str, Worker]] = field(
+        default_factory=lambda: {state: {} for state in WorkerState}
+    )
+    _incarnations: dict[tuple[str, int], int] = field(default_factory=dict)
+    _by_host: dict[str, dict[str, Worker]] = field(default_factory=dict)
+    started: int = 0  # workers ever ordered
+    _admissions: int = 0
+
+    def next_incarnation(self, host: str, slot: int) -> int:
+        """The number the next process in this slot will bear (from 1)."""
+        return self._incarnations.get((host, slot), 0) + 1
+
+    def add(self, worker_id: str, place: SlotInfo, *, founder: bool, awaited: bool) -> Worker:
+        """A worker was ordered in `place`; the slot's incarnation counts up."""
+        key = (place.host, place.slot)
+        incarnation = self._incarnations[key] = self._incarnations.get(key, 0) + 1
+        self.started += 1
+        worker = Worker(
+            id=worker_id,
+            host=place.host,
+            slot=place.slot,
+            incarnation=incarnation,
+            number=self.started,
+            place=place,
+            founder=founder,
+            awaited=awaited,
+        )
+        self.workers[worker_id] = worker
+        self._by_state[worker.state][worker_id] = worker
+        self._by_host.setdefault(worker.host, {})[worker_id] = worker
+        return worker
+
+    def apply(self, worker: Worker, news: News) -> bool:
+        """Change the worker's state by the table; False (and no change) where it lists nothing."""
+        after = TRANSITIONS[worker.state].get(news)
+        if after is None:
+            return False
+        if after is not worker.state:
+            del self._by_state[worker.state][worker.id]
+            self._by_state[after][worker.id] = worker
+            worker.state = after
+            if after not in OCCUPYING:
+                del self._by_host[worker.host][worker.id]
+        return True
+
+    def admit(self, worker: Worker, place: SlotInfo) -> None:
+        """Make a worker a member of the round that is being completed; raises where it cannot be.
+
+        A worker that has already ended keeps its end: a plain round is announced late.
+        """
+        if worker.admitted is None:
+            self._admissions += 1
+            worker.admitted = self._admissions
+        worker.place = place
+        if worker.state in OCCUPYING and not self.apply(worker, News.ADMITTED):
+            raise ValueError(f"{worker.id} is {worker.state.value} and cannot join a round")
+
+    def forget_ended(self) -> None:
+        """Drop the records of workers that are gone; their end no longer matters."""
+        for state in (_S.SUCCESS, _S.FAILURE, _S.STOPPED):
+            for worker_id in self._by_state[state]:
+                del self.workers[worker_id]
+            self._by_state[state].clear()
+
+    def count(self, *states: WorkerState) -> int:
+        """How many workers are in these states."""
+        return sum(len(self._by_state[state]) for state in states)
+
+    def having(self, *states: WorkerState) -> Iterator[Worker]:
+        """Workers in these states, in a stable order; safe against changes meanwhile."""
+        for state in states:
+            yield from tuple(self._by_state[state].values())
+
+    def active(self) -> int:
+        """Workers that take part or are going to, without those who have to leave."""
+        return sum(1 for worker in self.having(*ACTIVE) if not worker.leaving)
+
+    def on_host(self, host: str) -> tuple[Worker, ...]:
+        """Workers whose process may exist on this host."""
+        return tuple(self._by_host.get(host, {}).values())

@@ -1,0 +1,28 @@
+"""Where a thread stands, told by the file its innermost Python frame is in.
+
+`worker.heartbeat.watch` asks for its own training thread, the agent for one that it sees from
+outside. Pure.
+"""
+
+from __future__ import annotations
+
+# Where Python stands while torch, or one of our own exchanges, waits for peers.
+_WAITS_IN = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/",
+    "/torch/autograd/",
+    "/torch/cuda/",
+    "/elastic_driver/worker/",
+)
+
+# What an agent says of a worker that does not speak for itself.
+SEEN_WAITING = "in a collective, seen by py-spy"
+SEEN_ELSEWHERE = "outside of collectives, seen by py-spy"
+
+
+def waits_for_peers(filename: str) -> bool:
+    """Whether a thread whose innermost frame is in this file waits for peers.
+
+    A script that calls `wait()` of a torch work object itself looks like one that waits elsewhere.
+    """
+    return any(part in filename for part in _WAITS_IN)

@@ -1,1 +1,0 @@
-"""Who stands still, and where: what hangs, and the stacks that tell; pure."""

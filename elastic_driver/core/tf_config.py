@@ -1,0 +1,159 @@
+"""`TF_CONFIG`: which TensorFlow task each worker is, and where it finds the others.
+
+A task is a role (`chief`, `worker`, `ps`, `evaluator`) and an index. `assign` hands tasks out
+anew each time the members change, and moves as few of them as it can; `TfLayout` remembers them,
+and each task's address, from one round to the next. Members are known by host and slot, for that
+is what stays when the processes are started again. Pure: called by `core.rules.placement` and, for
+clusters that form over HTTP, by `policies.tf.cluster`.
+
+The form of TF_CONFIG: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+from msgspec import Struct
+
+from elastic_driver.settings import TfRoles
+
+CHIEF, WORKER, PS, EVALUATOR = "chief", "worker", "ps", "evaluator"
+WORKERS_ONLY: TfRoles = ((WORKER, None),)
+FIRST_FALLBACK_PORT = 29501  # where an agent has no free port left to offer; 29500 is torch's
+Where = tuple[str, int]
+"""A host's name and a slot there."""
+K = TypeVar("K", bound=Hashable)
+
+
+class Task(Struct, frozen=True, order=True):
+    """One member's part in a TensorFlow cluster."""
+
+    type: str
+    index: int
+
+
+class Room(NamedTuple):
+    """Where a member's TensorFlow server may listen: an address, and ports that were free."""
+
+    address: str
+    ports: tuple[int, ...]
+
+
+def assign(members: Sequence[K], roles: TfRoles, previous: Mapping[K, Task]) -> dict[K, Task]:
+    """Each member's task.
+
+    Whoever has a task that still exists keeps it. The chief, and worker 0, is the oldest worker
+    there is: where that task is free, the oldest takes it. What else is free goes to whoever has
+    nothing, the oldest first, in the order in which the roles are listed.
+
+    Args:
+        members: everyone who takes part, the oldest first.
+        roles: (role, how many); None stands for all the others.
+        previous: the tasks before; who is not among `members` any more has left.
+    """
+    fixed = sum(count for _, count in roles if count is not None)
+    rest = max(0, len(members) - fixed)
+    tasks = [Task(role, i) for role, n in roles for i in range(rest if n is None else n)]
+    held: dict[Task, K] = {}
+    for member in members:
+        before = previous.get(member)
+        if before is not None and before in tasks:
+            held[before] = member
+    _promote(members, tasks, previous, held)
+    placed = set(held.values())
+    idle = (member for member in members if member not in placed)
+    for task in tasks:
+        if task not in held and (newcomer := next(idle, None)) is not None:
+            held[task] = newcomer
+    found = {member: task for task, member in held.items()}
+    return {member: found[member] for member in members if member in found}
+
+
+def _promote(
+    members: Sequence[K], tasks: Sequence[Task], previous: Mapping[K, Task], held: dict[Task, K]
+) -> None:
+    """Give a free chief or worker 0 to the oldest of those who were workers."""
+    for lead in (Task(CHIEF, 0), Task(WORKER, 0)):
+        if lead not in tasks or lead in held:
+            continue
+        leading = {held.get(Task(CHIEF, 0))}
+        for member in members:
+            before = previous.get(member)
+            if before is not None and before.type == WORKER and member not in leading:
+                if held.get(before) == member:
+                    del held[before]
+                held[lead] = member
+                break
+
+
+def cluster_of(tasks: Mapping[K, Task], addresses: Mapping[K, str]) -> dict[str, list[str]]:
+    """The "cluster" of TF_CONFIG: `host:port` by role and index; an evaluator is not in it."""
+    cluster: dict[str, list[str]] = {}
+    for member in sorted(tasks, key=lambda member: tasks[member]):
+        role = tasks[member].type
+        if role != EVALUATOR:
+            cluster.setdefault(role, []).append(addresses[member])
+    return cluster
+
+
+def tf_config(cluster: Mapping[str, Sequence[str]], task: Task) -> str:
+    """The value of the variable TF_CONFIG."""
+    return json.dumps(
+        {
+            "cluster": {role: list(hosts) for role, hosts in cluster.items()},
+            "task": {"type": task.type, "index": task.index},
+        }
+    )
+
+
+class TfLayout:
+    """The tasks of a job's slots, and where they listen, over all its rounds."""
+
+    def __init__(self, roles: TfRoles) -> None:
+        self._roles = roles
+        self._tasks: dict[Where, Task] = {}  # the oldest member first
+        self._rooms: dict[Where, Room] = {}  # as they were when the ports below were chosen
+        self._listening: dict[Where, tuple[str, int]] = {}
+
+    def settle(self, present: Mapping[Where, Room]) -> dict[Where, str]:
+        """TF_CONFIG of each member, now that these take part; newcomers in this order.
+
+        A slot keeps its port as long as its agent offers the same ones.
+        """
+        kept = (where for where, room in present.items() if self._rooms.get(where) == room)
+        self._listening = {where: self._listening[where] for where in kept}
+        self._rooms = dict(present)
+        members = [w for w in self._tasks if w in present]
+        members += [w for w in present if w not in self._tasks]
+        for where in members:
+            if where not in self._listening:
+                self._listening[where] = self._choose(present[where])
+        tasks = assign(members, self._roles, self._tasks)
+        self._tasks = {where: tasks[where] for where in members if where in tasks}
+        addresses = {where: _join(*self._listening[where]) for where in members}
+        cluster = cluster_of(self._tasks, addresses)
+        return {where: tf_config(cluster, task) for where, task in self._tasks.items()}
+
+    def essential(self, where: Where) -> bool:
+        """Whether the training is not over while this slot's task runs.
+
+        Parameter servers and the evaluator run until they are stopped; so do workers that serve
+        a chief beside parameter servers (`ParameterServerStrategy`).
+        """
+        task = self._tasks.get(where)
+        if task is None or task.type in (PS, EVALUATOR):
+            return False
+        roles = {role for role, count in self._roles if count != 0}
+        return task.type == CHIEF or not {CHIEF, PS} <= roles
+
+    def _choose(self, room: Room) -> tuple[str, int]:
+        used = {port for address, port in self._listening.values() if address == room.address}
+        ports = chain(room.ports, range(FIRST_FALLBACK_PORT, 65536))
+        return room.address, next(port for port in ports if port not in used)
+
+
+def _join(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -1,0 +1,1 @@
+"""Policies beside the job: pure machines with tables of their own."""

@@ -1,0 +1,256 @@
+"""Which nodes are faulty or slow, found by running short tasks in changing pairs.
+
+Round 1 runs the task in pairs (an odd node joins the last pair). Where nothing failed and the
+times agree, that was all. Otherwise every suspect is paired with a node that was *proved good*,
+the slowest suspect with the fastest of those, until all is known or the rounds are used up. A
+suspect is never judged by what happened beside another suspect, as long as a good node exists.
+
+A node is good or slow by its own best time, computing and network apart. In a group of three the
+task times each pair by itself and a node reports its best, so that two fast ones are not held
+to be slow for the third.
+
+`NodeCheck.plan()` says who runs together next, `report()` takes what came of it, `verdicts()`
+judges. Pure: whoever runs the tasks is `runtime.node_checks`, or the simulation. Times are
+seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from msgspec import Struct
+
+from elastic_driver.policies.nodecheck.evidence import (
+    FAILED_S,
+    Evidence,
+    GroupResult,
+    Measurement,
+    UsualTimes,
+    failed,
+)
+
+SLOW_FACTOR = 2.0  # slow: needs more than this many times the usual time
+_TRIES_WITHOUT_GOOD = 3  # with three pairings of four nodes, each has been with every other
+
+Group = tuple[str, ...]
+
+
+class Verdict(str, Enum):
+    """What the check found out about a node."""
+
+    GOOD = "good"
+    STRAGGLER = "straggler"  # it works, but far slower than the others
+    FAULTY = "faulty"
+    UNDECIDED = "undecided"  # it could not be told; never a reason to exclude the node
+
+
+class NodeVerdict(Struct, frozen=True):
+    """A node's verdict, with its reason in words and everything that was measured."""
+
+    node: str
+    verdict: Verdict
+    reason: str
+    compute: float | None  # its best times; None: it never got that far
+    network: float | None
+    history: tuple[Measurement, ...]  # one for each round it took part in
+
+
+class NodeCheck:
+    """One check of some nodes: plans rounds, takes their results, judges.
+
+    Args:
+        nodes: names, without repeats, in the order of the first round's pairs.
+        stragglers: whether slow nodes are looked for (further rounds are run for them).
+        factor: how many times the usual time is too slow.
+        known: verdicts of an earlier check of the same cluster. The times of its good nodes count
+            in what is usual; with them a node that is checked alone can be slow.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        *,
+        stragglers: bool = True,
+        factor: float = SLOW_FACTOR,
+        known: Sequence[NodeVerdict] = (),
+    ) -> None:
+        if len(set(nodes)) != len(nodes) or not nodes:
+            raise ValueError(f"a node check needs nodes, each named once; got {list(nodes)}")
+        self.nodes = tuple(nodes)
+        self._stragglers = stragglers
+        self._factor = factor
+        self._known = tuple(v for v in known if v.verdict is Verdict.GOOD and v.node not in nodes)
+        self._rounds: list[tuple[GroupResult, ...]] = []
+        self._gone: dict[str, str] = {}
+        self._next: tuple[Group, ...] | None = None
+
+    @property
+    def rounds(self) -> tuple[tuple[GroupResult, ...], ...]:
+        """Everything reported so far, round by round."""
+        return tuple(self._rounds)
+
+    @property
+    def round_limit(self) -> int:
+        """The most rounds: two, and one each time the number of nodes doubles."""
+        return 2 + (len(self.nodes) - 1).bit_length()
+
+    def plan(self) -> tuple[Group, ...]:
+        """Who runs the task together in the next round; () once the check is over."""
+        if self._next is None:
+            self._next = self._plan()
+        return self._next
+
+    def report(self, measurements: Iterable[Measurement]) -> None:
+        """Take the results of the planned round; a node without one has failed.
+
+        Raises ValueError when no round is planned, or for a node that is not in it.
+        """
+        groups = self.plan()
+        results = {m.node: m for m in measurements}
+        unknown = results.keys() - {node for group in groups for node in group}
+        if unknown or not groups:
+            raise ValueError(f"not in the planned round: {', '.join(sorted(unknown)) or 'nobody'}")
+        self._rounds.append(
+            tuple(
+                GroupResult(tuple(results.get(n) or failed(n, "no result") for n in group))
+                for group in groups
+            )
+        )
+        self._next = None
+
+    def give_up(self, node: str, reason: str) -> None:
+        """A node cannot take part any more: faulty, and what failed beside it is explained.
+
+        A planned round stays as it is. Raises ValueError for a node that is not checked.
+        """
+        if node not in self.nodes:
+            raise ValueError(f"{node} is not one of the checked nodes")
+        self._gone.setdefault(node, reason)
+
+    def verdicts(self) -> tuple[NodeVerdict, ...]:
+        """The verdict for every node, in the order given; final once `plan()` is ()."""
+        evidence = self._evidence()
+        return tuple(self._judge(evidence, node) for node in self.nodes)
+
+    # ---- planning ------------------------------------------------------------------------
+
+    def _plan(self) -> tuple[Group, ...]:
+        if not self._rounds:
+            return _first_pairs([n for n in self.nodes if n not in self._gone])
+        if len(self._rounds) >= self.round_limit:
+            return ()
+        evidence = self._evidence()
+        suspects = evidence.suspects
+        if not evidence.good:
+            hopeless = len(self.nodes) > 3 and len(self._rounds) >= _TRIES_WITHOUT_GOOD
+            return () if hopeless else _pair_anew(suspects, evidence)
+        slow = evidence.to_time_again() if self._stragglers else ()
+        groups, left = _slow_with_fast((*suspects, *slow), evidence)
+        anew = _pair_anew([n for n in left if n in suspects], evidence)
+        again = [(n,) for n in left if n not in suspects and evidence.slow_alone(n)]
+        return (*groups, *anew, *again)
+
+    def _evidence(self) -> Evidence:
+        return Evidence(self.nodes, self._rounds, self._factor, self._gone, self._usual())
+
+    def _usual(self) -> UsualTimes:
+        """The times of nodes that an earlier check called good."""
+        compute = tuple(v.compute for v in self._known if v.compute is not None)
+        return UsualTimes(compute, tuple(v.network for v in self._known if v.network is not None))
+
+    # ---- judging -------------------------------------------------------------------------
+
+    def _judge(self, evidence: Evidence, node: str) -> NodeVerdict:
+        verdict, reason = self._verdict(evidence, node)
+        return NodeVerdict(
+            node,
+            verdict,
+            reason,
+            evidence.compute.get(node),
+            evidence.network.get(node),
+            evidence.history(node),
+        )
+
+    def _verdict(self, evidence: Evidence, node: str) -> tuple[Verdict, str]:
+        if node in evidence.faulty:
+            return Verdict.FAULTY, evidence.faulty[node]
+        if not evidence.history(node):
+            return Verdict.UNDECIDED, "it was not checked"
+        if node in evidence.suspects:
+            return self._verdict_on_suspect(evidence, node)
+        if self._stragglers and evidence.is_slow(node):
+            reason = evidence.describe_slowness(node)
+            if evidence.timed_too_little(node):
+                return Verdict.UNDECIDED, f"{reason}, but not yet beside a fast node"
+            return Verdict.STRAGGLER, reason
+        return Verdict.GOOD, ""
+
+    def _verdict_on_suspect(self, evidence: Evidence, node: str) -> tuple[Verdict, str]:
+        """Nobody proved good was left to test it with: what its partners say must do."""
+        if not self.plan() and node in evidence.likely:
+            return Verdict.FAULTY, evidence.likely[node]
+        partners = evidence.unexplained_partners(node)
+        if not self.plan() and len(partners) > 1:
+            return Verdict.FAULTY, f"failed with {' and with '.join(partners)}"
+        alone = " (alone it passes)" if node in evidence.passed_alone else ""
+        return Verdict.UNDECIDED, f"failed{alone}, and no node proved good was there to tell"
+
+
+def _first_pairs(nodes: Sequence[str]) -> tuple[Group, ...]:
+    """Neighbours; an odd node joins the last pair."""
+    groups = [tuple(nodes[i : i + 2]) for i in range(0, len(nodes), 2)]
+    if len(nodes) % 2 and len(groups) > 1:
+        odd = groups.pop()
+        groups[-1] += odd
+    return tuple(groups)
+
+
+def _slow_with_fast(doubtful: Sequence[str], evidence: Evidence) -> tuple[list[Group], list[str]]:
+    """Pair the slowest with the fastest good node and so on; also those for whom none is left.
+
+    A failed task counts as FAILED_S, so those who failed come first.
+    """
+    partners = sorted(
+        evidence.good.difference(doubtful), key=lambda n: (evidence.is_slow(n), evidence.time(n))
+    )
+    groups: list[Group] = []
+    left: list[str] = []
+    for node in sorted(doubtful, key=lambda n: -evidence.time(n)):
+        met = evidence.partners_of(node)
+        partner = next((p for p in partners if p not in met), partners[0] if partners else None)
+        if partner is None:
+            left.append(node)
+        else:
+            partners.remove(partner)
+            groups.append((node, partner))
+    return groups, left
+
+
+def _pair_anew(suspects: Sequence[str], evidence: Evidence) -> tuple[Group, ...]:
+    """Pair suspects with suspects they were not alone with before; the others run alone, once."""
+    waiting = sorted(suspects, key=lambda n: len(evidence.pairs_of(n)))
+    groups: list[Group] = []
+    while waiting:
+        node = waiting.pop(0)
+        met = evidence.pairs_of(node)
+        partner = next((other for other in waiting if other not in met), None)
+        if partner is not None:
+            waiting.remove(partner)
+            groups.append((node, partner))
+        elif node not in evidence.passed_alone:
+            groups.append((node,))
+    return tuple(groups)
+
+
+__all__ = [
+    "FAILED_S",
+    "SLOW_FACTOR",
+    "Group",
+    "GroupResult",
+    "Measurement",
+    "NodeCheck",
+    "NodeVerdict",
+    "Verdict",
+    "failed",
+]

@@ -1,0 +1,127 @@
+"""What the checks of many runs have found out about each node, in bounded memory.
+
+`runtime.check_history` keeps one in the state folder; the table of a check and
+`elasticctl check --history` show it. Nobody is excluded for what stands here: a node may have been
+repaired, and a name may stand for another machine today. Pure; times are unix seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from datetime import datetime, timezone
+
+import msgspec
+from msgspec import Struct
+
+from elastic_driver.policies.nodecheck.check import SLOW_FACTOR, NodeVerdict, Verdict
+from elastic_driver.policies.nodecheck.report import CheckReport, align, seconds
+from elastic_driver.policies.stragglers.robust import median
+
+KEPT = 20  # checks of a node; the oldest are dropped
+MOST_NODES = 5000  # those not checked for longest are dropped
+SHOWN = 5  # checks of a node in `remark`
+_REASON_CHARS = 300
+_COMPARABLE = 3  # good checks, to compare with
+
+
+class PastCheck(Struct, frozen=True):
+    """What one check found out about a node."""
+
+    checked_at: float
+    verdict: Verdict
+    reason: str = ""
+    compute: float | None = None  # seconds
+    network: float | None = None
+    task: str = ""  # times of the same task compare
+
+
+class CheckHistory(Struct, frozen=True):
+    """Node → its checks, the newest last."""
+
+    nodes: dict[str, tuple[PastCheck, ...]] = {}
+
+    def with_report(self, report: CheckReport, now: float) -> CheckHistory:
+        """The same with another check added; what was never measured is not counted."""
+        nodes = dict(self.nodes)
+        for found in report.nodes:
+            if found.history or found.verdict is Verdict.FAULTY:
+                past = _past(found, report.task, now)
+                nodes[found.node] = (*nodes.pop(found.node, ()), past)[-KEPT:]
+        newest = sorted(nodes, key=lambda node: nodes[node][-1].checked_at)[-MOST_NODES:]
+        return CheckHistory({node: nodes[node] for node in newest})
+
+    def remarks(self, report: CheckReport) -> dict[str, str]:
+        """What is to be said of nodes that were not always good, or are far slower than they were.
+
+        `report` is not in the history yet. Nothing here is a verdict.
+        """
+        said = {}
+        for found in report.nodes:
+            past = self.nodes.get(found.node, ())
+            said[found.node] = "; ".join(
+                filter(None, (remark(past), pace(found, report.task, past)))
+            )
+        return {node: words for node, words in said.items() if words}
+
+    def render(self, names: Collection[str] = ()) -> str:
+        """A table with a line for each node (of `names`, or of all) and its last verdict."""
+        rows = [["node", "last check", "checks", *(v.value for v in Verdict), "compute", "network"]]
+        rows[0].append("")
+        for node in sorted(names or self.nodes):
+            past = self.nodes.get(node, ())
+            counts = Counter(check.verdict for check in past)
+            row = [node, _when(past), str(len(past)), *(str(counts[v] or "–") for v in Verdict)]
+            last = past[-1] if past else None
+            times = (last.compute, last.network) if last is not None else (None, None)
+            bad = last is not None and last.verdict is not Verdict.GOOD
+            words = f"{last.verdict.value}: {last.reason}" if last is not None and bad else ""
+            rows.append([*row, *map(seconds, times), words])
+        return "\n".join(align(rows))
+
+
+def remark(past: tuple[PastCheck, ...]) -> str:
+    """How a node fared in its last checks, in words; empty where it was always good."""
+    last = past[-SHOWN:]
+    counts = Counter(check.verdict for check in last if check.verdict is not Verdict.GOOD)
+    if not counts:
+        return ""
+    of = f"its last {len(last)} checks" if len(last) > 1 else "its last check"
+    parts = [f"{verdict.value} in {number}" for verdict, number in counts.most_common()]
+    return f"before: {', '.join(parts)} of {of}"
+
+
+def pace(found: NodeVerdict, task: str, past: tuple[PastCheck, ...]) -> str:
+    """How much slower than in its own good checks of the same task a node is, in words.
+
+    Two nodes that are slow alike, or a link of two, show in nothing else. Empty up to SLOW_FACTOR
+    times, or where too few checks are known.
+    """
+    good = [check for check in past if check.verdict is Verdict.GOOD and check.task == task]
+    said = []
+    for what, now, times in (
+        ("computing", found.compute, [c.compute for c in good if c.compute]),
+        ("network", found.network, [c.network for c in good if c.network]),
+    ):
+        if now is None or len(times) < _COMPARABLE:
+            continue
+        ratio = now / median(times)
+        if ratio > SLOW_FACTOR:
+            said.append(f"{what} takes {ratio:.1f} times what it took before")
+    return "; ".join(said)
+
+
+def decode(written: bytes) -> CheckHistory:
+    """What was kept; raises msgspec.DecodeError (a ValidationError too) for anything else."""
+    return msgspec.json.decode(written, type=CheckHistory)
+
+
+def _past(found: NodeVerdict, task: str, now: float) -> PastCheck:
+    reason = found.reason[:_REASON_CHARS]
+    return PastCheck(now, found.verdict, reason, found.compute, found.network, task)
+
+
+def _when(past: tuple[PastCheck, ...]) -> str:
+    if not past:
+        return "never"
+    return datetime.fromtimestamp(past[-1].checked_at, timezone.utc).strftime("%Y-%m-%d %H:%MZ")

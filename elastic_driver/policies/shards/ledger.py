@@ -1,0 +1,359 @@
+"""Who trains which data shard: to do, with a worker, done, or in quarantine.
+
+Fast workers come back for more, slow ones take fewer, and what a lost worker held goes back to
+the front of the queue. The driver's HTTP routes ask; times are monotonic seconds, given as
+`now`. Nothing here reads data or a clock.
+
+A shard is handed out with a *token*, larger than every token before it (a fencing token): a
+worker that was thought dead and speaks again is told apart from the one that has the shard now.
+A shard whose workers keep dying is put in quarantine by name, and the data set is then not
+complete. To do and done are not kept as sets: the source counts forward, so memory
+is what is out, returned or in quarantine, and not what the data set has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from msgspec import Struct, field
+
+from elastic_driver.errors import UsageError
+from elastic_driver.policies.shards.messages import (
+    Accepted,
+    Answer,
+    Description,
+    End,
+    Granted,
+    LedgerState,
+    Quarantined,
+    RangeDescription,
+    Refusal,
+    Refused,
+    ShardCounts,
+    Verdict,
+    Wait,
+)
+from elastic_driver.policies.shards.sources import RangeSource, Shard, Source, StreamSource
+
+__all__ = ["ShardLedger", "open_ledger"]
+
+
+class _Holder(Struct):
+    """What one worker holds: shards by age, and until when."""
+
+    expires: float
+    tokens: dict[Shard, int] = field(default_factory=dict)
+
+
+class _Past(Struct):
+    """What happened to a shard that was lost at least once and is not done."""
+
+    losses: int = 0  # of them, how many workers died training it
+    progress: int = 0  # records that were trained nevertheless, where its holder lives on
+    tokens: set[int] = field(default_factory=set)  # all that may still come late
+
+
+class ShardLedger:
+    """Hands out the shards of one source and keeps account of them.
+
+    Args:
+        source: where shards come from.
+        lease: seconds after which a silent worker's shards go to others.
+        max_losses: so many workers may die training a shard before it is put in quarantine.
+        max_held: shards one worker may hold at a time (one trained, the others prefetched).
+    """
+
+    def __init__(
+        self, source: Source, *, lease: float = 60.0, max_losses: int = 3, max_held: int = 8
+    ) -> None:
+        if lease <= 0 or max_losses < 1 or max_held < 1:
+            raise UsageError(
+                f"lease={lease}, max_losses={max_losses}, max_held={max_held}: "
+                "all three must be positive"
+            )
+        self._source = source
+        self._lease, self._max_losses, self._max_held = lease, max_losses, max_held
+        self._holders: dict[str, _Holder] = {}
+        self._doing: dict[Shard, str] = {}  # invariant: the holders' shards, by shard
+        self._returned: deque[Shard] = deque()  # to do, before the source's next
+        self._past: dict[Shard, _Past] = {}  # of shards that are returned, doing or quarantined
+        self._quarantine: dict[Shard, Quarantined] = {}
+        self._poison: dict[tuple[str, int, int], Quarantined] = {}  # the same, for later epochs
+        self._last_done: dict[str, tuple[Shard, int]] = {}  # so that a repeated report is no error
+        self._epoch = 0
+        self._done = self._done_records = 0
+        self._first_token = self._next_token = 1  # first: of those that still count
+
+    # ---- what workers ask ----------------------------------------------------------------
+
+    def next(self, worker: str, now: float) -> Answer:
+        """A shard for this worker; `Wait` while others hold some that may come back."""
+        held = self._holders.get(worker)
+        if held is not None and len(held.tokens) >= self._max_held:
+            self.renew(worker, now)
+            return Wait(f"{worker} holds {len(held.tokens)} shards; report one done first")
+        while True:
+            shard = self._take()
+            if shard is not None:
+                return self._grant(shard, worker, now)
+            if self._doing:
+                return Wait(f"the last {len(self._doing)} shards are with {self._who_holds()}")
+            if not self._source.drained():
+                return Wait("the stream has no new records")
+            if not self._source.next_epoch():
+                return self._end()
+
+    def done(self, worker: str, shard: Shard, token: int, now: float) -> Verdict:
+        """The worker reports a shard trained. Repeating a report gives the same answer."""
+        holder = self._doing.get(shard)
+        if holder == worker and self._holders[worker].tokens[shard] == token:
+            self.renew(worker, now)
+            self._drop(worker, shard)
+            return self._finish(worker, shard, token, late=False)
+        if holder is not None:
+            return Refused(Refusal.HELD, f"{shard.name} was taken from {worker}; {holder} has it")
+        past = self._past.get(shard)
+        if past is not None and token in past.tokens:
+            if self._quarantine.pop(shard, None) is None:
+                self._returned.remove(shard)
+            self._poison.pop(_records(shard), None)
+            return self._finish(worker, shard, token, late=True)
+        if self._last_done.get(worker) == (shard, token):
+            return Accepted(shard)
+        return Refused(
+            Refusal.DONE, f"{shard.name} is done, or was never given to {worker} as token {token}"
+        )
+
+    def renew(self, worker: str, now: float) -> None:
+        """The worker lives: its shards stay with it for another lease."""
+        if worker in self._holders:
+            self._holders[worker].expires = now + self._lease
+
+    # ---- what the driver learns ----------------------------------------------------------
+
+    def worker_lost(self, worker: str, reason: str) -> list[Quarantined]:
+        """Its shards go back to the front; the one it was training is blamed for the loss.
+
+        That is the oldest it holds: those behind it were only fetched ahead. Returns what is
+        in quarantine from now on.
+        """
+        held = self._take_back(worker)
+        self._last_done.pop(worker, None)
+        if not held:
+            return []
+        blamed = held[0]
+        past = self._past[blamed]
+        past.losses += 1
+        if past.losses < self._max_losses:
+            return []
+        self._returned.remove(blamed)
+        return [self._lock_up(blamed, past.losses, f"{worker}: {reason}")]
+
+    def worker_left(self, worker: str) -> None:
+        """It leaves as planned: its shards go back to the front, nobody is blamed."""
+        self._take_back(worker)
+        self._last_done.pop(worker, None)
+
+    def expire(self, now: float) -> list[Quarantined]:
+        """Take the shards of all workers whose lease is over; as `worker_lost` for each."""
+        over = sorted(worker for worker, held in self._holders.items() if held.expires <= now)
+        reason = f"it has not renewed its lease of {self._lease:g} s"
+        return [found for worker in over for found in self.worker_lost(worker, reason)]
+
+    def deadline(self) -> float | None:
+        """When `expire` next has something to do; None where nothing is handed out."""
+        return min((held.expires for held in self._holders.values()), default=None)
+
+    def blame(self, worker: str, reason: str) -> list[Quarantined]:
+        """A loss while `worker`, which lives on, trained its oldest shard; may quarantine it.
+
+        For a holder that is many processes (a world that trains its shards together): it goes
+        on where it was, so only losses without any progress between them speak against a shard.
+        """
+        held = self._holders.get(worker)
+        if held is None:
+            return []
+        shard, token = next(iter(held.tokens.items()))
+        past = self._past.setdefault(shard, _Past())
+        past.losses += 1
+        if past.losses < self._max_losses:
+            return []
+        past.tokens.add(token)
+        self._drop(worker, shard)
+        return [self._lock_up(shard, past.losses, f"a member of {worker}: {reason}")]
+
+    def resume(self, worker: str, held: Mapping[int, int], now: float) -> list[int]:
+        """Agree with `worker` on what it holds, as token → records trained; tokens to let go.
+
+        Those are the ones that others have, or will get, or that are in quarantine. What it has
+        and does not name goes back to the front: nobody knows of it any more. A token that was
+        reported done may be named again, by a world that rolled back; it trains the records anew.
+        """
+        self.renew(worker, now)
+        mine = self._holders.get(worker, _Holder(expires=now)).tokens
+        for shard, token in mine.items():
+            past = self._past.get(shard)
+            if past is not None and held.get(token, 0) > past.progress:
+                past.progress, past.losses = held[token], min(past.losses, 1)
+        forgotten = [shard for shard, token in mine.items() if token not in held]
+        for shard in forgotten:
+            self._past.setdefault(shard, _Past()).tokens.add(mine[shard])
+            self._drop(worker, shard)
+        self._returned.extendleft(reversed(forgotten))
+        lost = {token for past in self._past.values() for token in past.tokens}
+        return [token for token in held if token in lost or token < self._first_token]
+
+    # ---- what is known -------------------------------------------------------------------
+
+    def workers(self) -> list[str]:
+        """Who holds shards."""
+        return list(self._holders)
+
+    def counts(self) -> ShardCounts:
+        """Where the shards are."""
+        return ShardCounts(
+            epoch=self._epoch,
+            done=self._done,
+            done_records=self._done_records,
+            doing=len(self._doing),
+            returned=len(self._returned),
+            quarantined=len(self._quarantine),
+            workers=len(self._holders),
+        )
+
+    def quarantined(self) -> list[Quarantined]:
+        """The shards in quarantine, with the reason of each."""
+        return list(self._quarantine.values())
+
+    def checkpoint(self) -> LedgerState:
+        """The progress as plain data, to be kept beside a model's checkpoint.
+
+        A shard that is with a worker is not in that model for certain: it is to do again.
+        """
+        doing = sorted(
+            self._doing, key=lambda shard: self._holders[self._doing[shard]].tokens[shard]
+        )
+        losses = tuple((shard, past.losses) for shard, past in self._past.items() if past.losses)
+        return LedgerState(
+            source=self._source.save(),
+            outstanding=(*doing, *self._returned),
+            losses=losses,
+            quarantined=tuple(self._quarantine.values()),
+            done=self._done,
+            done_records=self._done_records,
+            next_token=self._next_token,
+        )
+
+    def restore(self, state: LedgerState) -> None:
+        """Go back to a checkpoint; no token given out before is taken any more."""
+        self._source.load(state.source)
+        self._holders.clear()
+        self._doing.clear()
+        self._last_done.clear()
+        self._returned = deque(state.outstanding)
+        self._past = {shard: _Past(losses=losses) for shard, losses in state.losses}
+        self._quarantine = {entry.shard: entry for entry in state.quarantined}
+        self._poison = {_records(entry.shard): entry for entry in state.quarantined}
+        self._done, self._done_records = state.done, state.done_records
+        self._epoch = max((shard.epoch for shard in state.outstanding), default=self._epoch)
+        self._first_token = self._next_token = max(self._next_token, state.next_token)
+
+    # ---- inside --------------------------------------------------------------------------
+
+    def _take(self) -> Shard | None:
+        """The next shard to do: returned ones first, then the source's.
+
+        Records that were put in quarantine in an earlier epoch would kill workers again.
+        """
+        if self._returned:
+            return self._returned.popleft()
+        shard = self._source.take()
+        while shard is not None and (poison := self._poison.get(_records(shard))) is not None:
+            self._quarantine[shard] = Quarantined(shard, poison.losses, poison.reason)
+            shard = self._source.take()
+        return shard
+
+    def _grant(self, shard: Shard, worker: str, now: float) -> Granted:
+        token = self._next_token
+        self._next_token += 1
+        held = self._holders.setdefault(worker, _Holder(expires=now + self._lease))
+        held.tokens[shard] = token
+        self._doing[shard] = worker
+        self._epoch = shard.epoch
+        self.renew(worker, now)
+        return Granted(shard, token, self._lease)
+
+    def _drop(self, worker: str, shard: Shard) -> None:
+        """The worker holds this shard no longer."""
+        del self._doing[shard]
+        held = self._holders[worker]
+        del held.tokens[shard]
+        if not held.tokens:
+            del self._holders[worker]
+
+    def _finish(self, worker: str, shard: Shard, token: int, *, late: bool) -> Accepted:
+        self._past.pop(shard, None)
+        self._last_done[worker] = (shard, token)
+        self._done += 1
+        self._done_records += shard.records
+        return Accepted(shard, late)
+
+    def _lock_up(self, shard: Shard, losses: int, last: str) -> Quarantined:
+        sentence = f"{losses} workers died training it, the last one {last}"
+        entry = Quarantined(shard, losses, sentence)
+        self._quarantine[shard] = self._poison[_records(shard)] = entry
+        return entry
+
+    def _take_back(self, worker: str) -> list[Shard]:
+        """Return a worker's shards to the front, oldest first, and remember their tokens."""
+        held = self._holders.pop(worker, None)
+        if held is None:
+            return []
+        for shard, token in held.tokens.items():
+            del self._doing[shard]
+            self._past.setdefault(shard, _Past()).tokens.add(token)
+        shards = list(held.tokens)
+        self._returned.extendleft(reversed(shards))
+        return shards
+
+    def _who_holds(self) -> str:
+        names = sorted(self._holders)
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+
+    def _end(self) -> End:
+        names = tuple(shard.name for shard in self._quarantine)
+        reason = "every record was trained"
+        if names:
+            reason = f"all but {len(names)} shards in quarantine were trained: {names[0]}, …"
+        return End(complete=not names, quarantined=names, reason=reason)
+
+
+def _records(shard: Shard) -> tuple[str, int, int]:
+    """What a shard has in common with its like in other epochs."""
+    return shard.partition, shard.start, shard.stop
+
+
+def open_ledger(
+    dataset: Description, *, lease: float, max_held: int
+) -> tuple[ShardLedger, StreamSource | None]:
+    """A fresh ledger of the described data set, and its source where that can be extended.
+
+    Raises `UsageError` for a description that makes no sense.
+    """
+    source: RangeSource | StreamSource
+    if isinstance(dataset, RangeDescription):
+        source, stream = (
+            RangeSource(
+                dataset.records,
+                dataset.shard_records,
+                epochs=dataset.epochs,
+                shuffle=dataset.shuffle,
+                seed=dataset.seed,
+            ),
+            None,
+        )
+    else:
+        source = stream = StreamSource(dataset.partitions, dataset.shard_records)
+    ledger = ShardLedger(source, lease=lease, max_losses=dataset.max_losses, max_held=max_held)
+    return ledger, stream

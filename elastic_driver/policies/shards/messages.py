@@ -1,0 +1,194 @@
+"""What the shard ledger answers and keeps: plain data, fit for JSON.
+
+The `ledger` makes them; HTTP routes, workers and checkpoints carry them.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from elastic_driver.core.documents import WorkerId
+from elastic_driver.policies.shards.sources import Offset, Shard, SourceState
+
+__all__ = [
+    "WORLD",
+    "Accepted",
+    "Answer",
+    "Description",
+    "DoneRequest",
+    "End",
+    "ExtendRequest",
+    "Granted",
+    "LedgerState",
+    "NextRequest",
+    "Quarantined",
+    "RangeDescription",
+    "Refusal",
+    "Refused",
+    "ResumeRequest",
+    "Resumed",
+    "ShardCheckpoint",
+    "ShardCounts",
+    "StreamDescription",
+    "Verdict",
+    "Wait",
+]
+
+
+WORLD = "world"
+"""The holder of shards that all members of the job's world train together."""
+
+Count = Annotated[int, Meta(ge=1, le=2**62)]
+
+
+class RangeDescription(Struct, frozen=True, tag="range", forbid_unknown_fields=True):
+    """A data set of known length; the arguments of `RangeSource`."""
+
+    records: Offset
+    shard_records: Count
+    epochs: Count | None = 1
+    shuffle: bool = True
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    max_losses: Annotated[int, Meta(ge=1, le=10**6)] = 3
+
+
+class StreamDescription(Struct, frozen=True, tag="stream", forbid_unknown_fields=True):
+    """Partitions that grow, each with its first offset; the arguments of `StreamSource`."""
+
+    partitions: Annotated[
+        dict[Annotated[str, Meta(max_length=512)], Offset], Meta(min_length=1, max_length=4096)
+    ]
+    shard_records: Count
+    max_losses: Annotated[int, Meta(ge=1, le=10**6)] = 3
+
+
+Description = RangeDescription | StreamDescription
+
+
+class NextRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Give `worker` a shard; wait up to `wait` seconds for one, where others still hold some."""
+
+    worker: WorkerId
+    dataset: Description
+    wait: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
+
+
+class DoneRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """`worker` has trained the shard it was given with this token."""
+
+    worker: WorkerId
+    shard: Shard
+    token: Count
+
+
+class ResumeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """After a change of the world: these tokens (→ records trained) are known to be held."""
+
+    worker: WorkerId
+    dataset: Description
+    held: Annotated[dict[Count, Offset], Meta(max_length=4096)]
+
+
+class Resumed(Struct, frozen=True):
+    """The tokens of a `ResumeRequest` that are not the worker's any more."""
+
+    lost: tuple[int, ...]
+
+
+class ExtendRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """A stream's partition can be read up to offset `end`, and with `closed` never further."""
+
+    partition: Annotated[str, Meta(max_length=512)]
+    end: Offset
+    closed: bool = False
+
+
+class Granted(Struct, frozen=True, tag="granted"):
+    """Train this shard and report it done with the token; renew within `lease` seconds."""
+
+    shard: Shard
+    token: int
+    lease: float
+
+
+class Wait(Struct, frozen=True, tag="wait"):
+    """Nothing for you now, but there may be later: ask again."""
+
+    reason: str
+
+
+class End(Struct, frozen=True, tag="end"):
+    """Nothing will come any more. `complete`: every record was trained."""
+
+    complete: bool
+    quarantined: tuple[str, ...]  # names
+    reason: str
+
+
+Answer = Granted | Wait | End
+
+
+class Accepted(Struct, frozen=True, tag="accepted"):
+    """The shard counts as done by you. `late`: you had lost it, but nobody else had begun it."""
+
+    shard: Shard
+    late: bool = False
+
+
+class Refusal(str, Enum):
+    """Why a report is refused; for programs."""
+
+    HELD = "held"  # somebody else trains it now
+    DONE = "done"  # finished already, or never handed out with this token
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """The shard does not count as done by you; leave it."""
+
+    code: Refusal
+    reason: str
+
+
+Verdict = Accepted | Refused
+
+
+class Quarantined(Struct, frozen=True):
+    """A shard that nobody gets any more, and why."""
+
+    shard: Shard
+    losses: int
+    reason: str
+
+
+class ShardCounts(Struct, frozen=True):
+    """Where the shards are, for people and metrics."""
+
+    epoch: int
+    done: int  # shards, over all epochs
+    done_records: int
+    doing: int
+    returned: int  # to do again
+    quarantined: int
+    workers: int  # that hold shards
+
+
+class LedgerState(Struct, frozen=True):
+    """A checkpoint: everything that was not done when it was made is to do after `restore`."""
+
+    source: SourceState
+    outstanding: tuple[Shard, ...]  # handed out or returned, in the order they come next
+    losses: tuple[tuple[Shard, int], ...]
+    quarantined: tuple[Quarantined, ...]
+    done: int
+    done_records: int
+    next_token: int
+
+
+class ShardCheckpoint(Struct, frozen=True, forbid_unknown_fields=True):
+    """A data set's description and progress, to be kept beside a model's checkpoint."""
+
+    dataset: Description
+    state: LedgerState

@@ -1,0 +1,187 @@
+"""How a step's micro-batches are shared out, so that a slow rank holds nobody up (`--balance`).
+
+The driver's shell feeds in what a pass over one micro-batch, and the rest of a step, cost each
+rank, waiting left out, and the shares that are in force; the verdict is other shares with the
+reason, or none. Noise moves nothing: a step has to become clearly shorter, and the earlier half of
+what was measured has to say so as well as the later one. After a move all is measured anew. The
+sum of the shares never changes, and with it neither the batch nor the result.
+
+Pure. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from msgspec import Struct
+
+from elastic_driver.core.documents import Division
+from elastic_driver.policies.stragglers.robust import median, usual
+
+
+class BalanceSettings(Struct, frozen=True, kw_only=True):
+    """When work is moved; with the defaults after 20 samples, about two seconds of short steps."""
+
+    gain: float = 0.15  # the part by which a step has to become shorter
+    window: int = 20  # samples that are looked at, in two halves; fewer decide nothing
+
+
+class Move(Struct, frozen=True):
+    """Micro-batches of a step by rank from now on, which rank came last before, and why."""
+
+    shares: tuple[int, ...]
+    last: int
+    reason: str
+
+
+class Cost(Struct, frozen=True):
+    """What a step costs a rank: `one_pass` for each micro-batch, and `rest` once."""
+
+    one_pass: float
+    rest: float = 0.0
+
+    def of(self, share: int) -> float:
+        """What a step with so many micro-batches takes it."""
+        return share * self.one_pass + self.rest
+
+
+def fastest_shares(virtual_workers: int, costs: Sequence[Cost]) -> list[int]:
+    """How many micro-batches each rank should take so that a step is soonest over.
+
+    Everyone keeps at least one: who trains nothing cannot show that it has recovered. Of equal
+    ranks the lower ones take more, as in `batch.allocate_microbatches`.
+
+    Raises:
+        ValueError: fewer micro-batches than ranks, or a pass that takes no time.
+    """
+    if virtual_workers < len(costs) or not costs:
+        raise ValueError(f"{virtual_workers} micro-batches cannot be shared by {len(costs)}")
+    if min(cost.one_pass for cost in costs) <= 0:
+        raise ValueError(f"a micro-batch takes some time; got {costs}")
+    shares = [1] * len(costs)
+    # Each further micro-batch goes to the rank that would be done with it first (Graham's list
+    # scheduling, optimal for equal jobs on machines of different speed); among several to the
+    # slowest of them, so that no more is moved than helps.
+    finish = [(cost.of(2), -cost.one_pass, rank) for rank, cost in enumerate(costs)]
+    heapq.heapify(finish)
+    for _ in range(virtual_workers - len(costs)):
+        _, _, rank = finish[0]
+        cost = costs[rank]
+        shares[rank] += 1
+        heapq.heapreplace(finish, (cost.of(shares[rank] + 1), -cost.one_pass, rank))
+    return shares
+
+
+def step_time(shares: Sequence[int], costs: Sequence[Cost]) -> float:
+    """What a step takes until the last rank is done with its share."""
+    return max(cost.of(share) for share, cost in zip(shares, costs, strict=True))
+
+
+@dataclass
+class Balancer:
+    """Decides for the ranks of one round; a new round gets a new one.
+
+    Args:
+        hosts: the host of each rank, for the reasons.
+        known: what a step cost each rank in an earlier round, where that is known; the first
+            decision is taken by it.
+    """
+
+    hosts: Sequence[str]
+    known: Sequence[Cost | None] = ()
+    settings: BalanceSettings = field(default_factory=BalanceSettings)
+    _divisions: list[Division | None] = field(init=False)
+    _costs: list[deque[Cost]] = field(init=False)
+    _latest: list[int] = field(init=False)
+    _in_force: tuple[int, ...] = field(init=False, default=())
+    _given: tuple[int, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        self._divisions = [None for _ in self.hosts]
+        self._costs = [deque(maxlen=self.settings.window) for _ in self.hosts]
+        self._latest = [-1 for _ in self.hosts]
+
+    def costs(self) -> list[Cost | None]:
+        """What a step costs each rank; None where too little is known."""
+        half = self.settings.window // 2
+        measured = [_usual(costs) if len(costs) >= half else None for costs in self._costs]
+        earlier = self.known or [None for _ in self.hosts]
+        return [now or before for now, before in zip(measured, earlier, strict=True)]
+
+    def divided(self, rank: int, division: Division) -> None:
+        """A rank says what its share is."""
+        self._divisions[rank] = division
+
+    def measured(self, rank: int, step: int, cost: Cost) -> None:
+        """What this step has cost a rank, waiting left out; repeats are ignored."""
+        if step > self._latest[rank] and cost.one_pass > 0:
+            self._latest[rank] = step
+            self._costs[rank].append(cost)
+
+    def decide(self) -> Move | None:
+        """Other shares than those in force, where a step would clearly be over sooner."""
+        shares = self._shares()
+        if not shares or sum(shares) <= len(shares):  # more cannot be taken from anybody
+            return None
+        if shares != self._in_force:
+            first, self._in_force = not self._in_force, shares
+            self._measure_anew()
+            return self._by_memory() if first else None
+        if any(len(costs) < self.settings.window for costs in self._costs):
+            return None
+        half = self.settings.window // 2
+        halves = [
+            [_usual(islice(costs, start, start + half)) for costs in self._costs]
+            for start in (0, half)
+        ]
+        return self._move([_usual(costs) for costs in self._costs], halves)
+
+    def _measure_anew(self) -> None:
+        for costs in self._costs:
+            costs.clear()
+
+    def _shares(self) -> tuple[int, ...]:
+        """The shares in force; empty while the ranks' words do not fit together."""
+        said = [division for division in self._divisions if division is not None]
+        shares = tuple(division.share for division in said)
+        whole = {division.virtual_workers for division in said}
+        return shares if len(said) == len(self.hosts) and whole == {sum(shares)} else ()
+
+    def _by_memory(self) -> Move | None:
+        """By what was measured in an earlier round; who was not there counts as usual."""
+        known = [cost for cost in self.costs() if cost]
+        if not known:
+            return None
+        costs = [cost or _usual(known) for cost in self.costs()]
+        return self._move(costs, [costs])
+
+    def _move(self, costs: Sequence[Cost], evidence: Sequence[Sequence[Cost]]) -> Move | None:
+        """The best shares at these costs, where every piece of evidence speaks for them."""
+        now = self._in_force
+        best = tuple(fastest_shares(sum(now), costs))
+        least = 1 - self.settings.gain
+        better = all(step_time(best, each) < least * step_time(now, each) for each in evidence)
+        if best == self._given or not better:
+            return None
+        self._given = best
+        self._measure_anew()  # also while they are on their way
+        last = max(range(len(now)), key=lambda rank: costs[rank].of(now[rank]))
+        passes = [cost.one_pass for cost in costs]
+        return Move(
+            best,
+            last,
+            f"rank {last} on {self.hosts[last]} came last, with {now[last]} micro-batches of "
+            f"{passes[last]:.3g} s where {usual(passes, 1.5):.3g} s are usual: it trains "
+            f"{best[last]} of them now, which makes a step of {step_time(now, costs):.3g} s "
+            f"one of {step_time(best, costs):.3g} s",
+        )
+
+
+def _usual(costs: Iterable[Cost]) -> Cost:
+    """The medians."""
+    several = list(costs)
+    return Cost(median(c.one_pass for c in several), median(c.rest for c in several))

@@ -1,0 +1,221 @@
+"""Which ranks are slow while the job trains.
+
+Workers report for each step what they spent computing, without the time they waited for others: in
+a synchronous step everyone *finishes* together, so only that shows who held the others up. (Whose
+network is slow, `links` finds.)
+
+A rank's time is the median of its last reports; it is compared with the usual time of all ranks
+(`robust.usual`). Hysteresis and a number of looks that must agree keep jitter from raising an
+alarm. Half a second in which a neighbour took the processor makes a rank half as slow again, hardly
+ever several times as slow, so a slight difference must last longer; and where most ranks would be
+slow, it must be larger. Pure: the driver feeds reports in and passes the alarms on. Times are
+seconds.
+
+A report may stand for several short steps, whose mean is steadier than each of them: of those fewer
+are asked for, so that a verdict takes about as many steps. Long steps are reported one by one, and
+a quota may stop a process in each second one: of those, two neighbours are taken together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice, pairwise
+
+from msgspec import Struct
+
+from elastic_driver.policies.stragglers.robust import median, usual
+
+_OPEN_STEPS = 256  # steps that are remembered while a rank has not reported them
+_NEIGHBOURS = 4  # reports from whose distance it follows for how many steps each stands
+
+
+class Slowness(str, Enum):
+    """In what a rank is slow."""
+
+    COMPUTE = "compute"
+    NETWORK = "network"
+
+
+class WatchSettings(Struct, frozen=True, kw_only=True):
+    """When a rank is called slow; the defaults name one within about 20 steps.
+
+    What counts steps is met by fewer reports where each stands for several, but never by fewer
+    than `reports` and `looks`.
+    """
+
+    factor: float = 1.5  # slow: more than this many times the usual time
+    slight: float = 1.75  # only slightly: less than this many times,
+    longer: int = 3  # which must last for so many times as many looks
+    part: float = 0.1  # and longer by more than this part of a step: less harms nobody
+    recovered: float = 1.25  # no longer slow: less than this many times
+    window: int = 20  # steps whose median is a rank's time
+    least: int = 10  # steps a rank must have reported before it is judged
+    confirm: int = 5  # steps in a row that must agree, and themselves be as slow
+    reports: int = 9  # at least, of a window; half as many before a rank is judged
+    looks: int = 3  # at least, that must agree
+    brief: int = 50  # an alarm withdrawn within so many looks was a false one
+
+
+class SlowRank(Struct, frozen=True):
+    """A rank that holds the others up."""
+
+    rank: int
+    host: str
+    kind: Slowness
+    ratio: float  # its time over the usual one, when the alarm was raised
+    step: int  # the step at which it was raised
+
+    def describe(self) -> str:
+        """One line for the event log."""
+        return (
+            f"rank {self.rank} on {self.host} is slow ({self.kind.value}): "
+            f"{self.ratio:.1f} times the usual time"
+        )
+
+
+class Change(Struct, frozen=True):
+    """An alarm that was raised, or (`over`) withdrawn."""
+
+    slow: SlowRank
+    over: bool = False
+
+
+@dataclass(slots=True)
+class _Track:
+    """One rank's times."""
+
+    times: deque[float]
+    agree: int = 0  # looks in a row that contradict the present verdict
+    alarm: SlowRank | None = None
+    raised: int = 0  # the look at which it was
+
+
+@dataclass
+class StragglerWatch:
+    """Watches the ranks of one round; a new round gets a new watch.
+
+    Args:
+        hosts: the host of each rank.
+        settings: when a rank is slow.
+        first_step: reports of earlier steps are ignored.
+        step_time: what a whole step takes, waiting included; the caller keeps it up to date.
+    """
+
+    hosts: Sequence[str]
+    settings: WatchSettings = field(default_factory=WatchSettings)
+    first_step: int = 0
+    step_time: float = 0.0  # 0: not known, then every difference counts
+    false_alarms: int = 0  # alarms that were soon withdrawn
+    _tracks: list[_Track] = field(init=False)
+    _reported: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
+    _latest: list[int] = field(init=False)
+    _seen: deque[int] = field(init=False)  # the last steps that all have reported
+    _each: int = field(init=False, default=1)  # for how many steps a report stands
+    _looks: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        most = max(self.settings.window, self.settings.reports)
+        self._tracks = [_Track(deque(maxlen=most)) for _ in self.hosts]
+        self._seen = deque(maxlen=_NEIGHBOURS)
+        self._latest = [self.first_step - 1] * len(self.hosts)
+
+    @property
+    def slow(self) -> tuple[SlowRank, ...]:
+        """The ranks that are slow now, by rank."""
+        return tuple(track.alarm for track in self._tracks if track.alarm)
+
+    def report(self, rank: int, step: int, compute: float) -> tuple[Change, ...]:
+        """One rank's step; what changes once every rank has reported it.
+
+        Args:
+            rank: who reports; an unknown one is ignored, and so is a step it told before.
+            step: the finished step.
+            compute: seconds it computed, waiting left out.
+        """
+        if not 0 <= rank < len(self.hosts) or step <= self._latest[rank]:
+            return ()
+        self._latest[rank] = step
+        reported = self._reported.setdefault(step, {})
+        reported[rank] = compute
+        if len(reported) < len(self.hosts):
+            if len(self._reported) > _OPEN_STEPS:
+                del self._reported[min(self._reported)]
+            return ()
+        self._take(step, reported)
+        # Everybody is past the earlier steps: a report that was lost for one will not come.
+        self._reported = {s: ranks for s, ranks in self._reported.items() if s > step}
+        return tuple(self._look(step))
+
+    # ---- one look ------------------------------------------------------------------------
+
+    def _take(self, step: int, reported: dict[int, float]) -> None:
+        """Count a step that all have reported: the same steps of every rank are compared."""
+        self._seen.append(step)
+        self._each = min((b - a for a, b in pairwise(self._seen)), default=1)
+        for rank, compute in reported.items():
+            self._tracks[rank].times.append(compute)
+
+    def _look(self, step: int) -> list[Change]:
+        tracks, settings = self._tracks, self.settings
+        self._looks += 1
+        window = self._reports(settings.window, settings.reports)
+        least = self._reports(settings.least, settings.reports // 2)
+        if any(len(track.times) < least for track in tracks):
+            return []
+        times = self._medians(window)
+        normal = usual(times, self.settings.factor)
+        if normal <= 0:
+            return []
+        factor = self.settings.factor
+        if 2 * sum(time > factor * normal for time in times) > len(times):
+            factor *= factor  # rather are a few fast: they have a processor to themselves
+        changes = []
+        for rank, (track, time) in enumerate(zip(tracks, times, strict=True)):
+            found = SlowRank(rank, self.hosts[rank], Slowness.COMPUTE, time / normal, step)
+            harms = time - normal > settings.part * self.step_time
+            change = self._judge(track, found, factor, harms=harms)
+            if change is not None:
+                changes.append(change)
+        return changes
+
+    def _medians(self, last: int) -> list[float]:
+        """Each rank's median over so many reports, single steps taken two and two."""
+        newest = [list(islice(reversed(track.times), last)) for track in self._tracks]
+        if self._each == 1 and last > 1:
+            newest = [[(a + b) / 2 for a, b in pairwise(times)] for times in newest]
+        return [median(times) for times in newest]
+
+    def _has_passed(self, rank: int, factor: float, reports: int) -> bool:
+        """Whether it was a few slow steps that have passed, though the median is still large."""
+        times = self._medians(reports)
+        return times[rank] <= factor * usual(times, self.settings.factor)
+
+    def _reports(self, steps: int, least: int) -> int:
+        """How many reports are enough for so many steps."""
+        return min(max(least, -(-steps // self._each)), steps)
+
+    def _judge(
+        self, track: _Track, found: SlowRank, factor: float, *, harms: bool
+    ) -> Change | None:
+        raised = track.alarm
+        slow = found.ratio > factor and harms
+        contradicts = slow if raised is None else self._recovered(found)
+        track.agree = track.agree + 1 if contradicts else 0
+        looks = self._reports(self.settings.confirm, self.settings.looks)
+        slight = raised is None and found.ratio < self.settings.slight
+        needed = looks * (self.settings.longer if slight else 1)
+        if track.agree < needed or (raised is None and self._has_passed(found.rank, factor, looks)):
+            return None
+        track.agree = 0
+        if raised is None:
+            track.alarm, track.raised = found, self._looks
+            return Change(found)
+        track.alarm = None
+        self.false_alarms += self._looks - track.raised <= self.settings.brief
+        return Change(raised, over=True)
+
+    def _recovered(self, found: SlowRank) -> bool:
+        return found.ratio < self.settings.recovered

@@ -1,0 +1,107 @@
+"""What an orchestrator of TensorFlow and the driver say to each other: plain data, fit for JSON.
+
+`policies.tf.cluster` answers, `runtime.tf_api` carries it over HTTP, `worker.tf` asks. Times are
+seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, Struct
+
+from elastic_driver.core.tf_config import Task
+
+MAX_WAIT_S = 60.0  # of one cluster_spec request; who waits longer asks again and keeps its place
+MAX_VALUE_BYTES = 1024 * 1024
+
+Address = Annotated[str, Meta(min_length=3, max_length=300, pattern=r"^\S+:[0-9]{1,5}$")]
+Tag = Annotated[str, Meta(min_length=1, max_length=256)]
+Nodes = Annotated[int, Meta(ge=1, le=100_000)]
+Timeout = Annotated[float, Meta(gt=0.0, le=600.0)]
+
+
+class ClusterSpecRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """`address` (`host:port`) wants to be in a cluster of `min_nodes` to `max_nodes`.
+
+    `wait`: for so long this request may take. `gather`: once the minimum has come, for so long
+    others may still join; all who wait together must say the same numbers.
+    """
+
+    address: Address
+    min_nodes: Nodes
+    max_nodes: Nodes
+    wait: Annotated[float, Meta(ge=0.0, le=MAX_WAIT_S)] = MAX_WAIT_S
+    gather: Annotated[float, Meta(ge=0.0, le=600.0)] = 3.0
+
+
+class ClusterSpec(Struct, frozen=True):
+    """A cluster that has formed; `cluster` and `task` are the two halves of TF_CONFIG."""
+
+    generation: int
+    cluster: dict[str, list[str]]
+    task: Task
+
+
+class WaitingNodes(Struct, frozen=True):
+    """Whether the cluster should form anew.
+
+    `count`: above 0, so many could join; below 0, so many members were lost; 0, go on. `waiting`
+    are all who have asked for the next cluster, also those for whom there is no room.
+    """
+
+    count: int
+    generation: int
+    waiting: tuple[str, ...]
+    lost: tuple[str, ...]
+
+
+class BarrierRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """`address` has come to the barrier `tag`; `failure` says why it does not come."""
+
+    address: Address
+    tag: Tag
+    timeout: Timeout
+    failure: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+
+
+class SynchronizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The same with a value for all the others (bytes; base64 in JSON)."""
+
+    address: Address
+    tag: Tag
+    timeout: Timeout
+    value: Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)] = b""
+    failure: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+
+
+class Passed(Struct, frozen=True):
+    """Every member of this generation has come to the barrier."""
+
+    generation: int
+
+
+class Synchronized(Struct, frozen=True):
+    """Every member's value, in the order of their indices."""
+
+    generation: int
+    values: dict[str, bytes]
+
+
+class Refused(Struct, frozen=True):
+    """A request that came to nothing: `code` for programs, why, and what to try."""
+
+    code: str
+    message: str
+    hint: str = ""
+
+
+Reply = ClusterSpec | Synchronized | Refused
+
+
+class Answer(NamedTuple):
+    """The reply to the request that bore this ticket, and the node that had asked."""
+
+    ticket: int
+    address: str
+    reply: Reply

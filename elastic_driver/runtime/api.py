@@ -1,0 +1,329 @@
+"""The driver's own HTTP routes, mounted on the rendezvous server behind its token check.
+
+| route | answer |
+|---|---|
+| `POST /v1/events` | 202; a `core.events.WireEvent` goes into the driver's mailbox |
+| `GET /v1/status` | the run and `core.status.JobStatus` as one JSON object |
+| `GET /v1/events?since=N` | `{"events": […], "last": n}`; with `text/event-stream` it goes on |
+| `GET /metrics` | the same picture for Prometheus, see `runtime.metrics` |
+| `POST /v1/scale` | 202; `{"num_proc": N}` within the job's bounds |
+| `POST /v1/hosts/{host}:drain` | 202; the host is left in good order; 404 where it is not there |
+| `POST /v1/hosts/{host}:undrain` | 202; it may be used again; 404, 409 `not_drained` |
+| `POST /v1/stacks` | 202; every worker is asked where it stands: event `stacks_collected` |
+| `POST /v1/stop` | 202; the job ends with status 143; asked a second time, at once |
+| `/v1/shards/…`, `/v1/nodes:…` | see `runtime.shards_api` and `runtime.joined` |
+| `/v1/tf/…` | see `runtime.tf_api` |
+
+Handlers run on the server's loop, decode and bound what arrives, and hand it on; every
+decision about the job is taken on the driver's mailbox thread. Errors have the form of
+`rendezvous.web`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Protocol, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from elastic_driver.contract import (
+    DRAIN_PATH,
+    METRICS_PATH,
+    SCALE_PATH,
+    STACKS_PATH,
+    STATUS_PATH,
+    STOP_PATH,
+    UNDRAIN_PATH,
+)
+from elastic_driver.core.events import (
+    DrainCancelled,
+    DrainRequested,
+    ScaleRequested,
+    StacksRequested,
+    WireEvent,
+)
+from elastic_driver.errors import ExitCode
+from elastic_driver.runtime import metrics
+from elastic_driver.runtime.event_log import EventLog
+from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.shards_api import ShardRoutes
+from elastic_driver.runtime.tf_api import TfRoutes
+from rendezvous.web import JSON, Problem, read_json
+from rendezvous.wire import EVENTS_PATH
+
+STATUS_WAIT_S = 5.0  # for the mailbox thread to draw a picture of the job
+MAX_STREAMS = 64  # readers that follow the event log at the same time
+_KEEP_ALIVE_S = 15.0
+T = TypeVar("T")
+_EVENT_STREAM = "text/event-stream"
+
+
+Reason = Annotated[str, Meta(min_length=1, max_length=500)]
+# What a route may post:
+Request = WireEvent | ScaleRequested | DrainRequested | DrainCancelled | StacksRequested
+
+
+class ScaleRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The wish for another number of workers."""
+
+    num_proc: Annotated[int, Meta(ge=1, le=10**6)]
+
+
+class DrainRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Why a host is drained, and within how many seconds it has to be empty (None: no hurry)."""
+
+    reason: Reason = "somebody asked for it"
+    deadline: Annotated[float, Meta(ge=0.0, le=1e9)] | None = None
+
+
+class ReasonGiven(Struct, frozen=True, forbid_unknown_fields=True):
+    """Why somebody wants what they ask for."""
+
+    reason: Reason = "somebody asked for it"
+
+
+class _HostSeen(Struct, frozen=True):
+    host: str
+    state: str
+
+
+class _HostsSeen(Struct, frozen=True):
+    """The part of the status document that says which hosts there are."""
+
+    hosts: tuple[_HostSeen, ...]
+
+
+class Accepted(Struct, frozen=True):
+    """The answer to what was put into the mailbox."""
+
+    accepted: bool = True
+
+
+class DriverPort(Protocol):
+    """What the routes need of the driver; every method may be called by any thread."""
+
+    @property
+    def size_bounds(self) -> tuple[int, int | None]:
+        """The fewest and (None: no limit) the most workers the job may have."""
+
+    def post(self, event: Request) -> bool:
+        """Put an event into the mailbox; False when it is full or the job is over."""
+
+    def request_stop(self, reason: str, exit_code: int) -> None:
+        """Ask for the job's end; asked a second time, at once."""
+
+    def ask_status(self, reply: Callable[[bytes], None]) -> None:
+        """Have `reply` called with the status document, soon and on another thread."""
+
+
+_decode_event: Callable[[bytes], WireEvent] = msgspec.json.Decoder(WireEvent).decode
+_decode_scale = msgspec.json.Decoder(ScaleRequest).decode
+_decode_drain = msgspec.json.Decoder(DrainRequest).decode
+_decode_reason = msgspec.json.Decoder(ReasonGiven).decode
+_ACCEPTED = msgspec.json.encode(Accepted())
+
+
+class DriverRoutes:
+    """Handlers of the routes above; `lease`: seconds a member of a TensorFlow cluster may be
+    silent."""
+
+    def __init__(
+        self,
+        driver: DriverPort,
+        log: EventLog,
+        shards: ShardRoutes | None = None,
+        joined: JoinedNodes | None = None,
+        *,
+        lease: float = 30.0,
+    ) -> None:
+        self._driver, self._log = driver, log
+        self._shards, self._joined = shards, joined
+        self._tf = TfRoutes(lease)
+        self._streams = 0
+
+    def add_to(self, app: web.Application) -> None:
+        """Mount the routes."""
+        app.router.add_post(EVENTS_PATH, self.post_event)
+        app.router.add_get(EVENTS_PATH, self.get_events, allow_head=False)
+        app.router.add_get(STATUS_PATH, self.get_status, allow_head=False)
+        app.router.add_get(METRICS_PATH, self.get_metrics, allow_head=False)
+        app.router.add_post(SCALE_PATH, self.scale)
+        app.router.add_post(DRAIN_PATH, self.drain)
+        app.router.add_post(UNDRAIN_PATH, self.undrain)
+        app.router.add_post(STACKS_PATH, self.stacks)
+        app.router.add_post(STOP_PATH, self.stop)
+        if self._shards is not None:
+            self._shards.add_to(app)
+        self._tf.add_to(app)
+        if self._joined is not None:
+            self._joined.add_to(app)
+
+    async def post_event(self, request: web.Request) -> web.Response:
+        """An agent or a worker has something to tell."""
+        event = await read_json(request, _decode_event)
+        return self._accept(event)
+
+    def take_event(self, body: bytes) -> tuple[int, bytes] | None:
+        """The same without a request around it; None where it is refused, by `post_event`."""
+        try:
+            event = _decode_event(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        return (202, _ACCEPTED) if self._driver.post(event) else None
+
+    async def scale(self, request: web.Request) -> web.Response:
+        """Somebody wishes another number of workers."""
+        wished = (await read_json(request, _decode_scale)).num_proc
+        least, most = self._driver.size_bounds
+        if wished < least:
+            raise Problem(
+                422,
+                "below_min",
+                f"{wished} workers are fewer than the job's minimum of {least}",
+                f"ask for at least {least}, or start the job with a lower --min-np",
+            )
+        if most is not None and wished > most:
+            raise Problem(
+                422,
+                "above_max",
+                f"{wished} workers are more than the job's maximum of {most}",
+                f"ask for at most {most}, or start the job with a higher --max-np",
+            )
+        return self._accept(ScaleRequested(wished))
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """A host is to be left in good order; the body may be empty."""
+        wish = await _read_optional(request, _decode_drain, DrainRequest())
+        host = await self._host_named(request)
+        return self._accept(DrainRequested(host.host, wish.reason, wish.deadline))
+
+    async def undrain(self, request: web.Request) -> web.Response:
+        """A drained host may be used again; the body may be empty."""
+        wish = await _read_optional(request, _decode_reason, ReasonGiven())
+        host = await self._host_named(request)
+        if host.state not in ("draining", "drained"):
+            problem = f"host {host.host} is not drained, it is {host.state}"
+            raise Problem(409, "not_drained", problem, "GET /v1/status shows the hosts")
+        return self._accept(DrainCancelled(host.host, wish.reason))
+
+    async def stacks(self, request: web.Request) -> web.Response:
+        """Somebody wants to know where every worker stands; the body may be empty."""
+        wish = await _read_optional(request, _decode_reason, ReasonGiven())
+        return self._accept(StacksRequested(wish.reason))
+
+    async def stop(self, request: web.Request) -> web.Response:
+        """The job is to end now; the body may be empty."""
+        wish = await _read_optional(request, _decode_reason, ReasonGiven())
+        self._driver.request_stop(f"told to stop: {wish.reason}", int(ExitCode.TERMINATED))
+        return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
+
+    async def _host_named(self, request: web.Request) -> _HostSeen:
+        """The host in the path, as the job knows it now."""
+        name = request.match_info["host"]
+        seen = msgspec.json.decode(await self._status(), type=_HostsSeen).hosts
+        hosts = {host.host: host for host in seen if host.state != "removed"}
+        if name in hosts:
+            return hosts[name]
+        known = ", ".join(list(hosts)[:8]) or "none"
+        raise Problem(
+            404, "unknown_host", f"the job knows no host {name[:80]!r}", f"it knows {known}"
+        )
+
+    async def get_status(self, _request: web.Request) -> web.Response:
+        """The job at this moment."""
+        return web.Response(body=await self._status(), content_type=JSON)
+
+    async def get_metrics(self, _request: web.Request) -> web.Response:
+        """The same for Prometheus."""
+        body = metrics.exposition(await self._status())
+        return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    async def _status(self) -> bytes:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[bytes] = loop.create_future()
+
+        def settle(document: bytes) -> None:
+            if not answer.done():
+                answer.set_result(document)
+
+        self._driver.ask_status(lambda document: _call_on(loop, settle, document))
+        try:
+            return await asyncio.wait_for(answer, STATUS_WAIT_S)
+        except asyncio.TimeoutError:
+            raise Problem(
+                503, "busy", f"no status within {STATUS_WAIT_S:g} s", "ask again in a moment"
+            ) from None
+
+    async def get_events(self, request: web.Request) -> web.StreamResponse:
+        """The events after number `since` that memory still has."""
+        since = _since(request)
+        if _EVENT_STREAM in request.headers.get("Accept", ""):
+            return await self._stream(request, since)
+        events = self._log.since(since)
+        last = events[-1].n if events else since
+        body = b",".join(event.line for event in events)
+        return web.Response(body=b'{"events":[%b],"last":%d}' % (body, last), content_type=JSON)
+
+    async def _stream(self, request: web.Request, since: int) -> web.StreamResponse:
+        """Server-sent events: what there is, then what follows, until the job is over."""
+        if self._streams >= MAX_STREAMS:
+            raise Problem(
+                503, "too_many_streams", f"{MAX_STREAMS} readers follow already", "ask without -f"
+            )
+        response = web.StreamResponse(headers={"Cache-Control": "no-store"})
+        response.content_type = _EVENT_STREAM
+        loop = asyncio.get_running_loop()
+        news = asyncio.Event()
+        unsubscribe = self._log.subscribe(lambda: _call_on(loop, news.set))
+        self._streams += 1
+        try:
+            await response.prepare(request)
+            while True:
+                news.clear()
+                over = self._log.closed  # asked first: what is logged before the end is sent
+                for event in self._log.since(since):
+                    await response.write(b"id: %d\ndata: %b\n\n" % (event.n, event.line))
+                    since = event.n
+                if over:
+                    break
+                try:
+                    await asyncio.wait_for(news.wait(), _KEEP_ALIVE_S)
+                except asyncio.TimeoutError:
+                    await response.write(b": still here\n\n")
+            await response.write_eof()
+        finally:
+            self._streams -= 1
+            unsubscribe()
+        return response
+
+    def _accept(self, event: Request) -> web.Response:
+        if not self._driver.post(event):
+            raise Problem(
+                503, "not_accepting", "the job is over or has too much to do", "try again later"
+            )
+        return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
+
+
+async def _read_optional(request: web.Request, decode: Callable[[bytes], T], otherwise: T) -> T:
+    """The request's body, decoded; `otherwise` where it is empty."""
+    return await read_json(request, decode) if await request.read() else otherwise
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
+    """Call on the loop's thread; a loop that is gone has nobody left to tell."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+
+
+def _since(request: web.Request) -> int:
+    """Where to go on: `since`, or the header with which a browser resumes a stream."""
+    text = request.query.get("since") or request.headers.get("Last-Event-ID") or "0"
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise Problem(422, "invalid", f"since={text[:40]!r} is not an event's number", "since=0")
+    return int(text)

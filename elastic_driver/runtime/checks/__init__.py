@@ -1,1 +1,0 @@
-"""What checks hosts and nodes: before a job trains, while it runs, and what all checks found."""

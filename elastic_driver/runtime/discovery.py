@@ -1,0 +1,195 @@
+"""Which hosts there are: ask a script, a file or the command line, and say what changed.
+
+A `HostDiscovery` answers one question, `find()`. `DiscoveryThread` asks it every interval and
+posts an event when the answer differs from the last one posted. When a source fails (hangs,
+exits non-zero, prints garbage) the last known hosts stay and the reason is told once, not at
+every tick. What the hosts are used for is the core's business. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from elastic_driver.core.events import DiscoveryFailed, HostsDiscovered
+from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from elastic_driver.runtime.host_lists import Hosts, parse_host_lines
+from elastic_driver.runtime.probe import ProbeCancelledError, ProbeError, ScriptProbe
+
+MAX_TEXT_BYTES = 1 << 20  # of a script's output or a hostfile
+_SETTLED_AFTER = 0.02  # a file being rewritten looks the same twice only when it is finished
+
+
+class DiscoveryError(ClusterError):
+    """A source gave nothing usable this time; the last known hosts stay."""
+
+
+class HostDiscovery(Protocol):
+    """A source of hosts."""
+
+    def find(self) -> Hosts:
+        """The hosts there are now, (host, slots) in a stable order, without repeats.
+
+        Bounded in time. Raises ElasticError when there is no usable answer; an empty answer is
+        one (no hosts).
+        """
+
+    def cancel(self) -> None:
+        """Make a `find()` under way in another thread, and every later one, raise soon."""
+
+
+class FixedDiscovery:
+    """The hosts of `-H`, or this machine: they never change."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
+
+    def find(self) -> Hosts:
+        """The same hosts every time."""
+        return self.hosts
+
+    def cancel(self) -> None:
+        """Nothing to do: `find()` does not wait."""
+
+
+class HostfileDiscovery:
+    """A hostfile, read anew each time, so that editing it grows or shrinks the job."""
+
+    def __init__(self, path: Path, *, default_slots: int = 1) -> None:
+        """Raises UsageError where the file cannot be read or parsed now."""
+        self._path, self._default_slots = path, default_slots
+        self._cancelled = threading.Event()
+        self._text = ""
+        try:
+            self._text = self._read()
+        except DiscoveryError as error:
+            raise UsageError(str(error)) from error
+        self._parse(self._text)
+
+    def find(self) -> Hosts:
+        """The hosts in the file; waits until a file that just changed has stopped changing."""
+        text = self._read()
+        while text != self._text:
+            self._text = text
+            if self._cancelled.wait(_SETTLED_AFTER):
+                raise DiscoveryError(f"hostfile {self._path}: reading was cancelled")
+            text = self._read()
+        return self._parse(text)
+
+    def cancel(self) -> None:
+        """End a `find()` that waits for the file to settle."""
+        self._cancelled.set()
+
+    def _parse(self, text: str) -> Hosts:
+        return parse_host_lines(
+            text, default_slots=self._default_slots, source=f"hostfile {self._path}"
+        )
+
+    def _read(self) -> str:
+        try:
+            # Non-blocking, so that a pipe nobody writes to cannot hold us up before the check.
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "rb") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise DiscoveryError(f"hostfile {self._path} is not a regular file")
+                data = file.read(MAX_TEXT_BYTES + 1)
+        except OSError as error:
+            problem = error.strerror or str(error)
+            raise DiscoveryError(f"hostfile {self._path}: {problem}") from error
+        if len(data) > MAX_TEXT_BYTES:
+            raise DiscoveryError(f"hostfile {self._path} is larger than {MAX_TEXT_BYTES} bytes")
+        return data.decode("utf-8", "backslashreplace")
+
+
+class ScriptDiscovery:
+    """A program of the user's that prints one host a line (contract as in horovodrun)."""
+
+    def __init__(self, path: Path, *, timeout: float, default_slots: int = 1) -> None:
+        """Raises UsageError where the file is no program that can be run."""
+        self._path = path.absolute()  # a later change of the working folder changes nothing
+        self._default_slots = default_slots
+        if not self._path.is_file():
+            raise UsageError(f"discovery script {path} does not exist or is not a file")
+        if not os.access(self._path, os.X_OK):
+            raise UsageError(f"discovery script {path} is not executable; try: chmod +x {path}")
+        self._probe = ScriptProbe(self._path, timeout=timeout, max_output=MAX_TEXT_BYTES)
+
+    def find(self) -> Hosts:
+        """Run the script once and read what it printed."""
+        try:
+            output = self._probe.run()
+        except (ProbeError, ProbeCancelledError) as error:
+            raise DiscoveryError(f"discovery script {self._path} {error}") from error
+        return parse_host_lines(
+            output.decode("utf-8", "backslashreplace"),
+            default_slots=self._default_slots,
+            source=f"discovery script {self._path}",
+        )
+
+    def cancel(self) -> None:
+        """Kill a script that runs, and start none again."""
+        self._probe.cancel()
+
+
+class DiscoveryThread:
+    """Asks a source every interval and posts what changed; owns its thread."""
+
+    def __init__(
+        self,
+        source: HostDiscovery,
+        *,
+        interval: float,
+        post: Callable[[HostsDiscovered | DiscoveryFailed], None],
+    ) -> None:
+        """Starts nothing. `post` is called in this object's thread and must not block."""
+        self._source, self._interval, self._post = source, interval, post
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._posted: Hosts | None = None
+        self._last_reason: str | None = None
+
+    def start(self) -> None:
+        """Begin to ask; the first answer is always posted, even when it is empty."""
+        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Cancel what is under way and wait up to `timeout` for the thread. Idempotent."""
+        self._stopping.set()
+        self._source.cancel()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            event = self._ask()
+            if event is not None and not self._stopping.is_set():
+                self._post(event)
+            # From start to start: a script that takes half the interval does not stretch it.
+            self._stopping.wait(max(0.0, self._interval - (time.monotonic() - began)))
+
+    def _ask(self) -> HostsDiscovered | DiscoveryFailed | None:
+        """One question; None when the answer is no news."""
+        try:
+            hosts = self._source.find()
+        except ElasticError as error:
+            return self._failed(str(error))
+        except Exception as error:  # a HostDiscovery of the user's own may raise anything
+            return self._failed(f"{type(self._source).__name__}: {type(error).__name__}: {error}")
+        self._last_reason = None
+        if hosts == self._posted:
+            return None
+        self._posted = hosts
+        return HostsDiscovered(hosts)
+
+    def _failed(self, reason: str) -> DiscoveryFailed | None:
+        if reason == self._last_reason:
+            return None
+        self._last_reason = reason
+        return DiscoveryFailed(reason)

@@ -1,0 +1,179 @@
+"""The event log: what happened to the job, one JSON object a line, for people and programs.
+
+The driver appends what the core announces; `runtime.api` reads the newest part back from
+memory. Losing the log never costs the job anything: once a write fails (disk full, folder
+gone) that is said once, and events are kept in memory only.
+
+A line: `{"n": 7, "t": 1718000000.25, "event": "worker_exited", "round": 2, "host": "a",
+"slot": 0, "rank": 1, "pid": 4711, "reason": "…", …}`. `n` counts from 1 within the file, `t` is
+unix seconds. These nine stand in every line, null where an event is of no one round, host or
+worker; what else there is to say follows them.
+"""
+
+from __future__ import annotations
+
+import collections
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from elastic_driver.core.decisions import Detail
+
+Value = Detail
+
+RING_EVENTS = 10_000  # what /v1/events can still tell
+_NUMBERED = ("n", "t", "event")
+_COMMON = ("round", "host", "slot", "rank", "pid")
+_TAIL_BYTES = 1 << 20  # enough to hold the last line of any log
+
+
+class LoggedEvent(msgspec.Struct, frozen=True):
+    """One line of the log: its number, and its JSON without the line's end."""
+
+    n: int
+    line: bytes
+
+
+class EventLog:
+    """Appends to a file and to a ring in memory; every method may be called by any thread."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        clock: Callable[[], float],
+        on_broken: Callable[[str], None],
+        ring: int = RING_EVENTS,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            path: the file, or None to keep events in memory only.
+            clock: unix seconds.
+            on_broken: told once, in one line, when the file can no longer be written.
+            ring: how many events memory keeps.
+        """
+        self._path, self._clock, self._on_broken = path, clock, on_broken
+        self._ring: collections.deque[LoggedEvent] = collections.deque(maxlen=ring)
+        self._lock = threading.Lock()
+        self._listeners: set[Callable[[], None]] = set()
+        self._file: BinaryIO | None = None
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._next = 1
+        self._closed = False
+
+    def open(self) -> None:
+        """Open the file for appending and go on with its numbering; raises OSError."""
+        if self._path is None:
+            return
+        # Unbuffered: an event is in the file when the job goes on, whatever kills us then.
+        self._file = self._path.open("ab", buffering=0)
+        self._next = _last_number(self._path) + 1
+
+    def append(self, event: str, **facts: Value) -> LoggedEvent:
+        """Log an event; further facts that are None are left out. Never raises for the file."""
+        broken: OSError | None = None
+        with self._lock:
+            record: dict[str, Value] = {"n": self._next, "t": round(self._clock(), 6)}
+            record |= {"event": event, **dict.fromkeys(_COMMON), "reason": ""}
+            for name, value in facts.items():
+                if value is not None and name not in _NUMBERED:
+                    record[name] = value
+            logged = LoggedEvent(self._next, msgspec.json.encode(record))
+            self._next += 1
+            self._counts[event] += 1
+            self._ring.append(logged)
+            if self._file is not None:
+                try:
+                    self._write(self._file, logged.line + b"\n")
+                except OSError as error:
+                    broken = error
+                    self._file.close()
+                    self._file = None
+        self._tell_listeners()
+        if broken is not None:
+            self._on_broken(
+                f"event log {self._path}: {broken.strerror or broken}; the job goes on, and "
+                "later events are kept in memory only (make room and look at /v1/events)"
+            )
+        return logged
+
+    def since(self, n: int, limit: int = RING_EVENTS) -> list[LoggedEvent]:
+        """The oldest `limit` events with a number above `n` that are still in memory."""
+        with self._lock:
+            return [logged for logged in self._ring if logged.n > n][:limit]
+
+    def counts(self) -> dict[str, int]:
+        """How many events of each name were logged since this log was opened."""
+        with self._lock:
+            return dict(self._counts)
+
+    @property
+    def closed(self) -> bool:
+        """Whether no event will follow."""
+        return self._closed
+
+    def close(self) -> None:
+        """Close the file; events appended later stay in memory only."""
+        with self._lock:
+            self._closed = True
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+        self._tell_listeners()
+
+    def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener` after each event and at the end; the result ends the subscription.
+
+        It is called in the appending thread and must neither block nor raise.
+        """
+        with self._lock:
+            self._listeners.add(listener)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._listeners.discard(listener)
+
+        return unsubscribe
+
+    def _tell_listeners(self) -> None:
+        with self._lock:
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            listener()
+
+    @staticmethod
+    def _write(file: BinaryIO, line: bytes) -> None:
+        """Write the whole line, or leave the file as it was: half a line would garble the next."""
+        written = file.write(line)
+        if written != len(line):
+            file.truncate(file.tell() - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class _Numbered(msgspec.Struct):
+    n: int
+
+
+def _last_number(path: Path) -> int:
+    """The number of the file's last whole line, 0 for none; mends a line that was cut off."""
+    if not path.is_file():  # a device has no last line
+        return 0
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, size - _TAIL_BYTES))
+        tail = file.read(_TAIL_BYTES)
+        whole = tail[: tail.rfind(b"\n") + 1]
+        if len(whole) != len(tail):
+            file.truncate(start + len(whole))
+    for line in reversed(whole.splitlines()):
+        try:
+            return msgspec.json.decode(line, type=_Numbered).n
+        except msgspec.DecodeError:
+            continue
+    return 0

@@ -1,0 +1,388 @@
+"""Carries out what the core decides: the one place where a decision becomes an act.
+
+Called by the driver's mailbox thread only, one decision after the other, in order. Remembers
+which agents and workers there are only as far as it has to: to number orders, and to clear
+the store of those that are gone. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from elastic_driver import contract
+from elastic_driver.core.decisions import (
+    Announce,
+    AskStacks,
+    CheckHosts,
+    Decision,
+    EndJob,
+    GiveOrder,
+    PublishNotice,
+    PublishSave,
+    PublishWorld,
+    SealRound,
+    StartAgent,
+    StopAgent,
+)
+from elastic_driver.core.documents import (
+    Notice,
+    Order,
+    ShutdownOrder,
+    SlotInfo,
+    StartWorkerOrder,
+    StopWorkerOrder,
+    World,
+    decode_progress,
+    encode,
+    encode_world,
+)
+from elastic_driver.core.events import (
+    AgentLost,
+    Event,
+    WorkerExited,
+    WorkerLost,
+    WorkerReady,
+    WorkerSilent,
+    WorkerStarted,
+    WorkerStepped,
+)
+from elastic_driver.runtime.backend import AgentStarter
+from elastic_driver.runtime.boundary import UNREACHABLE_STEP, Reading, leave_after, margin_for
+from elastic_driver.runtime.event_log import EventLog
+from elastic_driver.runtime.failures import HeldTails
+from elastic_driver.runtime.host_checks import HostChecks
+from elastic_driver.runtime.reporter import Reporter
+from elastic_driver.runtime.slow_ranks import READ_S, SlowRanks
+from rendezvous.server import RendezvousServer
+from rendezvous.wire import Delete, DeletePrefix, Entries, Get, Operation, Set, Written
+
+KEPT_ORDERS = 4096  # of one agent; it reads them as they come, and is never that far behind
+FRESH_S = 0.1  # for the workers to say how far they are, when a boundary is to be named
+STALE_S = 2.0  # as old as a worker's last word may be when it did not answer that
+_LAST_EVENTS = ("job_succeeded", "job_failed")  # told when everything has really ended
+
+
+@dataclass(slots=True)
+class AgentRecord:
+    """An agent that was started and whose process has not ended."""
+
+    host: str
+    incarnation: int
+    orders: int = 0  # given so far
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """A worker that was ordered and whose end was not reported."""
+
+    agent: tuple[str, int]
+    round: int  # the newest one it takes part in, or was started for
+    place: SlotInfo
+    pid: int | None = None
+    expected: bool = False  # it was told to stop
+
+
+class Executor:
+    """Acts on decisions, by way of the store, the starter, the event log and the reporter."""
+
+    def __init__(
+        self,
+        *,
+        server: RendezvousServer,
+        starter: AgentStarter,
+        log: EventLog,
+        reporter: Reporter,
+        on_agent_ended: Callable[[AgentLost], None],
+        heartbeat_timeout: float,
+        checks: HostChecks | None,
+        post: Callable[[Event], None],
+    ) -> None:
+        """`post` hands an event to the core. It and `on_agent_ended` may be called by any thread,
+        and must not block.
+        """
+        self._server, self._starter, self._log = server, starter, log
+        self._reporter, self._on_agent_ended = reporter, on_agent_ended
+        self._checks, self._post = checks, post
+        self._heartbeat_timeout = heartbeat_timeout
+        self._stale = min(heartbeat_timeout / 3, STALE_S)
+        self._agents: dict[tuple[str, int], AgentRecord] = {}
+        self._workers: dict[str, WorkerRecord] = {}
+        self._world: World | None = None
+        self._exit_codes: dict[str, tuple[int, bool]] = {}  # of the event being handled
+        self._last_event: Announce | None = None
+        self.tails = HeldTails()
+        apply = functools.partial(server.apply, timeout=READ_S)
+        self.slow = SlowRanks(apply, time.monotonic, post)
+
+    @property
+    def agents(self) -> tuple[AgentRecord, ...]:
+        """The agents whose processes have not ended."""
+        return tuple(self._agents.values())
+
+    def picture(self) -> dict[str, object]:
+        """What the status document says of things that the core does not know."""
+        return {
+            "step": self.slow.step,
+            "slow": self.slow.status(),
+            "events": self._log.counts(),
+        }
+
+    # ---- decisions -----------------------------------------------------------------------
+
+    def execute(self, decision: Decision) -> None:
+        """Carry out one decision; `EndJob` is the driver's to carry out."""
+        match decision:
+            case StartAgent():
+                self._start_agent(decision)
+            case StopAgent():
+                order = ShutdownOrder(decision.grace, decision.reason)
+                self._give(decision.host, decision.incarnation, order)
+            case GiveOrder():
+                self._note_order(decision)
+                self._give(decision.host, decision.incarnation, decision.order)
+            case PublishWorld():
+                self._publish_world(decision.world)
+            case PublishNotice():
+                self._publish_notice(decision)
+            case PublishSave(request=request):
+                self._server.post([Set(contract.JOB_SAVE, encode(request))])
+            case SealRound():
+                prefix = contract.round_prefix(decision.round)
+                self._server.post([DeletePrefix(prefix, seal=True)])
+            case AskStacks(number=number):
+                self._server.post([Set(contract.JOB_STACKS, str(number).encode())])
+            case CheckHosts() if self._checks is not None:
+                self._checks.start(decision, self._post)
+            case CheckHosts():
+                raise AssertionError("hosts are checked only in jobs that began with a check")
+            case Announce():
+                self._announce(decision)
+            case EndJob():
+                raise AssertionError("the driver ends the job, see ElasticDriver")
+
+    def shut_down_agents(self, grace: float, reason: str) -> None:
+        """Order every agent to stop its workers and exit."""
+        for agent in self._agents.values():
+            self._give(agent.host, agent.incarnation, ShutdownOrder(grace, reason))
+
+    def _start_agent(self, decision: StartAgent) -> None:
+        host, incarnation = decision.host, decision.incarnation
+        self._agents[host, incarnation] = AgentRecord(host, incarnation)
+
+        def on_lost(reason: str) -> None:
+            self._on_agent_ended(AgentLost(host, incarnation, reason))
+
+        self._starter.start(host, incarnation, on_lost)
+
+    def _note_order(self, decision: GiveOrder) -> None:
+        match decision.order:
+            case StartWorkerOrder(worker=worker, round=round_id, place=place):
+                agent = (decision.host, decision.incarnation)
+                self._workers[worker] = WorkerRecord(agent, round_id, place)
+            case StopWorkerOrder(worker=worker) if worker in self._workers:
+                self._workers[worker].expected = True
+            case _:
+                pass
+
+    def _give(self, host: str, incarnation: int, order: Order) -> None:
+        agent = self._agents.get((host, incarnation))
+        if agent is None:
+            return  # its process has ended meanwhile; nobody would read the order
+        agent.orders += 1
+        key = contract.agent_order(host, incarnation, agent.orders)
+        operations: list[Operation] = [Set(key, encode(order))]
+        if agent.orders > KEPT_ORDERS:
+            old = agent.orders - KEPT_ORDERS
+            operations.append(Delete(contract.agent_order(host, incarnation, old)))
+        self._server.post(operations)
+
+    def _publish_world(self, world: World) -> None:
+        self._world = world
+        self.slow.enter(world)
+        for member in world.members:
+            if member.worker in self._workers:
+                record = self._workers[member.worker]
+                record.round, record.place = world.round, member.place
+        self._server.post([Set(contract.JOB_WORLD, encode_world(world))])
+        self._show(self.tails.world_published(world.round))
+
+    # ---- notices -------------------------------------------------------------------------
+
+    def _publish_notice(self, decision: PublishNotice) -> None:
+        step = self._boundary(decision) if decision.at_boundary else None
+        notice = Notice(decision.round, step, decision.reason)
+        self._server.post([Set(contract.JOB_NOTICE, encode(notice))])
+
+    def _boundary(self, decision: PublishNotice) -> int | None:
+        """The step after which the round's members leave; None where nobody trains in it.
+
+        A notice of a step that is never reached wakes every heartbeat thread, and their next
+        beats say how far they are: so what we reckon with is milliseconds old.
+        """
+        world = self._world
+        if world is None or world.round != decision.round:
+            return None
+        members = [member for member in world.members if member.worker in self._workers]
+        if not members:
+            return None
+        question = Notice(decision.round, UNREACHABLE_STEP, decision.reason)
+        (asked,) = self._server.apply([Set(contract.JOB_NOTICE, encode(question))])
+        began = time.monotonic()
+        revision = asked.revision if isinstance(asked, Written) else 0
+        keys = tuple(contract.worker_progress(member.worker) for member in members)
+        (found,) = self._server.apply([Get(keys, wait=FRESH_S, after=revision)])
+        elapsed = time.monotonic() - began
+        everybody = isinstance(found, Entries) and not found.timed_out
+        readings = []
+        for entry in found.entries.values() if isinstance(found, Entries) else ():
+            progress = decode_progress(entry.value)
+            if progress is not None and progress.round == decision.round:
+                age = elapsed if entry.revision > revision else self._stale
+                readings.append(Reading(progress.step, progress.step_time, age))
+        base = max(member.version for member in members)
+        margin = margin_for(len(members), elapsed if everybody else None)
+        return leave_after(readings, base=max(base, 0), margin=margin)
+
+    # ---- what happened -------------------------------------------------------------------
+
+    def heard(self, event: Event) -> None:
+        """Note what happened to a worker, before the core hears of it."""
+        match event:
+            case WorkerStarted() if event.worker in self._workers:
+                self._workers[event.worker].pid = event.pid
+            case WorkerReady():
+                self.tails.spoken = True
+            case WorkerStepped(round=round_id):  # the job goes on after what went wrong before
+                self._show(self.tails.step_finished(round_id))
+            case WorkerExited():
+                self._worker_exited(event)
+            case _:
+                pass
+
+    def worker_exited_late(self, event: WorkerExited) -> None:
+        """Log the end of a worker of a job that is over; nothing else follows from it."""
+        record = self._workers.pop(event.worker, None)
+        if record is None:
+            return
+        reason = f"exit code {event.exit_code}, stopped with the job"
+        place, detail = record.place, {"exit_code": event.exit_code, "expected": True}
+        self._tell(
+            Announce(
+                "worker_exited",
+                reason,
+                record.round,
+                place.host,
+                place.slot,
+                place.rank,
+                record.pid,
+                event.worker,
+                {**detail},
+            )
+        )
+
+    def _worker_exited(self, event: WorkerExited) -> None:
+        """Note a worker's end, and clear the store of the worker."""
+        record = self._workers.pop(event.worker, None)
+        if record is None:
+            return
+        self._exit_codes = {event.worker: (event.exit_code, record.expected)}
+        if not record.expected:  # one that was told to stop may complain; that explains nothing
+            self.tails.add(event, record.round)
+        self._server.post([DeletePrefix(contract.worker_prefix(event.worker))])
+
+    def was_told_to_stop(self, worker: str) -> bool:
+        """Whether a worker's end is a planned one."""
+        return worker in self._workers and self._workers[worker].expected
+
+    def agent_ended(self, host: str, incarnation: int) -> None:
+        """Note that an agent's process has ended, and its workers with it."""
+        if self._agents.pop((host, incarnation), None) is None:
+            return
+        gone = [w for w, record in self._workers.items() if record.agent == (host, incarnation)]
+        for worker in gone:
+            del self._workers[worker]
+        self._fence(host, incarnation)
+        if gone:
+            self._server.post([DeletePrefix(contract.worker_prefix(worker)) for worker in gone])
+
+    def agent_silent(self, host: str, incarnation: int) -> None:
+        """End an agent whose lease has expired: it must not go on beside its successor."""
+        if (host, incarnation) in self._agents:
+            self._fence(host, incarnation)
+            self._starter.kill(host, incarnation)
+
+    def _fence(self, host: str, incarnation: int) -> None:
+        """Refuse an agent from now on: one that was only cut off ends as soon as it is back."""
+        self._server.post([DeletePrefix(contract.agent_prefix(host, incarnation), seal=True)])
+
+    def lease_expired(self, key: str) -> AgentLost | WorkerLost | WorkerSilent | None:
+        """The event that an expired lease stands for; what it leaves in the store is cleared."""
+        quiet = contract.worker_of_beat(key)
+        if quiet is not None:
+            half = f"it has not been heard of for {self._heartbeat_timeout / 2:g} s"
+            return WorkerSilent(quiet, half) if quiet in self._workers else None
+        silent = f"not heard of for {self._heartbeat_timeout:g} s (--heartbeat-timeout)"
+        agent = contract.agent_of_lease(key)
+        if agent is not None:
+            self.agent_silent(*agent)
+            return AgentLost(*agent, reason=silent)
+        worker = contract.worker_of_lease(key)
+        if worker is not None:
+            if worker not in self._workers:  # its end was reported before
+                self._server.post([DeletePrefix(contract.worker_prefix(worker))])
+            return WorkerLost(worker, silent)
+        return None
+
+    def look_at_ranks(self) -> None:
+        """Tell of ranks that have become slow, or no longer are, when it is time to look."""
+        due = self.slow.due
+        if due is not None and time.monotonic() >= due:
+            for event in self.slow.look():
+                self._tell(event)
+
+    def job_ended(self, end: EndJob) -> None:
+        """Log and show the end, after everything else has been said."""
+        if end.exit_code == 0:
+            self._show(self.tails.job_succeeded())
+        last, self._last_event = self._last_event, None
+        name = _LAST_EVENTS[0] if end.exit_code == 0 else _LAST_EVENTS[1]
+        self._tell(last or Announce(name, end.reason))
+        self._reporter.job_ended(end.reason, end.failure, end.exit_code)
+
+    def _announce(self, event: Announce) -> None:
+        world = self._world
+        if event.event in _LAST_EVENTS:
+            self._last_event = event
+        elif event.event == "round_completed" and world is not None and world.round == event.round:
+            hosts = len({member.place.host for member in world.members})
+            detail = {**event.detail, "size": world.size, "hosts": hosts}
+            self._tell(replace(event, reason=world.reason, detail=detail))
+        elif event.event == "worker_exited" and event.worker in self._exit_codes:
+            code, expected = self._exit_codes[event.worker]
+            detail = {**event.detail, "exit_code": code, "expected": expected}
+            self._tell(replace(event, detail=detail))
+        else:
+            self._tell(event)
+
+    def _tell(self, event: Announce) -> None:
+        logged = self._log.append(
+            event.event,
+            round=event.round,
+            host=event.host,
+            slot=event.slot,
+            rank=event.rank,
+            pid=event.pid,
+            worker=event.worker,
+            reason=event.reason,
+            **event.detail,
+        )
+        self._reporter.announced(event, logged.line)
+
+    def _show(self, tracebacks: list[tuple[str, str]]) -> None:
+        for worker, text in tracebacks:
+            self._reporter.worker_raised(worker, text)

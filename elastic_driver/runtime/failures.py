@@ -1,0 +1,108 @@
+"""What failed workers said last: shown once, at the moment it helps.
+
+Agents hold tracebacks back and send them along with a worker's end. As long as it is open
+whether the job fails with it (every worker may be about to raise the same), nothing is shown;
+when the job goes on, each different traceback is shown once; when the job fails, the first
+failure's last words are the last lines of all.
+
+Called by the driver's mailbox thread only. Nothing here prints.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass, field
+
+from elastic_driver.core.documents import Failure
+from elastic_driver.core.events import WorkerExited
+
+MAX_HELD = 64  # different tracebacks; a thousand workers that all fail differently need no more
+MAX_TAIL_LINES = 30
+
+# torch.distributed puts the rank before every line of an uncaught exception.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+# The same two beginnings that the agents hold back: an exception's, and a syntax error's.
+_TRACEBACK = re.compile(
+    r"^(?:\[rank\d+\]: )?(?:Traceback \(most recent call last\):|  File \".*\", line \d+$)",
+    re.MULTILINE,
+)
+
+
+@dataclass
+class HeldTails:
+    """Tracebacks of failed workers whose meaning is not known yet."""
+
+    spoken: bool = False  # a worker has reported by itself: the job is an elastic one
+    stepped: bool = False  # a step was finished in this job
+    _held: dict[str, tuple[str, int]] = field(default_factory=dict)  # text → worker, round
+    _shown: set[int] = field(default_factory=set)  # hashes of what was released before
+
+    def add(self, event: WorkerExited, round_id: int) -> None:
+        """Note a failed worker of this round; a victim's traceback only repeats its peer's loss."""
+        text = traceback_in(event.log_tail)
+        if event.exit_code == 0 or event.victim or not text:
+            return
+        if hash(text) not in self._shown and len(self._held) < MAX_HELD:
+            self._held.setdefault(text, (event.worker, round_id))
+
+    def world_published(self, round_id: int) -> list[tuple[str, str]]:
+        """What to show (worker, traceback) now that a later round exists.
+
+        Before the first step of an elastic job this says little: the survivors may be a
+        moment away from the same error.
+        """
+        return self._release(round_id) if self.stepped or not self.spoken else []
+
+    def step_finished(self, round_id: int) -> list[tuple[str, str]]:
+        """What to show now that a later round has got somewhere."""
+        self.stepped = True
+        return self._release(round_id)
+
+    def job_succeeded(self) -> list[tuple[str, str]]:
+        """What to show of the failures the job has survived."""
+        return self._release(None)
+
+    def _release(self, round_id: int | None) -> list[tuple[str, str]]:
+        ready = [
+            (text, worker)
+            for text, (worker, failed_in) in self._held.items()
+            if round_id is None or round_id > failed_in
+        ]
+        for text, _ in ready:
+            del self._held[text]
+            if len(self._shown) < MAX_HELD:
+                self._shown.add(hash(text))
+        return [(worker, text) for text, worker in ready]
+
+
+def traceback_in(tail: str) -> str:
+    """The part of a log's end from its first traceback on, without torch's rank prefixes (so that
+    all ranks' are the same); empty without one."""
+    match = _TRACEBACK.search(tail)
+    return _RANK_PREFIX.sub("", tail[match.start() :]).rstrip() if match else ""
+
+
+def describe_exit(exit_code: int) -> str:
+    """`exit code 3`, or `exit code -9 (SIGKILL)` for a signal."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"exit code {exit_code} ({signal.Signals(-exit_code).name})"
+    except ValueError:
+        return f"exit code {exit_code} (signal {-exit_code})"
+
+
+def last_words(failure: Failure) -> list[str]:
+    """The end of what the failed worker wrote to stderr: its traceback, where there is one."""
+    text = traceback_in(failure.log_tail) or failure.log_tail.strip("\n")
+    return text.split("\n")[-MAX_TAIL_LINES:] if text else []
+
+
+def describe_failure(failure: Failure) -> str:
+    """Who failed, in one line: rank, host, worker, pid, exit code."""
+    process = f"pid {failure.pid}" if failure.pid else "never started"
+    return (
+        f"rank {failure.rank} on host {failure.host} "
+        f"(worker {failure.worker}, {process}): {describe_exit(failure.exit_code)}"
+    )

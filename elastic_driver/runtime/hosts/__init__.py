@@ -1,1 +1,0 @@
-"""Where hosts come from: lists, scripts, nodes that join; and what starts an agent on one."""

@@ -1,0 +1,245 @@
+"""What the user sees of the driver, on stderr: one short line per change that matters.
+
+The driver tells what was announced; here it becomes text (or JSON lines with --log-format
+json). Everything is in the event log too, so what cannot be shown is dropped rather than waited
+for: a terminal that stands still must not stop the job.
+
+Called by any thread; lines never mix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import TextIO
+
+import msgspec
+
+from elastic_driver.core.decisions import Announce
+from elastic_driver.core.documents import Failure
+from elastic_driver.errors import ExitCode
+from elastic_driver.runtime.failures import describe_failure, last_words
+
+NAME = "elasticrun"
+MAX_EXITS_SHOWN = 8  # of workers that failed in one round; the event log has them all
+_ROOM_S = 1.0  # how long to wait for a full pipe to be read before lines are dropped
+_PIECE = select.PIPE_BUF  # a pipe that is ready takes that much without blocking (POSIX)
+
+
+class Level(IntEnum):
+    """How much is shown: -q, default, -v."""
+
+    QUIET = 0
+    NORMAL = 1
+    VERBOSE = 2
+
+
+_STOPPED = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+
+# The event's name → from which level on it is shown, and the words for it.
+_WORDS: dict[str, tuple[Level, str]] = {
+    "job_started": (Level.VERBOSE, "job started"),
+    "host_discovered": (Level.VERBOSE, "host {host} discovered"),
+    "host_removed": (Level.NORMAL, "host {host} removed"),
+    "host_blacklisted": (Level.QUIET, "host {host} in cool-down"),
+    "drain_requested": (Level.NORMAL, "host {host} is drained"),
+    "worker_leaving": (Level.NORMAL, "worker {worker} has to go"),
+    "drain_cancelled": (Level.NORMAL, "host {host} may be used again"),
+    "host_drained": (Level.NORMAL, "host {host} is empty"),
+    "host_resurrected": (Level.NORMAL, "host {host} may be used again"),
+    "discovery_failed": (Level.QUIET, "discovery failed, the last known hosts stay"),
+    "agent_started": (Level.VERBOSE, "agent on {host} is up"),
+    "agent_lost": (Level.NORMAL, "agent on {host} lost"),
+    "worker_started": (Level.VERBOSE, "worker {worker} started"),
+    "worker_ready": (Level.VERBOSE, "worker {worker} ready"),
+    "worker_exited": (Level.VERBOSE, "worker {worker} exited"),
+    "worker_lost": (Level.NORMAL, "worker {worker} lost"),
+    "worker_hung": (Level.NORMAL, "worker {worker} hangs"),
+    "worker_stalled": (Level.NORMAL, "worker {worker} stands still"),
+    "worker_resumed": (Level.NORMAL, "worker {worker} goes on"),
+    "rank_slow": (Level.NORMAL, "rank {rank} on {host} holds the others up"),
+    "rank_recovered": (Level.NORMAL, "rank {rank} on {host} has recovered"),
+    "replacement_started": (Level.NORMAL, "rank {rank} on {host} is slow and will be replaced"),
+    "replacement_abandoned": (Level.NORMAL, "worker {worker} stays"),
+    "worker_replaced": (Level.NORMAL, "worker {worker} was replaced"),
+    "worker_not_replaced": (Level.NORMAL, "worker {worker} is not replaced"),
+    "work_moved": (Level.NORMAL, "work is shared anew"),
+    "nodes_checked": (Level.VERBOSE, "nodes were checked"),
+    "round_opened": (Level.VERBOSE, "round {round} opened"),
+    "round_completed": (Level.NORMAL, "round {round} complete: {world}"),
+    "round_closed": (Level.VERBOSE, "round {round} closed"),
+    "job_leaving": (Level.NORMAL, "the job is to end"),
+    "state_saved": (Level.NORMAL, "last checkpoint written"),
+    "state_not_saved": (Level.NORMAL, "no last checkpoint"),
+    "grace_period_passed": (Level.NORMAL, "grace period over"),
+    "scale_requested": (Level.NORMAL, "another size is wished"),
+    "state_synced": (Level.VERBOSE, "state synced in round {round}"),
+    "driver_resumed": (Level.NORMAL, "driver resumed"),
+}
+
+
+class Reporter:
+    """Writes to one stream; never raises and never blocks for long."""
+
+    def __init__(
+        self, stream: TextIO, *, level: Level = Level.NORMAL, as_json: bool = False
+    ) -> None:
+        """Writes nothing yet. `stream` stays the caller's to close."""
+        self._stream, self._level, self._json = stream, level, as_json
+        self._lock = threading.Lock()
+        self._dropped = 0
+        self._exits = 0  # failed workers since the last complete round
+        try:
+            self._descriptor: int | None = stream.fileno()
+        except (OSError, ValueError):  # a StringIO, or a closed stream
+            self._descriptor = None
+
+    def announced(self, event: Announce, line: bytes) -> None:
+        """Something has happened; `line` is what the event log says of it."""
+        level, words = _WORDS.get(event.event, (Level.VERBOSE, event.event.replace("_", " ")))
+        if event.event == "worker_exited" and _is_failure(event):
+            self._exits += 1
+            level = Level.NORMAL if self._exits <= MAX_EXITS_SHOWN else Level.VERBOSE
+        elif event.event == "round_completed":
+            self._exits = 0
+        if level > self._level:
+            return
+        if self._json:
+            self._write([line.decode()])
+            return
+        if event.event in ("job_succeeded", "job_failed"):
+            return  # `job_ended` says it, after everything else
+        facts = {name: getattr(event, name) for name in event.__struct_fields__}
+        text = words.format_map({**facts, "world": _describe_world(event)})
+        self._say(f"{text} ({event.reason})" if event.reason else text)
+
+    def note(self, text: str, *, level: Level = Level.QUIET) -> None:
+        """A sentence of the driver's own."""
+        if level <= self._level:
+            self._say(text)
+
+    def worker_raised(self, worker: str, text: str) -> None:
+        """Show a failed worker's traceback; the job goes on."""
+        if self._json:
+            self._write([_json(event="traceback", worker=worker, text=text)])
+        else:
+            self._write([f"{NAME}: worker {worker} failed with:", *text.split("\n")])
+
+    def job_ended(self, reason: str, failure: Failure | None, exit_code: int) -> None:
+        """The last lines: why the job ended, and for a failed one who failed first."""
+        if exit_code == 0:
+            self.note(f"job succeeded ({reason})", level=Level.VERBOSE)
+        elif self._json:
+            first = None if failure is None else msgspec.to_builtins(failure)
+            facts = {"reason": reason, "exit_code": exit_code, "first_failure": first}
+            self._write([_json(event="job_ended", **facts)])
+        else:
+            verb = "stopped" if exit_code in _STOPPED else "failed"
+            self._write([*_first_failure(failure), f"{NAME}: job {verb}: {reason}"])
+
+    def bug(self, trace: str) -> None:
+        """The driver itself failed: show where, and whose fault it is."""
+        self._write([*trace.rstrip().split("\n")])
+        self._say("the driver met a bug of its own, not of your script; please report the above")
+
+    def _say(self, text: str) -> None:
+        self._write([_json(event="note", text=text) if self._json else f"{NAME}: {text}"])
+
+    def _write(self, lines: list[str]) -> None:
+        """Write whole lines, or count them as dropped."""
+        with self._lock:
+            if self._dropped and self._has_room(0.0):
+                lines = [f"{NAME}: {self._dropped} lines were dropped, nobody read them", *lines]
+                self._dropped = 0
+            data = "".join(f"{_printable(line)}\n" for line in lines)
+            if not self._put(data):
+                self._dropped += len(lines)
+
+    def _put(self, data: str) -> bool:
+        with contextlib.suppress(OSError, ValueError):  # the reader has gone: nobody to tell
+            if self._descriptor is None:
+                self._stream.write(data)
+                return True
+            self._stream.flush()
+            rest = data.encode("utf-8", "backslashreplace")
+            while rest:
+                if not self._has_room(0.0 if self._dropped else _ROOM_S):
+                    return False
+                rest = rest[os.write(self._descriptor, rest[:_PIECE]) :]
+        return True
+
+    def _has_room(self, wait: float) -> bool:
+        if self._descriptor is None:
+            return True
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLOUT)
+        return bool(poll.poll(wait * 1000))
+
+
+class _Passed(logging.Handler):
+    """What a library logs, as notes of the driver."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        super().__init__(logging.WARNING)
+        self._reporter = reporter
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):  # a wrong log call must not end a job
+            for line in self.format(record).splitlines():
+                self._reporter.note(line)
+
+
+@contextlib.contextmanager
+def warnings_shown(reporter: Reporter, *loggers: str) -> Iterator[None]:
+    """While this lasts, show the warnings of these loggers as the driver's own lines."""
+    handler = _Passed(reporter)
+    for name in loggers:
+        logging.getLogger(name).addHandler(handler)
+    try:
+        yield
+    finally:
+        for name in loggers:
+            logging.getLogger(name).removeHandler(handler)
+
+
+def _is_failure(event: Announce) -> bool:
+    """Whether a worker's end was neither asked for nor a success."""
+    return event.detail.get("exit_code", 0) != 0 and not event.detail.get("expected", False)
+
+
+def _first_failure(failure: Failure | None) -> list[str]:
+    """The first failure's last words, then who it was."""
+    if failure is None:
+        return []
+    words = last_words(failure)
+    heading = [f"{NAME}: last words of rank {failure.rank} ({failure.worker}):"] if words else []
+    return [*heading, *words, f"{NAME}: first failure: {describe_failure(failure)}"]
+
+
+def _describe_world(event: Announce) -> str:
+    """`3 workers on 2 hosts`, as far as the event says so."""
+    size, hosts = event.detail.get("size"), event.detail.get("hosts")
+    parts = [
+        f"{count} {noun}{'' if count == 1 else 's'}"
+        for count, noun in ((size, "worker"), (hosts, "host"))
+        if count is not None
+    ]
+    return " on ".join(parts)
+
+
+def _json(**facts: object) -> str:
+    return msgspec.json.encode(facts).decode()
+
+
+def _printable(line: str) -> str:
+    """Without the control characters with which a worker's words could rule the terminal."""
+    return "".join(c if c.isprintable() or c == "\t" else _escape(c) for c in line)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()

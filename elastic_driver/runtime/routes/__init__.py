@@ -1,1 +1,0 @@
-"""The HTTP routes of a driver: the job, its metrics, its data shards, TensorFlow clusters."""

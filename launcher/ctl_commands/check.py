@@ -1,0 +1,109 @@
+"""`elasticctl check HOSTS…`: checks nodes without a job.
+
+Takes the words behind its name and returns an exit status; errors are raised.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from elastic_driver.policies.nodecheck.history import CheckHistory
+from elastic_driver.runtime.check_history import CheckHistoryFile
+from elastic_driver.runtime.host_lists import parse_hosts
+from elastic_driver.runtime.run_dir import RunDir
+from launcher.commandline.values import CommandLine, resolve, split
+from launcher.job import collect_facts
+from launcher.options import HELP, NETWORK_CHECK
+from launcher.plan.launch import make_plan
+from launcher.submit import nodecheck
+from launcher.submit.select import make_starter_factory
+from launcher.submit.submit import find_whereabouts, make_discovery
+
+_HISTORY = "--history"
+_HELP = """\
+usage: elasticctl check [OPTIONS] [HOSTS…]
+       elasticctl check --history [OPTIONS] [HOSTS…]
+
+Runs short tasks on HOSTS in changing pairs, and says which of them are faulty or slow. HOSTS are
+written as for elasticrun -H (n1, n[01-04]:8); without any, those of --hostfile or
+--host-discovery-script are checked, or this machine. OPTIONS are elasticrun's and stand before
+the hosts, among them:
+  --comm-perf-test       also measure bandwidth and latency of the network
+  --straggler-detection  also train a small transformer, and look for slow nodes
+  --exclude-straggler    the same; and let a slow node count as a bad one
+  --check-timeout S      time for one round
+  --log-format json      the report as one JSON object
+  --state-dir D          where the findings are kept, and earlier ones are looked up
+
+With --history nothing is checked: what earlier checks found out about HOSTS, or about all that
+were ever checked, is shown.
+
+Exit status
+  0 no bad node; 1 some; 64 wrong usage; 75 nothing could be checked; 130/143 interrupted.
+"""
+
+
+def check(words: list[str]) -> int:
+    """`elasticctl check`: 1 when a node is faulty (or slow, where that is to count)."""
+    past = _HISTORY in words
+    words = [word for word in words if word != _HISTORY]
+    given, hosts, _remarks = split(words)
+    if HELP in given:
+        print(_HELP, end="")
+        return 0
+    options = words[: len(words) - len(hosts)]
+    if options and options[-1] == "--":
+        options.pop()
+    if past:
+        return _show_history(resolve([*options, "--", "true"], os.environ), hosts)
+    named = ["--hosts", ",".join(hosts)] if hosts else []
+    # The rest of a plan needs a command; it is not run.
+    line = resolve([*options, NETWORK_CHECK.long, *named, "--", "true"], os.environ)
+    plan = make_plan(line, collect_facts(line, os.environ))
+    if plan.node_check is None:
+        raise AssertionError("--network-check was given")
+    discovery = make_discovery(plan.hosts)
+    found = discovery.find()
+    whereabouts = find_whereabouts(plan, found)
+    with tempfile.TemporaryDirectory(prefix="elasticctl-") as folder:
+        report = nodecheck.check_hosts(
+            plan,
+            plan.node_check,
+            found,
+            starter=make_starter_factory(plan.backend, whereabouts, found),
+            bind_host=whereabouts.bind_host,
+            run_dir=RunDir(Path(folder), "check"),
+            say=_say if plan.verbosity >= 0 else _say_nothing,
+        )
+    print(nodecheck.show(report, as_json=plan.log_format == "json"), flush=True)
+    return 1 if report.excluded(stragglers=plan.node_check.exclude_stragglers) else 0
+
+
+def _show_history(line: CommandLine, hosts: Sequence[str]) -> int:
+    """Print what earlier checks have found; hosts as they are written for a check."""
+    plan = make_plan(line, collect_facts(line, os.environ))
+    names = [name for name, _slots in parse_hosts(",".join(hosts))] if hosts else []
+    file = CheckHistoryFile(Path(plan.state_dir), _say)
+    history = file.read()
+    if plan.log_format == "json":
+        chosen = {n: past for n, past in history.nodes.items() if not names or n in names}
+        print(msgspec.json.encode(CheckHistory(chosen)).decode(), flush=True)
+    elif history.nodes:
+        print(history.render(names), flush=True)
+    else:
+        print(f"no check was ever kept in {file.path.parent}; is it another --state-dir?")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(f"elasticctl: {line}", file=sys.stderr, flush=True)
+
+
+def _say_nothing(_line: str) -> None:
+    pass

@@ -1,0 +1,48 @@
+"""`elasticctl config show`: what `elasticrun` would make of flags, environment and file.
+
+Takes the words behind its name and returns an exit status; errors are raised. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from elastic_driver.errors import UsageError
+from launcher.commandline.values import resolve
+from launcher.ctl_commands.show import table
+from launcher.options import OPTIONS
+
+_USAGE = "usage: elasticctl config show [OPTIONS of elasticrun]"
+
+
+def config(words: Sequence[str]) -> int:
+    """Show the value of every option, and who said so: those that were set, then the defaults."""
+    if words and words[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    if not words or words[0] != "show":
+        raise UsageError(f"config can show; {_USAGE}")
+    line = resolve(words[1:], os.environ)
+    said = line.values.origins()
+    named = {name for name, _, _ in said}
+    unsaid = [
+        (option.long, option.shown or _in_words(option.default), "default")
+        for option in OPTIONS
+        if option.long not in named
+    ]
+    print(table(("OPTION", "VALUE", "FROM"), [*said, *unsaid]))
+    for warning in line.warnings:
+        print(f"note: {warning}")
+    return 0
+
+
+def _in_words(value: object) -> str:
+    """A default as a file would say it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple | list):
+        return " ".join(map(_in_words, value)) or "-"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "-" if value is None or value == "" else str(value)

@@ -1,0 +1,161 @@
+"""Which running job `elasticctl` talks to, and with which token.
+
+A driver says in its run's folder where it listens; while that address answers, the job runs. Found
+by `--run-id`, by `--endpoint`, or as the only one that runs below the state directory. Starts
+nothing, changes nothing, and never removes what a driver that died has left.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.runtime.run_dir import Endpoint
+from rendezvous.auth import read_token_file
+from rendezvous.calls import parse_url
+
+PROBE_S = 2.0  # for a driver to take a connection
+
+
+@dataclass(frozen=True)
+class Where:
+    """What the user said about the job."""
+
+    state_dir: Path
+    run_id: str | None = None
+    endpoint: str | None = None
+    token_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A job to talk to."""
+
+    run_id: str
+    url: str
+    token: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run whose folder says where its driver listens."""
+
+    folder: Path
+    endpoint: Endpoint
+
+    @property
+    def answers(self) -> bool:
+        """Whether somebody takes connections there, now."""
+        parts = parse_url(self.endpoint.url)
+        address = (str(parts.hostname), int(parts.port or 0))
+        try:
+            socket.create_connection(address, timeout=PROBE_S).close()
+        except OSError:
+            return False
+        return True
+
+
+def find(where: Where) -> Target:
+    """The job that is meant.
+
+    Raises UsageError where that is not clear (several run, a name that is none), ClusterError
+    where none runs, TokenError for a token that cannot be read.
+    """
+    if where.endpoint is not None:
+        return _at(where, where.endpoint)
+    run = _only_one(where) if where.run_id is None else _named(where, where.run_id)
+    return Target(
+        run.endpoint.run_id,
+        run.endpoint.url,
+        read_token_file(where.token_file or run.folder / "token"),
+    )
+
+
+def _at(where: Where, url: str) -> Target:
+    try:
+        parse_url(url)
+    except ValueError as error:
+        raise UsageError(f"--endpoint: {error}") from None
+    if where.token_file is not None:
+        return Target(where.run_id or url, url, read_token_file(where.token_file))
+    for run in _runs(where.state_dir):
+        if run.endpoint.url == url.rstrip("/"):
+            return Target(run.endpoint.run_id, url, read_token_file(run.folder / "token"))
+    raise UsageError(
+        f"no run in {where.state_dir} listens at {url}; name its token with --token-file"
+    )
+
+
+def _named(where: Where, run_id: str) -> Run:
+    folder = where.state_dir / run_id
+    if Path(run_id).name != run_id or not folder.is_dir():
+        raise UsageError(
+            f"there is no run {run_id!r} in {where.state_dir}; is it another --state-dir?"
+        )
+    run = _read(folder)
+    if run is None:
+        log = folder / "events.jsonl"
+        told = f"; what happened stands in {log}" if log.exists() else ""
+        raise ClusterError(f"run {run_id} is over{told}")
+    if not run.answers:
+        raise ClusterError(_silent(run))
+    return run
+
+
+def _only_one(where: Where) -> Run:
+    runs = _runs(where.state_dir)
+    running = [run for run in runs if run.answers]
+    if len(running) == 1:
+        return running[0]
+    if running:
+        listed = "".join(f"\n  {r.endpoint.run_id}  {r.endpoint.url}" for r in running)
+        raise UsageError(f"{len(running)} jobs are running; choose one with --run-id:{listed}")
+    left = "".join(f"\n  {_silent(run)}" for run in runs)
+    raise ClusterError(
+        f"no job of this user is running below {where.state_dir}; was it started with another "
+        f"--state-dir?{left}"
+    )
+
+
+def _silent(run: Run) -> str:
+    """Why a run that names an address does not answer there."""
+    found = run.endpoint
+    if _is_alive(found.pid):
+        return (
+            f"run {found.run_id} does not answer at {found.url}; its driver would be process "
+            f"{found.pid}: is it stopped, or on another machine?"
+        )
+    return (
+        f"run {found.run_id} is over: its driver (process {found.pid}, {found.url}) ended without "
+        f"cleaning up; {run.folder / 'endpoint.json'} may be removed"
+    )
+
+
+def _is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def _runs(state_dir: Path) -> list[Run]:
+    """Every run below the state directory that names an address, in the order of their names."""
+    try:
+        names = sorted(os.listdir(state_dir))
+    except OSError:
+        return []
+    found = (_read(state_dir / name) for name in names)
+    return [run for run in found if run is not None]
+
+
+def _read(folder: Path) -> Run | None:
+    """The run in this folder; None where it names no address, or no usable one."""
+    try:
+        content = (folder / "endpoint.json").read_bytes()
+        endpoint = msgspec.json.decode(content, type=Endpoint)
+        parse_url(endpoint.url)
+    except (OSError, msgspec.DecodeError, ValueError):
+        return None
+    return Run(folder, endpoint)

@@ -1,0 +1,195 @@
+"""What can be known to be wrong before anything is started: files, commands, interfaces.
+
+Called by `launcher.job` with a finished plan, also for --dry-run. Reads the file system and changes
+nothing there except that the log folder is made (`create`). A finding is a `UsageError` of a line.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from elastic_driver.errors import UsageError
+from elastic_driver.runtime.host_lists import Hosts
+from launcher.backends.programs import check_starter
+from launcher.backends.this_machine import is_this_machine
+from launcher.own_packages import find_shadow
+from launcher.plan.joined import JoinedHosts
+from launcher.plan.launch import LaunchPlan, ScriptHosts
+from launcher.plan.sizes import Machine
+
+
+def this_machine(environ: Mapping[str, str]) -> Machine:
+    """Cores and NVIDIA GPUs, without importing torch (which takes a second)."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+    else:
+        # CUDA ignores everything from the first invalid entry on; -1 is the usual one.
+        listed = [entry.strip() for entry in visible.split(",")]
+        gpus = next((n for n, e in enumerate(listed) if not e or e.startswith("-")), len(listed))
+    return Machine(cpus=len(os.sched_getaffinity(0)), gpus=gpus)
+
+
+def working_folder() -> str:
+    """Where we stand; raises UsageError where that folder has been deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the working folder has been deleted; cd to one that exists") from None
+
+
+def read_hostfile(path: str) -> str:
+    """The text of a hostfile; raises UsageError where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read the hostfile {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"the hostfile {path} is not UTF-8 text") from None
+
+
+def check_plan(plan: LaunchPlan, environ: Mapping[str, str], *, create: bool) -> None:
+    """Raise UsageError for the first thing that cannot work; `create`: make the log folder."""
+    spec = plan.spec
+    cwd = Path(spec.cwd)
+    worker_environ = {**environ, **spec.env}
+    _check_command(spec.command, cwd, worker_environ)
+    _check_shadows(spec.command, cwd, worker_environ)
+    if isinstance(plan.hosts, ScriptHosts):
+        _check_discovery_script(cwd / plan.hosts.path)
+    elif plan.backend == "local" and not isinstance(plan.hosts, JoinedHosts):
+        _check_local(plan.hosts.hosts)
+    check_starter(plan.backend, environ)
+    if spec.log_dir is not None:
+        _check_log_dir(cwd / spec.log_dir, create=create)
+    if plan.backend == "local":  # other hosts may have other ones
+        _check_interfaces(spec.env.get("GLOO_SOCKET_IFNAME", ""))
+
+
+# ---- the command -------------------------------------------------------------------------
+
+
+def _check_command(command: tuple[str, ...], cwd: Path, environ: Mapping[str, str]) -> None:
+    program, *arguments = command
+    _check_executable(program, cwd, environ)
+    if not is_python(program) or not arguments:
+        return
+    if arguments[0] == "-m" and len(arguments) > 1:
+        if program == sys.executable:
+            _check_module(arguments[1], cwd, environ)
+    elif not arguments[0].startswith("-"):
+        script = cwd / arguments[0]
+        if script.suffix == ".py" and not script.exists():
+            raise UsageError(f"the script {arguments[0]} does not exist in {cwd}")
+        if script.suffix == ".py" and not os.access(script, os.R_OK):
+            raise UsageError(f"the script {arguments[0]} cannot be read; check its permissions")
+        if script.suffix == ".py" and script.is_dir():
+            raise UsageError(f"{arguments[0]} is a folder, not a script")
+
+
+def is_python(program: str) -> bool:
+    """Whether a command is a Python interpreter, so that what follows is a script or -m."""
+    return program == sys.executable or Path(program).name.startswith("python")
+
+
+def _check_executable(program: str, cwd: Path, environ: Mapping[str, str]) -> None:
+    if os.sep in program:
+        path = cwd / program
+        if path.is_dir():
+            raise UsageError(f"the command {program} is a folder")
+        if not path.exists():
+            raise UsageError(f"the command {program} does not exist (looked in {cwd})")
+        if not os.access(path, os.X_OK):
+            raise UsageError(f"the command {program} is not executable; try chmod +x {program}")
+    elif shutil.which(program, path=environ.get("PATH", os.defpath)) is None:
+        hint = f"; did you mean ./{program}?" if (cwd / program).is_file() else "; check PATH"
+        raise UsageError(f"the command {program} was not found{hint}")
+
+
+def _check_module(module: str, cwd: Path, environ: Mapping[str, str]) -> None:
+    """Only the top package is looked for: finding a submodule would import its parents."""
+    top = module.partition(".")[0]
+    folders = [str(folder) for folder in (cwd, *_python_path(cwd, environ))]
+    if PathFinder.find_spec(top, folders) is None and find_spec(top) is None:
+        raise UsageError(f"-m {module}: there is no module {top} in {cwd} or on Python's path")
+
+
+def _check_shadows(command: tuple[str, ...], cwd: Path, environ: Mapping[str, str]) -> None:
+    """A user's rendezvous.py beside the script would be imported in place of ours."""
+    if not is_python(command[0]) or len(command) < 2:
+        return
+    script = command[1]
+    first = cwd if script.startswith("-") else (cwd / script).resolve().parent
+    shadow = find_shadow([first, *_python_path(cwd, environ)])
+    if shadow is not None:
+        fresh = f"my_{shadow.name}"
+        raise UsageError(
+            f"{shadow} would be imported by the workers in place of elastic-driver's own "
+            f"package of that name; rename it, for instance to {fresh}"
+        )
+
+
+def _python_path(cwd: Path, environ: Mapping[str, str]) -> list[Path]:
+    listed = environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [cwd / folder for folder in listed if folder]
+
+
+# ---- files and interfaces ----------------------------------------------------------------
+
+
+def _check_discovery_script(path: Path) -> None:
+    if not path.exists():
+        raise UsageError(f"the discovery script {path} does not exist")
+    if path.is_dir():
+        raise UsageError(f"the discovery script {path} is a folder")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise UsageError(
+            f"the discovery script {path} is not executable; try chmod +x, and check that its "
+            "first line names its interpreter (#!/bin/sh)"
+        )
+
+
+def _check_local(hosts: Hosts) -> None:
+    """A listed host that is another machine would be tried over and over, in vain."""
+    for host, slots in hosts:
+        if slots and not is_this_machine(host):
+            raise UsageError(
+                f"{host} is not this machine, and --backend local starts nothing elsewhere; "
+                "name localhost, or leave the host out"
+            )
+
+
+def _check_log_dir(path: Path, *, create: bool) -> None:
+    try:
+        if create:
+            path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
+            return
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(0, "Not a directory")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(0, "Permission denied")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to the log folder {path}: {error.strerror}; choose another --log-dir"
+        ) from None
+
+
+def _check_interfaces(names: str) -> None:
+    known = psutil.net_if_addrs()
+    for name in filter(None, names.split(",")):
+        # Both libraries also take prefixes (eth) and, NCCL, ^exclusions: only a plain miss is one.
+        if not name.startswith(("^", "=")) and not any(k.startswith(name) for k in known):
+            found = ", ".join(sorted(known))
+            raise UsageError(f"there is no network interface {name} here; there are {found}")

@@ -1,0 +1,225 @@
+"""Carries out a launch plan: puts a driver and its parts together and runs the job to its end.
+
+`launcher.job` calls `submit` last. Signals become requests to the driver here: the first asks for
+an orderly end, a second one kills at once; a notice asks for an end at a step boundary. Either way
+the driver cleans up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Collection, Iterator
+from functools import partial
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from elastic_driver.core.events import JobLeaving
+from elastic_driver.errors import ClusterError, ElasticError, ExitCode, UsageError
+from elastic_driver.runtime.backend import StarterFactory
+from elastic_driver.runtime.discovery import (
+    FixedDiscovery,
+    HostDiscovery,
+    HostfileDiscovery,
+    ScriptDiscovery,
+)
+from elastic_driver.runtime.driver import ElasticDriver
+from elastic_driver.runtime.host_checks import HostChecks
+from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.options import DriverOptions
+from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
+from elastic_driver.runtime.run_dir import RunDir
+from launcher.backends.slurm_nodes import AllocationDiscovery
+from launcher.plan.joined import JoinedHosts
+from launcher.plan.launch import (
+    FileHosts,
+    FixedHosts,
+    HostSource,
+    LaunchPlan,
+    ScriptHosts,
+)
+from launcher.submit.bind_address import Whereabouts, decide_whereabouts
+from launcher.submit.nodecheck import WithoutHosts, check_before_training
+from launcher.submit.precheck import precheck
+from launcher.submit.select import make_reach, make_starter_factory, remote_hosts
+from launcher.submit.signals import handled
+
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # of an end to come, as Slurm's --signal gives
+_SIGNALS = {
+    signal.SIGINT: ("interrupted by Ctrl-C", ExitCode.INTERRUPTED),
+    signal.SIGTERM: ("told to stop by SIGTERM", ExitCode.TERMINATED),
+    signal.SIGUSR1: ("told by SIGUSR1 that its time is over", ExitCode.TERMINATED),
+    signal.SIGUSR2: ("told by SIGUSR2 that its time is over", ExitCode.TERMINATED),
+    signal.SIGHUP: ("its terminal was closed (SIGHUP)", ExitCode.TERMINATED),
+}
+
+
+def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
+    """Run the job; returns its exit status. Raises ElasticError where it cannot be started."""
+    discovery = source = make_discovery(plan.hosts)
+    hosts = hosts_now(plan, discovery)
+    plan, whereabouts = meet_the_hosts(plan, hosts)
+    starter = partial(make_starter_factory, plan.backend, whereabouts, hosts)
+    checks: HostChecks | None = None
+    if plan.node_check is not None:
+        hosts = discovery.find()
+        checks, bad = check_before_training(
+            plan,
+            plan.node_check,
+            hosts,
+            starter=starter(),
+            bind_host=whereabouts.bind_host,
+            run_dir=run_dir,
+        )
+        plan, discovery = without(plan, hosts, bad), WithoutHosts(discovery, bad)
+        good = tuple(host for host, _slots in hosts if host not in bad)
+        plan = replace(plan, settings=replace(plan.settings, checked_hosts=good))
+    return run_driver(
+        plan,
+        discovery=discovery,
+        starter=starter(grows=isinstance(plan.hosts, ScriptHosts)),
+        bind_host=whereabouts.bind_host,
+        run_dir=run_dir,
+        checks=checks,
+        source=source,
+    )
+
+
+def run_driver(
+    plan: LaunchPlan,
+    *,
+    discovery: HostDiscovery,
+    starter: StarterFactory,
+    bind_host: str,
+    run_dir: RunDir,
+    checks: HostChecks | None = None,
+    joined: JoinedNodes | None = None,
+    source: HostDiscovery | None = None,
+) -> int:
+    """Run a driver with these parts to the job's end; its exit status.
+
+    `source`: what `discovery` asks in the end; it may have to end the job.
+    """
+    level, as_json = Level(plan.verbosity + 1), plan.log_format == "json"
+    reporter = Reporter(sys.stderr, level=level, as_json=as_json)
+    driver = ElasticDriver(
+        settings=plan.settings,
+        spec=plan.spec,
+        discovery=discovery,
+        starter=starter,
+        run_dir=run_dir,
+        reporter=reporter,
+        options=DriverOptions(
+            bind_host=bind_host,
+            bind_port=plan.bind[1],
+            discovery_interval=plan.discovery_interval,
+            debug=plan.debug,
+        ),
+        checks=checks,
+        joined=joined,
+    )
+    if isinstance(source, AllocationDiscovery):
+        source.on_over = lambda reason: driver.request_stop(reason, int(ExitCode.TERMINATED))
+    notice = plan.settings.grace_period
+    with warnings_shown(reporter, "rendezvous"), stop_on_signals(driver, notice=notice):
+        return driver.run().exit_code
+
+
+def hosts_now(plan: LaunchPlan, discovery: HostDiscovery) -> Hosts:
+    """The hosts there are before the driver asks for them; none where nobody has to know.
+
+    A discovery that fails now is no mistake: the driver asks again.
+    """
+    if plan.backend == "local" and isinstance(plan.hosts, ScriptHosts):
+        return ()
+    try:
+        return discovery.find()
+    except ElasticError:
+        return ()
+
+
+def meet_the_hosts(plan: LaunchPlan, hosts: Hosts) -> tuple[LaunchPlan, Whereabouts]:
+    """Check these hosts; where the rendezvous is, and the plan for those that are fit.
+
+    Others are checked as their agents are started. Raises ClusterError where too few are fit.
+    """
+    remote = remote_hosts(plan.backend, hosts)
+    whereabouts = find_whereabouts(plan, hosts)
+    problems = precheck(remote, whereabouts.reach, plan.spec.cwd) if remote else {}
+    for problem in problems.values():
+        print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
+    return without(plan, hosts, problems), whereabouts
+
+
+def find_whereabouts(plan: LaunchPlan, hosts: Hosts) -> Whereabouts:
+    """Where the rendezvous is to be, for these hosts to reach it."""
+    remote = remote_hosts(plan.backend, hosts)
+    bind = numeric_address(plan.bind[0])
+    return decide_whereabouts(bind, remote, plan.interfaces, make_reach(plan))
+
+
+def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> LaunchPlan:
+    """The plan for a start without the hosts that have problems: these may join later.
+
+    Raises ClusterError where the job cannot be started on the others.
+    """
+    if not problems:
+        return plan
+    settings = plan.settings
+    slots = sum(n for host, n in hosts if host not in problems)
+    least = settings.start_np if settings.start_min_np is None else settings.start_min_np
+    if slots < least and not isinstance(plan.hosts, ScriptHosts):
+        raise ClusterError(
+            f"{len(problems)} of {len(hosts)} hosts failed the check, see above; {slots} slots are "
+            f"left and {least} are needed: repair the hosts, or lower --min-np"
+        )
+    if slots < least:
+        return plan  # the script may find others before --start-timeout is over
+    return replace(plan, settings=replace(settings, start_np=min(settings.start_np, slots)))
+
+
+def make_discovery(hosts: HostSource) -> HostDiscovery:
+    """The plan's source of hosts as the driver asks it."""
+    match hosts:
+        case JoinedHosts():
+            raise AssertionError("launcher.join.serve runs such a job")
+        case ScriptHosts(path=path, timeout=timeout, default_slots=slots):
+            return ScriptDiscovery(Path(path), timeout=timeout, default_slots=slots)
+        case FileHosts(path=path, default_slots=slots):
+            return HostfileDiscovery(Path(path), default_slots=slots)
+        case FixedHosts(hosts=fixed, allocation=job_id):
+            if job_id is None:
+                return FixedDiscovery(fixed)
+            return AllocationDiscovery(job_id, fixed, os.environ)
+
+
+def numeric_address(host: str) -> str:
+    """The address to bind for a host's name; the server itself looks no names up."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise UsageError(f"--rdzv-endpoint: {host} has no address here: {error.strerror}") from None
+    return str(found[0][4][0])
+
+
+@contextlib.contextmanager
+def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
+    """While this lasts, signals end the job and not this process.
+
+    Those that announce the end, as Slurm's --signal does, leave it `notice` seconds; 0: none.
+    """
+
+    def ask(number: int) -> None:
+        reason, exit_code = _SIGNALS[signal.Signals(number)]
+        if notice and number in NOTICES:
+            driver.post(JobLeaving(reason, notice))
+        else:
+            driver.request_stop(reason, int(exit_code))
+
+    with handled(_SIGNALS, ask):
+        yield

@@ -1,0 +1,109 @@
+"""How a fixed global batch is shared, and the tree that adds its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_driver.batch.microbatches import (
+    allocate_microbatches,
+    allocate_weighted,
+    finish_tree,
+    sample_counts,
+    virtual_ranges,
+)
+from elastic_driver.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("virtual_workers", "workers", "expected"),
+    [
+        (8, 3, [3, 3, 2]),
+        (8, 5, [2, 2, 2, 1, 1]),
+        (7, 2, [4, 3]),
+        (8, 8, [1] * 8),
+        (8, 1, [8]),
+        (3, 5, [1, 1, 1, 0, 0]),
+    ],
+)
+def test_micro_batches_are_shared_as_equally_as_possible(
+    virtual_workers: int, workers: int, expected: list[int]
+) -> None:
+    assert allocate_microbatches(virtual_workers, workers) == expected
+
+
+@pytest.mark.parametrize("nonsense", [0, -1, 2.0, True, "8", None])
+def test_a_number_that_is_no_count_is_refused_by_name(nonsense: Any) -> None:
+    with pytest.raises(UsageError, match="number of virtual workers is"):
+        allocate_microbatches(nonsense, 2)
+    with pytest.raises(UsageError, match="number of workers is"):
+        allocate_microbatches(2, nonsense)
+
+
+@pytest.mark.parametrize(
+    ("n", "measured", "expected"),
+    [
+        (8, [2.0, 1.0, 1.0], [4, 2, 2]),
+        (7, [100.0, 1.0, 1.0, 1.0], [4, 1, 1, 1]),
+        (10, [1.0, 1.0, 1.0], [4, 3, 3]),
+        (2, [1.0, 9.0, 5.0], [0, 1, 1]),
+        (4, [1e308, 1e308], [2, 2]),
+    ],
+)
+def test_weighted_shares_follow_the_speeds(
+    n: int, measured: list[float], expected: list[int]
+) -> None:
+    assert allocate_weighted(n, measured) == expected
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_speed_that_is_no_speed_is_refused_with_its_rank(speed: float) -> None:
+    with pytest.raises(UsageError, match="speed of rank 1"):
+        allocate_weighted(8, [1.0, speed])
+
+
+def test_a_job_without_workers_has_no_shares() -> None:
+    with pytest.raises(UsageError, match="number of workers is 0"):
+        allocate_weighted(8, [])
+
+
+def test_virtual_workers_are_contiguous_by_rank_and_standbys_have_none() -> None:
+    assert virtual_ranges([3, 3, 2]) == [range(3), range(3, 6), range(6, 8)]
+    assert [list(r) for r in virtual_ranges([1, 1, 0])] == [[0], [1], []]
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (16, [4, 4, 4, 4]),  # a full step
+        (15, [4, 4, 4, 3]),
+        (9, [3, 3, 3, 0]),  # not 4, 4, 1: a single sample is no batch for BatchNorm
+        (5, [3, 2, 0, 0]),
+        (1, [1, 0, 0, 0]),
+        (0, [0, 0, 0, 0]),
+    ],
+)
+def test_a_short_step_is_spread_evenly_over_as_few_as_needed(
+    samples: int, expected: list[int]
+) -> None:
+    assert sample_counts(samples, 4, 4) == expected
+
+
+def test_more_samples_than_a_step_holds_are_refused() -> None:
+    with pytest.raises(ValueError, match="17 samples"):
+        sample_counts(17, 4, 4)
+
+
+def tree_of(leaves: int) -> Any:
+    """The whole tree as nested pairs: it names every addition and its operands."""
+    return finish_tree({(0, leaf): leaf for leaf in range(leaves)}, leaves, lambda a, b: (a, b))
+
+
+def test_a_tree_of_five_leaves_is_the_aligned_one() -> None:
+    assert tree_of(5) == (((0, 1), (2, 3)), 4)
+
+
+def test_a_missing_leaf_is_named() -> None:
+    with pytest.raises(KeyError, match="leaf 1 of 2 is missing"):
+        finish_tree({(0, 0): 1.0}, 2, lambda a, b: a + b)

@@ -1,0 +1,136 @@
+"""Which job is meant: by name, by address, or the only one; and what is said where none is."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.runtime.run_dir import Endpoint
+from launcher.ctl_commands.find import Target, Where, find
+from rendezvous.auth import write_token_file
+from rendezvous.errors import TokenError
+
+
+@pytest.fixture
+def listener() -> Iterator[str]:
+    """The address of something that takes connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def nobody() -> str:
+    """An address at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+def make_run(state_dir: Path, run_id: str, url: str, pid: int | None = None) -> Path:
+    folder = state_dir / run_id
+    folder.mkdir()
+    endpoint = Endpoint(run_id=run_id, url=url, pid=os.getpid() if pid is None else pid, started=1)
+    (folder / "endpoint.json").write_bytes(msgspec.json.encode(endpoint))
+    write_token_file(folder / "token", f"token-of-{run_id}")
+    return folder
+
+
+def test_the_only_job_that_runs_is_found(
+    tmp_path: Path, listener: str, nobody: str, dead_pid: int
+) -> None:
+    make_run(tmp_path, "old", nobody, dead_pid)
+    make_run(tmp_path, "new", listener)
+    (tmp_path / "over").mkdir()
+    (tmp_path / "file").write_text("not a run")
+    assert find(Where(tmp_path)) == Target("new", listener, "token-of-new")
+
+
+def test_of_several_jobs_one_has_to_be_chosen_and_they_are_listed(
+    tmp_path: Path, listener: str
+) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path, name, listener)
+    with pytest.raises(UsageError, match=r"2 jobs are running.*--run-id:\n  a .*\n  b ") as error:
+        find(Where(tmp_path))
+    assert error.value.exit_code == 64
+    assert find(Where(tmp_path, run_id="b")).token == "token-of-b"
+
+
+def test_where_no_job_runs_that_is_said_with_what_was_left_behind(
+    tmp_path: Path, nobody: str, dead_pid: int
+) -> None:
+    make_run(tmp_path, "old", nobody, dead_pid)
+    with pytest.raises(ClusterError, match="no job of this user is running") as error:
+        find(Where(tmp_path))
+    assert error.value.exit_code == 75
+    assert f"run old is over: its driver (process {dead_pid}" in str(error.value)
+    with pytest.raises(ClusterError, match="no job of this user is running"):
+        find(Where(tmp_path / "missing"))
+
+
+def test_a_run_whose_driver_died_is_told_from_one_that_does_not_answer(
+    tmp_path: Path, nobody: str, dead_pid: int
+) -> None:
+    folder = make_run(tmp_path, "dead", nobody, dead_pid)
+    make_run(tmp_path, "mute", nobody)
+    with pytest.raises(ClusterError, match="ended without cleaning up") as error:
+        find(Where(tmp_path, run_id="dead"))
+    assert f"{folder}/endpoint.json may be removed" in str(error.value)
+    with pytest.raises(ClusterError, match=f"does not answer at {nobody}"):
+        find(Where(tmp_path, run_id="mute"))
+
+
+def test_a_run_that_is_over_says_where_its_events_are(tmp_path: Path) -> None:
+    folder = tmp_path / "over"
+    folder.mkdir()
+    (folder / "events.jsonl").write_text("")
+    with pytest.raises(ClusterError, match=rf"run over is over; .* {folder}/events.jsonl"):
+        find(Where(tmp_path, run_id="over"))
+
+
+@pytest.mark.parametrize("run_id", ["missing", "../a", "/etc", ".."])
+def test_a_name_that_is_no_run_is_refused(tmp_path: Path, run_id: str) -> None:
+    with pytest.raises(UsageError, match="there is no run"):
+        find(Where(tmp_path / "state", run_id=run_id))
+
+
+def test_an_endpoint_needs_a_token_unless_its_run_is_here(tmp_path: Path, listener: str) -> None:
+    with pytest.raises(UsageError, match="--token-file"):
+        find(Where(tmp_path, endpoint=listener))
+    token = write_token_file(tmp_path / "mine", "secret")
+    assert find(Where(tmp_path, endpoint=listener, token_file=token)).token == "secret"
+    make_run(tmp_path, "here", listener)
+    assert find(Where(tmp_path, endpoint=f"{listener}/")).token == "token-of-here"
+
+
+def test_an_endpoint_that_is_none_and_a_missing_token_are_errors(
+    tmp_path: Path, listener: str
+) -> None:
+    with pytest.raises(UsageError, match="--endpoint"):
+        find(Where(tmp_path, endpoint="localhost:80"))
+    (make_run(tmp_path, "a", listener) / "token").unlink()
+    with pytest.raises(TokenError, match="cannot read the token file"):
+        find(Where(tmp_path))
+
+
+def test_a_damaged_endpoint_file_is_no_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "a", "http://127.0.0.1:1")
+    for content in (b"", b"{", b'{"run_id":"a"}', b'{"run_id":"a","url":"x","pid":1,"started":1}'):
+        (folder / "endpoint.json").write_bytes(content)
+        with pytest.raises(ClusterError, match="no job of this user"):
+            find(Where(tmp_path))

@@ -1,0 +1,74 @@
+"""What people see of a job."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from elastic_driver.core import events as ev
+from launcher.ctl_commands import show
+from tests.core.scenario import Scenario
+
+
+def document(s: Scenario) -> show.JobDocument:
+    """A job's status as the driver sends it."""
+    told = {"run_id": "r1", "endpoint": "http://127.0.0.1:5", "started": 1000.0}
+    picture = msgspec.to_builtins(s.job.snapshot(s.now))
+    return show.read_job(msgspec.json.encode({**told, **picture}))
+
+
+def test_a_job_is_shown_with_its_hosts_and_workers() -> None:
+    s = Scenario(start_np=3, min_np=1, max_restarts=5).training(a=2, b=1)
+    s.send(ev.DrainRequested("b", "new disks"))
+    lines = show.job(document(s), 1000.0 + 3725).splitlines()
+    assert lines[:3] == [
+        "run r1 at http://127.0.0.1:5",
+        "running for 1 h 2 min, round 1: 3 workers (any wanted, 1 to any)",
+        "failures 0 of 5, changes 0",
+    ]
+    assert lines[3].startswith("now: change is coming: host b is drained: new disks")
+    assert [line.split()[:4] for line in lines if line.startswith(("a ", "b "))] == [
+        ["a", "usable", "2", "2"],
+        ["b", "draining", "1", "1"],
+    ]
+    ranks = [line for line in lines if line[:1].isdigit()]
+    assert [line.split()[0] for line in ranks] == ["0", "1", "2"]
+    assert "leaves: host b is drained: new disks" in ranks[2]
+
+
+def test_a_host_in_cool_down_says_for_how_long_and_why() -> None:
+    s = Scenario(start_np=2, min_np=1, host_failures=1, blacklist_cooldown=(90.0, 600.0))
+    s.training(a=1, b=1)
+    s.exit("b.0.1", -9)
+    assert "1 min left: no new workers" not in show.hosts(document(s))
+    row = next(line for line in show.hosts(document(s)).splitlines() if line.startswith("b"))
+    assert "cool-down" in row
+    assert "1 min left: 1 failures within 60 s" in row
+
+
+def test_columns_are_aligned_and_carry_no_trailing_spaces() -> None:
+    assert show.table(("A", "LONG"), [("wide", "x"), ("", "")]) == "A     LONG\nwide  x\n"
+    assert show.table(("A", "B"), []) == "A  B"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0 s"),
+        (59.9, "59 s"),
+        (60, "1 min"),
+        (3600, "1 h 0 min"),
+        (90000, "1 d 1 h"),
+        (-5, "0 s"),
+    ],
+)
+def test_durations_are_said_as_people_say_them(seconds: float, words: str) -> None:
+    assert show.duration(seconds) == words
+
+
+def test_an_event_is_one_line_whatever_its_reason() -> None:
+    line = b'{"n":7,"t":0.5,"event":"host_drained","host":"b","reason":"two\\nlines","more":1}'
+    assert show.event(show.read_event(line)).split(maxsplit=1)[1] == "7 host_drained b: two lines"
+    escape = show.Event(1, 0.0, "discovery_failed", "\x1b[2J gone")
+    assert show.event(escape).endswith("discovery_failed: ?[2J gone")
+    assert show.event(show.Event(1, 0.0, "round_opened")).endswith("round_opened")

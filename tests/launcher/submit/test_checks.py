@@ -1,0 +1,206 @@
+"""What is found out before anything starts: commands, scripts, folders, names in our way."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_driver.errors import UsageError
+from launcher.commandline.values import resolve
+from launcher.plan.launch import Facts, make_plan
+from launcher.plan.sizes import Machine
+from launcher.submit.checks import check_plan, read_hostfile, this_machine
+
+ENVIRON = {"PATH": os.environ.get("PATH", os.defpath)}
+
+
+def check(folder: Path, *argv: str, create: bool = False, **environ: str) -> None:
+    facts = Facts("run", str(folder), str(folder), sys.executable, Machine(2, 0))
+    plan = make_plan(resolve(argv, {}), facts)
+    check_plan(plan, {**ENVIRON, **environ}, create=create)
+
+
+def refused(folder: Path, *argv: str, create: bool = False, **environ: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        check(folder, *argv, create=create, **environ)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text("print('hi')\n")
+    (tmp_path / "find.sh").write_text("#!/bin/sh\necho localhost\n")
+    (tmp_path / "find.sh").chmod(0o755)
+    return tmp_path
+
+
+# ---- commands ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train.py",),
+        ("-m", "json.tool"),
+        ("-m", "train"),
+        ("sh", "-c", "true"),
+        (sys.executable, "train.py"),
+        (sys.executable, "-c", "pass"),
+        ("./find.sh",),
+    ],
+)
+def test_a_command_that_can_run_is_let_through(folder: Path, command: tuple[str, ...]) -> None:
+    check(folder, "--", *command)
+
+
+def test_a_missing_script_is_named_with_the_folder(folder: Path) -> None:
+    assert f"the script trian.py does not exist in {folder}" in refused(folder, "trian.py")
+    assert "trian.py does not exist" in refused(folder, sys.executable, "trian.py")
+
+
+def test_a_folder_is_no_script(folder: Path) -> None:
+    (folder / "dir.py").mkdir()
+    assert "dir.py is a folder" in refused(folder, "dir.py")
+
+
+def test_a_missing_command_says_where_to_look(folder: Path) -> None:
+    assert "the command nosuch was not found; check PATH" in refused(folder, "nosuch")
+    assert "did you mean ./find.sh?" in refused(folder, "find.sh")
+    assert "the command ./nosuch does not exist" in refused(folder, "./nosuch")
+    assert "is a folder" in refused(folder, "./")
+
+
+def test_a_command_is_looked_for_on_the_workers_path(folder: Path) -> None:
+    check(folder, "--env", f"PATH={folder}", "find.sh")
+
+
+def test_a_file_that_is_not_executable_says_what_to_do(folder: Path) -> None:
+    (folder / "find.sh").chmod(0o644)
+    assert "try chmod +x ./find.sh" in refused(folder, "./find.sh")
+
+
+def test_a_module_that_is_nowhere_is_told_before_it_fails_on_every_rank(folder: Path) -> None:
+    assert "there is no module nosuch" in refused(folder, "-m", "nosuch.train")
+
+
+def test_a_module_on_pythonpath_is_found(folder: Path) -> None:
+    (folder / "lib").mkdir()
+    (folder / "lib" / "far.py").touch()
+    check(folder, "-m", "far", PYTHONPATH="lib")
+
+
+# ---- names in our way --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rendezvous.py", "elastic_driver.py"])
+def test_a_file_beside_the_script_that_takes_our_place_is_refused(folder: Path, name: str) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "train.py").touch()
+    (folder / "sub" / name).touch()
+    said = refused(folder, "sub/train.py")
+    assert str(folder / "sub" / name) in said
+    assert f"rename it, for instance to my_{name}" in said
+
+
+def test_a_package_in_the_current_folder_is_refused_for_a_module(folder: Path) -> None:
+    (folder / "rendezvous").mkdir()
+    (folder / "rendezvous" / "__init__.py").touch()
+    assert str(folder / "rendezvous") in refused(folder, "-m", "train")
+
+
+def test_a_launcher_beside_the_script_is_the_users_own_affair(folder: Path) -> None:
+    (folder / "launcher.py").touch()
+    check(folder, "train.py")
+
+
+def test_a_folder_without_code_and_another_programs_folder_are_no_trouble(folder: Path) -> None:
+    (folder / "rendezvous").mkdir()
+    check(folder, "train.py")
+    (folder / "rendezvous.py").touch()
+    check(folder, "sh", "-c", "true")
+
+
+def test_a_shadow_on_pythonpath_counts_unless_ours_comes_first(folder: Path) -> None:
+    (folder / "lib").mkdir()
+    (folder / "lib" / "rendezvous.py").touch()
+    ours = Path(__file__).resolve().parents[3]
+    assert "lib/rendezvous.py" in refused(folder, "train.py", PYTHONPATH="lib")
+    check(folder, "train.py", PYTHONPATH=f"{ours}:lib")
+
+
+# ---- files -------------------------------------------------------------------------------
+
+
+def test_a_discovery_script_must_be_there_and_executable(folder: Path) -> None:
+    argv = ("--host-discovery-script", "./find.sh", "train.py")
+    check(folder, *argv)
+    (folder / "find.sh").chmod(0o644)
+    assert "is not executable; try chmod +x" in refused(folder, *argv)
+    (folder / "find.sh").unlink()
+    assert "does not exist" in refused(folder, *argv)
+    (folder / "find.sh").mkdir()
+    assert "is a folder" in refused(folder, *argv)
+
+
+def test_the_log_folder_is_made_only_when_asked(folder: Path) -> None:
+    check(folder, "--log-dir", "a/b", "train.py")
+    assert not (folder / "a").exists()
+    check(folder, "--log-dir", "a/b", "train.py", create=True)
+    assert list((folder / "a" / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize("create", [True, False])
+def test_a_log_folder_below_a_file_is_refused(folder: Path, create: bool) -> None:
+    said = refused(folder, "--log-dir", "train.py/logs", "train.py", create=create)
+    assert "cannot write to the log folder" in said
+    assert "choose another --log-dir" in said
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+@pytest.mark.parametrize("create", [True, False])
+def test_a_read_only_log_folder_is_refused(folder: Path, create: bool) -> None:
+    (folder / "logs").mkdir(mode=stat.S_IRUSR | stat.S_IXUSR)
+    assert "Permission denied" in refused(folder, "--log-dir", "logs", "train.py", create=create)
+
+
+def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read the hostfile .*: No such file"):
+        read_hostfile(str(tmp_path / "none"))
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="UTF-8"):
+        read_hostfile(str(tmp_path / "bytes"))
+
+
+def test_a_listed_host_that_is_another_machine_is_told_before_it_is_tried(folder: Path) -> None:
+    check(folder, "--backend", "local", "-H", "localhost:1,127.0.0.2:1", "train.py")
+    check(folder, "--backend", "local", "-H", "localhost:1,elsewhere.invalid:0", "train.py")
+    said = refused(
+        folder, "--backend", "local", "-H", "localhost:1,elsewhere.invalid:1", "train.py"
+    )
+    assert "elsewhere.invalid is not this machine" in said
+
+
+# ---- this machine ------------------------------------------------------------------------
+
+
+def test_an_unknown_interface_is_told_with_those_there_are(folder: Path) -> None:
+    check(folder, "--network-interfaces", "lo", "train.py")
+    said = refused(folder, "--network-interfaces", "lo,wat7", "train.py")
+    assert "there is no network interface wat7 here; there are " in said
+    assert "lo" in said.partition("there are")[2]
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"), [("0,1", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-abc", 1)]
+)
+def test_visible_gpus_are_counted_as_cuda_does(visible: str, gpus: int) -> None:
+    assert this_machine({"CUDA_VISIBLE_DEVICES": visible}).gpus == gpus
+
+
+def test_cores_are_those_this_process_may_use() -> None:
+    assert this_machine({}).cpus == len(os.sched_getaffinity(0))

@@ -1,0 +1,75 @@
+"""Hosts are asked before anything starts: a stand-in for ssh runs the commands on this machine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.backends.ssh import SshOptions, SshReach
+from launcher.build_info import version
+from launcher.submit.precheck import Found, judge, precheck
+
+GOOD = Found(version=version(), python="3.11", folder=True, temporary=True)
+
+
+@pytest.fixture
+def reach(tmp_path: Path) -> SshReach:
+    """An ssh whose hosts are this machine, but for some that cannot be reached."""
+    program = tmp_path / "ssh"
+    program.write_text(_SSH)
+    program.chmod(0o755)
+    return SshReach(SshOptions(program=str(program)))
+
+
+_SSH = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+echo a banner of some kind
+case $2 in
+refused) echo 'ssh: connect to host refused port 22: Connection refused' >&2; exit 255 ;;
+strange) echo 'elastic-look not json' ;;
+mute) ;;
+*) exec /bin/sh -c "$3" ;;
+esac
+"""
+
+
+def test_fit_hosts_pass_and_the_others_are_told_one_line_each(
+    reach: SshReach, tmp_path: Path
+) -> None:
+    hosts = ["good", "refused", "mute", "strange", "better"]
+    problems = precheck(hosts, reach, str(tmp_path))
+    assert list(problems) == ["refused", "mute", "strange"]
+    assert "nothing listens on ssh's port" in problems["refused"]
+    assert "its answer makes no sense" in problems["strange"]
+    assert all(line.startswith(f"{host}: ") for host, line in problems.items())
+
+
+def test_a_host_without_our_python_or_our_package_is_told(reach: SshReach, tmp_path: Path) -> None:
+    missing = precheck(["a"], replace(reach, python="/no/such/python"), "/")
+    assert missing == {
+        "a": "a: there is no Python at /no/such/python; install the same environment there"
+    }
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # no site-packages
+    bare.chmod(0o755)
+    said = precheck(["a"], replace(reach, python=str(bare), home=tmp_path), "/")["a"]
+    assert "elastic-driver is not installed" in said
+
+
+def test_a_host_without_the_jobs_folder_is_told(reach: SshReach, tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone")
+    assert "does not exist there" in precheck(["a"], reach, gone)["a"]
+
+
+def test_a_missing_ssh_is_told() -> None:
+    said = precheck(["a"], SshReach(SshOptions(program="/no/such/ssh")), "/")["a"]
+    assert said == "a: cannot run /no/such/ssh: No such file or directory"
+
+
+def test_another_version_is_told_with_both() -> None:
+    said = judge("a", Found(version="0.9", python="3.11", folder=True, temporary=True), "/", "1.0")
+    assert said == "a: elastic-driver 0.9 is installed there, and 1.0 here"
+    assert judge("a", GOOD, "/", version()) is None

@@ -1,0 +1,312 @@
+"""No shard is lost, none is counted twice, whoever dies when."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from elastic_driver.errors import UsageError
+from elastic_driver.policies.shards.ledger import ShardLedger
+from elastic_driver.policies.shards.messages import (
+    Accepted,
+    End,
+    Granted,
+    LedgerState,
+    Refusal,
+    Refused,
+    Wait,
+)
+from elastic_driver.policies.shards.sources import RangeSource, Shard, StreamSource
+
+
+def in_order(records: int = 30, shard_records: int = 10, epochs: int | None = 1) -> RangeSource:
+    return RangeSource(records, shard_records, epochs=epochs, shuffle=False)
+
+
+def grant(ledger: ShardLedger, worker: str, now: float = 0.0) -> Granted:
+    answer = ledger.next(worker, now)
+    assert isinstance(answer, Granted), answer
+    return answer
+
+
+def finish(ledger: ShardLedger, worker: str, granted: Granted, now: float = 0.0) -> None:
+    assert isinstance(ledger.done(worker, granted.shard, granted.token, now), Accepted)
+
+
+def rest(ledger: ShardLedger, worker: str = "w") -> list[Shard]:
+    """Train everything that is left; the shards in the order they came."""
+    shards = []
+    while isinstance(answer := ledger.next(worker, 0.0), Granted):
+        finish(ledger, worker, answer)
+        shards.append(answer.shard)
+    assert isinstance(answer, End), answer
+    return shards
+
+
+def test_every_record_is_handed_out_once_and_the_last_shard_may_be_short() -> None:
+    shards = rest(ShardLedger(RangeSource(25, 10, shuffle=True, seed=3)))
+    assert sorted((s.start, s.stop) for s in shards) == [(0, 10), (10, 20), (20, 25)]
+
+
+def test_each_epoch_has_an_order_of_its_own_given_by_the_seed() -> None:
+    def orders(seed: int) -> list[list[int]]:
+        shards = rest(ShardLedger(RangeSource(100, 1, epochs=2, seed=seed)))
+        return [[s.start for s in shards if s.epoch == epoch] for epoch in (0, 1)]
+
+    first, second = orders(1)
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second
+    assert orders(1) == [first, second]
+    assert orders(2) != [first, second]
+
+
+def test_a_data_set_without_records_is_complete_at_once() -> None:
+    answer = ShardLedger(RangeSource(0, 10, epochs=None)).next("w", 0.0)
+    assert isinstance(answer, End)
+    assert answer.complete
+
+
+def test_a_lost_workers_shards_come_back_first_and_in_their_order() -> None:
+    ledger = ShardLedger(in_order(50))
+    first, second = grant(ledger, "a"), grant(ledger, "a")
+    third = grant(ledger, "b")
+    ledger.worker_lost("a", "killed")
+    again = [grant(ledger, "b").shard, grant(ledger, "b").shard, grant(ledger, "b").shard]
+    assert again == [first.shard, second.shard, Shard(0, "", 30, 40)]
+    assert third.token > second.token > first.token
+
+
+def test_who_asks_while_others_still_hold_shards_waits_and_may_get_them() -> None:
+    ledger = ShardLedger(in_order(10))
+    only = grant(ledger, "slow")
+    answer = ledger.next("fast", 0.0)
+    assert isinstance(answer, Wait)
+    assert "slow" in answer.reason
+    ledger.worker_lost("slow", "killed")
+    again = grant(ledger, "fast")
+    assert again.shard == only.shard
+    finish(ledger, "fast", again)
+    assert isinstance(ledger.next("fast", 0.0), End)
+
+
+def test_the_next_epoch_waits_for_the_last_shard_of_this_one() -> None:
+    ledger = ShardLedger(in_order(10, epochs=2))
+    held = grant(ledger, "a")
+    assert isinstance(ledger.next("b", 0.0), Wait)
+    finish(ledger, "a", held)
+    assert grant(ledger, "b").shard.epoch == 1
+
+
+def test_a_late_done_counts_while_nobody_else_has_the_shard() -> None:
+    ledger = ShardLedger(in_order(20))
+    granted = grant(ledger, "a")
+    ledger.worker_lost("a", "cut off")
+    assert ledger.done("a", granted.shard, granted.token, 0.0) == Accepted(granted.shard, late=True)
+    assert [shard.start for shard in rest(ledger)] == [10]
+
+
+def test_a_late_done_is_refused_once_somebody_else_has_the_shard() -> None:
+    ledger = ShardLedger(in_order(10))
+    old = grant(ledger, "a")
+    ledger.worker_lost("a", "cut off")
+    new = grant(ledger, "b")
+    verdict = ledger.done("a", old.shard, old.token, 0.0)
+    assert isinstance(verdict, Refused)
+    assert verdict.code is Refusal.HELD
+    assert "taken from a; b has it" in verdict.reason
+    finish(ledger, "b", new)
+    verdict = ledger.done("a", old.shard, old.token, 0.0)
+    assert isinstance(verdict, Refused)
+    assert verdict.code is Refusal.DONE
+    assert ledger.counts().done == 1
+
+
+def test_a_worker_that_gets_its_own_shard_again_needs_the_new_token() -> None:
+    ledger = ShardLedger(in_order(10))
+    old = grant(ledger, "a")
+    ledger.worker_lost("a", "cut off")
+    new = grant(ledger, "a")
+    assert isinstance(ledger.done("a", old.shard, old.token, 0.0), Refused)
+    finish(ledger, "a", new)
+
+
+def test_a_report_repeated_because_its_answer_was_lost_gets_the_same_answer() -> None:
+    ledger = ShardLedger(in_order(20))
+    granted = grant(ledger, "a")
+    finish(ledger, "a", granted)
+    finish(ledger, "a", granted)
+    assert ledger.counts().done == 1
+
+
+def test_nobody_can_finish_a_shard_with_anothers_token() -> None:
+    ledger = ShardLedger(in_order(10))
+    granted = grant(ledger, "a")
+    assert isinstance(ledger.done("b", granted.shard, granted.token, 0.0), Refused)
+    assert isinstance(ledger.done("b", Shard(0, "", 7, 9), 1, 0.0), Refused)
+    finish(ledger, "a", granted)
+
+
+def test_a_silent_worker_loses_its_shards_when_its_lease_is_over() -> None:
+    ledger = ShardLedger(in_order(10), lease=5.0)
+    assert ledger.deadline() is None
+    first = grant(ledger, "a", now=0.0)
+    ledger.renew("a", 3.0)
+    assert ledger.deadline() == 8.0
+    ledger.expire(7.9)
+    assert isinstance(ledger.next("b", 7.9), Wait)
+    ledger.expire(8.0)
+    assert grant(ledger, "b", 8.0).shard == first.shard
+
+
+def test_a_shard_that_keeps_killing_workers_is_put_in_quarantine_by_name() -> None:
+    ledger = ShardLedger(in_order(20), max_losses=2)
+    grant(ledger, "a")
+    assert ledger.worker_lost("a", "signal 11") == []
+    grant(ledger, "b")
+    (entry,) = ledger.worker_lost("b", "signal 11")
+    assert entry.reason == "2 workers died training it, the last one b: signal 11"
+    assert [shard.start for shard in _train(ledger)] == [10]
+    answer = ledger.next("w", 0.0)
+    assert isinstance(answer, End)
+    assert not answer.complete
+    assert answer.quarantined == ("epoch 0, records 0–9",)
+
+
+def _train(ledger: ShardLedger) -> list[Shard]:
+    shards = []
+    while isinstance(answer := ledger.next("w", 0.0), Granted):
+        finish(ledger, "w", answer)
+        shards.append(answer.shard)
+    return shards
+
+
+def test_only_the_shard_in_training_is_blamed_not_those_fetched_ahead() -> None:
+    ledger = ShardLedger(in_order(20), max_losses=1)
+    grant(ledger, "a")
+    ahead = grant(ledger, "a")
+    ledger.worker_lost("a", "signal 11")
+    assert [entry.shard.start for entry in ledger.quarantined()] == [0]
+    assert grant(ledger, "b").shard == ahead.shard
+
+
+def test_a_worker_that_leaves_as_planned_blames_no_shard() -> None:
+    ledger = ShardLedger(in_order(10), max_losses=1)
+    grant(ledger, "a")
+    ledger.worker_left("a")
+    assert ledger.quarantined() == []
+    assert len(rest(ledger)) == 1
+
+
+def test_records_in_quarantine_are_not_handed_out_in_later_epochs() -> None:
+    ledger = ShardLedger(in_order(20, epochs=2), max_losses=1)
+    grant(ledger, "a")
+    ledger.worker_lost("a", "signal 11")
+    assert [(s.epoch, s.start) for s in _train(ledger)] == [(0, 10), (1, 10)]
+    assert ledger.counts().quarantined == 2
+
+
+def test_a_late_done_takes_a_shard_out_of_quarantine() -> None:
+    ledger = ShardLedger(in_order(10, epochs=2), max_losses=1)
+    granted = grant(ledger, "a")
+    ledger.worker_lost("a", "cut off")
+    finish(ledger, "a", granted)
+    assert [shard.epoch for shard in rest(ledger)] == [1]
+
+
+def test_one_worker_cannot_hoard_shards() -> None:
+    ledger = ShardLedger(in_order(100), max_held=2)
+    held = [grant(ledger, "a"), grant(ledger, "a")]
+    assert isinstance(ledger.next("a", 0.0), Wait)
+    finish(ledger, "a", held[0])
+    grant(ledger, "a")
+
+
+def test_a_restored_checkpoint_hands_out_what_was_not_done_and_takes_no_old_token() -> None:
+    source = RangeSource(100, 10, seed=5)
+    ledger = ShardLedger(source)
+    done, held, returned = grant(ledger, "a"), grant(ledger, "b"), grant(ledger, "c")
+    finish(ledger, "a", done)
+    ledger.worker_lost("c", "killed")
+    saved = msgspec.json.encode(ledger.checkpoint())
+
+    fresh = ShardLedger(RangeSource(100, 10, seed=5))
+    fresh.restore(msgspec.json.decode(saved, type=LedgerState))
+    assert isinstance(fresh.done("b", held.shard, held.token, 0.0), Refused)
+    shards = rest(fresh)
+    assert shards[:2] == [held.shard, returned.shard]
+    assert sorted(s.start for s in [*shards, done.shard]) == list(range(0, 100, 10))
+
+
+def test_a_rolled_back_ledger_refuses_tokens_given_out_after_the_checkpoint() -> None:
+    ledger = ShardLedger(in_order(20))
+    saved = ledger.checkpoint()
+    granted = grant(ledger, "a")
+    ledger.restore(saved)
+    again = grant(ledger, "b")
+    assert again.shard == granted.shard
+    assert again.token > granted.token
+    assert isinstance(ledger.done("a", granted.shard, granted.token, 0.0), Refused)
+
+
+def test_the_checkpoint_of_another_data_set_is_refused() -> None:
+    stream = StreamSource({"clicks": 0}, 10)
+    with pytest.raises(UsageError, match="another data set"):
+        ShardLedger(in_order()).restore(ShardLedger(stream).checkpoint())
+    with pytest.raises(UsageError, match="another stream"):
+        ShardLedger(stream).restore(ShardLedger(in_order()).checkpoint())
+
+
+def test_a_streams_partitions_take_turns_and_its_end_is_known_only_when_closed() -> None:
+    stream = StreamSource({"a": 100, "b": 0}, 10)
+    ledger = ShardLedger(stream)
+    assert ledger.next("w", 0.0) == Wait("the stream has no new records")
+    stream.extend("a", 125)
+    stream.extend("b", 5)
+    assert [(s.partition, s.start, s.stop) for s in _train(ledger)] == [
+        ("a", 100, 110),
+        ("b", 0, 5),
+        ("a", 110, 120),
+        ("a", 120, 125),
+    ]
+    stream.extend("b", 3)  # old news
+    stream.close("a")
+    stream.extend("a", 999)  # after the end
+    assert isinstance(ledger.next("w", 0.0), Wait)
+    stream.close("b")
+    assert isinstance(ledger.next("w", 0.0), End)
+
+
+def test_a_stream_goes_on_from_its_checkpoint_at_the_offsets_it_had() -> None:
+    stream = StreamSource({"a": 0}, 10)
+    stream.extend("a", 30)
+    ledger = ShardLedger(stream)
+    finish(ledger, "w", grant(ledger, "w"))
+    held = grant(ledger, "w")
+    saved = ledger.checkpoint()
+    fresh = StreamSource({"a": 0}, 10)
+    restored = ShardLedger(fresh)
+    restored.restore(saved)
+    fresh.close("a")
+    assert [s.start for s in rest(restored)] == [held.shard.start, 20]
+
+
+def test_an_unknown_partition_is_named_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="no partition 'c' in this stream; it has a, b"):
+        StreamSource({"b": 0, "a": 0}, 1).extend("c", 1)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: RangeSource(-1, 10),
+        lambda: RangeSource(10, 0),
+        lambda: RangeSource(10, 1, epochs=0),
+        lambda: StreamSource({}, 1),
+        lambda: StreamSource({"a": -1}, 1),
+        lambda: ShardLedger(in_order(), lease=0.0),
+        lambda: ShardLedger(in_order(), max_held=0),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(build: object) -> None:
+    with pytest.raises(UsageError):
+        build()  # type: ignore[operator]

@@ -1,0 +1,111 @@
+"""The event log: numbered lines in a file and in memory; its loss never costs the job anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic_driver.runtime.event_log import EventLog
+
+
+def no_trouble(line: str) -> None:
+    raise AssertionError(line)
+
+
+def make_log(path: Path | None, ring: int = 100) -> EventLog:
+    log = EventLog(path, clock=lambda: 1718000000.25, on_broken=no_trouble, ring=ring)
+    log.open()
+    return log
+
+
+def test_each_event_is_one_json_line_with_the_nine_facts_that_all_have(tmp_path: Path) -> None:
+    log = make_log(tmp_path / "events.jsonl")
+    log.append("worker_exited", host="a", slot=0, rank=None, reason="killed\nby SIGKILL", n=99)
+    log.append("round_closed", round=2, size=3, worker=None)
+    log.close()
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {
+            "n": 1,
+            "t": 1718000000.25,
+            "event": "worker_exited",
+            "round": None,
+            "host": "a",
+            "slot": 0,
+            "rank": None,
+            "pid": None,
+            "reason": "killed\nby SIGKILL",
+        },
+        {
+            "n": 2,
+            "t": 1718000000.25,
+            "event": "round_closed",
+            "round": 2,
+            "host": None,
+            "slot": None,
+            "rank": None,
+            "pid": None,
+            "reason": "",
+            "size": 3,
+        },
+    ]
+
+
+def test_an_event_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    log = make_log(tmp_path / "events.jsonl")
+    log.append("job_started")
+    assert b"job_started" in (tmp_path / "events.jsonl").read_bytes()
+    log.close()
+
+
+def test_memory_keeps_the_newest_events_only() -> None:
+    log = make_log(None, ring=3)
+    for number in range(10):
+        log.append("worker_started", slot=number)
+    assert [logged.n for logged in log.since(0)] == [8, 9, 10]
+    assert [logged.n for logged in log.since(9)] == [10]
+    assert [logged.n for logged in log.since(0, limit=2)] == [8, 9]
+    assert log.since(10) == []
+
+
+def test_numbering_goes_on_in_an_existing_file_and_a_cut_off_line_is_dropped(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"n":1,"event":"a"}\n{"n":7,"event":"b"}\n{"n":8,"eve')
+    log = make_log(path)
+    log.append("driver_resumed")
+    log.close()
+    assert [json.loads(line)["n"] for line in path.read_bytes().splitlines()] == [1, 7, 8]
+
+
+def test_a_full_disk_is_said_once_and_events_go_on_in_memory() -> None:
+    said: list[str] = []
+    log = EventLog(Path("/dev/full"), clock=lambda: 0.0, on_broken=said.append)
+    log.open()
+    for _ in range(3):
+        log.append("worker_ready")
+    log.close()
+    assert len(log.since(0)) == 3
+    assert len(said) == 1
+    assert "/dev/full" in said[0]
+    assert "\n" not in said[0]
+
+
+def test_a_folder_that_is_missing_is_an_error_at_opening(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "no" / "events.jsonl", clock=lambda: 0.0, on_broken=no_trouble)
+    with pytest.raises(FileNotFoundError):
+        log.open()
+
+
+def test_listeners_hear_of_events_and_of_the_end_until_they_unsubscribe() -> None:
+    log = make_log(None)
+    heard: list[bool] = []
+    unsubscribe = log.subscribe(lambda: heard.append(log.closed))
+    log.append("job_started")
+    log.close()
+    unsubscribe()
+    log.append("job_failed")
+    assert heard == [False, True]

@@ -1,0 +1,36 @@
+"""The driver's mailbox."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+
+from elastic_driver.core.events import Tick, WorkerReady, WorkerStepped
+from elastic_driver.runtime.mailbox import Hurry, LeaseExpired, Mailbox
+
+READY = WorkerReady("a.0.1", 0, -1, True, "started")
+STEPPED = WorkerStepped("a.0.1", 1, 1)
+KINDS = (WorkerReady, WorkerStepped)
+
+
+def test_messages_come_out_in_their_order_also_when_some_are_taken_together() -> None:
+    mailbox = Mailbox()
+    for message in (READY, STEPPED, READY, LeaseExpired("k"), READY, Tick()):
+        mailbox.put(message)
+    assert len(mailbox) == 6
+    assert mailbox.get() == READY
+    assert mailbox.following(KINDS, 1) == [STEPPED]
+    assert mailbox.following(KINDS, 10) == [READY]
+    assert mailbox.following(KINDS, 10) == []  # something else comes next
+    assert len(mailbox) == 3
+    assert [mailbox.get(1.0) for _ in range(3)] == [LeaseExpired("k"), READY, Tick()]
+
+
+def test_nothing_follows_in_an_empty_mailbox() -> None:
+    mailbox = Mailbox()
+    assert mailbox.following(KINDS, 10) == []
+    with pytest.raises(queue.Empty):
+        mailbox.get(0.0)
+    mailbox.put(Hurry())
+    assert mailbox.get(0.0) == Hurry()

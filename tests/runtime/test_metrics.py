@@ -1,0 +1,160 @@
+"""What Prometheus reads: every figure from one picture of the job."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_driver.core.events import ScaleRequested
+from elastic_driver.runtime.metrics import exposition
+from tests.runtime.jobs import StartJob
+from tests.runtime.waiting import until
+
+MEMBER = {"slot": 0, "pid": 1, "version": 3, "leaving": ""}
+HOST = {
+    "slots": 2,
+    "cooldown_left": 0.0,
+    "reason": "",
+    "agent": "ready",
+    "agent_incarnation": 1,
+    "workers": 1,
+}
+STATUS: dict[str, Any] = {
+    "run_id": 'a "quoted" run',
+    "started": 1000.5,
+    "state": "running",
+    "round": 4,
+    "step": 170,
+    "size": 2,
+    "min_np": 1,
+    "wanted": 3,
+    "max_np": None,
+    "members": [
+        {**MEMBER, "worker": "a.0.1", "host": "a", "rank": 0, "state": "running"},
+        {**MEMBER, "worker": "b.0.1", "host": "b", "rank": 1, "state": "running"},
+        {**MEMBER, "worker": "b.1.2", "host": "b", "rank": 2, "state": "starting"},
+    ],
+    "hosts": [
+        {**HOST, "host": "a", "state": "usable"},
+        {**HOST, "host": "b", "state": "usable"},
+        {**HOST, "host": "c", "state": "cool-down"},
+    ],
+    "counters": {
+        "failures": 5,
+        "resets": 3,
+        "restart_count": 2,
+        "ignored_events": 7,
+        "false_alarms": 1,
+    },
+    "slow": [
+        {
+            "rank": 1,
+            "host": "b",
+            "worker": "b.0.1",
+            "kind": "compute",
+            "ratio": 2.5,
+            "step": 99,
+        }
+    ],
+    "events": {"worker_hung": 2, "rank_slow": 4, "work_moved": 6, "round_completed": 4},
+}
+
+
+def read(text: bytes) -> dict[tuple[str, ...], float]:
+    """(name, values of the labels by their names) → value of every sample."""
+    families = text_string_to_metric_families(text.decode())
+    return {
+        (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def figures(**changes: object) -> dict[tuple[str, ...], float]:
+    return read(exposition(msgspec.json.encode({**STATUS, **changes})))
+
+
+def test_the_figures_are_those_of_the_status() -> None:
+    found = figures()
+    expected = {
+        ("elastic_job_info", 'a "quoted" run'): 1,
+        ("elastic_job_state", "running"): 1,
+        ("elastic_job_state", "changing"): 0,
+        ("elastic_job_start_time_seconds",): 1000.5,
+        ("elastic_round",): 4,
+        ("elastic_step",): 170,
+        ("elastic_world_size",): 2,
+        ("elastic_world_size_min",): 1,
+        ("elastic_world_size_wanted",): 3,
+        ("elastic_slots",): 4,
+        ("elastic_workers", "running"): 2,
+        ("elastic_workers", "starting"): 1,
+        ("elastic_workers", "lost"): 0,
+        ("elastic_hosts", "usable"): 2,
+        ("elastic_hosts", "cool-down"): 1,
+        ("elastic_hosts", "drained"): 0,
+        ("elastic_slow_rank_ratio", "b", "compute", "1"): 2.5,
+        ("elastic_worker_failures_total",): 5,
+        ("elastic_restarts_total",): 2,
+        ("elastic_world_changes_total",): 3,
+        ("elastic_ignored_events_total",): 7,
+        ("elastic_hangs_total",): 2,
+        ("elastic_slow_ranks_total",): 4,
+        ("elastic_slow_rank_false_alarms_total",): 1,
+        ("elastic_work_moved_total",): 6,
+        ("elastic_events_total", "round_completed"): 4,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    assert ("elastic_world_size_max",) not in found, "there is no limit"
+
+
+def test_what_is_over_or_has_not_happened_yet_has_a_figure_too() -> None:
+    found = figures(slow=[], events={}, members=[], hosts=[])
+    assert found["elastic_hangs_total",] == 0
+    assert found["elastic_workers", "running"] == 0
+    assert not [key for key in found if key[0] == "elastic_slow_rank_ratio"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_has_nothing_to_say_against_it() -> None:
+    text = exposition(msgspec.json.encode(STATUS))
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_a_driver_answers_who_has_the_token_and_nobody_else(start_job: StartJob) -> None:
+    job = start_job((("a", 2), ("b", 1)))
+    cluster = job.cluster
+    cluster.until_workers("a.0.1", "a.1.1", "b.0.1")
+    cluster.ready("a.0.1", "a.1.1", "b.0.1")
+    cluster.world(1)
+    url = f"{cluster.endpoint}/metrics"
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(url, timeout=10)  # noqa: S310 - http to our own server
+    assert refused.value.code == 401
+    refused.value.close()
+
+    def scrape() -> dict[tuple[str, ...], float]:
+        request = urllib.request.Request(  # noqa: S310
+            url, headers={"Authorization": f"Bearer {cluster.token}"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            return read(answer.read())
+
+    found = scrape()
+    assert found["elastic_world_size",] == 3
+    assert found["elastic_workers", "running"] == 3
+    assert found["elastic_hosts", "usable"] == 2
+    assert found["elastic_events_total", "round_completed"] == 1
+    assert job.driver.post(ScaleRequested(2))
+    until(lambda: scrape()["elastic_world_size_wanted",] == 2, "another size is wished")

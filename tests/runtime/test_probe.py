@@ -1,0 +1,135 @@
+"""Running a user's program: bounded in time and output, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_driver.runtime.probe import ProbeCancelledError, ProbeError, ScriptProbe
+from tests.runtime.waiting import until
+
+
+def script(folder: Path, text: str, name: str = "probe.sh") -> Path:
+    path = folder / name
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def probe(path: Path, timeout: float = 10.0, max_output: int = 1 << 20) -> ScriptProbe:
+    return ScriptProbe(path, timeout=timeout, max_output=max_output)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_it_returns_what_the_program_printed(tmp_path: Path) -> None:
+    path = script(tmp_path, "#!/bin/sh\necho a:1; echo noise >&2; printf 'b:2'\n")
+    assert probe(path).run() == b"a:1\nb:2"
+
+
+def test_large_output_is_read_whole_and_too_large_output_is_an_error(tmp_path: Path) -> None:
+    path = script(tmp_path, "#!/bin/sh\nhead -c 500000 /dev/zero\n")
+    assert len(probe(path).run()) == 500_000
+    with pytest.raises(ProbeError, match="more than 1000 bytes"):
+        probe(path, max_output=1000).run()
+
+
+def test_endless_output_ends_with_the_program_killed(tmp_path: Path) -> None:
+    path = script(tmp_path, f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec cat /dev/zero\n")
+    with pytest.raises(ProbeError, match="printed more than"):
+        probe(path).run()
+    assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_program_that_hangs_is_killed_at_its_deadline_with_its_children(tmp_path: Path) -> None:
+    path = script(
+        tmp_path, f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/child\ntrap '' TERM\nwait\n"
+    )
+    began = time.monotonic()
+    with pytest.raises(ProbeError, match=r"within 0\.5 s.*--discovery-timeout"):
+        probe(path, timeout=0.5).run()
+    assert time.monotonic() - began < 5.0
+    child = int((tmp_path / "child").read_text())
+    until(lambda: is_gone(child), "the script's child is gone")
+
+
+def test_a_child_that_keeps_the_pipe_open_delays_no_answer_and_is_killed(tmp_path: Path) -> None:
+    path = script(tmp_path, f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/child\necho a:1\n")
+    began = time.monotonic()
+    assert probe(path, timeout=60.0).run() == b"a:1\n"
+    assert time.monotonic() - began < 5.0
+    child = int((tmp_path / "child").read_text())
+    until(lambda: is_gone(child), "the script's child is gone")
+
+
+def test_a_failing_program_is_described_with_its_last_words(tmp_path: Path) -> None:
+    path = script(tmp_path, "#!/bin/sh\necho first >&2\necho 'no such cluster' >&2\nexit 3\n")
+    with pytest.raises(ProbeError, match="exited with status 3: 'no such cluster'"):
+        probe(path).run()
+    path = script(tmp_path, "#!/bin/sh\nkill -SEGV $$\n")
+    with pytest.raises(ProbeError, match="killed by SIGSEGV"):
+        probe(path).run()
+
+
+def test_its_words_cannot_control_the_terminal(tmp_path: Path) -> None:
+    path = script(tmp_path, "#!/bin/sh\nprintf '\\033[2Jgone\\n' >&2\nexit 1\n")
+    with pytest.raises(ProbeError) as caught:
+        probe(path).run()
+    assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("echo no interpreter line\n", "#!/bin/sh"), ("#!/nowhere/sh\n", "No such file")],
+)
+def test_a_file_that_cannot_be_run_says_why(tmp_path: Path, text: str, problem: str) -> None:
+    path = script(tmp_path, text)
+    if "interpreter" in text:
+        path.write_bytes(b"\x00\x01\x02\x03")
+    with pytest.raises(ProbeError, match=problem):
+        probe(path).run()
+
+
+def test_cancelling_kills_what_runs_and_forbids_more(tmp_path: Path) -> None:
+    path = script(tmp_path, f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 300\n")
+    subject = probe(path, timeout=300.0)
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            subject.run()
+        except ProbeCancelledError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "it runs")
+    subject.cancel()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert len(caught) == 1
+    assert is_gone(int((tmp_path / "pid").read_text()))
+    with pytest.raises(ProbeCancelledError):
+        subject.run()
+
+
+def test_many_runs_leak_no_descriptor_and_no_zombie(tmp_path: Path) -> None:
+    path = script(tmp_path, "#!/bin/sh\necho a\n")
+    subject = probe(path)
+    subject.run()
+    before = len(os.listdir("/proc/self/fd"))
+    children = set(psutil.Process().children())
+    for _ in range(20):
+        subject.run()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert set(psutil.Process().children()) <= children

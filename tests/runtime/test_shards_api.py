@@ -1,0 +1,230 @@
+"""Data shards over real HTTP: who gets what, who waits, and what a lost worker leaves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from elastic_driver.core.events import AgentLost, WorkerExited, WorkerLost, WorkerStarted
+from elastic_driver.policies.shards.messages import Quarantined
+from elastic_driver.runtime import shards_api as subject
+from elastic_driver.runtime.shards_api import ShardRoutes
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import RequestError
+from rendezvous.server import RendezvousServer
+from tests.runtime.waiting import until
+
+THIRTY = {"type": "range", "records": 30, "shard_records": 10, "shuffle": False}
+
+
+class Shards:
+    """A server with the shard routes, and workers that talk to it."""
+
+    def __init__(self) -> None:
+        self.quarantined: list[tuple[str, Quarantined]] = []
+        self.routes = ShardRoutes(lambda name, entry: self.quarantined.append((name, entry)))
+        self.server = RendezvousServer(token="secret", routes=self.routes.add_to)
+
+    def client(self) -> RendezvousClient:
+        return RendezvousClient(self.server.url, "secret", timeout=5)
+
+    def post(self, what: str, name: str = "d", **body: Any) -> Any:
+        with self.client() as client:
+            path = f"/v1/shards/{name}:{what}"
+            answer = client.post_json(path, msgspec.json.encode(body), 10.0)
+        return msgspec.json.decode(answer) if answer else None
+
+    def next(self, worker: str, dataset: Any = None, wait: float = 0.0) -> Any:
+        return self.post("next", worker=worker, dataset=dataset or THIRTY, wait=wait)
+
+    def done(self, worker: str, granted: Any) -> Any:
+        return self.post("done", worker=worker, shard=granted["shard"], token=granted["token"])
+
+    def status(self) -> Any:
+        with self.client() as client:
+            return client.get_json("/v1/shards/d")
+
+    def lose(self, worker: str, reason: str | None = "exit code -9") -> None:
+        """As the driver's mailbox thread does; returns when the ledger has heard of it."""
+        heard = threading.Event()
+        if reason is None:
+            self.routes.heard(WorkerExited(worker, 0, ""), planned=True)
+        else:
+            self.routes.heard(WorkerLost(worker, reason), planned=False)
+        self.routes._hand_over(heard.set)
+        assert heard.wait(5)
+
+
+@pytest.fixture
+def shards() -> Iterator[Shards]:
+    made = Shards()
+    with made.server:
+        yield made
+
+
+def test_each_shard_is_handed_out_once_and_the_end_comes_when_all_are_done(shards: Shards) -> None:
+    granted = [shards.next(worker) for worker in ("a", "b", "a")]
+    assert [g["shard"]["start"] for g in granted] == [0, 10, 20]
+    assert shards.next("b")["type"] == "wait"
+    for worker, grant in zip(("a", "b", "a"), granted, strict=True):
+        assert shards.done(worker, grant)["type"] == "accepted"
+    assert shards.next("b") == {
+        "type": "end",
+        "complete": True,
+        "quarantined": [],
+        "reason": "every record was trained",
+    }
+    assert shards.status()["counts"]["done_records"] == 30
+
+
+def test_who_waits_gets_a_lost_workers_shard_at_once(shards: Shards) -> None:
+    first = shards.next("a")
+    for _ in range(2):
+        shards.done("b", shards.next("b"))
+    answers: list[Any] = []
+    waiter = threading.Thread(target=lambda: answers.append(shards.next("b", wait=8.0)))
+    waiter.start()
+    shards.lose("a")
+    waiter.join(5)
+    assert answers[0]["shard"] == first["shard"]
+    assert answers[0]["token"] > first["token"]
+
+
+def test_a_late_report_counts_if_nobody_began_the_shard_and_is_refused_if_somebody_has(
+    shards: Shards,
+) -> None:
+    early, late = shards.next("a"), shards.next("a")
+    shards.lose("a")
+    assert shards.done("a", early) == {"type": "accepted", "shard": early["shard"], "late": True}
+    assert shards.next("b")["shard"] == late["shard"]
+    refused = shards.done("a", late)
+    assert (refused["type"], refused["code"]) == ("refused", "held")
+
+
+def test_a_gone_worker_is_given_nothing_that_nobody_would_train(shards: Shards) -> None:
+    shards.lose("a")
+    with pytest.raises(RequestError, match="a is gone"):
+        shards.next("a")
+
+
+def test_a_shard_that_kills_is_in_quarantine_by_name_and_the_data_are_not_complete(
+    shards: Shards,
+) -> None:
+    for turn in range(3):
+        assert shards.next(f"w{turn}")["shard"]["start"] == 0
+        shards.lose(f"w{turn}")
+    while (answer := shards.next("x"))["type"] == "granted":
+        shards.done("x", answer)
+    assert not answer["complete"]
+    assert answer["quarantined"] == ["epoch 0, records 0–9"]
+    [(name, entry)] = shards.quarantined
+    assert name == "d"
+    assert "w2: exit code -9" in entry.reason
+
+
+def test_a_planned_leave_blames_no_shard(shards: Shards) -> None:
+    for turn in range(5):
+        assert shards.next(f"w{turn}")["shard"]["start"] == 0
+        shards.lose(f"w{turn}", None)
+    assert shards.quarantined == []
+
+
+def test_a_worlds_shards_stay_with_it_when_a_member_dies(shards: Shards) -> None:
+    granted = shards.next("world")
+    shards.lose("a")
+    held = {str(granted["token"]): 4}
+    kept = shards.post("resume", worker="world", dataset=THIRTY, held=held)
+    assert kept == {"lost": []}
+    assert shards.done("world", granted)["type"] == "accepted"
+
+
+def test_what_a_world_forgot_goes_back_to_the_front(shards: Shards) -> None:
+    first, second = shards.next("world"), shards.next("world")
+    held = {str(second["token"]): 0}
+    shards.post("resume", worker="world", dataset=THIRTY, held=held)
+    assert shards.next("world")["shard"] == first["shard"]
+
+
+def test_a_world_without_progress_gives_its_shard_up_after_three_losses(shards: Shards) -> None:
+    granted = shards.next("world")
+    token = str(granted["token"])
+    for turn, trained in enumerate((2, 5, 5)):
+        shards.lose(f"w{turn}")
+        kept = shards.post("resume", worker="world", dataset=THIRTY, held={token: trained})
+        assert kept["lost"] == []  # progress speaks for the shard
+    shards.lose("w3")
+    assert shards.quarantined[0][1].shard.start == 0
+    kept = shards.post("resume", worker="world", dataset=THIRTY, held={token: 5})
+    assert kept["lost"] == [granted["token"]]
+
+
+def test_the_first_description_holds_and_another_one_is_refused(shards: Shards) -> None:
+    shards.next("a")
+    with pytest.raises(RequestError, match="was opened as") as caught:
+        shards.next("b", {**THIRTY, "records": 31})
+    assert caught.value.status == 409
+
+
+@pytest.mark.parametrize(
+    ("name", "dataset", "says"),
+    [
+        ("no name!".replace(" ", "%20"), THIRTY, "is no name"),
+        ("d", {**THIRTY, "records": -1}, "wrong form"),
+        ("d", {**THIRTY, "what": 1}, "wrong form"),
+        ("d", {"type": "stream", "partitions": {}, "shard_records": 5}, "wrong form"),
+    ],
+)
+def test_nonsense_opens_nothing(shards: Shards, name: str, dataset: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as caught:
+        shards.post("next", name, worker="a", dataset=dataset, wait=0)
+    assert caught.value.status == 422
+
+
+def test_a_stream_grows_and_ends_only_when_its_partitions_are_closed(shards: Shards) -> None:
+    stream = {"type": "stream", "partitions": {"p": 7}, "shard_records": 5}
+    assert shards.next("a", stream)["type"] == "wait"
+    answers: list[Any] = []
+    waiter = threading.Thread(target=lambda: answers.append(shards.next("a", stream, wait=8.0)))
+    waiter.start()
+    shards.post("extend", partition="p", end=10)
+    waiter.join(5)
+    assert (answers[0]["shard"]["start"], answers[0]["shard"]["stop"]) == (7, 10)
+    shards.done("a", answers[0])
+    assert shards.next("a", stream)["type"] == "wait"
+    shards.post("extend", partition="p", end=10, closed=True)
+    assert shards.next("a", stream)["complete"]
+    with pytest.raises(RequestError, match="no partition 'q'"):
+        shards.post("extend", partition="q", end=10)
+
+
+def test_a_checkpoint_brings_back_what_was_not_done(shards: Shards) -> None:
+    shards.done("a", shards.next("a"))
+    open_shard = shards.next("a")
+    with shards.client() as client:
+        saved = client._call("GET", "/v1/shards/d/checkpoint", None, 5.0, 5.0)
+        shards.done("a", open_shard)
+        client._call("PUT", "/v1/shards/d/checkpoint", saved, 5.0, 5.0)
+    assert shards.next("b")["shard"] == open_shard["shard"]
+
+
+def test_a_silent_stranger_loses_its_shards_and_a_worker_that_is_heard_keeps_them(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "LEASE_S", 0.4)
+    shards.routes.heard(WorkerStarted("a.0.1", 1), planned=False)
+    shards.next("a.0.1")
+    shards.next("stranger")
+    until(lambda: shards.status()["counts"]["returned"] == 1, "the stranger's lease is over")
+    assert shards.status()["counts"]["doing"] == 1
+    shards.routes.heard(AgentLost("a", 1, "its agent was killed"), planned=False)
+    until(lambda: shards.status()["counts"]["returned"] == 2, "the host's workers are gone")
+
+
+def test_an_unknown_data_set_is_named(shards: Shards) -> None:
+    with pytest.raises(RequestError, match="no data set 'd'") as caught:
+        shards.status()
+    assert caught.value.status == 404

@@ -1,0 +1,138 @@
+"""The last checkpoint as a worker sees it: asked between two rounds, told when it is on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import elastic_driver as elastic
+from elastic_driver.core.documents import SaveRequest
+from elastic_driver.core.events import WorkerSaved
+from elastic_driver.worker.checkpoints import folder as folders
+from elastic_driver.worker.heartbeat.final_checkpoint import LastSave
+from tests.support.coordinator import eventually
+
+ME, OTHER = "a.0.1", "b.0.1"
+
+
+class Trained:
+    """A state after three steps, as every worker holds it; the script has gone on since."""
+
+    def __init__(self, folder: Path | None, steps: int = 3) -> None:
+        torch.manual_seed(1)
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        durable = {} if folder is None else {"checkpoint_dir": folder, "every": 1000}
+        self.state = elastic.TorchState(
+            model=self.model, optimizer=self.optimizer, step=0, **durable
+        )
+
+        @elastic.run
+        def train(state: elastic.TorchState) -> None:
+            while state.step < steps:
+                self.optimizer.zero_grad()
+                self.model(torch.ones(4, 3)).pow(2).mean().backward()
+                self.optimizer.step()
+                state.step += 1
+                state.commit()
+
+        train(self.state)
+        elastic.shutdown()
+        self.state.step = 99  # after the commit: no part of the state that is to be written
+
+
+def request(*members: str, number: int = 1, step: int = 3, seconds: float = 20.0) -> SaveRequest:
+    return SaveRequest(number, step, members, seconds, "all leave")
+
+
+def news(*workers: LastSave) -> WorkerSaved:
+    """What the first of these has to say in the end; the others have nothing to say."""
+
+    def look() -> WorkerSaved | None:
+        assert [worker.news() for worker in workers[1:]] == [None] * (len(workers) - 1)
+        return workers[0].news()
+
+    return eventually(look, "the first of them reports")
+
+
+def test_those_who_are_asked_write_one_checkpoint_and_the_first_tells(tmp_path: Path) -> None:
+    states = [Trained(tmp_path).state, Trained(tmp_path).state]
+    first, second = LastSave(ME, states[0]), LastSave(OTHER, states[1])
+    first.asked(request(ME, OTHER))
+    assert first.pending
+    assert first.news() is None, "the other's share is missing"
+    second.asked(request(ME, OTHER))
+    told = news(first, second)
+    assert (told.worker, told.number, told.problem) == (ME, 1, "")
+    assert folders.is_complete(Path(told.folder))
+    first.told()
+    assert first.news() is None
+    assert not first.pending
+
+
+def test_a_new_start_goes_on_from_the_last_commit(tmp_path: Path) -> None:
+    before = Trained(tmp_path)
+    last = LastSave(ME, before.state)
+    last.asked(request(ME))
+    news(last)
+    again = Trained(tmp_path, steps=0)  # takes no step of its own
+    assert again.state.version == 3
+    assert torch.equal(again.model.weight, before.model.weight)
+
+
+def test_a_state_without_a_folder_says_so_at_once() -> None:
+    last = LastSave(ME, Trained(None).state)
+    last.asked(request(ME))
+    assert last.news() == WorkerSaved(ME, 1, "", "")
+
+
+def test_who_is_not_asked_writes_nothing(tmp_path: Path) -> None:
+    last = LastSave(ME, Trained(tmp_path).state)
+    last.asked(request(OTHER))
+    assert last.news() is None
+    assert list(tmp_path.glob("step-*")) == []
+
+
+def test_who_holds_another_step_says_so(tmp_path: Path) -> None:
+    last = LastSave(OTHER, Trained(tmp_path).state)
+    last.asked(request(ME, OTHER, step=4))
+    told = last.news()
+    assert told is not None
+    assert told.problem == "a worker was asked for step 4, not 3"
+
+
+def _remove(folder: Path) -> None:
+    folder.rmdir()
+
+
+def _fill(folder: Path) -> None:
+    folder.rmdir()
+    folder.write_text("a file where the folder should be")
+
+
+@pytest.mark.parametrize("harm", [_remove, _fill])
+def test_a_disk_that_fails_is_told_of_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], harm: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    state = Trained(folder).state
+    harm(folder)
+    last = LastSave(ME, state)
+    last.asked(request(ME))
+    told = news(last)
+    assert bool(told.folder) == (harm is _remove), "a folder that is gone is made again"
+    assert bool(told.problem) == (harm is _fill)
+    assert "training goes on" not in capfd.readouterr().err
+
+
+def test_one_that_died_while_writing_is_done_without(tmp_path: Path) -> None:
+    last = LastSave(ME, Trained(tmp_path).state)
+    last.asked(request(ME, OTHER))
+    assert last.news() is None
+    last.asked(request(ME, number=2))
+    told = news(last)
+    assert (told.number, told.problem) == (2, "")
+    assert folders.is_complete(Path(told.folder))

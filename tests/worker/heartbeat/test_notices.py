@@ -1,0 +1,233 @@
+"""What a worker makes of signals that announce its end; the signals are real ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_driver.core.events import WorkerLeaving
+from elastic_driver.worker.heartbeat.notices import ANNOUNCING, STOP_MARK, Notices, Signals
+from tests.support.job import eventually
+
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+
+
+@pytest.fixture(autouse=True)
+def dispositions() -> Iterator[None]:
+    """Whatever a test leaves behind, the next one finds things as they were."""
+    before = {number: signal.getsignal(number) for number in (*ANNOUNCING, STOP_MARK)}
+    yield
+    assert signal.set_wakeup_fd(-1) == -1
+    left = {number: signal.getsignal(number) for number in before}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert left == before
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    made = Signals()
+    yield made
+    made.let_go()
+
+
+def send(*numbers: signal.Signals) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+def test_signals_are_counted_once_whoever_writes_them_down(signals: Signals) -> None:
+    signals.listen()
+    send(TERM, USR1)
+    eventually(lambda: signals.count() == {TERM: 1, USR1: 1}, within=5, what="both")
+    time.sleep(0)  # Python's own handler has run by now at the latest, and has written as well
+    assert signals.count() == {TERM: 1, USR1: 1}
+    send(TERM)
+    eventually(lambda: signals.count()[TERM] == 2, within=5, what="the second one")
+
+
+def test_signals_are_given_back(signals: Signals) -> None:
+    signals.listen()
+    assert signal.getsignal(TERM) is not signal.SIG_DFL
+    signals.let_go()
+    assert [signal.getsignal(n) for n in (*ANNOUNCING, STOP_MARK)] == [signal.SIG_DFL] * 4
+
+
+def test_a_script_s_own_handler_stays_whenever_it_was_set(signals: Signals) -> None:
+    got: list[int] = []
+    signal.signal(USR1, lambda number, _: got.append(number))
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signals.listen()
+    signal.signal(TERM, lambda number, _: got.append(number))
+    send(USR1, TERM, signal.SIGUSR2)
+    eventually(lambda: len(got) == 2, within=5, what="the script hears both")
+    assert not signals.count()
+    for number in ANNOUNCING:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def test_an_event_loop_s_descriptor_stays_and_signals_are_heard_all_the_same(
+    signals: Signals,
+) -> None:
+    theirs, writes = socket.socketpair()
+    with theirs, writes:
+        writes.setblocking(False)
+        signal.set_wakeup_fd(writes.fileno())
+        signals.listen()
+        send(TERM)
+        eventually(lambda: signals.count()[TERM], within=5, what="the signal")
+        assert theirs.recv(16) == bytes([TERM])
+        signals.let_go()
+        assert signal.set_wakeup_fd(-1) == writes.fileno()
+
+
+def test_a_forked_child_dies_of_a_signal_as_ever_and_its_parent_hears_nothing(
+    signals: Signals,
+) -> None:
+    signals.listen()
+    child = os.fork()
+    if child == 0:
+        signals.let_go()
+        os.kill(os.getpid(), TERM)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == TERM
+    assert not signals.count()
+
+
+# ---- what follows ------------------------------------------------------------------------
+
+
+class Ended(Exception):
+    """In place of the end of the process."""
+
+
+class Worker:
+    """Notices whose driver answers `trouble`, and which end nothing."""
+
+    def __init__(self, notice: float) -> None:
+        self.told: list[WorkerLeaving] = []
+        self.trouble = ""
+        self.notices = Notices("a.0.1", notice, end=self._end)
+        self.notices.listen()
+
+    def _end(self, number: signal.Signals) -> None:
+        raise Ended(number)
+
+    def tell(self, event: WorkerLeaving) -> str:
+        self.told.append(event)
+        return self.trouble
+
+    def heed(self) -> float | None:
+        return self.notices.heed(self.tell)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker(notice=60.0)
+    yield made
+    made.notices.signals.let_go()
+
+
+def test_the_driver_is_told_once_and_the_deadline_is_watched(worker: Worker) -> None:
+    assert worker.heed() is None
+    send(USR1)
+    left = worker.heed()
+    assert left is not None
+    assert 50 < left <= 60
+    send(USR1, signal.SIGUSR2)
+    assert worker.heed() is not None
+    assert worker.told == [WorkerLeaving("a.0.1", 60.0, "it got SIGUSR1")]
+
+
+def test_who_is_still_there_when_time_is_up_ends_by_the_signal() -> None:
+    worker = Worker(notice=0.01)
+    try:
+        send(USR1)
+        assert worker.heed() is not None
+        with pytest.raises(Ended, match=str(int(USR1))):
+            eventually(lambda: worker.heed() is None, within=5, what="the end")
+    finally:
+        worker.notices.signals.let_go()
+
+
+def test_who_cannot_tell_the_driver_ends_at_once(worker: Worker) -> None:
+    worker.trouble = "the job is over"
+    send(TERM)
+    with pytest.raises(Ended):
+        worker.heed()
+
+
+def test_the_agent_s_own_sigterm_is_no_notice(worker: Worker) -> None:
+    send(STOP_MARK, TERM)
+    with pytest.raises(Ended):
+        worker.heed()
+    assert worker.told == []
+
+
+def test_the_mark_may_come_late(worker: Worker) -> None:
+    send(TERM)
+    assert worker.heed() is not None
+    send(STOP_MARK)
+    with pytest.raises(Ended):
+        worker.heed()
+
+
+def test_the_mark_alone_means_nothing(worker: Worker) -> None:
+    send(STOP_MARK)
+    assert worker.heed() is None
+
+
+@pytest.mark.parametrize("first", [TERM, USR1])
+def test_a_sigterm_behind_a_notice_ends_at_once(worker: Worker, first: signal.Signals) -> None:
+    send(first)
+    assert worker.heed() is not None
+    send(TERM)
+    with pytest.raises(Ended):
+        worker.heed()
+
+
+def test_without_a_grace_period_signals_are_left_alone() -> None:
+    worker = Worker(notice=0.0)
+    assert signal.getsignal(TERM) is signal.SIG_DFL
+    worker.notices.signals.let_go()
+
+
+STUCK = """
+import ctypes, threading
+from elastic_driver.worker.heartbeat.notices import Notices
+notices = Notices("a.0.1", 60.0)
+notices.listen()
+
+def heart():
+    while True:
+        notices.wait(60.0)
+        notices.heed(lambda event: "nobody is there")
+
+threading.Thread(target=heart, daemon=True).start()
+print("up", flush=True)
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+libc.pthread_mutex_lock(mutex)
+libc.pthread_mutex_lock(mutex)  # for ever, in C: no handler of Python's ever runs
+"""
+
+
+@pytest.mark.parametrize("number", ANNOUNCING)
+def test_it_ends_by_the_signal_though_its_main_thread_hears_nothing(
+    number: signal.Signals,
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+            process.send_signal(number)
+            assert process.wait(20) == -number
+        finally:
+            process.kill()

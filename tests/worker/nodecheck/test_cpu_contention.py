@@ -1,0 +1,85 @@
+"""What other programs take from a measurement, as the kernel tells it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_driver.worker.nodecheck import cpu_contention
+from tests.support.slowing import slowed
+
+
+def spin(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_alone_nothing_is_excused() -> None:
+    account = cpu_contention.none()
+    spin(0.01)
+    assert account() == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("excuse", [cpu_contention.of_thread, cpu_contention.of_process])
+def test_the_time_at_work_is_told_and_no_more_is_lost_than_has_passed(
+    excuse: Callable[[], cpu_contention.Excuse],
+) -> None:
+    began, account = time.perf_counter(), excuse()()
+    spin(0.05)
+    told = account()
+    passed = time.perf_counter() - began
+    assert told.used > 0.04
+    assert told.lost >= 0.0
+    assert told.used + told.lost < passed + 0.05, "this process has other threads, that sleep"
+
+
+def test_the_work_of_other_threads_belongs_to_the_process_and_not_to_the_thread() -> None:
+    own, everybody = cpu_contention.of_thread()(), cpu_contention.of_process()()
+    done, seen = threading.Event(), threading.Event()
+
+    def work() -> None:
+        spin(0.1)
+        done.set()
+        seen.wait(10)
+
+    other = threading.Thread(target=work)
+    other.start()
+    assert done.wait(60)
+    told = own(), everybody()
+    seen.set()
+    other.join()
+    assert told[0].used < 0.09 < told[1].used
+
+
+def test_where_the_kernel_says_nothing_all_of_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_contention, "_THREAD", tmp_path / "none")
+    account = cpu_contention.of_thread()()
+    spin(0.01)
+    assert account() == (0.0, 0.0)
+
+
+def test_a_quota_is_no_excuse() -> None:
+    """Two threads that want a tenth of a processor lose time to each other, and to the quota."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until we have a quota
+        account = cpu_contention.of_thread()()
+        spin(0.05)
+        os._exit(0 if account().lost == 0.0 else 1)
+    os.close(reading)
+    with slowed(child, 0.1) as how:
+        os.close(writing)
+        _, status = os.waitpid(child, 0)
+    if how != "quota":
+        pytest.skip("no control group could be made here")
+    assert os.waitstatus_to_exitcode(status) == 0

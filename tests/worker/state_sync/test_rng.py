@@ -1,0 +1,128 @@
+"""The generators' states are right at every commit, however the generators have been moved."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_driver.worker.state_sync import rng
+from elastic_driver.worker.state_sync.rng import NumpyWatch, PythonWatch, RandomStates
+
+WORDS = 624  # after so many draws of one word a Mersenne Twister's position is the same again
+
+
+def nothing() -> None:
+    """Leave the generators where they are."""
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        nothing,
+        random.random,
+        lambda: random.gauss(0, 1),
+        lambda: [random.getrandbits(32) for _ in range(WORDS)],
+        lambda: random.seed(3),
+        lambda: random.setstate(random.Random(4).getstate()),
+    ],
+    ids=["nothing", "one", "gaussian", "a whole turn", "seed", "setstate"],
+)
+def test_pythons_state_is_the_one_python_says(move: Callable[[], object]) -> None:
+    watch = PythonWatch()
+    for _ in range(4):
+        assert watch.state() == random.getstate()
+        move()
+    assert watch.state() == random.getstate()
+
+
+def said() -> str:
+    """NumPy's own answer, which is a tuple for its usual generator only."""
+    usual = isinstance(np.random.get_bit_generator(), np.random.MT19937)
+    return repr(np.random.get_state(legacy=usual))
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        nothing,
+        np.random.random,
+        np.random.standard_normal,
+        lambda: np.random.shuffle(list(range(7))),
+        lambda: np.random.randint(0, 2**32, size=WORDS, dtype=np.uint32),
+        lambda: np.random.seed(3),
+        lambda: np.random.set_bit_generator(np.random.MT19937(5)),
+        lambda: np.random.set_bit_generator(np.random.PCG64(5)),
+    ],
+    ids=[
+        "nothing",
+        "one",
+        "gaussian",
+        "shuffle",
+        "a whole turn",
+        "seed",
+        "exchanged",
+        "other kind",
+    ],
+)
+def test_numpys_state_is_the_one_numpy_says(move: Callable[[], object]) -> None:
+    watch, before = NumpyWatch(), np.random.get_bit_generator()
+    try:
+        for _ in range(4):
+            assert repr(watch.state()) == said()
+            move()
+        assert repr(watch.state()) == said()
+    finally:
+        np.random.set_bit_generator(before)
+
+
+def test_a_generator_that_has_not_moved_is_not_asked() -> None:
+    states = RandomStates()
+    first = states.take()
+    again = states.take()
+    assert again["python"] is first["python"]
+    assert again["numpy"] is first["numpy"]
+    random.random()
+    assert states.take()["python"] is not first["python"]
+
+
+def test_an_interpreter_that_lays_its_generator_out_otherwise_is_asked_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rng, "_WORD_BYTES", 8)
+    watch = PythonWatch()
+    assert watch.state() is not watch.state()
+    assert watch.state() == random.getstate()
+
+
+def test_another_generator_than_numpys_own_is_kept_and_not_sent() -> None:
+    states, before = RandomStates(), np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(5))
+    try:
+        taken = states.take()
+        drawn = np.random.random()
+        states.put(taken)
+        assert np.random.random() == drawn
+        assert "numpy" not in states.portable()
+    finally:
+        np.random.set_bit_generator(before)
+
+
+def test_what_was_taken_can_be_put_back() -> None:
+    states = RandomStates()
+    taken = states.take()
+    drawn = [random.random(), np.random.random(), torch.rand(1).item()]
+    states.put(taken)
+    assert [random.random(), np.random.random(), torch.rand(1).item()] == drawn
+
+
+def test_what_is_sent_sets_another_processs_generators_to_the_same_draws() -> None:
+    states = RandomStates()
+    torch.randn(1)  # leaves a second Gaussian in store
+    sent = states.portable()
+    drawn = [random.random(), np.random.random(), torch.randn(1).item()]
+    states.put_portable(sent)
+    assert [random.random(), np.random.random(), torch.randn(1).item()] == drawn
