@@ -1,0 +1,35 @@
+"""The one door of every pure machine: an event and the time go in, decisions come out.
+
+The driver runs all its machines (the job, the node check, each shard ledger, the TensorFlow
+cluster) in one loop: it numbers an event, hands it to the machine that the event is for, and
+carries out the decisions. A machine never reads a clock, draws a random number, starts a thread
+or does I/O, so that the same events at the same times give the same decisions, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+Event_contra = TypeVar("Event_contra", contravariant=True)
+Decision_co = TypeVar("Decision_co", covariant=True)
+
+
+class Machine(Protocol[Event_contra, Decision_co]):
+    """A pure state machine. Times are monotonic seconds and never go back."""
+
+    def handle(self, event: Event_contra, now: float) -> Sequence[Decision_co]:
+        """Take in one event; return the decisions to carry out, in order. Never raises for one."""
+        ...
+
+    def deadline(self) -> float | None:
+        """Return when to send a `Tick` if nothing happens before; None if only an event helps."""
+        ...
+
+    def check(self) -> list[str]:
+        """Return every violated invariant as a sentence; empty for a machine in order."""
+        ...
+
+    def snapshot(self) -> bytes:
+        """Return the state as bytes, for a journal and for comparing two machines."""
+        ...
