@@ -22,7 +22,9 @@ SCRATCH = "ELASTIC_SCRATCH"  # a folder for multiprocessing's sockets, removed b
 TF_CONFIG = "TF_CONFIG"  # TensorFlow's name; only with --tf-config
 
 # ---- a variable of an agent, never of a worker -------------------------------------------
-BORN_WARM = "ELASTIC_BORN_WARM"  # the warm parent that was forked with it (`agent.warm.birth`)
+BORN_WARM = (
+    "ELASTIC_BORN_WARM"  # the warm parent that was forked with it (`agent.warm.fork_client`)
+)
 
 # A SIGTERM that comes behind this signal is the agent's: no notice, the end. By default it is
 # ignored, so it means nothing to anybody else.

@@ -34,14 +34,13 @@ from elastic_driver.core.documents import (
 )
 from elastic_driver.core.events import AgentReady
 from elastic_driver.errors import ExitCode
-from launcher.agent.host.held_folder import clear_unheld
-from launcher.agent.host.leaving import ANNOUNCING, Leaving
-from launcher.agent.host.ports import free_ports
-from launcher.agent.host.scratch import scratch_folder
+from launcher.agent.console import Console
+from launcher.agent.environment import Meeting
+from launcher.agent.folders import clear_unheld, scratch_folder
 from launcher.agent.outbox import Outbox
-from launcher.agent.output.console import Console
-from launcher.agent.processes.descendants import become_subreaper
-from launcher.agent.processes.environment import Meeting
+from launcher.agent.ports import free_ports
+from launcher.agent.preemption import ANNOUNCING, Leaving
+from launcher.agent.processes import become_subreaper
 from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.fork_client import Inherited
 from launcher.agent.warm.plan import plan_for

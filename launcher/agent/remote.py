@@ -32,9 +32,8 @@ import psutil
 
 from elastic_driver import contract
 from elastic_driver.errors import ExitCode
-from launcher.agent.host.held_folder import held_folder, holder_of, sweep, wait_for_holder
-from launcher.agent.host.scratch import sweep_scratch
-from launcher.agent.processes.descendants import become_subreaper, end_children
+from launcher.agent.folders import held_folder, holder_of, sweep, sweep_scratch, wait_for_holder
+from launcher.agent.processes import become_subreaper, end_children
 from launcher.build_info import version
 from rendezvous.auth import write_token_file
 

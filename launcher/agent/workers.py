@@ -16,13 +16,18 @@ from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec, RanksOrder, StartWorkerOrder
 from elastic_driver.core.events import WorkerExited, WorkerStack, WorkerStarted
 from elastic_driver.peer_loss import looks_like_peer_loss
-from launcher.agent.output.console import Console
-from launcher.agent.output.logs import ERR, OUT, LogFile, link_ranks, route
-from launcher.agent.output.worker import WorkerOutput
-from launcher.agent.processes.environment import Meeting, worker_environment
-from launcher.agent.processes.looking import look
-from launcher.agent.processes.starter import EXIT_NOT_EXECUTABLE, ProcessSpec, Starter, StartError
-from launcher.agent.processes.worker import Family, WorkerProcess
+from launcher.agent.console import Console
+from launcher.agent.environment import Meeting, worker_environment
+from launcher.agent.output import ERR, OUT, LogFile, WorkerOutput, link_ranks, route
+from launcher.agent.processes import (
+    EXIT_NOT_EXECUTABLE,
+    Family,
+    ProcessSpec,
+    Starter,
+    StartError,
+    WorkerProcess,
+)
+from launcher.agent.stacks import look
 
 DRAIN_S = 2.0  # for pipes that a process out of our reach still holds open
 

@@ -11,7 +11,7 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
-from launcher.agent.output.lines import LineSplitter
+from launcher.agent.lines import LineSplitter
 
 OnLines = Callable[[int, list[bytes]], None]
 """Told the stream (1 stdout, 2 stderr) and lines without their newline."""

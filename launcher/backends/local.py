@@ -7,7 +7,7 @@ subreaper, so what an agent that was killed leaves behind comes here and is ende
 
 A single host's agents are executed. Once there are several hosts, agents are forked from a process
 that has imported for all of them (`shared_parent`). Where hosts may come at any time, one agent
-more is there already, a *spare*: the next host's agent is it, once it is told (`agent.told`).
+more is there already, a *spare*: the next host's agent is it, once it is told (`agent.spare`).
 
 One thread, started with the first agent, watches for their ends and calls `on_lost`.
 """
@@ -29,8 +29,8 @@ from pathlib import Path
 from elastic_driver import contract
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import OnLost
-from launcher.agent.host.scratch import sweep_scratch
-from launcher.agent.processes.descendants import (
+from launcher.agent.folders import sweep_scratch
+from launcher.agent.processes import (
     become_subreaper,
     carries,
     children,

@@ -24,7 +24,7 @@ from typing import Any
 
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import OnLost
-from launcher.agent.output.console import Console
+from launcher.agent.console import Console
 from launcher.agent.remote import UP
 from launcher.backends.base import AgentPlan, agent_arguments
 from launcher.backends.client import Client

@@ -25,8 +25,8 @@ from pathlib import Path
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.join_messages import JoinRequest
 from elastic_driver.errors import UsageError
-from launcher.agent.host.held_folder import held_folder, sweep
-from launcher.agent.processes.descendants import end_children
+from launcher.agent.folders import held_folder, sweep
+from launcher.agent.processes import end_children
 from launcher.backends.local import LocalBackend
 from launcher.build_info import version
 from launcher.join.identity import claim_name, machine_id

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.agent.processes.looking import find_py_spy
+from launcher.agent.stacks import find_py_spy
 from tests.e2e.test_control import ctl, here
 from tests.support.job import JOBS, elasticrun
 

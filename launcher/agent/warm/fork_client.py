@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from elastic_driver import contract
-from launcher.agent.processes.descendants import children, reap
+from launcher.agent.processes import children, reap
 from launcher.agent.warm.plan import WarmPlan
 
 MOST_LAUNCHES = 4  # warm parents in the life of who starts them: one that keeps dying is no help

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import elastic_driver.worker
 from elastic_driver.contract import TORCHRUN_NAMES
 from elastic_driver.core.documents import JobSpec
-from launcher.agent.processes.environment import common_environment
-from launcher.agent.processes.starter import ProcessSpec
+from launcher.agent.environment import common_environment
+from launcher.agent.processes import ProcessSpec
 from launcher.agent.warm.command import (
     NotWarmable,
     first_path,

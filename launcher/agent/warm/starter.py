@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from launcher.agent.host.leaving import spare_workers
-from launcher.agent.processes.descendants import die_with_parent
-from launcher.agent.processes.starter import FreshStarter, ProcessSpec, Starter
+from launcher.agent.preemption import spare_workers
+from launcher.agent.processes import FreshStarter, ProcessSpec, Starter, die_with_parent
 from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.fork_client import MOST_LAUNCHES, Held, Inherited, end_child, execute
 from launcher.agent.warm.parent._elastic_warm_common import receive_line, send_line

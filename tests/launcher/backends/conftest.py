@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.processes.descendants import children
+from launcher.agent.processes import children
 from tests.launcher.agent.harness import eventually, lives
 from tests.launcher.backends.machine import Machine
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from elastic_driver import contract
 from elastic_driver.core.documents import StartWorkerOrder, encode
 from elastic_driver.core.events import AgentReady, WorkerExited
-from launcher.agent.processes.descendants import children
+from launcher.agent.processes import children
 from launcher.agent.spare import WHEN_TOLD
 from launcher.backends.local import LocalBackend
 from rendezvous.wire import Set

@@ -18,9 +18,8 @@ import psutil
 import pytest
 
 from elastic_driver.core.events import AgentReady, HostLeaving, WorkerExited, WorkerStarted
-from launcher.agent import remote
-from launcher.agent.host import held_folder
-from launcher.agent.processes.descendants import variables
+from launcher.agent import folders, remote
+from launcher.agent.processes import variables
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.ssh import SshOptions, SshReach
 from tests.launcher.agent.harness import (
@@ -270,8 +269,8 @@ def test_folders_of_keepers_that_died_with_their_machine_are_removed_by_the_next
         keeper.stdin.close()
         assert keeper.stdout.readline() == b"elastic-agent-up live\n"
         live = remote.folder_of("live")
-        assert held_folder.holder_of(live) == keeper.pid
-        held_folder.sweep(remote.FOLDER_PREFIX)
+        assert folders.holder_of(live) == keeper.pid
+        folders.sweep(remote.FOLDER_PREFIX)
         assert sorted(tmp.iterdir()) == sorted([beginning, live, tmp / "somebody-elses"])
         assert remote.end("live") == 0
     assert not live.exists()
@@ -292,7 +291,7 @@ def test_an_agent_kept_apart_outlives_the_rank_that_started_it(tmp: Path) -> Non
         assert rank.stdout.readline() == b"elastic-agent-up rank\n"
         rank.kill()
         rank.wait()
-        keeper = held_folder.holder_of(folder)
+        keeper = folders.holder_of(folder)
         assert keeper is not None
         assert keeper != rank.pid
         (agent,) = psutil.Process(keeper).children()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from elastic_driver.core.events import AgentReady, WorkerStarted
-from launcher.agent.processes.descendants import children, variables
+from launcher.agent.processes import children, variables
 from launcher.agent.spare import WHEN_TOLD
 from launcher.backends.local import LocalBackend
 from tests.launcher.agent.harness import ROOT, eventually, lives

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from elastic_driver.core.documents import JobSpec, decode
-from launcher.agent.processes.descendants import become_subreaper
-from launcher.agent.processes.environment import common_environment
+from launcher.agent.environment import common_environment
+from launcher.agent.processes import become_subreaper
 from launcher.agent.warm.fork_client import inherit
 from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WarmStarter

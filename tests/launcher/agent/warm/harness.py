@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.agent.processes.descendants import become_subreaper
-from launcher.agent.processes.starter import FreshStarter, ProcessSpec, Starter
+from launcher.agent.processes import FreshStarter, ProcessSpec, Starter, become_subreaper
 from launcher.agent.warm.plan import WarmPlan, plan
 from launcher.agent.warm.starter import WarmStarter
 

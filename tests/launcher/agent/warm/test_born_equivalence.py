@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 
 from elastic_driver.core.documents import encode
-from launcher.agent.processes.descendants import reap
+from launcher.agent.processes import reap
 from launcher.backends.base import PACKAGE_ROOT, AgentPlan
 from launcher.backends.shared_parent import Birth, SharedParent
 from tests.launcher.agent.harness import Driver, eventually

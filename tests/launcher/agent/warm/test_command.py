@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.processes.starter import ProcessSpec
+from launcher.agent.processes import ProcessSpec
 from launcher.agent.warm.command import (
     NotWarmable,
     PythonCommand,

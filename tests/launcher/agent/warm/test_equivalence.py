@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.processes.starter import FreshStarter
+from launcher.agent.processes import FreshStarter
 from tests.launcher.agent.warm.harness import Agent, Outcome, agent, eventually
 
 

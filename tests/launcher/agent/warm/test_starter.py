@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.processes.descendants import children, reap
-from launcher.agent.processes.starter import FreshStarter, StartError
+from launcher.agent.processes import FreshStarter, StartError, children, reap
 from launcher.agent.warm import starter
 from launcher.agent.warm.starter import WarmStarter
 from tests.launcher.agent.harness import ROOT

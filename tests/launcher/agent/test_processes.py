@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.processes.starter import FreshStarter, ProcessSpec, StartError
+from launcher.agent.processes import FreshStarter, ProcessSpec, StartError
 
 
 def run(*argv: str, cwd: Path, env: dict[str, str] | None = None) -> tuple[str, int]:

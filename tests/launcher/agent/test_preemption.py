@@ -10,7 +10,7 @@ import time
 import pytest
 
 from elastic_driver.core.events import HostLeaving, WorkerExited, WorkerStarted
-from launcher.agent.host.leaving import spare_workers
+from launcher.agent.preemption import spare_workers
 from tests.launcher.agent.harness import Driver, agent_of, eventually, lives
 
 WAIT = "import time\nprint('up', flush=True)\ntime.sleep(600)"

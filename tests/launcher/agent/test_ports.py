@@ -3,7 +3,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from launcher.agent.host.ports import free_ports
+from launcher.agent.ports import free_ports
 
 
 def test_ports_lie_outside_the_ephemeral_range_and_can_be_bound(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.processes import looking
-from launcher.agent.processes.looking import Seen, look, seen_in
+from launcher.agent import stacks
+from launcher.agent.stacks import Seen, look, seen_in
 from tests.support.job import eventually
 
 FRAMES = [
@@ -81,12 +81,12 @@ def test_a_py_spy_that_may_not_look_or_hangs_leaves_the_kernel_s_word(
 ) -> None:
     py_spy(tmp_path, monkeypatch, "echo denied >&2; exit 1")
     assert at(process).where.startswith("no answer; its process is ")
-    monkeypatch.setattr(looking, "LOOK_S", 0.2)
+    monkeypatch.setattr(stacks, "LOOK_S", 0.2)
     py_spy(tmp_path, monkeypatch, "exec sleep 60")
     assert at(process).where.startswith("no answer; its process is ")
 
 
 def test_a_stopped_process_is_said_to_be_stopped(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGSTOP)
-    eventually(lambda: looking.state_of(process.pid) == "stopped", within=5, what="it is stopped")
+    eventually(lambda: stacks.state_of(process.pid) == "stopped", within=5, what="it is stopped")
     assert at(process) == Seen("no answer; its process is stopped")

@@ -4,7 +4,7 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec, StartWorkerOrder
-from launcher.agent.processes.environment import Meeting, is_loopback, worker_environment
+from launcher.agent.environment import Meeting, is_loopback, worker_environment
 from tests.launcher.agent.harness import place
 
 SPEC = JobSpec("run-1", ("x",), "/", {}, heartbeat_timeout=12.5, grace_period=1, max_restarts=3)

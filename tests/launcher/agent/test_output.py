@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from elastic_driver.core.documents import JobSpec
-from launcher.agent.output.logs import ERR, OUT, LogFile, Routing, link_ranks, parse_streams, route
+from launcher.agent.output import ERR, OUT, LogFile, Routing, link_ranks, parse_streams, route
 
 SPEC = JobSpec("r", ("x",), "/", {}, 1.0, 1.0, 0, log_dir="logs", redirects="0", tee="0")
 BOTH = OUT | ERR
