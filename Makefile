@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 SEEDS  ?= 200
+TRIES  ?= 50
 TESTS  ?= tests
 BENCH  ?=
 
@@ -14,10 +15,15 @@ READY := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check sim bench format clean
+.PHONY: help environment parts demo test test-gpu check sim nightly bench format clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
+
+environment: $(READY)
+
+parts: ## install everything that tests can use (Debian, root; docs/testing.md)
+	VENV=$(VENV) PYTHON=$(PYTHON) tests/install-parts.sh
 
 demo: $(READY) ## train on three workers, kill one on the way, show what happened
 	$(BIN)/python examples/demo.py
@@ -36,6 +42,9 @@ check: $(READY) ## formatting, lint, types, and which package may import which
 
 sim: $(READY) ## simulate SEEDS clusters full of failures against the job's core
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
+
+nightly: $(READY) ## what takes hours: many kills, schedules, slowed ranks, faults of hosts and seeds
+	tests/nightly.sh
 
 bench: $(READY) ## all benchmarks beside their peers, in minutes (BENCH=recovery for one of them)
 	$(BIN)/python -m benchmarks $(BENCH)

@@ -94,7 +94,10 @@ def test_a_killed_worker_is_replaced_and_training_goes_on(tmp_path: Path) -> Non
         trained = epochs(job)
         assert sorted({epoch.number for epoch in trained}) == list(range(12))
         assert len(trained) <= 13
-        assert job.rounds() == [2, 2]
+        # Where TensorFlow is imported in a few seconds, the kill comes before the driver is sure
+        # that nobody calls `elastic.init()`, and the first round never completes.
+        assert job.rounds() in ([2], [2, 2])
+        assert len(job.events("round_opened")) == 2
 
 
 @real
