@@ -10,6 +10,7 @@ chunk beyond the state itself. Sizes are bytes.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 from collections.abc import Iterator, Sequence
@@ -163,7 +164,7 @@ def carry_bytes(data: bytes | None, route: Route) -> bytes:
     else:
         content = torch.empty(int(length), dtype=torch.uint8)
     route.carry(content)
-    return bytes(content.numpy().tobytes())
+    return ctypes.string_at(content.data_ptr(), content.numel())  # does without numpy
 
 
 def carry_tensors(tensors: Sequence[Tensor], route: Route) -> None:
