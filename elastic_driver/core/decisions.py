@@ -6,12 +6,23 @@ carried out; `runtime.executor` does so.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from msgspec import Struct
 
 from elastic_driver.core.documents import Failure, Order, SaveRequest, World
 
 
-class StartAgent(Struct, frozen=True, tag="start_agent"):
+class CausedDecision(Struct, frozen=True, kw_only=True):
+    """What all decisions have: `cause`, the number of the event that led to it (0: not numbered).
+
+    `machine.stamped` fills it in, in the driver's loop and nowhere else.
+    """
+
+    cause: int = 0
+
+
+class StartAgent(CausedDecision, frozen=True, tag="start_agent"):
     """Start this host's agent, its n-th incarnation."""
 
     host: str
@@ -20,7 +31,7 @@ class StartAgent(Struct, frozen=True, tag="start_agent"):
     reason: str
 
 
-class StopAgent(Struct, frozen=True, tag="stop_agent"):
+class StopAgent(CausedDecision, frozen=True, tag="stop_agent"):
     """Let this host's agent stop its workers and exit."""
 
     host: str
@@ -29,7 +40,7 @@ class StopAgent(Struct, frozen=True, tag="stop_agent"):
     reason: str
 
 
-class GiveOrder(Struct, frozen=True, tag="give_order"):
+class GiveOrder(CausedDecision, frozen=True, tag="give_order"):
     """Hand an order to the host's agent."""
 
     host: str
@@ -38,14 +49,14 @@ class GiveOrder(Struct, frozen=True, tag="give_order"):
     reason: str
 
 
-class PublishWorld(Struct, frozen=True, tag="publish_world"):
+class PublishWorld(CausedDecision, frozen=True, tag="publish_world"):
     """A round is complete: tell every worker its rank and peers."""
 
     world: World
     reason: str
 
 
-class PublishNotice(Struct, frozen=True, tag="publish_notice"):
+class PublishNotice(CausedDecision, frozen=True, tag="publish_notice"):
     """Leave this round: at once, or (`at_boundary`) after a step every rank still reaches.
 
     Which step that is follows from the progress the workers wrote to the store; the shell
@@ -57,21 +68,21 @@ class PublishNotice(Struct, frozen=True, tag="publish_notice"):
     reason: str
 
 
-class PublishSave(Struct, frozen=True, tag="publish_save"):
+class PublishSave(CausedDecision, frozen=True, tag="publish_save"):
     """Ask those who leave last to put the state on disk; the answer is `WorkerSaved`."""
 
     request: SaveRequest
     reason: str
 
 
-class SealRound(Struct, frozen=True, tag="seal_round"):
+class SealRound(CausedDecision, frozen=True, tag="seal_round"):
     """The round is over: delete its keys and refuse later writes to them."""
 
     round: int
     reason: str
 
 
-class CheckHosts(Struct, frozen=True, tag="check_hosts"):
+class CheckHosts(CausedDecision, frozen=True, tag="check_hosts"):
     """Check these hosts, (host, slots), by themselves; the answer is `HostsChecked`."""
 
     hosts: tuple[tuple[str, int], ...]
@@ -79,7 +90,7 @@ class CheckHosts(Struct, frozen=True, tag="check_hosts"):
     number: int  # from 1
 
 
-class AskStacks(Struct, frozen=True, tag="ask_stacks"):
+class AskStacks(CausedDecision, frozen=True, tag="ask_stacks"):
     """Ask every worker where its training thread stands; the answers are `WorkerStack`."""
 
     number: int
@@ -98,7 +109,7 @@ class StackGroup(Struct, frozen=True):
 Detail = str | int | float | bool | None | tuple[StackGroup, ...]
 
 
-class Announce(Struct, frozen=True, tag="announce"):
+class Announce(CausedDecision, frozen=True, tag="announce"):
     """A line for the event log; `event` is one of the names of the contract, past tense."""
 
     event: str
@@ -112,7 +123,7 @@ class Announce(Struct, frozen=True, tag="announce"):
     detail: dict[str, Detail] = {}
 
 
-class EndJob(Struct, frozen=True, tag="end_job"):
+class EndJob(CausedDecision, frozen=True, tag="end_job"):
     """The job is over: stop everything, exit with `exit_code`."""
 
     exit_code: int
@@ -120,7 +131,7 @@ class EndJob(Struct, frozen=True, tag="end_job"):
     failure: Failure | None = None
 
 
-Decision = (
+Decision: TypeAlias = (
     StartAgent
     | StopAgent
     | GiveOrder

@@ -6,7 +6,7 @@ All are frozen; what comes out of the core is in `decisions`. Times are not in t
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -247,11 +247,22 @@ class StacksRequested(Struct, frozen=True, tag="stacks_requested"):
     reason: str
 
 
+Together: TypeAlias = AgentReady | WorkerStarted | WorkerReady | WorkerStepped
+TOGETHER: tuple[type[Together], ...] = (AgentReady, WorkerStarted, WorkerReady, WorkerStepped)
+"""Events that all workers of a job send at about the same time."""
+
+
+class Batch(Struct, frozen=True, tag="batch"):
+    """Events of kinds in `TOGETHER`, handled as one, because re-evaluation is O(workers)."""
+
+    events: tuple[Together, ...]
+
+
 class Tick(Struct, frozen=True, tag="tick"):
     """Nothing but time has passed; sent when `Job.deadline()` is reached."""
 
 
-WireEvent = (
+WireEvent: TypeAlias = (
     AgentReady
     | WorkerStarted
     | WorkerReady
@@ -264,7 +275,7 @@ WireEvent = (
     | HostLeaving
     | WorkerLeaving
 )
-Event = (
+Event: TypeAlias = (
     WireEvent
     | HostsDiscovered
     | DiscoveryFailed
@@ -280,5 +291,6 @@ Event = (
     | StopRequested
     | StacksRequested
     | HostsChecked
+    | Batch
     | Tick
 )

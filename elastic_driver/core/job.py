@@ -18,6 +18,7 @@ from elastic_driver.core.documents import Failure
 from elastic_driver.core.events import (
     AgentLost,
     AgentReady,
+    Batch,
     DiscoveryFailed,
     DrainCancelled,
     DrainRequested,
@@ -70,9 +71,6 @@ from elastic_driver.core.status import JobStatus, snapshot
 from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.settings import Settings
 
-TOGETHER = (AgentReady, WorkerStarted, WorkerReady, WorkerStepped)
-"""News that all workers of a job have at once, and of which the last one matters: see `handle`."""
-
 _MAX_PASSES = 64  # far more than any chain of consequences; a guard, not a limit
 
 
@@ -111,12 +109,8 @@ class Job:
             Tick: self._tick,
         }
 
-    def handle(self, event: Event, now: float, *others: Event) -> list[Decision]:
-        """Take in one event; the decisions to carry out, in order. Never raises for an event.
-
-        `others` arrived with it, all of kinds that stand in `TOGETHER`: the job looks at itself
-        once for all, as a look costs the more the more workers there are.
-        """
+    def handle(self, event: Event, now: float) -> list[Decision]:
+        """Take in one event; return the decisions to carry out, in order. Never raises for one."""
         job = self.state
         if job.end is not None:
             job.ignore(f"{type(event).__name__} after the end of the job")
@@ -124,7 +118,7 @@ class Job:
         if job.born is None:
             job.born = job.round.since = now
             job.announce("round_opened", "the job begins")
-        for news in (event, *others):
+        for news in event.events if isinstance(event, Batch) else (event,):
             if job.end is None:
                 self._handlers[type(news)](news, now)
         self._look(now)

@@ -8,11 +8,16 @@ or does I/O, so that the same events at the same times give the same decisions, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
+
+from msgspec.structs import replace
+
+from elastic_driver.core.decisions import CausedDecision
 
 Event_contra = TypeVar("Event_contra", contravariant=True)
 Decision_co = TypeVar("Decision_co", covariant=True)
+AnyDecision = TypeVar("AnyDecision", bound=CausedDecision)
 
 
 class Machine(Protocol[Event_contra, Decision_co]):
@@ -33,3 +38,8 @@ class Machine(Protocol[Event_contra, Decision_co]):
     def snapshot(self) -> bytes:
         """Return the state as bytes, for a journal and for comparing two machines."""
         ...
+
+
+def stamped(decisions: Iterable[AnyDecision], cause: int) -> list[AnyDecision]:
+    """Return the decisions with the number of the event that caused them."""
+    return [replace(decision, cause=cause) for decision in decisions]

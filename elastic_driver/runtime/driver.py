@@ -24,8 +24,9 @@ from elastic_driver import contract
 from elastic_driver.core import invariants
 from elastic_driver.core.decisions import Announce, EndJob
 from elastic_driver.core.documents import JobSpec, encode
-from elastic_driver.core.events import Event, StopRequested, Tick, WorkerExited
-from elastic_driver.core.job import TOGETHER, Job
+from elastic_driver.core.events import TOGETHER, Batch, Event, StopRequested, Tick, WorkerExited
+from elastic_driver.core.job import Job
+from elastic_driver.core.machine import stamped
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.policies.shards.messages import Quarantined
 from elastic_driver.runtime.api import DriverRoutes
@@ -106,6 +107,7 @@ class ElasticDriver:
         self._outcome: Outcome | None = None
         self._stop_asked = False
         self._hurried = False  # the mailbox thread's own
+        self._events = 0  # handled so far; the number of one is the cause of what follows from it
         self._began = 0.0  # unix seconds
 
     # ---- life ----------------------------------------------------------------------------
@@ -307,12 +309,13 @@ class ElasticDriver:
                 event = message
         if event is None:
             return None
-        others: list[Event] = []
         if isinstance(event, TOGETHER):
-            others = self._mailbox.following(TOGETHER, MAX_TOGETHER)
-        for news in (event, *others):
+            following = self._mailbox.following(TOGETHER, MAX_TOGETHER)
+            event = Batch((event, *following)) if following else event
+        for news in event.events if isinstance(event, Batch) else (event,):
             self._note(news, executor)
-        decisions = self._job.handle(event, time.monotonic(), *others)
+        self._events += 1
+        decisions = stamped(self._job.handle(event, time.monotonic()), self._events)
         if self._options.debug:
             self._check_invariants(event)
         for decision in decisions:

@@ -34,6 +34,7 @@ def usual(random: Random) -> list[ev.Event]:
         ev.RankRecovered(worker, number),
         ev.ScaleRequested(random.randint(-1, 9)),
         ev.DiscoveryFailed(WHY),
+        ev.Batch((ev.AgentReady(host, 1, 1, "x", ()), ev.WorkerStepped(worker, number, number))),
         ev.Tick(),
     ]
 

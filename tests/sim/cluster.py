@@ -23,7 +23,7 @@ from elastic_driver.core.decisions import (
     StopAgent,
 )
 from elastic_driver.core.invariants import check
-from elastic_driver.core.job import TOGETHER, Job
+from elastic_driver.core.job import Job
 from elastic_driver.core.rules.workers import ACTIVE
 from elastic_driver.settings import Settings
 from tests.sim.clock import Clock
@@ -113,7 +113,7 @@ class Cluster:
         self._pids = 1000
         self._alarm: float | None = None
         self._gathering = Random(f"gathering of {seed}")
-        self._gathered: list[ev.Event] = []  # arrived, and taken in together with what follows
+        self._gathered: list[ev.Together] = []  # arrived, and taken in together with what follows
 
     # ---- the network -----------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Cluster:
 
         Some are held back for a moment, to be taken in together with what comes next.
         """
-        together = isinstance(event, TOGETHER)
+        together = isinstance(event, ev.TOGETHER)
         if together and self._gathering.random() < GATHERED:
             self._gathered.append(event)
             self.clock.after(GATHER_S, self._take_in_gathered)
@@ -172,7 +172,8 @@ class Cluster:
         now = self.clock.now
         for arrived in events:
             self.note("->", arrived)
-        for decision in self.job.handle(events[0], now, *events[1:]):
+        taken = ev.Batch(tuple(events)) if len(events) > 1 else event
+        for decision in self.job.handle(taken, now):
             self.note("  ", decision)
             self._execute(decision)
         problems = check(self.job)

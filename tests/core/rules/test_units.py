@@ -175,7 +175,7 @@ def test_a_crowded_host_makes_room_for_hosts_that_come_up_at_the_same_moment(
     s.agent_up("a", 2)
     assert s.starting == ["a.0.2", "a.1.1"]
     both = [ev.AgentReady(host, 2, 1, f"at {host}", (5000,)) for host in "bc"]
-    s.decisions += s.job.handle(both[0], s.now, *both[1:])
+    s.decisions += s.job.handle(ev.Batch(tuple(both)), s.now)
     s.ready(*s.starting)
     assert s.members == ["a.0.2", "b.0.2", "c.0.2"]
 
