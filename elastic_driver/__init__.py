@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from elastic_driver.batch.microbatches import allocate_microbatches
     from elastic_driver.errors import HostsUpdatedInterrupt, WorldBrokenError
     from elastic_driver.worker.batches import FixedBatch
-    from elastic_driver.worker.context.current import (
+    from elastic_driver.worker.current import (
         cross_rank,
         cross_size,
         is_initialized,
@@ -81,7 +81,7 @@ _HOME = {
     "shutdown": "worker.world.session",
     "wrap": "worker.world.wrapping",
 }
-_CURRENT = "worker.context.current"  # where all other names live
+_CURRENT = "worker.current"  # the module of all other names
 
 
 def __getattr__(name: str) -> Any:

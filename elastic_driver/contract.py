@@ -99,13 +99,13 @@ def worker_of_lease(key: str) -> str | None:
     return parts[1] if len(parts) == 3 and parts[0] == "workers" and parts[2] == "lease" else None
 
 
-def worker_beat(worker: str) -> str:
+def worker_half_lease(worker: str) -> str:
     """Renewed with `worker_lease`, and expires when half of that time has passed in silence."""
     return f"workers/{worker}/beat"
 
 
-def worker_of_beat(key: str) -> str | None:
-    """The worker whose `worker_beat` this key is; None for any other key."""
+def worker_of_half_lease(key: str) -> str | None:
+    """The worker whose `worker_half_lease` this key is; None for any other key."""
     parts = key.split("/")
     return parts[1] if len(parts) == 3 and parts[0] == "workers" and parts[2] == "beat" else None
 

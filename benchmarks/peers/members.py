@@ -67,7 +67,7 @@ class Member:
         """Beat as an idle or a training worker does, until cancelled."""
         wait = LONGEST_WAIT_S if trains else heartbeat_timeout / 3
         lease = Set(contract.worker_lease(self.name), b"", heartbeat_timeout)
-        sign = Set(contract.worker_beat(self.name), b"", heartbeat_timeout / 2)
+        sign = Set(contract.worker_half_lease(self.name), b"", heartbeat_timeout / 2)
         await asyncio.sleep(random.random() * wait)  # those that started together drift apart
         for step in itertools.count(1):
             samples = tuple(Sample(step + n, 0.01, 0.01) for n in range(SAMPLES))

@@ -322,7 +322,7 @@ class Executor:
 
     def lease_expired(self, key: str) -> AgentLost | WorkerLost | WorkerSilent | None:
         """The event that an expired lease stands for; what it leaves in the store is cleared."""
-        quiet = contract.worker_of_beat(key)
+        quiet = contract.worker_of_half_lease(key)
         if quiet is not None:
             half = f"it has not been heard of for {self._heartbeat_timeout / 2:g} s"
             return WorkerSilent(quiet, half) if quiet in self._workers else None

@@ -47,8 +47,8 @@ from elastic_driver.worker.batching.division import Division
 from elastic_driver.worker.batching.exact import fix_kernels, seed_everything
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 from elastic_driver.worker.batching.schedule import Schedule, load
-from elastic_driver.worker.context.rank_and_size import whereabouts
-from elastic_driver.worker.world.wrapping import silenced
+from elastic_driver.worker.current import rank_and_size
+from elastic_driver.worker.world.wrapping import without_ddp_sync
 
 __all__ = ["BatchState", "FixedBatch", "Step"]
 
@@ -69,7 +69,7 @@ class _Round:
 
     def __init__(self, batches: FixedBatch) -> None:
         self._batches = batches
-        self.rank, size = whereabouts()
+        self.rank, size = rank_and_size()
         self.schedule = batches.schedule()
         self.steps = range(batches.step, len(batches))
         self.sums = batches.sums
@@ -149,7 +149,7 @@ class Step:
         self._begun = True
         self._turn.begin(self)
         try:
-            with silenced(self._turn.model):
+            with without_ddp_sync(self._turn.model):
                 yield from self._micro_batches(self._turn.sums)
             self._turn.finish(self)
         except BaseException:  # a broken world, or the loop was left
@@ -252,7 +252,7 @@ class FixedBatch:
     @property
     def virtual_workers(self) -> int:
         """N: how many micro-batches a full step has; settled when training starts."""
-        return self._virtual_workers or whereabouts()[1]
+        return self._virtual_workers or rank_and_size()[1]
 
     def shares_of(self, rank: int, size: int) -> list[int]:
         """Micro-batches of each rank as this one, of `size`, begins to train."""

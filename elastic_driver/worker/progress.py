@@ -1,9 +1,9 @@
-"""Signs of life that a script gives by itself, where no `commit()` gives them.
+"""Progress that a script reports itself, where no `commit()` reports it.
 
-A worker that makes no progress for long is taken to hang (`contact.watch`, `core.rules.hangs`). A
-commit is progress. Loops that do not commit call `report_progress`; what takes long and is no
-training, like an evaluation or a checkpoint, runs inside `busy`. Both do nothing in a process of no
-job. Called by scripts, on the training thread. Times are seconds.
+A worker that makes no progress for long counts as hung (`heartbeat.stall_watch`,
+`core.rules.hangs`). A commit is progress. A loop without commits calls `report_progress`; a long
+phase that is not training, such as an evaluation, runs inside `busy`. Both do nothing in a process
+that `elasticrun` did not start. Scripts call them on the training thread. Times are seconds.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def report_progress(step: int | None = None, samples: int | None = None) -> None
     if member is None:
         return
     if step is None:
-        member.pulse.alive_at = time.monotonic()
+        member.progress.alive_at = time.monotonic()
     else:
-        member.pulse.reported(time.monotonic())
+        member.progress.reported(time.monotonic())
 
 
 @contextmanager
@@ -56,11 +56,11 @@ def busy(what: str, within: float = BUSY_S) -> Iterator[None]:
     if member is None:
         yield
         return
-    pulse = member.pulse
-    before = pulse.busy_until
-    pulse.busy_until = max(before, time.monotonic() + within)
+    progress = member.progress
+    before = progress.busy_until
+    progress.busy_until = max(before, time.monotonic() + within)
     try:
         yield
     finally:
-        pulse.alive_at = time.monotonic()
-        pulse.busy_until = before
+        progress.alive_at = time.monotonic()
+        progress.busy_until = before

@@ -17,7 +17,7 @@ from elastic_driver.errors import HostsUpdatedInterrupt
 from elastic_driver.worker.state import State
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.failures import broke_the_world, describe, let_go_of_frames
-from elastic_driver.worker.world.membership import Membership
+from elastic_driver.worker.world.membership import JobMembership
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,10 +36,10 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
 
     @functools.wraps(function)
     def trains(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        member = session.begin()
+        member = session.start()
         if member.group is None:
-            member.say_ready(state.standing(), "started", speaker=state)
-            member.join(state.standing())
+            member.report_ready(state.state_version(), "started", speaker=state)
+            member.join(state.state_version())
         course = _Course(member, state)
         while True:
             try:
@@ -60,7 +60,7 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
 class _Course:
     """One state's way through the worlds."""
 
-    def __init__(self, member: Membership, state: State) -> None:
+    def __init__(self, member: JobMembership, state: State) -> None:
         self._member, self._state = member, state
         self._changed = False  # whether the world is another one than when training was called
         self._breaks = 0  # in a row, without a commit, in worlds of the same members
@@ -75,13 +75,13 @@ class _Course:
 
     def rejoin(self, reason: str) -> None:
         """Leave at a step boundary, and enter the next world."""
-        self._member.move_on(self._state.standing(), reason, self._state)
+        self._member.leave_and_report(self._state.state_version(), reason, self._state)
         self._enter()
 
     def rejoin_after_break(self, reason: str) -> None:
         """Go back to the commit, leave what is left of the group, and enter the next world."""
-        standing = self._state.standing()
-        self._member.move_on(standing, reason, self._state, roll_back=self._state.restore)
+        version = self._state.state_version()
+        self._member.leave_and_report(version, reason, self._state, roll_back=self._state.restore)
         self._enter()
 
     def is_stuck(self) -> bool:
@@ -97,5 +97,5 @@ class _Course:
         return self._breaks >= SAME_AGAIN
 
     def _enter(self) -> None:
-        self._member.join(self._state.standing(), self._state)
+        self._member.join(self._state.state_version(), self._state)
         self._changed = True

@@ -26,7 +26,7 @@ from torch.utils.data import Sampler
 from elastic_driver.batch.permutation import Permutation, mix
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.batching.delivery import Delivery, find_delivery
-from elastic_driver.worker.context.rank_and_size import whereabouts
+from elastic_driver.worker.current import rank_and_size
 
 __all__ = ["ElasticSampler", "SamplerState"]
 
@@ -46,7 +46,7 @@ class _Pass:
 
     def __init__(self, start: int, samples: int, delivery: Delivery | None) -> None:
         self.start = start
-        self.rank, self.size = whereabouts()
+        self.rank, self.size = rank_and_size()
         self.remaining = samples - start
         self.length = -(-self.remaining // self.size)  # of each rank, padding included
         self.usable = self.length  # of these, what the loader will hand out
@@ -135,7 +135,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         if self._pass is not None and not self._is_over():
             return self._pass.length
         left = self.samples if self._is_over() else self.samples - self.position
-        size = whereabouts()[1]
+        size = rank_and_size()[1]
         return (left + size - 1) // size
 
     def _is_over(self) -> bool:

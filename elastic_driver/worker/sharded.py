@@ -42,7 +42,7 @@ from elastic_driver.batch.permutation import Permutation, mix
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.policies.shards.messages import WORLD, End, Granted
 from elastic_driver.policies.shards.sources import Shard
-from elastic_driver.worker.context.rank_and_size import whereabouts
+from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.shards import ShardClient
 from elastic_driver.worker.state_sync.transfer import carry_bytes, to_all
 from elastic_driver.worker.world import session
@@ -103,7 +103,7 @@ class _Pass:
 
     def __init__(self, data: ShardedDataset) -> None:
         self._data = data
-        self.rank, self.size = whereabouts() if data.together else (0, 1)
+        self.rank, self.size = rank_and_size() if data.together else (0, 1)
         self.steps: list[_Step] = []  # drawn and not yet handed to the loop
         self.end: End | None = None
         self._base = data.progress.trained
@@ -368,5 +368,5 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
     def _stand_aside(self) -> None:
         """While there is nothing to train, a change of the world need not wait for a step."""
         member = session.membership()
-        if member is not None and member.pulse.version >= member.pulse.leave_after:
-            raise HostsUpdatedInterrupt(member.pulse.leave_reason)
+        if member is not None and member.progress.version >= member.progress.leave_after:
+            raise HostsUpdatedInterrupt(member.progress.leave_reason)

@@ -41,8 +41,8 @@ from elastic_driver.policies.shards.messages import (
     Wait,
 )
 from elastic_driver.policies.shards.sources import Shard
-from elastic_driver.worker.context import context
-from elastic_driver.worker.context.worker_log import say
+from elastic_driver.worker import context
+from elastic_driver.worker.worker_log import say
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import UnreachableError

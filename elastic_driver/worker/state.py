@@ -23,11 +23,10 @@ from torch.optim import Optimizer
 
 from elastic_driver.core.documents import SaveRequest, World
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
+from elastic_driver.worker import current
 from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints, Schedule
-from elastic_driver.worker.context import current
-from elastic_driver.worker.context.worker_log import say
-from elastic_driver.worker.heartbeat.link import Standing
-from elastic_driver.worker.heartbeat.pulse import Pulse
+from elastic_driver.worker.heartbeat.driver_connection import StateVersion
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.state_sync.agreement import (
     Agreement,
     StateLostError,
@@ -42,8 +41,9 @@ from elastic_driver.worker.state_sync.sharing import Shared, check_sendable, rec
 from elastic_driver.worker.state_sync.transfer import Route
 from elastic_driver.worker.timing.computing import ComputeClock
 from elastic_driver.worker.timing.device_clock import clock_for
+from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
-from elastic_driver.worker.world.wrapping import note_in_sync
+from elastic_driver.worker.world.wrapping import mark_in_sync
 
 __all__ = ["Advancing", "ObjectState", "State", "TorchState"]
 
@@ -89,7 +89,7 @@ class State:
         self._counter = StepCounter()
         self._clock = ComputeClock()
         self._callbacks: list[Callable[[], None]] = []
-        self._pulse = Pulse()  # one of our own until we are in a world
+        self._progress = TrainingProgress()  # one of our own until we are in a world
         self._round = 0  # the round this state was last synchronised in
         self._version = UNTRAINED
         self._torn = False  # a sender was lost while its tensors came in
@@ -169,20 +169,20 @@ class State:
         self._version += 1
         if self._checkpoints is not None and self._checkpoints.due(self._version):
             self._checkpoints.take(self._shared(), self._version)
-        pulse = self._pulse
-        computed = self._clock.lap()
+        progress = self._progress
+        computed = self._clock.finish_step()
         if computed is not None:
-            pulse.samples.note(pulse.round, self._version, computed)
-        if pulse.committed(self._version):
-            raise HostsUpdatedInterrupt(pulse.leave_reason)
+            progress.samples.note(progress.round, self._version, computed)
+        if progress.committed(self._version):
+            raise HostsUpdatedInterrupt(progress.leave_reason)
 
     def check_host_updates(self) -> None:
         """Raise `HostsUpdatedInterrupt` if this step boundary is where the world changes.
 
         `commit()` does it as well. Every rank must call it after the same commits.
         """
-        if self._version >= self._pulse.leave_after:
-            raise HostsUpdatedInterrupt(self._pulse.leave_reason)
+        if self._version >= self._progress.leave_after:
+            raise HostsUpdatedInterrupt(self._progress.leave_reason)
 
     def save(self) -> None:
         """Copy what `restore()` is to put back; part of `commit()`."""
@@ -225,13 +225,13 @@ class State:
         Afterwards it counts as committed. Raises `UsageError` for attributes that cannot be
         sent and for models that differ, `StateLostError` where nobody has a whole state left.
         """
-        member = session.begin()
+        member = session.start()
         if member.group is None or member.world is None or member.world.round == self._round:
             return
-        self._pulse, self._counter.settle = member.pulse, member.settle
+        self._progress, self._counter.settle = member.progress, member.settle
         world = member.world
         # What the members said was said of their first state; of another they know nothing yet.
-        known = member.speaks_for(self)
+        known = member.last_ready_described(self)
         reloads = self._checkpoints is not None
         if known:
             verdict = agree(world, reloads=reloads)
@@ -239,7 +239,7 @@ class State:
                 # Whatever was trained died with its sender: nobody is to find out by the loss.
                 say("a worker died while it sent the only state; training starts afresh")
         else:
-            verdict = agree_afresh(world, self._pulse.version, reloads=reloads)
+            verdict = agree_afresh(world, self._progress.version, reloads=reloads)
         self._come_to(verdict, world)
         self._round = world.round
         self._clock.restart()
@@ -250,19 +250,19 @@ class State:
 
     # ---- what `run` calls ----------------------------------------------------------------
 
-    def standing(self) -> Standing:
+    def state_version(self) -> StateVersion:
         """What to report when READY for the next round.
 
         A dirty state counts the optimizer steps it has gone on, so that where all are dirty
         the furthest is found; a step that was interrupted half-way does not count.
         """
         if self._torn or self._version == UNTRAINED:
-            return Standing(version=UNTRAINED, clean=not self._torn)
+            return StateVersion(version=UNTRAINED, clean=not self._torn)
         if self.clean:
-            return Standing(version=self._version, clean=True)
+            return StateVersion(version=self._version, clean=True)
         counter = self._counter
         further = 0 if counter.unfinished else counter.steps
-        return Standing(version=self._version + further, clean=False)
+        return StateVersion(version=self._version + further, clean=False)
 
     def on_reset(self) -> None:
         """The world has changed, and this state is the same everywhere again."""
@@ -272,8 +272,8 @@ class State:
         for callback in self._callbacks:
             callback()
 
-    def put_down(self, request: SaveRequest, rank: int) -> Path | None:
-        """Begin to write this rank's share of the last commit; see `contact.farewell.Savable`."""
+    def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
+        """Begin to write this rank's share of the last commit; see `CheckpointableState`."""
         if self._checkpoints is None:
             return None
         if not self.clean or self._version != request.step:
@@ -281,8 +281,8 @@ class State:
         self.restore()  # the script may have gone on since its last commit
         return self._checkpoints.take_last(self._shared(), request, rank)
 
-    def put_down_well(self, folder: Path) -> str | None:
-        """Whether the last checkpoint is complete; see `contact.farewell.Savable`."""
+    def final_checkpoint_problem(self, folder: Path) -> str | None:
+        """Whether the last checkpoint is complete; see `CheckpointableState`."""
         return None if self._checkpoints is None else self._checkpoints.outcome(folder)
 
     # ---- the parts of sync ---------------------------------------------------------------
@@ -312,11 +312,11 @@ class State:
                 f"which was furthest (step {verdict.version}); commit after each optimizer step, "
                 "or use snapshot=True, to be exact here too"
             )
-        self._version = self._pulse.version = verdict.version if resumed is None else resumed
+        self._version = self._progress.version = verdict.version if resumed is None else resumed
         self._counter.restart()
         self.save()
         for module in self._modules():
-            note_in_sync(module)
+            mark_in_sync(module)
         if self._checkpoints is not None:
             self._checkpoints.entered(world, rank)
 

@@ -30,7 +30,7 @@ from elastic_driver.policies.tf.messages import (
     SynchronizeRequest,
     WaitingNodes,
 )
-from elastic_driver.worker.context import context
+from elastic_driver.worker import context
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError

@@ -10,7 +10,7 @@ import elastic_driver as elastic
 from elastic_driver.core.documents import Notice
 from elastic_driver.worker.world import devices, membership, session
 from elastic_driver.worker.world.backends import Choice
-from elastic_driver.worker.world.membership import Membership
+from elastic_driver.worker.world.membership import JobMembership
 from tests.support.coordinator import Recorder
 from tests.support.second_gloo import SecondGloo
 from tests.worker.training import Everything
@@ -61,13 +61,13 @@ def steps(path: str, count: int, pause: float = 0.01) -> None:
 
 def steps_past_boundaries(path: str, count: int) -> None:
     """The same, in a worker that a notice to leave at a boundary never reaches in time."""
-    obey = Membership._obey
+    obey = JobMembership._obey
 
-    def obeys_what_comes_at_once(member: Membership, notice: Notice) -> None:
+    def obeys_what_comes_at_once(member: JobMembership, notice: Notice) -> None:
         if notice.after_step is None:
             obey(member, notice)
 
-    Membership._obey = obeys_what_comes_at_once
+    JobMembership._obey = obeys_what_comes_at_once
     steps(path, count)
 
 

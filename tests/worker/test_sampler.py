@@ -26,7 +26,7 @@ class Place:
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "whereabouts", lambda: (Place.rank, Place.size))
+    monkeypatch.setattr(room, "rank_and_size", lambda: (Place.rank, Place.size))
     Place.rank, Place.size = 0, 1
 
 
@@ -332,7 +332,7 @@ def test_an_empty_data_set_yields_nothing() -> None:
 
 
 def test_workers_that_share_no_world_with_us_are_asked_of_torch() -> None:
-    from elastic_driver.worker.context.rank_and_size import whereabouts
+    from elastic_driver.worker.current import rank_and_size
 
     assert not torch.distributed.is_initialized()
-    assert whereabouts() == (0, 1)
+    assert rank_and_size() == (0, 1)

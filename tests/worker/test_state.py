@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_driver.core.documents import SlotInfo
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
-from elastic_driver.worker.context import current
-from elastic_driver.worker.heartbeat.link import Standing
-from elastic_driver.worker.heartbeat.pulse import AT_ONCE
+from elastic_driver.worker import current
+from elastic_driver.worker.heartbeat.driver_connection import StateVersion
+from elastic_driver.worker.heartbeat.progress import AT_ONCE
 from elastic_driver.worker.state import ObjectState, State, TorchState
 from elastic_driver.worker.world import session
 
@@ -108,14 +108,14 @@ def test_restore_puts_back_values_that_were_changed_in_place() -> None:
 
 def test_a_step_makes_the_state_dirty_and_a_commit_clean() -> None:
     state = job()
-    assert state.standing() == Standing(version=-1, clean=True)
+    assert state.state_version() == StateVersion(version=-1, clean=True)
     state.commit()
-    assert state.standing() == Standing(version=0, clean=True)
+    assert state.state_version() == StateVersion(version=0, clean=True)
     step(state)
     assert not state.clean
-    assert state.standing() == Standing(version=1, clean=False)
+    assert state.state_version() == StateVersion(version=1, clean=False)
     state.commit()
-    assert state.standing() == Standing(version=1, clean=True)
+    assert state.state_version() == StateVersion(version=1, clean=True)
 
 
 def test_a_step_that_was_interrupted_is_dirty_and_counts_as_no_step() -> None:
@@ -123,7 +123,7 @@ def test_a_step_that_was_interrupted_is_dirty_and_counts_as_no_step() -> None:
     state.commit()
     with pytest.raises(KeyError):
         state.optimizer.step(lambda: {}["no loss"])
-    assert state.standing() == Standing(version=0, clean=False)
+    assert state.state_version() == StateVersion(version=0, clean=False)
 
 
 def test_restore_of_a_clean_state_touches_no_parameter_but_all_small_things() -> None:
@@ -254,7 +254,7 @@ def test_a_step_that_the_scaler_skipped_has_used_its_batch_up() -> None:
 def test_a_commit_interrupts_at_the_named_step_and_not_before() -> None:
     state = ObjectState(step=0)
     state.commit()
-    state._pulse.leave_reason, state._pulse.leave_after = "a host joins", 2
+    state._progress.leave_reason, state._progress.leave_after = "a host joins", 2
     state.commit()
     state.check_host_updates()
     with pytest.raises(HostsUpdatedInterrupt, match="a host joins"):
@@ -266,7 +266,7 @@ def test_a_commit_interrupts_at_the_named_step_and_not_before() -> None:
 
 def test_told_to_leave_at_once_any_commit_interrupts() -> None:
     state = ObjectState(step=0)
-    state._pulse.leave_after = AT_ONCE
+    state._progress.leave_after = AT_ONCE
     with pytest.raises(HostsUpdatedInterrupt):
         state.commit()
 
@@ -304,7 +304,7 @@ class _Recorder(TorchDispatchMode):
 def test_the_first_sync_counts_as_committed_and_later_ones_do_nothing() -> None:
     state = job()
     state.sync()
-    assert state.standing() == Standing(version=0, clean=True)
+    assert state.state_version() == StateVersion(version=0, clean=True)
     step(state)
     state.sync()
     assert not state.clean, "once a round"

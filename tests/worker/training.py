@@ -159,16 +159,16 @@ def resumes_for_ever(path: str) -> None:
 
 def dies_while_joining(path: str) -> None:
     """A member that is READY, is given a place, and dies before it connects."""
-    from elastic_driver.worker.context import context
-    from elastic_driver.worker.heartbeat.link import Link, Standing
-    from elastic_driver.worker.heartbeat.pulse import Pulse
+    from elastic_driver.worker import context
+    from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, StateVersion
+    from elastic_driver.worker.heartbeat.progress import TrainingProgress
 
     born = context.from_environment()
     assert born is not None
-    link = Link(born, Pulse(), lambda _: None, lambda: None)
-    link.start()
-    link.say_ready(0, Standing(), "started")
-    link.await_world(0)
+    connection = DriverConnection(born, TrainingProgress(), lambda _: None, lambda: None)
+    connection.start()
+    connection.report_ready(0, StateVersion(), "started")
+    connection.await_world(0)
     Recorder(path).note(dying=True)
     os._exit(9)
 

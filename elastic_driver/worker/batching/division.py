@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from elastic_driver.batch.microbatches import allocate_microbatches
 from elastic_driver.core import documents
-from elastic_driver.worker.context import current
+from elastic_driver.worker import current
 from elastic_driver.worker.world import session
 
 __all__ = ["Division"]
@@ -97,10 +97,10 @@ class Division:
         member = session.membership()
         if member is None or self._world is None:
             return
-        member.pulse.division = documents.Division(self._world[2], self._shares[self._rank])
-        member.pulse.passes_on = self._rank == 0
+        member.progress.division = documents.Division(self._world[2], self._shares[self._rank])
+        member.progress.passes_on = self._rank == 0
 
 
 def _heard() -> documents.Allocation | None:
     member = session.membership()
-    return None if member is None else member.pulse.allocation
+    return None if member is None else member.progress.allocation

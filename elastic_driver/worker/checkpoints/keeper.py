@@ -24,8 +24,8 @@ from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest
 from elastic_driver.worker.checkpoints.staging import Staging, kinds_of
 from elastic_driver.worker.checkpoints.writer import GOES_ON, Share, Values, Writer, describe
-from elastic_driver.worker.context.worker_log import say
 from elastic_driver.worker.state_sync.sharing import Envelope, Shared, make_room, taken_apart
+from elastic_driver.worker.worker_log import say
 
 KEEP = 3
 HOLD_UP_S = 30.0  # longest that training waits for the checkpoint before

@@ -23,8 +23,8 @@ from msgspec import Struct
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest, Report
 from elastic_driver.worker.checkpoints.staging import Staging
-from elastic_driver.worker.context.worker_log import say
 from elastic_driver.worker.state_sync.sharing import Contents
+from elastic_driver.worker.worker_log import say
 
 PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may take
 FIRST_LOOK_S = 0.02  # after other ranks' reports; then ever less often

@@ -16,23 +16,23 @@ from elastic_driver.core.events import WorkerSaved
 MAX_PROBLEM_CHARS = 1000
 
 
-class Savable(Protocol):
+class CheckpointableState(Protocol):
     """A state, as far as it is of interest here."""
 
-    def put_down(self, request: SaveRequest, rank: int) -> Path | None:
+    def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
         """Begin to write a share; the checkpoint's folder, None where the state has none.
 
         Raises where it cannot be written, with a reason for people.
         """
 
-    def put_down_well(self, folder: Path) -> str | None:
+    def final_checkpoint_problem(self, folder: Path) -> str | None:
         """ "" once the checkpoint is complete, why it will not be, None while it is written."""
 
 
-class LastSave:
+class FinalCheckpoint:
     """One worker's part in the last checkpoint."""
 
-    def __init__(self, worker: str, state: Savable) -> None:
+    def __init__(self, worker: str, state: CheckpointableState) -> None:
         self._worker, self._state = worker, state
         self._request: SaveRequest | None = None  # while it is being written, and ours to report
         self._folder: Path | None = None
@@ -50,7 +50,7 @@ class LastSave:
             return
         rank = request.members.index(self._worker)
         try:
-            folder = self._state.put_down(request, rank)
+            folder = self._state.begin_final_checkpoint(request, rank)
         except Exception as error:  # whatever it is, the others are not to wait for this worker
             self._report(request, problem=str(error) or type(error).__name__)
             return
@@ -62,7 +62,7 @@ class LastSave:
     def news(self) -> WorkerSaved | None:
         """What the driver has to hear; the same until it was `told`."""
         if self._news is None and self._request is not None and self._folder is not None:
-            problem = self._state.put_down_well(self._folder)
+            problem = self._state.final_checkpoint_problem(self._folder)
             if problem is not None:
                 folder = "" if problem else str(self._folder)
                 self._report(self._request, folder=folder, problem=problem)

@@ -27,10 +27,10 @@ from elastic_driver.core.events import (
     WorkerStalled,
     WorkerStepped,
 )
-from elastic_driver.worker.context.worker_log import say
-from elastic_driver.worker.heartbeat.notices import Notices
-from elastic_driver.worker.heartbeat.pulse import Pulse
-from elastic_driver.worker.heartbeat.watch import StallWatch
+from elastic_driver.worker.heartbeat.preemption import Notices
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.stall_watch import StallWatch
+from elastic_driver.worker.worker_log import say
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import AbortedError, RendezvousError, WokenError
 from rendezvous.wire import EVENTS_PATH, Entries, Set, Watch
@@ -59,7 +59,7 @@ class Heartbeat:
         self,
         worker: str,
         client: RendezvousClient,
-        pulse: Pulse,
+        progress: TrainingProgress,
         *,
         timeout: float,
         on_notice: Callable[[Notice], None],
@@ -67,7 +67,7 @@ class Heartbeat:
         watch: StallWatch,
         notices: Notices,
     ) -> None:
-        self._worker, self._client, self._pulse = worker, client, pulse
+        self._worker, self._client, self._progress = worker, client, progress
         self._timeout, self._on_notice, self._tend = timeout, on_notice, tend
         self._watch, self._notices = watch, notices
         self._news: WorkerStalled | WorkerResumed | None = None
@@ -110,8 +110,8 @@ class Heartbeat:
 
         For the training thread, before it says that it has left the round.
         """
-        if self._told != round_id and self._pulse.steps > 0:
-            self._post_stepped(client, round_id, self._pulse.version)
+        if self._told != round_id and self._progress.steps > 0:
+            self._post_stepped(client, round_id, self._progress.version)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -136,15 +136,17 @@ class Heartbeat:
 
     def _beat(self, wait: float) -> None:
         lease = Set(contract.worker_lease(self._worker), b"", self._timeout)
-        sign = Set(contract.worker_beat(self._worker), b"", self._timeout / 2)
+        sign = Set(contract.worker_half_lease(self._worker), b"", self._timeout / 2)
         keys = {contract.JOB_NOTICE: self._seen, contract.JOB_STACKS: self._asked}
-        if self._pulse.round == 0:
+        if self._progress.round == 0:
             # A beat must not sleep through the start of a round: its first step is news.
             keys[contract.JOB_WORLD] = self._world
-        if self._pulse.passes_on:
+        if self._progress.passes_on:
             keys[contract.JOB_ALLOCATION] = self._allocation
         wake = self._notices.signals.fileno()
-        results = self._client.batch(lease, sign, *self._progress(), Watch(keys, wait), wake=wake)
+        results = self._client.batch(
+            lease, sign, *self._progress_write(), Watch(keys, wait), wake=wake
+        )
         found = results[-1]
         if not isinstance(found, Entries) or found.timed_out:
             return
@@ -162,7 +164,7 @@ class Heartbeat:
         given = found.entries.get(contract.JOB_ALLOCATION)
         if given is not None and given.revision > self._allocation:
             self._allocation = given.revision
-            self._pulse.allocation = decode(Allocation, given.value)
+            self._progress.allocation = decode(Allocation, given.value)
 
     def _look(self) -> float | None:
         """Tell the driver where the training thread stands still; seconds to the next look."""
@@ -173,26 +175,26 @@ class Heartbeat:
             self._news = None
         return self._watch.due(time.monotonic())
 
-    def _progress(self) -> tuple[Set, ...]:
-        pulse = self._pulse
+    def _progress_write(self) -> tuple[Set, ...]:
+        progress = self._progress
         round_id, steps, version, step_time = (
-            pulse.round,
-            pulse.steps,
-            pulse.version,
-            pulse.step_time,
+            progress.round,
+            progress.steps,
+            progress.version,
+            progress.step_time,
         )
         if round_id == 0 or steps == 0:
             return ()
         self._said = (round_id, version)
-        times = tuple(pulse.step_times)[-RECENT_STEPS:]
+        times = tuple(progress.step_times)[-RECENT_STEPS:]
         usual = statistics.median(times) if times else step_time
         document = Progress(
             round=round_id,
             step=version,
             step_time=step_time,
-            samples=pulse.samples.collect(round_id, usual),
-            division=pulse.division,
-            links=pulse.links(),
+            samples=progress.samples.collect(round_id, usual),
+            division=progress.division,
+            links=progress.links(),
         )
         return (Set(contract.worker_progress(self._worker), encode(document)),)
 
@@ -202,14 +204,14 @@ class Heartbeat:
         While steps are made, it depends on how many workers there are; without a step to tell it
         grows until it is as long as the lease allows.
         """
-        round_id = self._pulse.round
+        round_id = self._progress.round
         settled = not self._entering if round_id == 0 else round_id == self._told
         if settled:
             self._wait = FIRST_WAIT_S
             if round_id == 0:
                 return self._idle
-            stepped = self._said != (round_id, self._pulse.version)
-            pause = next_pause(self._pause, self._pulse.size, stepped=stepped)
+            stepped = self._said != (round_id, self._progress.version)
+            pause = next_pause(self._pause, self._progress.size, stepped=stepped)
             self._pause = min(pause, self._idle)
             return self._pause
         wait = min(self._wait, self._longest)
@@ -232,10 +234,10 @@ class Heartbeat:
         if self._answer is not None:
             self._client.post_json(EVENTS_PATH, _events.encode(self._answer))
             self._answer = None
-        round_id = self._pulse.round
-        if round_id in (0, self._told) or self._pulse.steps == 0:
+        round_id = self._progress.round
+        if round_id in (0, self._told) or self._progress.steps == 0:
             return
-        self._post_stepped(self._client, round_id, self._pulse.version)
+        self._post_stepped(self._client, round_id, self._progress.version)
 
     def _post_stepped(self, client: RendezvousClient, round_id: int, step: int) -> None:
         event = WorkerStepped(worker=self._worker, round=round_id, step=step)

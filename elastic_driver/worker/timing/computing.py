@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from elastic_driver.worker.timing.samples import Lap
+from elastic_driver.worker.timing.samples import StepCost
 
 
 class ComputeClock:
@@ -75,7 +75,7 @@ class ComputeClock:
         self._began = None
         self._clear()
 
-    def lap(self) -> Lap | None:
+    def finish_step(self) -> StepCost | None:
         """The step ends here, and the next begins; what it took, or None where that is not known.
 
         It is not for the first one after `restart`, for a step without `backward()` or without
@@ -89,7 +89,7 @@ class ComputeClock:
         if began is None or stepped is None or not passes:
             return None
         one_pass = max(stepped - began - waited, 0.0) / passes
-        return Lap(one_pass + now - stepped, one_pass, exchanged)
+        return StepCost(one_pass + now - stepped, one_pass, exchanged)
 
     def _clear(self) -> None:
         self._passes = 0  # backward passes so far

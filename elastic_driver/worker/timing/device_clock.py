@@ -18,7 +18,7 @@ from msgspec import Struct
 from torch.optim import Optimizer
 
 from elastic_driver.worker.timing.computing import ComputeClock
-from elastic_driver.worker.timing.samples import Lap
+from elastic_driver.worker.timing.samples import StepCost
 
 _MS = 1e-3
 
@@ -44,7 +44,7 @@ class _Step(Struct):
     stepped: Moment  # the optimizer began
     ended: Moment
 
-    def lap(self) -> Lap | None:
+    def cost(self) -> StepCost | None:
         """What it took; None where the device is not that far."""
         if not self.ended.query():
             return None
@@ -53,11 +53,11 @@ class _Step(Struct):
         waited += sum(p.ready.elapsed_time(p.returned) for p in earlier if p.returned is not None)
         computed = max(self.began.elapsed_time(self.stepped) - waited, 0.0)
         one_pass = computed / len(self.passes) * _MS
-        return Lap(one_pass + self.stepped.elapsed_time(self.ended) * _MS, one_pass)
+        return StepCost(one_pass + self.stepped.elapsed_time(self.ended) * _MS, one_pass)
 
 
 class DeviceClock(ComputeClock):
-    """As `ComputeClock`, for parameters on a GPU; `lap` tells of the step before."""
+    """As `ComputeClock`, for parameters on a GPU; `finish_step` tells of the step before."""
 
     __slots__ = ("_began_at", "_device", "_finished", "_given_up", "_step_passes", "_stepped_at")
 
@@ -75,8 +75,8 @@ class DeviceClock(ComputeClock):
         self._finished: _Step | None = None
         self._begin()
 
-    def lap(self) -> Lap | None:
-        """See `ComputeClock.lap`; the step that ends here is told with the next one."""
+    def finish_step(self) -> StepCost | None:
+        """See `ComputeClock.finish_step`; the step that ends here is told with the next one."""
         before, now = self._finished, self._moment()
         whole = self._began_at is not None and self._step_passes and not self._given_up
         self._finished = (
@@ -86,7 +86,7 @@ class DeviceClock(ComputeClock):
         )
         self._began_at = now
         self._begin()
-        return None if before is None else before.lap()
+        return None if before is None else before.cost()
 
     def _begin(self) -> None:
         self._step_passes: list[_Pass] = []

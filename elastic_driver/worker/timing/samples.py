@@ -27,7 +27,7 @@ LEAST = 8  # samples of a message, however long steps are
 LARGEST_BACKLOG = 4096  # steps between two beats
 
 
-class Lap(Struct, frozen=True):
+class StepCost(Struct, frozen=True):
     """What one step cost: `compute` in all, of which `one_pass` is a forward-backward pass.
 
     `exchange` is what the process ran while others were waited for: to exchange gradients.
@@ -42,14 +42,14 @@ class StepSamples:
     """The measured steps of this process in the round it is in."""
 
     def __init__(self) -> None:
-        self._noted: deque[tuple[int, int, Lap]] = deque(maxlen=LARGEST_BACKLOG)
+        self._noted: deque[tuple[int, int, StepCost]] = deque(maxlen=LARGEST_BACKLOG)
         # What follows is the heartbeat thread's own.
         self._kept: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._round = 0
         self._stretch = Stretch()
         self._begin_block()
 
-    def note(self, round_id: int, step: int, lap: Lap) -> None:
+    def note(self, round_id: int, step: int, lap: StepCost) -> None:
         """A committed step of this round cost this rank so much; for the training thread."""
         self._noted.append((round_id, step, lap))
 
@@ -74,7 +74,7 @@ class StepSamples:
         self._steps = 0  # of the block that has not ended; likewise the sums of
         self._compute = self._passes = self._exchange = 0.0
 
-    def _count(self, step: int, lap: Lap, every: int, stretch: float) -> None:
+    def _count(self, step: int, lap: StepCost, every: int, stretch: float) -> None:
         self._steps += 1
         self._compute += lap.compute
         self._passes += lap.one_pass

@@ -21,19 +21,19 @@ from torch.distributed import HashStore, Store
 
 from elastic_driver.core.documents import Member, Notice, World
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
-from elastic_driver.worker.context import current
-from elastic_driver.worker.context.context import WorkerContext, alone
-from elastic_driver.worker.context.worker_log import say
-from elastic_driver.worker.heartbeat.final_checkpoint import LastSave, Savable
-from elastic_driver.worker.heartbeat.link import Link, Standing
-from elastic_driver.worker.heartbeat.pulse import AT_ONCE, Pulse
+from elastic_driver.worker import current
+from elastic_driver.worker.context import WorkerContext, alone
+from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, StateVersion
+from elastic_driver.worker.heartbeat.final_checkpoint import CheckpointableState, FinalCheckpoint
+from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
+from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.attempts import Attempt, RoundOverError
 from elastic_driver.worker.world.backends import Choice
 from elastic_driver.worker.world.devices import CONNECT_S, DeviceHalf
 from elastic_driver.worker.world.groups import Group, GroupBuilder
 from elastic_driver.worker.world.stuck import TrainingThread
-from elastic_driver.worker.world.wrapping import tear_down_wrapped
+from elastic_driver.worker.world.wrapping import tear_down_wrappers
 
 GRACE_S = 0.25  # for collectives to fail by themselves, once told to leave at once
 LOOK_S = 1.0  # between two looks at a training thread that has not left yet
@@ -43,19 +43,21 @@ T = TypeVar("T")
 SAME_AGAIN = 3  # devices that refuse to meet, in a row, in rounds that nobody has ended
 
 
-class Membership:
+class JobMembership:
     """This process's part in the job; made once, by the main thread.
 
     `world` and `group` are those of the round it is in; `group` is None between two rounds.
     """
 
     def __init__(self, born: WorkerContext | None, choice: Choice | None = None) -> None:
-        self.pulse = Pulse()
+        self.progress = TrainingProgress()
         self._choice = choice or Choice()
         self.world: World | None = None
         self.group: Group | None = None
-        self._link = (
-            Link(born, self.pulse, self._on_notice, self._tend) if born is not None else None
+        self._driver = (
+            DriverConnection(born, self.progress, self._on_notice, self._tend)
+            if born is not None
+            else None
         )
         self._left = 0  # the round left last
         self._speaker: object | None = None  # the state that READY was said of
@@ -69,7 +71,7 @@ class Membership:
         self._thread = TrainingThread()
         self._parting: list[Group] = []  # left, while some peer may still be in it
 
-    def speaks_for(self, state: object) -> bool:
+    def last_ready_described(self, state: object) -> bool:
         """Whether what this process said of its state when READY was said of this one.
 
         The first state to ask is the one; a second one in the same script is not.
@@ -82,14 +84,14 @@ class Membership:
         """Begin to beat. Raises `RendezvousError` where the rendezvous cannot be used."""
         # One request a rank in place of one a peer; gloo reads it when a group is built.
         os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
-        if self._link is not None:
-            self._link.start()
+        if self._driver is not None:
+            self._driver.start()
 
     def stop(self) -> None:
         """Leave the world, if in one, and stop beating; bounded, whatever the peers do."""
         self.leave()
-        if self._link is not None:
-            self._link.stop()
+        if self._driver is not None:
+            self._driver.stop()
         self._end_parted()
         current.forget()
 
@@ -97,46 +99,50 @@ class Membership:
         """In a forked child: let go of the world's connections and of the signals."""
         if self.group is not None:
             self.group.close_in_child()
-        if self._link is not None:
-            self._link.forget_in_child()
+        if self._driver is not None:
+            self._driver.forget_in_child()
 
     # ---- joining -------------------------------------------------------------------------
 
-    def say_ready(self, standing: Standing, reason: str, speaker: object | None = None) -> None:
-        """Report for the next round what `speaker`, a state, stands for; see `move_on`."""
+    def report_ready(
+        self, state_version: StateVersion, reason: str, speaker: object | None = None
+    ) -> None:
+        """Report for the next round what `speaker`, a state, stands for; see `leave_and_report`."""
         self._speaker = speaker
-        if self._link is not None:
-            self._link.say_ready(self._left, standing, reason)
+        if self._driver is not None:
+            self._driver.report_ready(self._left, state_version, reason)
 
-    def join(self, standing: Standing, state: Savable | None = None) -> World:
+    def join(self, state_version: StateVersion, state: CheckpointableState | None = None) -> World:
         """Become a member of the next round, however many attempts it takes.
 
         Where none comes, for all are to go, `state` is put on disk.
         A round that ends while its group is built costs nothing: we report for the next one.
         Raises `RendezvousError` only where the rendezvous refuses us; silence is waited out.
         """
-        link = self._link
-        if link is None:
+        connection = self._driver
+        if connection is None:
             return self._enter_alone()
-        last = LastSave(link.born.worker, state) if state is not None else None
+        last = FinalCheckpoint(connection.born.worker, state) if state is not None else None
         while True:
-            world, me = link.await_world(self._left, last)
+            world, me = connection.await_world(self._left, last)
             try:
-                self._enter(link, world, me, standing)
+                self._enter(connection, world, me, state_version)
             except RoundOverError as error:
                 self._left = world.round
                 reason = f"round {world.round} ended while its group was built: {error}"
-                link.say_ready(self._left, standing, reason)
+                connection.report_ready(self._left, state_version, reason)
             else:
                 return world
 
-    def _enter(self, link: Link, world: World, me: Member, standing: Standing) -> None:
-        store = link.store(world.round)
-        device = groups.gloo_device(world, link.born.endpoint)
+    def _enter(
+        self, connection: DriverConnection, world: World, me: Member, state_version: StateVersion
+    ) -> None:
+        store = connection.store(world.round)
+        device = groups.gloo_device(world, connection.born.endpoint)
         rank, size = me.place.rank, world.size
 
         def build(store: Store, rank: int, size: int, ballot: str | None = None) -> Group:
-            builder = GroupBuilder(store, rank, size, device, not_to=link.port, ballot=ballot)
+            builder = GroupBuilder(store, rank, size, device, not_to=connection.port, ballot=ballot)
             name = f"elastic-group-{world.round}"
             return self._attempt(builder, world.round, lambda: builder.build(name))
 
@@ -155,7 +161,7 @@ class Membership:
         self._install(
             group, world.round, partial(groups.install, group, store, rank, size, subgroup)
         )
-        self._entered(world, me, group, standing.version)
+        self._entered(world, me, group, state_version.version)
 
     def _attempt(
         self, builder: GroupBuilder | Attempt[None], round_id: int, work: Callable[[], T]
@@ -211,13 +217,13 @@ class Membership:
             self._left = world.round
             self._broken_since = None
             self._thread.forget()
-            self.pulse.links = group.links
-            self.pulse.entered(world.round, version, len(world.members))
+            self.progress.links = group.links
+            self.progress.entered(world.round, version, len(world.members))
             if self._notice is not None:  # it may have come while the group was built
                 self._obey(self._notice)
         self._end_parted()  # whoever was in it is in this round, or gone
-        if self._link is not None:
-            self._link.listen()
+        if self._driver is not None:
+            self._driver.listen()
         current.enter(me.place, world.round)
 
     def _enter_alone(self) -> World:
@@ -232,14 +238,14 @@ class Membership:
         builder = GroupBuilder(store, 0, 1, device, not_to=None, ballot=self._ballot())
         group = builder.build("elastic-group")
         self._install(group, world.round, partial(groups.install, group, store, 0, 1, subgroup))
-        self._entered(world, me, group, self.pulse.version)
+        self._entered(world, me, group, self.progress.version)
         return world
 
     # ---- leaving -------------------------------------------------------------------------
 
-    def move_on(
+    def leave_and_report(
         self,
-        standing: Standing,
+        state_version: StateVersion,
         reason: str,
         speaker: object,
         roll_back: Callable[[], None] | None = None,
@@ -253,7 +259,7 @@ class Membership:
         """
         group, half = self.group, self.group.half if self.group is not None else None
         if group is None or half is None:
-            self.say_ready(standing, reason, speaker)
+            self.report_ready(state_version, reason, speaker)
         elif (trouble := _ended(group, half, broken=roll_back is not None)) is not None:
             self._give_up(trouble)
         if roll_back is not None:
@@ -262,7 +268,7 @@ class Membership:
         self.leave()
         self._leaving_since = None
         if half is not None:
-            self.say_ready(standing, reason, speaker)
+            self.report_ready(state_version, reason, speaker)
 
     def settle(self) -> None:
         """Wait until what came out of collectives is there; raises where it never will be.
@@ -284,7 +290,7 @@ class Membership:
             trouble = _ended(self.group, self.group.half, broken=False)
         with self._lock:
             group, self.group = self.group, None
-            self.pulse.left()
+            self.progress.left()
             self._broken_since = None
         if group is not None and trouble is None:
             self._take_down(group)
@@ -297,7 +303,7 @@ class Membership:
 
     def _take_down(self, group: Group) -> None:
         group.hang_up()
-        tear_down_wrapped()
+        tear_down_wrappers()
         group.let_go()
         groups.uninstall(group.half)
         self._parting.append(group)
@@ -318,17 +324,17 @@ class Membership:
 
     def _obey(self, notice: Notice) -> None:
         """Pass a notice of the round we are in on to the training thread. Needs the lock."""
-        pulse = self.pulse
-        if pulse.round == 0 or notice.round < pulse.round:
+        progress = self.progress
+        if progress.round == 0 or notice.round < progress.round:
             return
-        pulse.leave_reason = notice.reason
-        if _at_once(notice, pulse.round):
-            pulse.leave_after = AT_ONCE
+        progress.leave_reason = notice.reason
+        if _at_once(notice, progress.round):
+            progress.leave_after = AT_ONCE
             self._broken_since = time.monotonic()
             if self.group is not None and self.group.half is not None:
                 self.group.half.cut_off(notice.reason)
         elif notice.after_step is not None:
-            pulse.leave_after = notice.after_step
+            progress.leave_after = notice.after_step
 
     def _tend(self) -> float | None:
         """See that the training thread leaves a broken round; seconds until the next look.
@@ -355,8 +361,8 @@ class Membership:
     def _give_up(self, what: str) -> NoReturn:
         """End this process, which nothing can bring into the next round."""
         say(
-            f"WorldBrokenError: round {self.pulse.round}: {what} ({self.pulse.leave_reason}); "
-            "this worker ends, to be replaced"
+            f"WorldBrokenError: round {self.progress.round}: {what} "
+            f"({self.progress.leave_reason}); this worker ends, to be replaced"
         )
         os._exit(ExitCode.UNAVAILABLE)
 

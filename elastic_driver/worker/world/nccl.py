@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.context.worker_log import say
+from elastic_driver.worker.worker_log import say
 
 # Read whenever a ProcessGroupNCCL is made, so setting them in `elastic.init()` is early enough.
 _VARIABLES = {

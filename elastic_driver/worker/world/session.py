@@ -10,18 +10,18 @@ from __future__ import annotations
 import atexit
 import os
 
-from elastic_driver.worker.context import context, current
-from elastic_driver.worker.context.scratch import use_scratch
-from elastic_driver.worker.context.worker_log import say
-from elastic_driver.worker.heartbeat.link import Standing
+from elastic_driver.worker import context, current
+from elastic_driver.worker.context import use_scratch
+from elastic_driver.worker.heartbeat.driver_connection import StateVersion
+from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world.backends import choose
-from elastic_driver.worker.world.membership import Membership
+from elastic_driver.worker.world.membership import JobMembership
 
 
 class _Session:
     """The one mutable cell of this module."""
 
-    membership: Membership | None = None
+    membership: JobMembership | None = None
     exits: bool = False  # whether the hooks for exit and fork are in place
 
 
@@ -41,13 +41,13 @@ def init(backend: str | None = None) -> None:
             worker.
         RendezvousError: where the rendezvous cannot be reached or refuses this worker.
     """
-    member = begin(backend)
+    member = start(backend)
     if member.group is None:
-        member.say_ready(Standing(), "started")
-        member.join(Standing())
+        member.report_ready(StateVersion(), "started")
+        member.join(StateVersion())
 
 
-def begin(backend: str | None = None) -> Membership:
+def start(backend: str | None = None) -> JobMembership:
     """The membership of this process, started if it was not; does not wait for a round.
 
     `backend` counts for the call that starts it.
@@ -58,7 +58,7 @@ def begin(backend: str | None = None) -> Membership:
             say("not started by elasticrun: training in this process alone, as a world of one")
         elif born.scratch:
             use_scratch(born.scratch)
-        member = Membership(born, choose(backend, born.slot if born is not None else 0))
+        member = JobMembership(born, choose(backend, born.slot if born is not None else 0))
         member.start()
         _Session.membership = member
         if not _Session.exits:
@@ -68,7 +68,7 @@ def begin(backend: str | None = None) -> Membership:
     return _Session.membership
 
 
-def membership() -> Membership | None:
+def membership() -> JobMembership | None:
     """The membership of this process, or None before `init()` and after `shutdown()`."""
     return _Session.membership
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_driver.worker.context import current
+from elastic_driver.worker import current
 
 _wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _in_sync: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -46,7 +46,7 @@ def wrap(model: Module, **ddp_kwargs: Any) -> DistributedDataParallel:
 
 
 @contextlib.contextmanager
-def silenced(model: Module) -> Iterator[None]:
+def without_ddp_sync(model: Module) -> Iterator[None]:
     """While this lasts, wrappers of `model` communicate nothing: `FixedBatch` does it for them.
 
     Their own mean over ranks would be wrong where ranks have different shares, and hang where one
@@ -66,12 +66,12 @@ def silenced(model: Module) -> Iterator[None]:
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = gradients, parameters
 
 
-def note_in_sync(model: Module) -> None:
+def mark_in_sync(model: Module) -> None:
     """All ranks hold this model with the same values now."""
     _in_sync.add(model)
 
 
-def tear_down_wrapped() -> None:
+def tear_down_wrappers() -> None:
     """Take the hooks of every wrapper off the parameters and let go of the process group."""
     for ddp in list(_wrapped):
         ddp.reducer = ddp.logger = None  # the last references: the destructor removes the hooks

@@ -12,7 +12,7 @@ import elastic_driver as elastic
 from elastic_driver.core.documents import SaveRequest
 from elastic_driver.core.events import WorkerSaved
 from elastic_driver.worker.checkpoints import folder as folders
-from elastic_driver.worker.heartbeat.final_checkpoint import LastSave
+from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpoint
 from tests.support.coordinator import eventually
 
 ME, OTHER = "a.0.1", "b.0.1"
@@ -48,7 +48,7 @@ def request(*members: str, number: int = 1, step: int = 3, seconds: float = 20.0
     return SaveRequest(number, step, members, seconds, "all leave")
 
 
-def news(*workers: LastSave) -> WorkerSaved:
+def news(*workers: FinalCheckpoint) -> WorkerSaved:
     """What the first of these has to say in the end; the others have nothing to say."""
 
     def look() -> WorkerSaved | None:
@@ -60,7 +60,7 @@ def news(*workers: LastSave) -> WorkerSaved:
 
 def test_those_who_are_asked_write_one_checkpoint_and_the_first_tells(tmp_path: Path) -> None:
     states = [Trained(tmp_path).state, Trained(tmp_path).state]
-    first, second = LastSave(ME, states[0]), LastSave(OTHER, states[1])
+    first, second = FinalCheckpoint(ME, states[0]), FinalCheckpoint(OTHER, states[1])
     first.asked(request(ME, OTHER))
     assert first.pending
     assert first.news() is None, "the other's share is missing"
@@ -75,7 +75,7 @@ def test_those_who_are_asked_write_one_checkpoint_and_the_first_tells(tmp_path: 
 
 def test_a_new_start_goes_on_from_the_last_commit(tmp_path: Path) -> None:
     before = Trained(tmp_path)
-    last = LastSave(ME, before.state)
+    last = FinalCheckpoint(ME, before.state)
     last.asked(request(ME))
     news(last)
     again = Trained(tmp_path, steps=0)  # takes no step of its own
@@ -84,20 +84,20 @@ def test_a_new_start_goes_on_from_the_last_commit(tmp_path: Path) -> None:
 
 
 def test_a_state_without_a_folder_says_so_at_once() -> None:
-    last = LastSave(ME, Trained(None).state)
+    last = FinalCheckpoint(ME, Trained(None).state)
     last.asked(request(ME))
     assert last.news() == WorkerSaved(ME, 1, "", "")
 
 
 def test_who_is_not_asked_writes_nothing(tmp_path: Path) -> None:
-    last = LastSave(ME, Trained(tmp_path).state)
+    last = FinalCheckpoint(ME, Trained(tmp_path).state)
     last.asked(request(OTHER))
     assert last.news() is None
     assert list(tmp_path.glob("step-*")) == []
 
 
 def test_who_holds_another_step_says_so(tmp_path: Path) -> None:
-    last = LastSave(OTHER, Trained(tmp_path).state)
+    last = FinalCheckpoint(OTHER, Trained(tmp_path).state)
     last.asked(request(ME, OTHER, step=4))
     told = last.news()
     assert told is not None
@@ -120,7 +120,7 @@ def test_a_disk_that_fails_is_told_of_in_one_line(
     folder = tmp_path / "checkpoints"
     state = Trained(folder).state
     harm(folder)
-    last = LastSave(ME, state)
+    last = FinalCheckpoint(ME, state)
     last.asked(request(ME))
     told = news(last)
     assert bool(told.folder) == (harm is _remove), "a folder that is gone is made again"
@@ -129,7 +129,7 @@ def test_a_disk_that_fails_is_told_of_in_one_line(
 
 
 def test_one_that_died_while_writing_is_done_without(tmp_path: Path) -> None:
-    last = LastSave(ME, Trained(tmp_path).state)
+    last = FinalCheckpoint(ME, Trained(tmp_path).state)
     last.asked(request(ME, OTHER))
     assert last.news() is None
     last.asked(request(ME, number=2))

@@ -15,9 +15,9 @@ from aiohttp import web
 from elastic_driver import contract
 from elastic_driver.core.documents import Allocation, Division, Progress, decode, encode
 from elastic_driver.worker.heartbeat.heartbeat import Heartbeat, next_pause
-from elastic_driver.worker.heartbeat.notices import Notices
-from elastic_driver.worker.heartbeat.pulse import Pulse
-from elastic_driver.worker.heartbeat.watch import StallWatch
+from elastic_driver.worker.heartbeat.preemption import Notices
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.stall_watch import StallWatch
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Entries, Get, Set
@@ -46,18 +46,18 @@ def server(events: queue.SimpleQueue[dict[str, object]]) -> Iterator[RendezvousS
 
 @contextlib.contextmanager
 def beating(
-    server: RendezvousServer, pulse: Pulse, notices: Notices | None = None
+    server: RendezvousServer, progress: TrainingProgress, notices: Notices | None = None
 ) -> Iterator[None]:
-    """A heartbeat of this pulse, with no limit to its patience."""
+    """A heartbeat of this progress, with no limit to its patience."""
     notices = Notices("a.0.1", 0.0) if notices is None else notices
     heart = Heartbeat(
         "a.0.1",
         RendezvousClient(server.url, TOKEN),
-        pulse,
+        progress,
         timeout=60.0,
         on_notice=lambda _notice: None,
         tend=lambda: None,
-        watch=StallWatch("a.0.1", pulse, None),
+        watch=StallWatch("a.0.1", progress, None),
         notices=notices,
     )
     heart.start()
@@ -71,14 +71,14 @@ def beating(
 def test_the_first_step_of_a_round_is_told_soon_though_the_beat_before_could_wait_longer(
     server: RendezvousServer, events: queue.SimpleQueue[dict[str, object]]
 ) -> None:
-    pulse = Pulse()
-    with beating(server, pulse):
+    progress = TrainingProgress()
+    with beating(server, progress):
         # The thread has had time to begin a beat that nothing but a new world can end.
         with pytest.raises(queue.Empty):
             events.get(timeout=0.3)
         server.apply((Set(contract.JOB_WORLD, b"{}"),))
-        pulse.entered(1, 0)
-        pulse.committed(1)
+        progress.entered(1, 0)
+        progress.committed(1)
         told = events.get(timeout=1.0)
     assert told == {"type": "worker_stepped", "worker": "a.0.1", "round": 1, "step": 1}
 
@@ -86,15 +86,15 @@ def test_the_first_step_of_a_round_is_told_soon_though_the_beat_before_could_wai
 def test_who_passes_shares_on_hears_of_new_ones_at_once_and_says_what_it_has(
     server: RendezvousServer,
 ) -> None:
-    pulse = Pulse()
-    pulse.entered(1, 0)
-    pulse.division, pulse.passes_on = Division(8, 3), True
-    pulse.committed(1)
-    with beating(server, pulse):
+    progress = TrainingProgress()
+    progress.entered(1, 0)
+    progress.division, progress.passes_on = Division(8, 3), True
+    progress.committed(1)
+    with beating(server, progress):
         for shares in ((5, 2, 1), (3, 3, 2)):
             server.apply((Set(contract.JOB_ALLOCATION, encode(Allocation(1, shares, "test"))),))
             eventually(
-                lambda given=shares: pulse.allocation and pulse.allocation.shares == given,
+                lambda given=shares: progress.allocation and progress.allocation.shares == given,
                 within=5.0,
                 what=f"{shares} have been heard of",
             )
@@ -111,17 +111,17 @@ def test_the_beats_of_a_world_that_trains_are_as_many_as_a_driver_bears() -> Non
 
 
 def test_others_hear_nothing_of_shares(server: RendezvousServer) -> None:
-    pulse = Pulse()
-    pulse.entered(1, 0)
+    progress = TrainingProgress()
+    progress.entered(1, 0)
     server.apply((Set(contract.JOB_ALLOCATION, encode(Allocation(1, (1, 1), "test"))),))
-    with beating(server, pulse):
-        pulse.committed(1)
+    with beating(server, progress):
+        progress.committed(1)
         eventually(
             lambda: server.apply((Get((contract.worker_progress("a.0.1"),)),))[0].entries,
             within=5.0,
             what="a beat after the step",
         )
-    assert pulse.allocation is None
+    assert progress.allocation is None
 
 
 def test_a_notice_is_passed_on_at_once_though_the_beat_could_wait_longer(
@@ -129,7 +129,7 @@ def test_a_notice_is_passed_on_at_once_though_the_beat_could_wait_longer(
 ) -> None:
     notices = Notices("a.0.1", 30.0)
     notices.listen()
-    with beating(server, Pulse(), notices):
+    with beating(server, TrainingProgress(), notices):
         with pytest.raises(queue.Empty):
             events.get(timeout=0.3)
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_driver.core.documents import Member, World
-from elastic_driver.worker.context.context import alone
+from elastic_driver.worker.context import alone
 from elastic_driver.worker.state_sync.agreement import StateLostError, agree, agree_afresh
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from elastic_driver.core.documents import MAX_SAMPLES, Progress, Sample, decode, encode
-from elastic_driver.worker.timing.samples import COVERED_S, Lap, StepSamples, block
+from elastic_driver.worker.timing.samples import COVERED_S, StepCost, StepSamples, block
 
 
-def lap(seconds: float) -> Lap:
-    return Lap(seconds, seconds / 2)
+def lap(seconds: float) -> StepCost:
+    return StepCost(seconds, seconds / 2)
 
 
 def told(step: int, seconds: float) -> Sample:

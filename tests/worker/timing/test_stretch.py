@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.worker.timing import stretch
-from elastic_driver.worker.timing.samples import Lap, StepSamples
+from elastic_driver.worker.timing.samples import StepCost, StepSamples
 from elastic_driver.worker.timing.stretch import Stretch
 from tests.support.slowing import Quota
 
@@ -74,7 +74,7 @@ def test_the_exchange_is_told_as_long_as_it_took(monkeypatch: pytest.MonkeyPatch
     account(monkeypatch, (1.0, 1.0), (2.0, 4.0))
     samples = StepSamples()
     samples.collect(1, 1.0)
-    samples.note(1, 1, Lap(0.5, 0.2, 0.01))
+    samples.note(1, 1, StepCost(0.5, 0.2, 0.01))
     (told,) = samples.collect(1, 1.0)
     assert told.exchange == pytest.approx(0.04)
     assert (told.compute, told.one_pass) == (0.5, 0.2), "what the clock has measured stays"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_driver.core.documents import SlotInfo
-from elastic_driver.worker.context import current
+from elastic_driver.worker import current
 
 
 @pytest.fixture(autouse=True)

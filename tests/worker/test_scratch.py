@@ -8,7 +8,7 @@ from pathlib import Path
 
 ASK = """
 import multiprocessing, multiprocessing.util, sys
-from elastic_driver.worker.context.scratch import use_scratch
+from elastic_driver.worker.context import use_scratch
 
 def ask(answers):
     answers.put(multiprocessing.util.get_temp_dir())

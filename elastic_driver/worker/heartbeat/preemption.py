@@ -26,7 +26,7 @@ from types import FrameType
 
 from elastic_driver import contract
 from elastic_driver.core.events import WorkerLeaving
-from elastic_driver.worker.context.worker_log import say
+from elastic_driver.worker.worker_log import say
 
 ANNOUNCING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 STOP_MARK = signal.Signals[contract.STOP_MARK]

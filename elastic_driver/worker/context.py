@@ -8,6 +8,7 @@ the path of the file that holds it. Times are seconds. torch is never imported.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -116,3 +117,14 @@ def _number(env: Mapping[str, str], name: str, default: N, kind: Callable[[str],
     if not 0 <= value < float("inf"):
         raise UsageError(f"{name} is {text!r}; it must be a number that is not negative")
     return value
+
+
+def use_scratch(folder: str) -> None:
+    """Let `multiprocessing` keep its sockets in `folder`, unless it has a folder already.
+
+    A killed worker cannot remove the folder that Python would make; the agent removes this one.
+    There is no official setting, so nothing happens where Python's own field has changed.
+    """
+    config = getattr(multiprocessing.current_process(), "_config", None)
+    if isinstance(config, dict):
+        config.setdefault("tempdir", folder)

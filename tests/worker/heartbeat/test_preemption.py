@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_driver.core.events import WorkerLeaving
-from elastic_driver.worker.heartbeat.notices import ANNOUNCING, STOP_MARK, Notices, Signals
+from elastic_driver.worker.heartbeat.preemption import ANNOUNCING, STOP_MARK, Notices, Signals
 from tests.support.job import eventually
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
@@ -202,7 +202,7 @@ def test_without_a_grace_period_signals_are_left_alone() -> None:
 
 STUCK = """
 import ctypes, threading
-from elastic_driver.worker.heartbeat.notices import Notices
+from elastic_driver.worker.heartbeat.preemption import Notices
 notices = Notices("a.0.1", 60.0)
 notices.listen()
 

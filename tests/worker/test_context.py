@@ -6,7 +6,7 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.context import context
+from elastic_driver.worker import context
 
 BORN = {
     contract.RUN_ID: "job",

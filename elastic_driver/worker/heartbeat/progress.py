@@ -25,7 +25,7 @@ def _no_links() -> None:
     return None
 
 
-class Pulse:
+class TrainingProgress:
     """How far this process is, and when it has been asked to leave its round."""
 
     __slots__ = (

@@ -10,26 +10,26 @@ import pytest
 
 import elastic_driver as elastic
 from elastic_driver.core.events import WorkerResumed, WorkerStalled
-from elastic_driver.worker.heartbeat import watch
-from elastic_driver.worker.heartbeat.pulse import Pulse
-from elastic_driver.worker.heartbeat.watch import StallWatch
+from elastic_driver.worker.heartbeat import stall_watch
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.stall_watch import StallWatch
 from elastic_driver.worker.world import session
-from elastic_driver.worker.world.membership import Membership
+from elastic_driver.worker.world.membership import JobMembership
 from tests.support.job import eventually
 
 
 def training(*, step_s: float = 1.0, steps: int = 10, limit: float | None = None) -> StallWatch:
     """A thread that has made these steps in round 1, the last one at time 0."""
-    pulse = Pulse()
-    pulse.entered(1, 0)
-    pulse.alive_at = -step_s * steps
+    progress = TrainingProgress()
+    progress.entered(1, 0)
+    progress.alive_at = -step_s * steps
     for number in range(steps):
-        pulse.reported(-step_s * (steps - 1 - number))
-    return StallWatch("a.0.1", pulse, limit)
+        progress.reported(-step_s * (steps - 1 - number))
+    return StallWatch("a.0.1", progress, limit)
 
 
-def pulse_of(stalls: StallWatch) -> Pulse:
-    return stalls._pulse
+def pulse_of(stalls: StallWatch) -> TrainingProgress:
+    return stalls._progress
 
 
 @pytest.mark.parametrize(("step_s", "limit"), [(0.01, 60.0), (1.0, 60.0), (10.0, 200.0)])
@@ -43,21 +43,21 @@ def test_a_slow_first_step_does_not_blow_up_the_limit() -> None:
     assert stalls.limit() == 60.0
 
 
-@pytest.mark.parametrize(("limit", "least"), [(None, watch.FIRST_STEP_S), (1.0, 5.0)])
+@pytest.mark.parametrize(("limit", "least"), [(None, stall_watch.FIRST_STEP_S), (1.0, 5.0)])
 def test_in_the_first_step_of_a_process_only_waiting_in_a_collective_is_a_stall(
     limit: float | None,
     least: float,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture,
 ) -> None:
-    pulse = Pulse()
-    pulse.entered(1, 0)
-    pulse.alive_at = 0.0
-    monkeypatch.setattr(watch, "stands_in", lambda _frame: "elsewhere")
-    monkeypatch.setattr(watch.time, "process_time", lambda: 0.0)
-    assert StallWatch("a.0.1", pulse, limit).look(1e9) is None, "it may compile"
-    stalls = StallWatch("a.0.1", pulse, limit)
-    monkeypatch.setattr(watch, "stands_in", lambda _frame: "collective")
+    progress = TrainingProgress()
+    progress.entered(1, 0)
+    progress.alive_at = 0.0
+    monkeypatch.setattr(stall_watch, "stands_in", lambda _frame: "elsewhere")
+    monkeypatch.setattr(stall_watch.time, "process_time", lambda: 0.0)
+    assert StallWatch("a.0.1", progress, limit).look(1e9) is None, "it may compile"
+    stalls = StallWatch("a.0.1", progress, limit)
+    monkeypatch.setattr(stall_watch, "stands_in", lambda _frame: "collective")
     assert stalls.look(least - 0.1) is None
     told = stalls.look(least)
     assert isinstance(told, WorkerStalled)
@@ -69,19 +69,22 @@ def test_a_process_that_computes_before_its_first_step_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used = [0.0]
-    monkeypatch.setattr(watch, "stands_in", lambda _frame: "collective")
-    monkeypatch.setattr(watch.time, "process_time", lambda: used[0])
-    pulse = Pulse()
-    pulse.entered(1, 0)
-    pulse.alive_at = 0.0
-    stalls = StallWatch("a.0.1", pulse, 1.0)
+    monkeypatch.setattr(stall_watch, "stands_in", lambda _frame: "collective")
+    monkeypatch.setattr(stall_watch.time, "process_time", lambda: used[0])
+    progress = TrainingProgress()
+    progress.entered(1, 0)
+    progress.alive_at = 0.0
+    stalls = StallWatch("a.0.1", progress, 1.0)
     assert stalls.look(1.0) is None
     used[0] = 20.0  # another thread of it compiles
     assert stalls.look(100.0) is None
 
 
 def test_the_first_step_of_a_later_round_gets_more_time() -> None:
-    for limit, expected in ((None, watch.FIRST_STEP_S), (2.0, 2.0 * watch.FIRST_STEP_FACTOR)):
+    for limit, expected in (
+        (None, stall_watch.FIRST_STEP_S),
+        (2.0, 2.0 * stall_watch.FIRST_STEP_FACTOR),
+    ):
         stalls = training(limit=limit)
         pulse_of(stalls).entered(2, 10)
         assert stalls.limit() == expected
@@ -106,7 +109,7 @@ def test_a_stall_is_told_once_then_each_time_it_has_doubled(capfd: pytest.Captur
     assert isinstance(stalls.look(6.0), WorkerStalled)
     said = capfd.readouterr().err
     assert said.count("no progress for") == 1
-    assert "test_watch.py" in said, "with the stacks"
+    assert "test_stall_watch.py" in said, "with the stacks"
 
 
 def test_progress_after_a_stall_is_told(capfd: pytest.CaptureFixture) -> None:
@@ -131,8 +134,8 @@ def test_a_thread_that_computes_gets_more_time_unless_the_user_set_a_limit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     used = [0.0]
-    monkeypatch.setattr(watch, "stands_in", lambda _frame: "elsewhere")
-    monkeypatch.setattr(watch, "_processor_time", lambda _ident: used[0])
+    monkeypatch.setattr(stall_watch, "stands_in", lambda _frame: "elsewhere")
+    monkeypatch.setattr(stall_watch, "_processor_time", lambda _ident: used[0])
     adaptive, fixed = training(), training(limit=60.0)
     for stalls in (adaptive, fixed):
         stalls.look(1.0)
@@ -193,41 +196,41 @@ def test_where_a_thread_stands_is_told_by_its_innermost_frame(
 
 
 @pytest.fixture
-def member(monkeypatch: pytest.MonkeyPatch) -> Membership:
+def member(monkeypatch: pytest.MonkeyPatch) -> JobMembership:
     """A process that is in a world, as far as `elastic.busy` and its like can tell."""
-    made = Membership(None)
-    made.pulse.entered(1, 0)
+    made = JobMembership(None)
+    made.progress.entered(1, 0)
     monkeypatch.setattr(session._Session, "membership", made)
     return made
 
 
-def test_whoever_says_that_it_is_busy_may_be_silent_for_as_long(member: Membership) -> None:
-    member.pulse.reported(member.pulse.alive_at + 0.01)
-    stalls = StallWatch("a.0.1", member.pulse, 1.0)
+def test_whoever_says_that_it_is_busy_may_be_silent_for_as_long(member: JobMembership) -> None:
+    member.progress.reported(member.progress.alive_at + 0.01)
+    stalls = StallWatch("a.0.1", member.progress, 1.0)
     with elastic.busy("evaluation", within=100.0):
-        began = member.pulse.busy_until - 100.0
+        began = member.progress.busy_until - 100.0
         assert stalls.look(began + 99.0) is None
         with elastic.busy("a part of it", within=10.0):
             assert stalls.look(began + 99.0) is None, "the later end counts"
         assert stalls.look(began + 99.0) is None
         assert isinstance(stalls.look(began + 101.5), WorkerStalled)
-    assert member.pulse.busy_until == 0.0
+    assert member.progress.busy_until == 0.0
 
 
-def test_being_busy_ends_with_an_exception_too(member: Membership) -> None:
+def test_being_busy_ends_with_an_exception_too(member: JobMembership) -> None:
     with pytest.raises(ValueError, match="of the script"), elastic.busy("checkpoint"):
         raise ValueError("of the script")
-    assert member.pulse.busy_until == 0.0
+    assert member.progress.busy_until == 0.0
 
 
-def test_a_report_is_a_sign_of_life_and_with_a_step_it_counts_as_one(member: Membership) -> None:
-    before = member.pulse.alive_at
+def test_a_report_is_a_sign_of_life_and_with_a_step_it_counts_as_one(member: JobMembership) -> None:
+    before = member.progress.alive_at
     elastic.report_progress()
-    assert member.pulse.alive_at >= before
-    assert (member.pulse.signs, len(member.pulse.step_times)) == (0, 0)
+    assert member.progress.alive_at >= before
+    assert (member.progress.signs, len(member.progress.step_times)) == (0, 0)
     elastic.report_progress(step=1, samples=32)
-    assert (member.pulse.signs, len(member.pulse.step_times)) == (1, 1)
-    assert member.pulse.steps == 0, "nothing was committed"
+    assert (member.progress.signs, len(member.progress.step_times)) == (1, 1)
+    assert member.progress.steps == 0, "nothing was committed"
 
 
 def test_outside_of_a_job_both_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

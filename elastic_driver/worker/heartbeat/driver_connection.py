@@ -17,13 +17,13 @@ from msgspec import Struct
 from elastic_driver import contract
 from elastic_driver.core.documents import Member, Notice, SaveRequest, World, decode, decode_world
 from elastic_driver.core.events import WorkerReady
-from elastic_driver.worker.context.context import WorkerContext
-from elastic_driver.worker.context.worker_log import say
-from elastic_driver.worker.heartbeat.final_checkpoint import LastSave
+from elastic_driver.worker.context import WorkerContext
+from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpoint
 from elastic_driver.worker.heartbeat.heartbeat import Heartbeat
-from elastic_driver.worker.heartbeat.notices import Notices
-from elastic_driver.worker.heartbeat.pulse import Pulse
-from elastic_driver.worker.heartbeat.watch import StallWatch
+from elastic_driver.worker.heartbeat.preemption import Notices
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.stall_watch import StallWatch
+from elastic_driver.worker.worker_log import say
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError, UnreachableError
@@ -38,14 +38,14 @@ GOODBYE_S = 1.0  # for the driver to hear that we stop beating; it may be gone
 _encode_event = msgspec.json.Encoder().encode
 
 
-class Standing(Struct, frozen=True):
+class StateVersion(Struct, frozen=True):
     """What a worker says of its state when it is READY: see `core.events.WorkerReady`."""
 
     version: int = -1
     clean: bool = True
 
 
-class Link:
+class DriverConnection:
     """The connections of one worker to its driver.
 
     Raises `TokenError` where the token file cannot be used. `start` connects.
@@ -54,7 +54,7 @@ class Link:
     def __init__(
         self,
         born: WorkerContext,
-        pulse: Pulse,
+        progress: TrainingProgress,
         on_notice: Callable[[Notice], None],
         tend: Callable[[], float | None],
     ) -> None:
@@ -68,11 +68,11 @@ class Link:
         self._heart = Heartbeat(
             born.worker,
             self._client.clone(),
-            pulse,
+            progress,
             timeout=born.heartbeat_timeout,
             on_notice=on_notice,
             tend=tend,
-            watch=StallWatch(born.worker, pulse, born.hang_timeout),
+            watch=StallWatch(born.worker, progress, born.hang_timeout),
             notices=self._notices,
         )
 
@@ -87,7 +87,10 @@ class Link:
         # A lease that ran out would be taken for a hang: the process may take long to end.
         with contextlib.suppress(RendezvousError):
             worker = self.born.worker
-            signs = Delete(contract.worker_lease(worker)), Delete(contract.worker_beat(worker))
+            signs = (
+                Delete(contract.worker_lease(worker)),
+                Delete(contract.worker_half_lease(worker)),
+            )
             self._client.batch(*signs, deadline=GOODBYE_S)
         self._client.close()
 
@@ -103,13 +106,13 @@ class Link:
         """A torch store for the keys of one round."""
         return HTTPStore(self._client, contract.round_prefix(round_id))
 
-    def say_ready(self, left: int, standing: Standing, reason: str) -> None:
+    def report_ready(self, left: int, state_version: StateVersion, reason: str) -> None:
         """Report for the next round, having left round `left`; trying on while nobody answers."""
         event = WorkerReady(
             worker=self.born.worker,
             round=left,
-            version=standing.version,
-            clean=standing.clean,
+            version=state_version.version,
+            clean=state_version.clean,
             reason=reason[:MAX_REASON_CHARS],
         )
         silent = False
@@ -125,7 +128,7 @@ class Link:
             else:
                 return
 
-    def await_world(self, left: int, last: LastSave | None = None) -> tuple[World, Member]:
+    def await_world(self, left: int, last: FinalCheckpoint | None = None) -> tuple[World, Member]:
         """The first world newer than round `left` in which we take part, and our entry in it.
 
         Meanwhile `last` may be asked to put the state on disk.
@@ -155,7 +158,7 @@ class Link:
             if me is not None and world.round > left:
                 return world, me
 
-    def _wait_between_rounds(self, last: LastSave | None) -> dict[str, Entry]:
+    def _wait_between_rounds(self, last: FinalCheckpoint | None) -> dict[str, Entry]:
         """What is new of the documents we wait for; soon, while we have news ourselves."""
         keys, wait = {contract.JOB_WORLD: self._seen}, self._slice
         if last is not None:

@@ -7,6 +7,8 @@ The numbers have Horovod's meaning; they are counted anew each round, only `slot
 
 from __future__ import annotations
 
+import sys
+
 from elastic_driver.core.documents import SlotInfo
 from elastic_driver.errors import UsageError
 
@@ -21,6 +23,7 @@ __all__ = [
     "local_size",
     "place",
     "rank",
+    "rank_and_size",
     "round_id",
     "size",
     "slot",
@@ -102,3 +105,16 @@ def round_id() -> int:
     """The membership round this process is in; it grows with every change of the world."""
     place()
     return _Current.round
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return (rank, size) in the elastic world, else in torch's default group, else (0, 1).
+
+    So the same script runs under `elasticrun`, under another launcher, and alone.
+    """
+    if is_initialized():
+        return rank(), size()
+    dist = sys.modules.get("torch.distributed")  # a group exists only where it was imported
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

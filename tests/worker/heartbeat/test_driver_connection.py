@@ -6,9 +6,9 @@ import queue
 import time
 from pathlib import Path
 
-from elastic_driver.worker.context.context import WorkerContext
-from elastic_driver.worker.heartbeat.link import Link
-from elastic_driver.worker.heartbeat.pulse import Pulse
+from elastic_driver.worker.context import WorkerContext
+from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from rendezvous.auth import write_token_file
 from rendezvous.server import RendezvousServer
 
@@ -27,9 +27,11 @@ def test_who_stops_on_purpose_is_never_taken_for_silent_or_lost(tmp_path: Path) 
             token_file=str(write_token_file(tmp_path / "token", TOKEN)),
             heartbeat_timeout=0.5,
         )
-        link = Link(born, Pulse(), on_notice=lambda _notice: None, tend=lambda: None)
-        link.start()
-        link.stop()
+        connection = DriverConnection(
+            born, TrainingProgress(), on_notice=lambda _notice: None, tend=lambda: None
+        )
+        connection.start()
+        connection.stop()
         deadline = time.monotonic() + 2 * born.heartbeat_timeout
         while time.monotonic() < deadline:  # its end may take long
             assert expired.empty(), expired.get()

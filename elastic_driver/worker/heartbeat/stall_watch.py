@@ -26,7 +26,7 @@ from typing import Literal
 
 from elastic_driver.core.events import WorkerResumed, WorkerStack, WorkerStalled
 from elastic_driver.core.stack_location import waits_for_peers
-from elastic_driver.worker.heartbeat.pulse import Pulse
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
 
 LEAST_S = 60.0  # no silence shorter than this is a stall, unless the user says so
 USUAL_STEPS = 20.0  # nor one shorter than so many usual steps
@@ -43,8 +43,8 @@ Where = Literal["collective", "elsewhere"]
 class StallWatch:
     """Watches the thread that makes it. `limit`: as `--hang-timeout`, None adapts, 0 is off."""
 
-    def __init__(self, worker: str, pulse: Pulse, limit: float | None) -> None:
-        self._worker, self._pulse, self._set = worker, pulse, limit
+    def __init__(self, worker: str, progress: TrainingProgress, limit: float | None) -> None:
+        self._worker, self._progress, self._set = worker, progress, limit
         self._ident = threading.get_ident()
         self._told: tuple[int, float] | None = None  # (round, last sign of life) of a stall
         self._again_at = 0.0  # seconds of silence at which to tell it again
@@ -52,8 +52,8 @@ class StallWatch:
 
     def look(self, now: float) -> WorkerStalled | WorkerResumed | None:
         """What the driver has to hear, if anything."""
-        round_id, quiet = self._pulse.round, self._quiet(now)
-        if self._told is not None and self._told != (round_id, self._pulse.alive_at):
+        round_id, quiet = self._progress.round, self._quiet(now)
+        if self._told is not None and self._told != (round_id, self._progress.alive_at):
             told, self._told = self._told, None
             if told[0] == round_id:
                 return WorkerResumed(self._worker, round_id)
@@ -63,14 +63,14 @@ class StallWatch:
             return None
         frame = sys._current_frames().get(self._ident)
         where = stands_in(frame)
-        if not self._pulse.step_times and (where == "elsewhere" or works):
+        if not self._progress.step_times and (where == "elsewhere" or works):
             return None
         if self._set is None and where == "elsewhere" and works and quiet < limit * WORKING_FACTOR:
             return None
         stack = describe(frame)
         if self._told is None:
             self._dump(quiet, where)
-        self._told, self._again_at = (round_id, self._pulse.alive_at), 2 * quiet
+        self._told, self._again_at = (round_id, self._progress.alive_at), 2 * quiet
         return WorkerStalled(self._worker, round_id, quiet, where, stack)
 
     def answer(self, number: int) -> WorkerStack:
@@ -88,17 +88,17 @@ class StallWatch:
 
     def limit(self) -> float | None:
         """Seconds of silence that are a stall now; None: no silence is."""
-        pulse = self._pulse
-        times = tuple(pulse.step_times)
-        if pulse.round == 0 or self._set == 0:
+        progress = self._progress
+        times = tuple(progress.step_times)
+        if progress.round == 0 or self._set == 0:
             return None
         if self._set is not None:
-            return self._set if pulse.signs else self._set * FIRST_STEP_FACTOR
+            return self._set if progress.signs else self._set * FIRST_STEP_FACTOR
         limit = max(LEAST_S, USUAL_STEPS * statistics.median(times)) if times else FIRST_STEP_S
-        return limit if pulse.signs else max(limit, FIRST_STEP_S)
+        return limit if progress.signs else max(limit, FIRST_STEP_S)
 
     def _quiet(self, now: float) -> float:
-        return now - max(self._pulse.alive_at, min(self._pulse.busy_until, now))
+        return now - max(self._progress.alive_at, min(self._progress.busy_until, now))
 
     def _works(self, now: float) -> bool:
         """Whether the thread has been computing since its last sign of life.
@@ -106,9 +106,9 @@ class StallWatch:
         Before its first step the whole process counts: what compiles may be another thread.
         """
         sign, since, before = self._worked
-        used = _processor_time(self._ident) if self._pulse.step_times else time.process_time()
-        if sign != self._pulse.alive_at:
-            self._worked = (self._pulse.alive_at, now, used)
+        used = _processor_time(self._ident) if self._progress.step_times else time.process_time()
+        if sign != self._progress.alive_at:
+            self._worked = (self._progress.alive_at, now, used)
             return False
         return used - before > WORKING_SHARE * (now - since)
 
