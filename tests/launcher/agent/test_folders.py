@@ -105,7 +105,7 @@ def test_a_folder_whose_process_was_killed_before_it_could_hold_it_is_swept_when
     assert os.listdir(tmp_path) == ["x-full"]  # no way to know whose that is
 
 
-HOLD = """
+SCRATCH = """
 from launcher.agent.folders import scratch_folder
 with scratch_folder() as folder:
     print(folder, flush=True)
@@ -113,7 +113,7 @@ with scratch_folder() as folder:
 """
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A temporary folder with a short name, as temporary folders have."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
@@ -146,7 +146,7 @@ def test_what_a_killed_agent_left_is_swept_and_what_a_live_one_holds_is_not(
     temporary: Path,
 ) -> None:
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SCRATCH], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert holder.stdout is not None
