@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from elastic_driver.core.documents import Member, World
+from elastic_driver.core.documents import World
+from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 from elastic_driver.errors import ElasticError
 
 
@@ -34,40 +35,36 @@ class Agreement(Struct, frozen=True):
 def agree(world: World, *, reloads: bool = False) -> Agreement:
     """The rule of architecture section 6.
 
-    Among the members that hold a trained state, a clean one beats a dirty one, then the highest
-    version wins, then the lowest rank. Whoever holds another version, or is not clean, receives.
-    Raises `StateLostError` where all that is left was half received when its sender died, unless
-    the source `reloads` a checkpoint.
+    `core.state_version` says whose state wins and who receives it. Raises `StateLostError` where
+    all that is left was half received when its sender died, unless the source `reloads` a
+    checkpoint.
     """
-    trained = [member for member in world.members if member.version >= 0]
-    if not trained:
+    states = [StateVersion(member.version, member.clean) for member in world.members]
+    source = source_of(states)
+    if source is None or not states[source].trained:
         return agree_afresh(world, version=0, reloads=reloads)
-    clean = [member for member in trained if member.clean]
-    source = max(clean or trained, key=lambda member: (member.version, -member.place.rank))
     return Agreement(
-        source=source.place.rank,
-        receivers=frozenset(m.place.rank for m in world.members if _differs(m, source)),
-        version=source.version,
+        source=source,
+        receivers=receivers_of(states, source),
+        version=states[source].steps,
         fresh=False,
-        exact=source.clean,
+        exact=states[source].clean,
     )
 
 
 def agree_afresh(world: World, version: int, *, reloads: bool = False) -> Agreement:
     """Nobody has trained yet: the lowest rank's values are those everybody starts with."""
-    whole = [member.place.rank for member in world.members if member.clean or reloads]
-    if not whole:
+    states = [StateVersion(-1, member.clean or reloads) for member in world.members]
+    source = source_of(states)
+    if source is None:
         raise StateLostError(
             f"round {world.round}: the last worker with the whole state died while sending it; "
             "give the state a checkpoint_dir to survive this"
         )
-    others = frozenset(range(world.size)) - {whole[0]}
     return Agreement(
-        source=whole[0], receivers=others, version=max(version, 0), fresh=True, exact=True
+        source=source,
+        receivers=receivers_of(states, source),
+        version=max(version, 0),
+        fresh=True,
+        exact=True,
     )
-
-
-def _differs(member: Member, source: Member) -> bool:
-    if member is source:
-        return False
-    return not source.clean or not member.clean or member.version != source.version

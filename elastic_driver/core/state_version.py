@@ -1,0 +1,51 @@
+"""Which state wins when a round forms, and who has to receive it.
+
+The workers apply this rule to the World document, each for itself and without exchanging a word;
+the driver applies it to its own records, for the event log. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class StateVersion(NamedTuple):
+    """The state that a worker brings into a round.
+
+    `steps`: committed steps it stands for (−1: nothing trained yet). `clean`: its tensors are
+    exactly those, not the ones of a step that was broken off.
+    """
+
+    steps: int
+    clean: bool
+
+    @property
+    def trained(self) -> bool:
+        """Return whether the worker has trained at all."""
+        return self.steps >= 0
+
+
+def source_of(states: Sequence[StateVersion]) -> int | None:
+    """Return the rank whose state everybody goes on with; `states` are in the order of ranks.
+
+    Among trained states a clean one beats another, then the most steps win, then the lowest rank.
+    Where nobody has trained, it is the lowest rank that is clean; None where there is none.
+    """
+    trained = [rank for rank, state in enumerate(states) if state.trained]
+    clean = [rank for rank in trained or range(len(states)) if states[rank].clean]
+    if not trained:
+        return clean[0] if clean else None
+    return max(clean or trained, key=lambda rank: (states[rank].steps, -rank))
+
+
+def receivers_of(states: Sequence[StateVersion], source: int) -> frozenset[int]:
+    """Return the ranks that take over the state of `source`.
+
+    Nobody has to whose clean state stands for as many steps as a clean source's; where nobody has
+    trained, all others do, as each has drawn its own first values.
+    """
+    sent = states[source]
+    if not (sent.trained and sent.clean):
+        return frozenset(range(len(states))) - {source}
+    return frozenset(rank for rank, state in enumerate(states) if state != sent) - {source}
