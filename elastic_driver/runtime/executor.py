@@ -54,7 +54,7 @@ from elastic_driver.core.events import (
     WorkerStarted,
     WorkerStepped,
 )
-from elastic_driver.runtime.backend import AgentStarter
+from elastic_driver.runtime.backend import Backend
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.host_checks import HostChecks
@@ -98,7 +98,7 @@ class Executor:
         self,
         *,
         server: RendezvousServer,
-        starter: AgentStarter,
+        starter: Backend,
         log: EventLog,
         reporter: Reporter,
         on_agent_ended: Callable[[AgentLost], None],
