@@ -24,9 +24,9 @@ from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest
 from elastic_driver.worker.checkpoints.staging import Staging
 from elastic_driver.worker.checkpoints.writer import Share, Writer, describe
-from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.state_sync.sharing import Envelope, IncomingState, LiveState, split
 from elastic_driver.worker.state_sync.values import TensorKind
+from elastic_driver.worker.worker_log import say
 
 KEEP = 3
 MAX_WAIT_S = 30.0  # longest that training waits for the previous checkpoint
@@ -107,9 +107,7 @@ class Checkpoints:
         """Return "" for a complete checkpoint, why the newest one failed, or None while pending."""
         return self._writer.outcome(folder)
 
-    def _stage(
-        self, state: LiveState, version: int, group: _WriterGroup, consequence: str
-    ) -> Path:
+    def _stage(self, state: LiveState, version: int, group: _WriterGroup, consequence: str) -> Path:
         contents = split(state)
         kinds = {name: TensorKind.of(tensor) for name, tensor in contents.tensors.items()}
         staging = self._staging
@@ -150,8 +148,8 @@ class Checkpoints:
         if waited > LOGGED_WAIT_S and not self._late:
             self._late = True
             say(
-                f"step {version}: training waited {waited:.1f} s for the previous checkpoint; raise "
-                f"every= (now {self._every}) or use a faster disk"
+                f"step {version}: training waited {waited:.1f} s for the previous checkpoint; "
+                f"raise every= (now {self._every}) or use a faster disk"
             )
         return True
 

@@ -40,9 +40,7 @@ def share(kinds: Mapping[str, TensorKind], rank: int, size: int) -> list[Piece]:
     pieces, at = [], 0
     for name, (rows, row_bytes) in sizes.items():
         if row_bytes:
-            start, stop = (
-                min(max((edge - at) // row_bytes, 0), rows) for edge in (first, last)
-            )
+            start, stop = (min(max((edge - at) // row_bytes, 0), rows) for edge in (first, last))
             if start < stop:
                 pieces.append(Piece(name, start, stop))
             at += rows * row_bytes

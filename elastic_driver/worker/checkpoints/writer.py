@@ -23,9 +23,9 @@ from msgspec import Struct
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest, Report
 from elastic_driver.worker.checkpoints.staging import Staging
-from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.state_sync.sharing import SplitState
 from elastic_driver.worker.state_sync.values import first_line
+from elastic_driver.worker.worker_log import say
 
 PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may take
 FIRST_POLL_S = 0.02  # for other ranks' reports; each pause is GROWTH times longer, up to …

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core.documents import Member, Notice, SaveRequest, World, decode, decode_world
 from elastic_driver.core.events import WorkerReady
+from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpoint
 from elastic_driver.worker.heartbeat.heartbeat import Heartbeat
@@ -36,13 +36,6 @@ MAX_REASON_CHARS = 1000
 GOODBYE_S = 1.0  # for the driver to hear that we stop beating; it may be gone
 
 _encode_event = msgspec.json.Encoder().encode
-
-
-class StateVersion(Struct, frozen=True):
-    """What a worker says of its state when it is READY: see `core.events.WorkerReady`."""
-
-    version: int = -1
-    clean: bool = True
 
 
 class DriverConnection:
@@ -111,7 +104,7 @@ class DriverConnection:
         event = WorkerReady(
             worker=self.born.worker,
             round=left,
-            version=state_version.version,
+            version=state_version.steps,
             clean=state_version.clean,
             reason=reason[:MAX_REASON_CHARS],
         )

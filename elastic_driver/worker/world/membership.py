@@ -20,10 +20,11 @@ from typing import Any, NoReturn, TypeVar
 from torch.distributed import HashStore, Store
 
 from elastic_driver.core.documents import Member, Notice, World
+from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.worker import current
 from elastic_driver.worker.context import WorkerContext, alone
-from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, StateVersion
+from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.final_checkpoint import CheckpointableState, FinalCheckpoint
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.worker_log import say
@@ -161,7 +162,7 @@ class JobMembership:
         self._install(
             group, world.round, partial(groups.install, group, store, rank, size, subgroup)
         )
-        self._entered(world, me, group, state_version.version)
+        self._entered(world, me, group, state_version.steps)
 
     def _attempt(
         self, builder: GroupBuilder | Attempt[None], round_id: int, work: Callable[[], T]
