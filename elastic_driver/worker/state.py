@@ -172,7 +172,7 @@ class State:
         progress = self._progress
         computed = self._clock.finish_step()
         if computed is not None:
-            progress.samples.note(progress.round, self._version, computed)
+            progress.samples.record(progress.round, self._version, computed)
         if progress.committed(self._version):
             raise HostsUpdatedInterrupt(progress.leave_reason)
 
