@@ -121,7 +121,7 @@ def test_who_holds_another_step_says_so(tmp_path: Path) -> None:
     last.begin(request(ME, OTHER, step=4))
     told = posted(last)
     assert told is not None
-    assert told.problem == "a worker was asked for step 4, not 3"
+    assert told.problem == "step 4 was requested; this worker is at 3"
 
 
 def _remove(folder: Path) -> None:
