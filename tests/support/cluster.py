@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -33,6 +33,8 @@ SUBNET = "10.99.0."  # head is 1, node<i> is 10 + i; the networks of two cluster
 SUBNET6 = "fd99::"
 _INIT = Path(__file__).with_name("node.py")
 _FREEZER = Path("/sys/fs/cgroup/freezer")
+_CPU = Path("/sys/fs/cgroup/cpu")
+_PERIOD_US = 20_000  # of a quota
 _TOOLS = ("ip", "tc", "iptables", "nsenter", "unshare", "ssh", "ssh-keygen", "sshd")
 _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
 
@@ -96,6 +98,7 @@ class Node:
         self._pid_file = cluster.folder / f"{name}.pid"
         self._console = cluster.folder / f"{name}.console"
         self._cgroup = _FREEZER / f"{cluster.name}-{name}"
+        self._cpu = _CPU / f"{cluster.name}-{name}"
         self._outer: subprocess.Popen[bytes] | None = None
 
     # ---- life ----------------------------------------------------------------------------
@@ -114,19 +117,20 @@ class Node:
         _run("ip", "-n", self._netns, "addr", "add", *own, "dev", "eth0")
         _run("ip", "-n", self._netns, "link", "set", "lo", "up")
         _run("ip", "-n", self._netns, "link", "set", "eth0", "up")
-        if _FREEZER.is_dir():
-            self._cgroup.mkdir()
+        for group in (self._cgroup, self._cpu):
+            if group.parent.is_dir():
+                group.mkdir()
 
     def start(self) -> None:
         """Begin to boot; `wait` says when that is done."""
         self._pid_file.unlink(missing_ok=True)
-        tasks = self._cgroup / "tasks"
+        tasks = [group / "tasks" for group in (self._cgroup, self._cpu)]
         birth = {
             "name": self.name,
             "shared": [str(folder) for folder in self._cluster.shared],
             "etc": str(self._cluster.folder / "etc"),
             "pid_file": str(self._pid_file),
-            "cgroups": [str(tasks)] if tasks.exists() else [],
+            "cgroups": [str(path) for path in tasks if path.exists()],
         }
         with self._console.open("ab") as console:
             self._outer = subprocess.Popen(
@@ -171,8 +175,9 @@ class Node:
         """Remove everything of the node."""
         self.kill()
         _run("ip", "netns", "del", self._netns, check=False)
-        with contextlib.suppress(OSError):
-            self._cgroup.rmdir()
+        for group in (self._cgroup, self._cpu):
+            with contextlib.suppress(OSError):
+                group.rmdir()
 
     # ---- faults --------------------------------------------------------------------------
 
@@ -194,6 +199,19 @@ class Node:
         """Undo `slow_link`."""
         for netns, device in self._ends():
             _run("ip", "netns", "exec", netns, "tc", "qdisc", "del", "dev", device, "root")
+
+    @contextlib.contextmanager
+    def slow_cpu(self, share: float) -> Iterator[None]:
+        """While this lasts, all processes of the node together have `share` of one processor.
+
+        Raises OSError where no control group can be made.
+        """
+        (self._cpu / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+        (self._cpu / "cpu.cfs_quota_us").write_text(str(int(_PERIOD_US * share)))
+        try:
+            yield
+        finally:
+            (self._cpu / "cpu.cfs_quota_us").write_text("-1")
 
     def _ends(self) -> tuple[tuple[str, str], tuple[str, str]]:
         return (self._netns, "eth0"), (self._cluster.switch, self._port)
