@@ -4,7 +4,6 @@
 PYTHON ?= python3
 VENV   ?= .venv
 SEEDS  ?= 200
-TRIES  ?= 50
 TESTS  ?= tests
 BENCH  ?=
 
@@ -44,7 +43,7 @@ sim: $(READY) ## simulate SEEDS clusters full of failures against the job's core
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
 nightly: $(READY) ## what takes hours: many kills, schedules, slowed ranks, faults of hosts and seeds
-	tests/nightly.sh
+	VENV=$(VENV) tests/nightly.sh
 
 bench: $(READY) ## all benchmarks beside their peers, in minutes (BENCH=recovery for one of them)
 	$(BIN)/python -m benchmarks $(BENCH)

@@ -1,8 +1,9 @@
-"""A real mpirun brings agents to two hosts, and the job outlives it."""
+"""A real mpirun brings agents to two hosts, or starts us on both."""
 
 from __future__ import annotations
 
 import signal
+from importlib.util import find_spec
 
 import pytest
 
@@ -42,3 +43,18 @@ def test_agents_outlive_mpirun_and_are_started_again_by_another_one() -> None:
             what="nothing is left on any host",
             context=lambda: f"{job.left_behind()}\n{job.describe()}",
         )
+
+
+@pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
+@pytest.mark.skipif(find_spec("mpi4py") is None, reason="mpi4py is not installed (extra `mpi`)")
+def test_ranks_of_an_outer_mpirun_find_each_other_and_rank_0_runs_the_job() -> None:
+    outer = ("mpirun", "-np", "2", "-H", "node0:1,node1:1", "--mca", "btl", "tcp,self")
+    args = ("--backend", "mpi", "--min-np", "1")
+    with (
+        Cluster(2) as cluster,
+        elasticrun_on(cluster, *args, inside=outer, env=mpi.ENVIRON, steps=30) as job,
+    ):
+        assert job.wait(120) == 0, job.describe()
+        assert job.stdout.count("done step=30") == 2, job.describe()
+        assert {r.worker for r in job.steps()} == {"node0.0.1", "node1.0.1"}
+        assert job.left_behind() == {}

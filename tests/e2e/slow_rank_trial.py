@@ -13,7 +13,7 @@ steps in which nothing is done to anybody, and alarms are counted. `--busy`: loo
 One job for each number of ranks and for the cluster; rank or host are drawn, each as often as any
 other. A line for each time tells who was named after how many steps, at what load; the last ones
 how many were right: the right rank, of the right kind, within 30 steps, and nobody else until the
-alarm was withdrawn.
+alarm was withdrawn. Ends with 1 if one was not right, or if there was a false alarm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tests.support import shaping
 from tests.support.cluster import Cluster, Node
@@ -51,6 +51,13 @@ Slowing = Callable[[], "AbstractContextManager[object]"]
 Shape = Callable[[Node], "AbstractContextManager[object]"]
 
 
+class Result(NamedTuple):
+    """A line for the end, and whether all of it is as it should be."""
+
+    line: str
+    right: bool
+
+
 @dataclass
 class Tally:
     """What came of one way to slow somebody."""
@@ -59,12 +66,13 @@ class Tally:
     steps: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    def line(self, what: str) -> str:
+    def result(self, what: str) -> Result:
         """For the end."""
         times = self.right + len(self.wrong)
         steps = " ".join(map(str, sorted(self.steps)))
         wrong = f"; wrong: {'; '.join(self.wrong)}" if self.wrong else ""
-        return f"{what}: right in {self.right} of {times}, named after steps: {steps}{wrong}"
+        line = f"{what}: right in {self.right} of {times}, named after steps: {steps}{wrong}"
+        return Result(line, not self.wrong)
 
 
 def step_at(job: RunningJob, moment: float) -> int:
@@ -152,7 +160,7 @@ def drawn(random: Random, of: int, times: int) -> list[int]:
 # ---- by its processor --------------------------------------------------------------------
 
 
-def processor(given: argparse.Namespace, ranks: int) -> Iterator[str]:
+def processor(given: argparse.Namespace, ranks: int) -> Iterator[Result]:
     """One rank after the other gets less of a processor than the others."""
     hosts = [f"127.0.0.{n}" for n in range(2, ranks + 1)]
     listed = ",".join(f"{host}:1" for host in ("localhost", *hosts))
@@ -166,13 +174,13 @@ def processor(given: argparse.Namespace, ranks: int) -> Iterator[str]:
             for rank in drawn(random, ranks, given.times):
                 pid, host = of_rank[rank]
                 once(job, host, "compute", partial(slowed, pid, share, given.period), tally)
-            yield tally.line(f"{ranks} ranks, {factor:g} x slower")
+            yield tally.result(f"{ranks} ranks, {factor:g} x slower")
 
 
 # ---- by its link -------------------------------------------------------------------------
 
 
-def links(given: argparse.Namespace) -> Iterator[str]:
+def links(given: argparse.Namespace) -> Iterator[Result]:
     """One host's link after the other's is shaped."""
     ways: dict[str, Shape] = {}
     for rate in given.rate:
@@ -195,7 +203,7 @@ def links(given: argparse.Namespace) -> Iterator[str]:
             for number in drawn(random, hosts, given.times):
                 node = cluster.node(f"node{number}")
                 once(job, node.name, "network", partial(way, node), tally)
-            yield tally.line(f"{hosts} hosts, {what}")
+            yield tally.result(f"{hosts} hosts, {what}")
 
 
 # ---- nobody ------------------------------------------------------------------------------
@@ -215,7 +223,7 @@ def busy_loops(count: int) -> Iterator[None]:
             process.wait()
 
 
-def nobody(given: argparse.Namespace) -> Iterator[str]:
+def nobody(given: argparse.Namespace) -> Iterator[Result]:
     """Jittered steps; who is named all the same."""
     ranks = max(given.ranks)
     env = {"WORK_MS": str(given.work_ms), "JITTER": str(given.jitter), "IDLE": str(given.idle)}
@@ -232,15 +240,16 @@ def nobody(given: argparse.Namespace) -> Iterator[str]:
         steps = sum(step_at(job, time.time()) for job in jobs) - first
         each = given.calm * given.jobs / max(steps, 1)
         found = [e["reason"] for job in jobs for e in alarms(job, begun)]
-        yield (
+        line = (
             f"{given.jobs} jobs of {ranks} ranks, {given.calm / 60 * given.jobs:.1f} minutes, "
             f"{steps} jittered steps of {each * 1000:.0f} ms, {given.busy} other programs: "
             f"{len(found)} alarms {found}; load {os.getloadavg()[0]:.1f}"
         )
+        yield Result(line, not found)
 
 
-def main() -> None:
-    """Play what the command line asks for."""
+def main() -> int:
+    """Play what the command line asks for; 1 if something was wrong."""
 
     def numbers(words: str) -> list[float]:
         return [float(word) for word in words.split(",") if word]
@@ -263,9 +272,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave nothing behind
     trials = [processor(given, ranks) for ranks in given.ranks if given.processor]
     trials += [links(given), *([nobody(given)] if given.calm else [])]
-    for line in list(itertools.chain(*trials)):
-        print(line, flush=True)
+    results = list(itertools.chain(*trials))
+    for result in results:
+        print(result.line, flush=True)
+    return int(not all(result.right for result in results))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

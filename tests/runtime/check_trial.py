@@ -6,7 +6,8 @@
 `--processor`: names of this machine as hosts, one of them in a control group with that share of one
 processor (1: none is slowed). `--link`: nodes of a cluster of network namespaces (root), one of
 them sending no more than so many megabits a second (0: none is slowed). Which host it is, chance
-decides. Each line tells the load beside it, since everything here shares the processors.
+decides. Each line tells the load beside it, since everything here shares the processors. Ends with
+1 if another host was named, or none.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def _tc(cluster: Cluster, node: str, what: str, *words: str) -> list[str]:
     return cluster.node(node).inside("tc", "qdisc", what, *words)
 
 
-def play(trial: Trial, hosts: Sequence[str], amount: float, healthy: float, times: int) -> None:
-    """Some trials of one slow-down; prints a line for each, and how many were right."""
+def play(trial: Trial, hosts: Sequence[str], amount: float, healthy: float, times: int) -> bool:
+    """Some trials of one slow-down; prints a line for each; whether all were right."""
     random, right = Random(f"{amount}"), 0
     for _ in range(times):
         victim = None if amount == healthy else random.choice(list(hosts))
@@ -112,10 +113,11 @@ def play(trial: Trial, hosts: Sequence[str], amount: float, healthy: float, time
             flush=True,
         )
     print(f"{amount:g}: right in {right} of {times}", flush=True)
+    return right == times
 
 
-def main() -> None:
-    """Play what the command line asks for."""
+def main() -> int:
+    """Play what the command line asks for; 1 if something was wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.runtime.check_trial")
     parser.add_argument("--processor", default="", help="shares of one processor, 0.35,0.15")
     parser.add_argument("--link", default="", help="megabits a second, 300,1000")
@@ -125,14 +127,18 @@ def main() -> None:
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave nothing behind
     local = ["localhost", *(f"127.0.0.{n}" for n in range(2, given.hosts + 1))]
+    right = []
     for share in filter(None, given.processor.split(",")):
-        play(with_a_quota(local, model=given.model), local, float(share), 1.0, given.times)
+        quota = with_a_quota(local, model=given.model)
+        right.append(play(quota, local, float(share), 1.0, given.times))
     if given.link:
         with Cluster(given.hosts) as cluster:
             nodes = [f"node{n}" for n in range(given.hosts)]
             for rate in given.link.split(","):
-                play(with_a_narrow_link(cluster, nodes), nodes, float(rate), 0.0, given.times)
+                link = with_a_narrow_link(cluster, nodes)
+                right.append(play(link, nodes, float(rate), 0.0, given.times))
+    return int(not all(right))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""A real Prometheus reads a job's metrics, configured as docs/operations.md says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.job import RunningJob, elasticrun, eventually
+from tests.support.nodes import free_port
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="prometheus is not installed"
+)
+
+CONFIG = """\
+global: {{scrape_interval: 200ms, scrape_timeout: 200ms}}
+scrape_configs:
+  - job_name: elastic
+    authorization: {{credentials_file: {token}}}
+    static_configs: [{{targets: ["{target}"]}}]
+"""
+
+
+@contextmanager
+def prometheus(folder: Path, target: str, token: Path) -> Iterator[str]:
+    """Start Prometheus on a free port of this machine; its address."""
+    folder.mkdir()
+    config, log, address = folder / "config.yml", folder / "log", f"127.0.0.1:{free_port()}"
+    config.write_text(CONFIG.format(target=target, token=token))
+    argv = [
+        *("prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"),
+        f"--web.listen-address={address}",
+    ]
+    with log.open("wb") as output:
+        server = subprocess.Popen(argv, stdout=output, stderr=output, cwd=folder)
+    try:
+        yield f"http://{address}"
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def ask(address: str, path: str, **query: str) -> Any:
+    """Ask Prometheus; None while it does not listen yet."""
+    url = f"{address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 - http, ours
+            return json.load(answer)["data"]
+    except OSError:
+        return None
+
+
+def value(address: str, metric: str) -> float | None:
+    """The newest value of a metric that has one series."""
+    found = (ask(address, "query", query=metric) or {"result": []})["result"]
+    return float(found[0]["value"][1]) if found else None
+
+
+def target_error(address: str) -> str | None:
+    """What Prometheus says is wrong with its target; empty if nothing, None before it has asked."""
+    found = (ask(address, "targets") or {"activeTargets": []})["activeTargets"]
+    return found[0]["lastError"] if found and found[0]["health"] != "unknown" else None
+
+
+def driver_of(job: RunningJob) -> str:
+    """HOST:PORT of the job's driver."""
+
+    def look() -> str | None:
+        file = job.run_dir / "endpoint.json"
+        return json.loads(file.read_text())["url"] if file.exists() else None
+
+    return urllib.parse.urlsplit(job.until(look, "the driver listens")).netloc
+
+
+def test_prometheus_reads_the_figures_with_the_jobs_token_alone(tmp_path: Path) -> None:
+    with elasticrun("-np", "2", "--", "sleep", "1000") as job:
+        target, wrong = driver_of(job), tmp_path / "wrong"
+        wrong.write_text("not-the-token")
+        with prometheus(tmp_path / "right", target, job.run_dir / "token") as address:
+            eventually(
+                lambda: (
+                    value(address, "elastic_job_info") == 1
+                    and value(address, 'elastic_workers{state="running"}') is not None
+                ),
+                within=30,
+                what="Prometheus has read the job's figures",
+                context=lambda: f"{target_error(address)}\n{job.describe()}",
+            )
+            assert target_error(address) == ""
+            assert value(address, "elastic_world_size_wanted") == 2
+        with prometheus(tmp_path / "wrong-token", target, wrong) as address:
+            error = eventually(lambda: target_error(address), within=30, what="it is refused")
+            assert "401" in error
+            assert value(address, "elastic_job_info") is None
