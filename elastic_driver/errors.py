@@ -7,6 +7,7 @@ an `ElasticError` into one line and its `exit_code`; anything else is a bug of o
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NoReturn
 
 from rendezvous.errors import ElasticError, RendezvousError
 
@@ -66,3 +67,8 @@ class HostsUpdatedInterrupt(ElasticError):
 
 class WorldBrokenError(ElasticError):
     """A collective failed because a peer, a link or the group is gone; `run` rejoins."""
+
+
+def assert_never(value: NoReturn) -> NoReturn:
+    """Mark a case as impossible: mypy reports each type that can still come here."""
+    raise AssertionError(f"unexpected {value!r}")

@@ -56,20 +56,15 @@ class PublishWorld(CausedDecision, frozen=True, tag="publish_world"):
     reason: str
 
 
-class AskProgress(CausedDecision, frozen=True, tag="ask_progress"):
-    """Ask these members of a round how far they are; the answer is `ProgressReported`."""
-
-    number: int  # of the question; the answer repeats it
-    round: int
-    workers: tuple[str, ...]
-    reason: str
-
-
 class PublishNotice(CausedDecision, frozen=True, tag="publish_notice"):
-    """Tell the members to leave the round: after this step, or (None) at once."""
+    """Leave this round: at once, or (`at_boundary`) after a step every rank still reaches.
+
+    Which step that is follows from the progress the workers wrote to the store; the shell
+    reads it and names it in the notice (`runtime.boundary`).
+    """
 
     round: int
-    after_step: int | None
+    at_boundary: bool
     reason: str
 
 
@@ -141,7 +136,6 @@ Decision: TypeAlias = (
     | StopAgent
     | GiveOrder
     | PublishWorld
-    | AskProgress
     | PublishNotice
     | PublishSave
     | SealRound

@@ -17,8 +17,8 @@ class StateVersion(NamedTuple):
     exactly those, not the ones of a step that was broken off.
     """
 
-    steps: int = -1
-    clean: bool = True
+    steps: int
+    clean: bool
 
     @property
     def trained(self) -> bool:

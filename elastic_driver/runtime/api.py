@@ -11,8 +11,8 @@
 | `POST /v1/hosts/{host}:undrain` | 202; it may be used again; 404, 409 `not_drained` |
 | `POST /v1/stacks` | 202; every worker is asked where it stands: event `stacks_collected` |
 | `POST /v1/stop` | 202; the job ends with status 143; asked a second time, at once |
-| `/v1/shards/…`, `/v1/nodes:…` | see `runtime.shards_api` and `runtime.joined` |
-| `/v1/tf/…` | see `runtime.tf_api` |
+| `/v1/shards/…`, `/v1/tf/…` | see `runtime.machine_api` |
+| `/v1/nodes:…` | see `runtime.joined` |
 
 Handlers run on the server's loop, decode and bound what arrives, and hand it on; every
 decision about the job is taken on the driver's mailbox thread. Errors have the form of
@@ -49,8 +49,7 @@ from elastic_driver.errors import ExitCode
 from elastic_driver.runtime import metrics
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.joined import JoinedNodes
-from elastic_driver.runtime.shards_api import ShardRoutes
-from elastic_driver.runtime.tf_api import TfRoutes
+from elastic_driver.runtime.machine_api import MachineRoutes, OpenRequests, PolicyEvent, call_on
 from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import EVENTS_PATH
 
@@ -96,7 +95,7 @@ class _HostsSeen(Struct, frozen=True):
     hosts: tuple[_HostSeen, ...]
 
 
-class Accepted(Struct, frozen=True):
+class EventAccepted(Struct, frozen=True):
     """The answer to what was put into the mailbox."""
 
     accepted: bool = True
@@ -109,7 +108,7 @@ class DriverPort(Protocol):
     def size_bounds(self) -> tuple[int, int | None]:
         """The fewest and (None: no limit) the most workers the job may have."""
 
-    def post(self, event: Request) -> bool:
+    def post(self, event: Request | PolicyEvent) -> bool:
         """Put an event into the mailbox; False when it is full or the job is over."""
 
     def request_stop(self, reason: str, exit_code: int) -> None:
@@ -123,25 +122,20 @@ _decode_event: Callable[[bytes], WireEvent] = msgspec.json.Decoder(WireEvent).de
 _decode_scale = msgspec.json.Decoder(ScaleRequest).decode
 _decode_drain = msgspec.json.Decoder(DrainRequest).decode
 _decode_reason = msgspec.json.Decoder(ReasonGiven).decode
-_ACCEPTED = msgspec.json.encode(Accepted())
+_ACCEPTED = msgspec.json.encode(EventAccepted())
 
 
 class DriverRoutes:
-    """Handlers of the routes above; `lease`: seconds a member of a TensorFlow cluster may be
-    silent."""
+    """Handlers of the routes above."""
 
     def __init__(
         self,
         driver: DriverPort,
         log: EventLog,
-        shards: ShardRoutes | None = None,
         joined: JoinedNodes | None = None,
-        *,
-        lease: float = 30.0,
     ) -> None:
         self._driver, self._log = driver, log
-        self._shards, self._joined = shards, joined
-        self._tf = TfRoutes(lease)
+        self.requests, self._joined = OpenRequests(driver.post), joined
         self._streams = 0
 
     def add_to(self, app: web.Application) -> None:
@@ -155,9 +149,7 @@ class DriverRoutes:
         app.router.add_post(UNDRAIN_PATH, self.undrain)
         app.router.add_post(STACKS_PATH, self.stacks)
         app.router.add_post(STOP_PATH, self.stop)
-        if self._shards is not None:
-            self._shards.add_to(app)
-        self._tf.add_to(app)
+        MachineRoutes(self.requests).add_to(app)
         if self._joined is not None:
             self._joined.add_to(app)
 
@@ -249,7 +241,7 @@ class DriverRoutes:
             if not answer.done():
                 answer.set_result(document)
 
-        self._driver.ask_status(lambda document: _call_on(loop, settle, document))
+        self._driver.ask_status(lambda document: call_on(loop, settle, document))
         try:
             return await asyncio.wait_for(answer, STATUS_WAIT_S)
         except asyncio.TimeoutError:
@@ -277,7 +269,7 @@ class DriverRoutes:
         response.content_type = _EVENT_STREAM
         loop = asyncio.get_running_loop()
         news = asyncio.Event()
-        unsubscribe = self._log.subscribe(lambda: _call_on(loop, news.set))
+        unsubscribe = self._log.subscribe(lambda: call_on(loop, news.set))
         self._streams += 1
         try:
             await response.prepare(request)
@@ -310,15 +302,6 @@ class DriverRoutes:
 async def _read_optional(request: web.Request, decode: Callable[[bytes], T], otherwise: T) -> T:
     """The request's body, decoded; `otherwise` where it is empty."""
     return await read_json(request, decode) if await request.read() else otherwise
-
-
-def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
-    """Call on the loop's thread; a loop that is gone has nobody left to tell."""
-    try:
-        loop.call_soon_threadsafe(function, *args)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
 
 
 def _since(request: web.Request) -> int:

@@ -26,8 +26,8 @@ from elastic_driver.policies.nodecheck.messages import (
     TaskSettings,
     assignment_key,
 )
-from elastic_driver.runtime.api import Accepted
-from elastic_driver.runtime.backend import Backend, MakeBackend
+from elastic_driver.runtime.api import EventAccepted
+from elastic_driver.runtime.backend import AgentStarter, StarterFactory
 from elastic_driver.runtime.run_dir import RunDir
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.errors import RendezvousError
@@ -67,7 +67,7 @@ class CheckFleet:
         hosts: Sequence[str],
         spec: JobSpec,
         settings: TaskSettings,
-        starter: MakeBackend,
+        starter: StarterFactory,
         run_dir: RunDir,
         bind: tuple[str, int],
         status: Callable[[], bytes],
@@ -77,7 +77,7 @@ class CheckFleet:
         self._status = status
         self._mailbox: queue.SimpleQueue[News | AgentLost | _Cancelled] = queue.SimpleQueue()
         self._server: RendezvousServer | None = None
-        self._starter: Backend | None = None
+        self._starter: AgentStarter | None = None
         self._orders: dict[str, int] = {}  # host → orders given; only agents that live
         self.agents: dict[str, AgentReady] = {}  # those that are up
 
@@ -212,7 +212,9 @@ class CheckFleet:
         if self._mailbox.qsize() >= MAX_MAIL:
             raise Problem(503, "not_accepting", "the check has too much to do", "try again later")
         self._mailbox.put(event)
-        return web.Response(body=msgspec.json.encode(Accepted()), status=202, content_type=JSON)
+        return web.Response(
+            body=msgspec.json.encode(EventAccepted()), status=202, content_type=JSON
+        )
 
     async def _get_status(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._status(), content_type=JSON)

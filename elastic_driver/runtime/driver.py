@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import msgspec
 
@@ -24,13 +24,27 @@ from elastic_driver import contract
 from elastic_driver.core import invariants
 from elastic_driver.core.decisions import Announce, EndJob
 from elastic_driver.core.documents import JobSpec, encode
-from elastic_driver.core.events import TOGETHER, Batch, Event, StopRequested, Tick, WorkerExited
+from elastic_driver.core.events import (
+    TOGETHER,
+    AgentLost,
+    Batch,
+    Event,
+    StopRequested,
+    Tick,
+    WorkerExited,
+    WorkerLost,
+    WorkerStarted,
+)
 from elastic_driver.core.job import Job
 from elastic_driver.core.machine import stamped
 from elastic_driver.errors import ClusterError, ExitCode
-from elastic_driver.policies.shards.messages import Quarantined
+from elastic_driver.policies.requests import RequestDropped
+from elastic_driver.policies.shards.datasets import DataSets
+from elastic_driver.policies.shards.messages import ShardBatch, ShardRequest, WorkerEnded
+from elastic_driver.policies.tf.cluster import TfCluster
+from elastic_driver.policies.tf.messages import TfRequest
 from elastic_driver.runtime.api import DriverRoutes
-from elastic_driver.runtime.backend import Backend, MakeBackend
+from elastic_driver.runtime.backend import AgentStarter, StarterFactory
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
@@ -38,16 +52,16 @@ from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.mailbox import (
     AgentEnded,
-    Hurry,
-    LeaseExpired,
+    LeaseLapsed,
+    MachineEvent,
     Mailbox,
     Message,
     StatusAsked,
+    StopNow,
 )
 from elastic_driver.runtime.options import DriverOptions, Outcome
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.run_dir import RunDir
-from elastic_driver.runtime.shards_api import ShardRoutes
 from elastic_driver.settings import Settings
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.errors import RendezvousError
@@ -60,6 +74,8 @@ SIGNAL_SLICE_S = 0.5  # the longest that a signal may go unheard
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
 _SPIN_GUARD_S = 0.01  # the least time between two ticks
 
+MachineName: TypeAlias = Literal["job", "shards", "tf"]
+
 
 class ElasticDriver:
     """Runs one job. `run()` is `start()`, wait, and `stop()`."""
@@ -70,7 +86,7 @@ class ElasticDriver:
         settings: Settings,
         spec: JobSpec,
         discovery: HostDiscovery,
-        starter: MakeBackend,
+        starter: StarterFactory,
         run_dir: RunDir,
         reporter: Reporter,
         options: DriverOptions | None = None,
@@ -100,13 +116,20 @@ class ElasticDriver:
         self._discovery = DiscoveryThread(
             discovery, interval=self._options.discovery_interval, post=self._mailbox.put
         )
-        self._shards = ShardRoutes(self._shard_quarantined)
+        self._machines: dict[MachineName, Any] = {
+            "job": self._job,
+            "shards": DataSets(),
+            "tf": TfCluster(settings.heartbeat_timeout),
+        }
+        self._deadlines: dict[MachineName, float | None] = {}
         self._server: RendezvousServer | None = None
-        self._starter: Backend | None = None
+        self._starter: AgentStarter | None = None
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
         self._stop_asked = False
-        self._hurried = False  # the mailbox thread's own
+        # The driver's thread's own:
+        self._end: EndJob | None = None  # the job is over: the agents shut down
+        self._stop_now = False
         self._events = 0  # handled so far; the number of one is the cause of what follows from it
         self._began = 0.0  # unix seconds
 
@@ -123,7 +146,7 @@ class ElasticDriver:
             executor = self._open()
             self._discovery.start()
             thread = threading.Thread(
-                target=self._run_mailbox, args=(executor,), name="driver", daemon=True
+                target=self._run_loop, args=(executor,), name="driver", daemon=True
             )
             thread.start()
         except BaseException:
@@ -169,7 +192,7 @@ class ElasticDriver:
         May be called by any thread and by a signal handler: SimpleQueue.put is reentrant.
         """
         if self._stop_asked:
-            self._mailbox.put(Hurry())
+            self._mailbox.put(StopNow())
         else:
             self._stop_asked = True
             self._mailbox.put(StopRequested(reason, exit_code))
@@ -188,7 +211,7 @@ class ElasticDriver:
         """The fewest and (None: no limit) the most workers the job may have."""
         return self._settings.min_np, self._settings.max_np
 
-    def post(self, event: Event) -> bool:
+    def post(self, event: MachineEvent) -> bool:
         """Put an event into the mailbox; False when it is full or the job is over."""
         if self._outcome is not None or len(self._mailbox) >= MAX_MAIL:
             return False
@@ -207,14 +230,13 @@ class ElasticDriver:
             self._log.open()
             token = make_token()
             write_token_file(self._run_dir.token_file, token)
-            lease = self._settings.heartbeat_timeout
-            routes = DriverRoutes(self, self._log, self._shards, self._joined, lease=lease)
+            routes = DriverRoutes(self, self._log, self._joined)
             self._server = RendezvousServer(
                 self._options.bind_host,
                 self._options.bind_port,
                 token=token,
                 others=() if self._joined is None else self._joined.secrets,
-                on_lease_expired=lambda key: self._mailbox.put(LeaseExpired(key)),
+                on_lease_expired=lambda key: self._mailbox.put(LeaseLapsed(key)),
                 routes=routes.add_to,
                 posts={EVENTS_PATH: routes.take_event},
             )
@@ -235,6 +257,7 @@ class ElasticDriver:
             heartbeat_timeout=self._settings.heartbeat_timeout,
             checks=self._checks,
             post=self._mailbox.put,
+            answer=routes.requests.answer,
         )
 
     def _close_all(self) -> None:
@@ -249,17 +272,17 @@ class ElasticDriver:
             self._server.stop()
         self._run_dir.close()
 
-    # ---- the mailbox thread --------------------------------------------------------------
+    # ---- the driver's thread -------------------------------------------------------------
 
-    def _run_mailbox(self, executor: Executor) -> None:
-        """Handle messages until the core ends the job, or a bug of ours does."""
+    def _run_loop(self, executor: Executor) -> None:
+        """Handle messages until the job machine ends the job, or a bug of ours does."""
         end: EndJob | None = None
         try:
             executor.execute(Announce("job_started", f"run {self._spec.run_id}"))
             if self._checks is not None:
                 executor.execute(Announce("nodes_checked", self._checks.report.summary()))
-            while end is None:
-                end = self._handle(self._next_message(executor), executor)
+            while (end := self._end) is None:
+                self._turn(executor)
                 executor.look_at_ranks()
             self._wind_down(end, executor)
         except BaseException:  # nothing may leave agents behind, and nothing is swallowed
@@ -280,90 +303,109 @@ class ElasticDriver:
         finally:
             self._outcome = Outcome(end.exit_code, end.reason, end.failure)
 
-    def _next_message(self, executor: Executor) -> Message:
-        """The next message, or a Tick when the core or the watch for slow ranks is due."""
-        deadlines = [d for d in (self._job.deadline(), executor.slow.due) if d is not None]
+    def _turn(self, executor: Executor, until: float | None = None) -> None:
+        """Handle the next message, if one comes before a deadline, and all deadlines passed."""
+        known = (*self._deadlines.values(), executor.slow.due if self._end is None else until)
+        deadlines = [deadline for deadline in known if deadline is not None]
+        timeout = None
+        if deadlines:
+            timeout = max(_SPIN_GUARD_S, min(deadlines) - time.monotonic())
         try:
-            if not deadlines:
-                return self._mailbox.get()
-            return self._mailbox.get(max(_SPIN_GUARD_S, min(deadlines) - time.monotonic()))
+            message = self._mailbox.get(timeout)
         except queue.Empty:
-            return Tick()
+            pass
+        else:
+            self._take(message, executor)
+        now = time.monotonic()
+        for name, due in list(self._deadlines.items()):
+            if due is not None and due <= now:
+                self._decide(name, Tick(), executor)
 
-    def _handle(self, message: Message, executor: Executor) -> EndJob | None:
-        """Let the core decide about one message, and act; the end of the job, if that was it."""
-        event: Event | None
+    def _take(self, message: Message, executor: Executor) -> None:
+        """Handle one message, and those behind it that are handled together with it."""
+        event: MachineEvent | None
         match message:
             case StatusAsked(reply):
                 reply(self._status(executor))
-                return None
-            case Hurry():
-                self._hurried = True
-                return EndJob(int(ExitCode.INTERRUPTED), "asked to stop twice")
-            case LeaseExpired(key):
+                return
+            case StopNow():
+                self._stop_now = True
+                self._end = self._end or EndJob(int(ExitCode.INTERRUPTED), "asked to stop twice")
+                return
+            case LeaseLapsed(key):
                 event = executor.lease_expired(key)
             case AgentEnded(lost):
                 executor.agent_ended(lost.host, lost.incarnation)
                 event = lost
             case _:
                 event = message
-        if event is None:
-            return None
-        if isinstance(event, TOGETHER):
+        if event is not None:
+            self._hand_over(event, executor)
+
+    def _hand_over(self, event: MachineEvent, executor: Executor) -> None:
+        """Hand an event to the machines that it is for."""
+        if isinstance(event, ShardRequest):
+            together = self._mailbox.following((ShardRequest,), MAX_TOGETHER)
+            self._decide("shards", ShardBatch((event, *together)), executor)
+        elif isinstance(event, TfRequest):
+            self._decide("tf", event, executor)
+        elif isinstance(event, RequestDropped):
+            self._decide(event.machine, event, executor)
+        elif isinstance(event, WorkerEnded):
+            self._decide("shards", event, executor)
+        elif self._end is not None:
+            if isinstance(event, WorkerExited):
+                executor.worker_exited_late(event)
+        elif isinstance(event, TOGETHER):
             following = self._mailbox.following(TOGETHER, MAX_TOGETHER)
-            event = Batch((event, *following)) if following else event
-        for news in event.events if isinstance(event, Batch) else (event,):
-            self._note(news, executor)
+            for each in (event, *following):
+                self._note(each, executor)
+            self._decide("job", Batch((event, *following)) if following else event, executor)
+        else:
+            self._note(event, executor)
+            self._decide("job", event, executor)
+
+    def _decide(self, name: MachineName, event: object, executor: Executor) -> None:
+        """Number an event, have its machine decide, and carry out what it decides."""
         self._events += 1
-        decisions = stamped(self._job.handle(event, time.monotonic()), self._events)
+        # A journal writes the event here: numbered and timed, before anything follows from it.
+        machine = self._machines[name]
+        decisions = stamped(machine.handle(event, time.monotonic()), self._events)
+        self._deadlines[name] = machine.deadline()
         if self._options.debug:
-            self._check_invariants(event)
+            violated = invariants.check(machine) if name == "job" else machine.check()
+            if violated:
+                raise AssertionError(f"after {event}: {'; '.join(violated)}")
         for decision in decisions:
             if isinstance(decision, EndJob):
-                return decision
+                self._end, self._deadlines["job"] = decision, None
+                break
             executor.execute(decision)
-        return None
-
-    def _check_invariants(self, event: Event) -> None:
-        violated = invariants.check(self._job)
-        if violated:
-            raise AssertionError(f"after {event}: {'; '.join(violated)}")
+        executor.send_replies()
 
     def _note(self, event: Event, executor: Executor) -> None:
-        """What the shell itself wants to know of an event, before the core hears of it."""
-        planned = isinstance(event, WorkerExited) and executor.was_told_to_stop(event.worker)
-        self._shards.heard(event, planned=planned)
+        """Tell the executor and the shard ledgers of an event that is for the job."""
+        match event:
+            case WorkerStarted():
+                self._decide("shards", event, executor)
+            case WorkerExited(worker=worker):
+                planned = executor.was_told_to_stop(worker) or event.exit_code == 0 or event.victim
+                reason = None if planned else f"exit code {event.exit_code}"
+                self._decide("shards", WorkerEnded(worker, reason), executor)
+            case WorkerLost() | AgentLost():
+                self._decide("shards", event, executor)
+            case _:
+                pass
         executor.heard(event)
 
-    def _shard_quarantined(self, dataset: str, entry: Quarantined) -> None:
-        """On the server's loop: say it where it is seen, for the data will not be complete."""
-        text = f"data set {dataset}: {entry.shard.name} is in quarantine: {entry.reason}"
-        self._log.append("shard_quarantined", dataset=dataset, shard=entry.shard.name, reason=text)
-        self._reporter.note(text)
-
     def _wind_down(self, end: EndJob, executor: Executor) -> None:
-        """Have the agents stop their workers and exit, and hear them out until they have."""
-        if self._hurried:
-            return
+        """Have the agents stop their workers and exit, and wait until they have."""
         grace = self._settings.stop_grace
-        executor.shut_down_agents(grace, end.reason)
         deadline = time.monotonic() + grace + AGENT_EXIT_S
-        while executor.agents:
-            try:
-                message = self._mailbox.get(max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                return
-            match message:
-                case Hurry():
-                    return
-                case StatusAsked(reply):
-                    reply(self._status(executor))
-                case AgentEnded(lost):
-                    executor.agent_ended(lost.host, lost.incarnation)
-                case WorkerExited():
-                    executor.worker_exited_late(message)
-                case _:
-                    pass
+        if not self._stop_now:
+            executor.shut_down_agents(grace, end.reason)
+        while not self._stop_now and executor.agents and time.monotonic() < deadline:
+            self._turn(executor, deadline)
 
     def _status(self, executor: Executor) -> bytes:
         """The run, the core's picture of the job, and what was measured, as one JSON object."""

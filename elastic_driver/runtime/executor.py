@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from elastic_driver import contract
 from elastic_driver.core.decisions import (
     Announce,
-    AskProgress,
     AskStacks,
     CheckHosts,
     Decision,
@@ -45,8 +44,6 @@ from elastic_driver.core.documents import (
 from elastic_driver.core.events import (
     AgentLost,
     Event,
-    ProgressReading,
-    ProgressReported,
     WorkerExited,
     WorkerLost,
     WorkerReady,
@@ -54,20 +51,21 @@ from elastic_driver.core.events import (
     WorkerStarted,
     WorkerStepped,
 )
-from elastic_driver.runtime.backend import Backend
+from elastic_driver.errors import assert_never
+from elastic_driver.policies.requests import Reply
+from elastic_driver.runtime.backend import AgentStarter
+from elastic_driver.runtime.boundary import UNREACHABLE_STEP, Reading, leave_after, margin_for
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.slow_ranks import READ_S, SlowRanks
-from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Delete, DeletePrefix, Entries, Get, Operation, Set, Written
 
 KEPT_ORDERS = 4096  # of one agent; it reads them as they come, and is never that far behind
 FRESH_S = 0.1  # for the workers to say how far they are, when a boundary is to be named
-UNREACHABLE_STEP = 2**53
-"""A notice that names this step asks for nothing yet; it only makes every heartbeat report."""
+STALE_S = 2.0  # as old as a worker's last word may be when it did not answer that
 _LAST_EVENTS = ("job_succeeded", "job_failed")  # told when everything has really ended
 
 
@@ -98,13 +96,14 @@ class Executor:
         self,
         *,
         server: RendezvousServer,
-        starter: Backend,
+        starter: AgentStarter,
         log: EventLog,
         reporter: Reporter,
         on_agent_ended: Callable[[AgentLost], None],
         heartbeat_timeout: float,
         checks: HostChecks | None,
         post: Callable[[Event], None],
+        answer: Callable[[Sequence[Reply]], None],
     ) -> None:
         """`post` hands an event to the core. It and `on_agent_ended` may be called by any thread,
         and must not block.
@@ -112,7 +111,9 @@ class Executor:
         self._server, self._starter, self._log = server, starter, log
         self._reporter, self._on_agent_ended = reporter, on_agent_ended
         self._checks, self._post = checks, post
+        self._answer, self._replies = answer, list[Reply]()
         self._heartbeat_timeout = heartbeat_timeout
+        self._stale = min(heartbeat_timeout / 3, STALE_S)
         self._agents: dict[tuple[str, int], AgentRecord] = {}
         self._workers: dict[str, WorkerRecord] = {}
         self._world: World | None = None
@@ -137,9 +138,11 @@ class Executor:
 
     # ---- decisions -----------------------------------------------------------------------
 
-    def execute(self, decision: Decision) -> None:  # noqa: PLR0912 - a case for each decision
+    def execute(self, decision: Decision | Reply) -> None:  # noqa: PLR0912 - a case for each
         """Carry out one decision; `EndJob` is the driver's to carry out."""
         match decision:
+            case Reply():
+                self._replies.append(decision)
             case StartAgent():
                 self._start_agent(decision)
             case StopAgent():
@@ -150,11 +153,8 @@ class Executor:
                 self._give(decision.host, decision.incarnation, decision.order)
             case PublishWorld():
                 self._publish_world(decision.world)
-            case AskProgress():
-                self._ask_progress(decision)
-            case PublishNotice(round=round_id, after_step=step, reason=reason):
-                notice = Notice(round_id, step, reason)
-                self._server.post([Set(contract.JOB_NOTICE, encode(notice))])
+            case PublishNotice():
+                self._publish_notice(decision)
             case PublishSave(request=request):
                 self._server.post([Set(contract.JOB_SAVE, encode(request))])
             case SealRound():
@@ -162,14 +162,22 @@ class Executor:
                 self._server.post([DeletePrefix(prefix, seal=True)])
             case AskStacks(number=number):
                 self._server.post([Set(contract.JOB_STACKS, str(number).encode())])
-            case CheckHosts():
-                if self._checks is None:
-                    raise AssertionError("hosts are checked only in jobs that began with a check")
+            case CheckHosts() if self._checks is not None:
                 self._checks.start(decision, self._post)
+            case CheckHosts():
+                raise AssertionError("hosts are checked only in jobs that began with a check")
             case Announce():
                 self._announce(decision)
             case EndJob():
                 raise AssertionError("the driver ends the job, see ElasticDriver")
+            case _:
+                assert_never(decision)
+
+    def send_replies(self) -> None:
+        """Answer the requests whose replies were decided since the last time, all together."""
+        if self._replies:
+            replies, self._replies = self._replies, []
+            self._answer(replies)
 
     def shut_down_agents(self, grace: float, reason: str) -> None:
         """Order every agent to stop its workers and exit."""
@@ -219,27 +227,40 @@ class Executor:
 
     # ---- notices -------------------------------------------------------------------------
 
-    def _ask_progress(self, decision: AskProgress) -> None:
-        """Read how far the workers are, and post it as an event.
+    def _publish_notice(self, decision: PublishNotice) -> None:
+        step = self._boundary(decision) if decision.at_boundary else None
+        notice = Notice(decision.round, step, decision.reason)
+        self._server.post([Set(contract.JOB_NOTICE, encode(notice))])
+
+    def _boundary(self, decision: PublishNotice) -> int | None:
+        """The step after which the round's members leave; None where nobody trains in it.
 
         A notice of a step that is never reached wakes every heartbeat thread, and their next
-        heartbeats say how far they are: so the answers are milliseconds old.
+        beats say how far they are: so what we reckon with is milliseconds old.
         """
+        world = self._world
+        if world is None or world.round != decision.round:
+            return None
+        members = [member for member in world.members if member.worker in self._workers]
+        if not members:
+            return None
         question = Notice(decision.round, UNREACHABLE_STEP, decision.reason)
-        keys = tuple(contract.worker_progress(worker) for worker in decision.workers)
-        try:
-            (asked,) = self._server.apply([Set(contract.JOB_NOTICE, encode(question))])
-            revision = asked.revision if isinstance(asked, Written) else 0
-            (found,) = self._server.apply([Get(keys, wait=FRESH_S, after=revision)])
-        except RendezvousError:
-            return  # the core does not wait for ever
+        (asked,) = self._server.apply([Set(contract.JOB_NOTICE, encode(question))])
+        began = time.monotonic()
+        revision = asked.revision if isinstance(asked, Written) else 0
+        keys = tuple(contract.worker_progress(member.worker) for member in members)
+        (found,) = self._server.apply([Get(keys, wait=FRESH_S, after=revision)])
+        elapsed = time.monotonic() - began
+        everybody = isinstance(found, Entries) and not found.timed_out
         readings = []
         for entry in found.entries.values() if isinstance(found, Entries) else ():
             progress = decode_progress(entry.value)
             if progress is not None and progress.round == decision.round:
-                answered = entry.revision > revision
-                readings.append(ProgressReading(progress.step, progress.step_time, answered))
-        self._post(ProgressReported(decision.number, tuple(readings)))
+                age = elapsed if entry.revision > revision else self._stale
+                readings.append(Reading(progress.step, progress.step_time, age))
+        base = max(member.version for member in members)
+        margin = margin_for(len(members), elapsed if everybody else None)
+        return leave_after(readings, base=max(base, 0), margin=margin)
 
     # ---- what happened -------------------------------------------------------------------
 

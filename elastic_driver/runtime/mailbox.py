@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from elastic_driver.core.events import AgentLost, Event
+from elastic_driver.policies.requests import RequestDropped
+from elastic_driver.policies.shards.messages import ShardRequest, WorkerEnded
+from elastic_driver.policies.tf.messages import TfRequest
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseExpired:
+class LeaseLapsed:
     """The store has dropped a lease."""
 
     key: str
@@ -36,11 +39,12 @@ class StatusAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class Hurry:
-    """Asked to stop once more: no more grace for anyone."""
+class StopNow:
+    """Somebody has asked for the job's end a second time: no more grace for anyone."""
 
 
-Message: TypeAlias = Event | LeaseExpired | AgentEnded | StatusAsked | Hurry
+MachineEvent: TypeAlias = Event | ShardRequest | WorkerEnded | TfRequest | RequestDropped
+Message: TypeAlias = MachineEvent | LeaseLapsed | AgentEnded | StatusAsked | StopNow
 M = TypeVar("M")
 
 

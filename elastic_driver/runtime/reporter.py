@@ -69,6 +69,7 @@ _WORDS: dict[str, tuple[Level, str]] = {
     "worker_replaced": (Level.NORMAL, "worker {worker} was replaced"),
     "worker_not_replaced": (Level.NORMAL, "worker {worker} is not replaced"),
     "work_moved": (Level.NORMAL, "work is shared anew"),
+    "shard_quarantined": (Level.QUIET, "a data shard is in quarantine"),
     "nodes_checked": (Level.VERBOSE, "nodes were checked"),
     "round_opened": (Level.VERBOSE, "round {round} opened"),
     "round_completed": (Level.NORMAL, "round {round} complete: {world}"),

@@ -25,19 +25,19 @@ import msgspec
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.policies.shards.ledger import open_ledger
 from elastic_driver.policies.shards.messages import (
-    Answer,
     Description,
+    DoneAnswer,
     DoneRequest,
     End,
     ExtendRequest,
     Granted,
+    NextAnswer,
     NextRequest,
     RangeDescription,
     Resumed,
     ResumeRequest,
     ShardCheckpoint,
     StreamDescription,
-    Verdict,
     Wait,
 )
 from elastic_driver.policies.shards.sources import Shard
@@ -73,8 +73,8 @@ class IncompleteDataError(ElasticError):
 class Desk(Protocol):
     """Where shards come from: the driver, or this process alone."""
 
-    def next(self, worker: str, wait: float) -> Answer: ...
-    def done(self, worker: str, shard: Shard, token: int) -> Verdict: ...
+    def next(self, worker: str, wait: float) -> NextAnswer: ...
+    def done(self, worker: str, shard: Shard, token: int) -> DoneAnswer: ...
     def resume(self, worker: str, held: Mapping[int, int]) -> tuple[int, ...]: ...
     def extend(self, told: ExtendRequest) -> None: ...
     def checkpoint(self) -> ShardCheckpoint: ...
@@ -169,7 +169,7 @@ class ShardClient:
                     "give next() a longer timeout, or see what the others do"
                 )
 
-    def poll(self, wait: float = 0.0) -> Answer:
+    def poll(self, wait: float = 0.0) -> NextAnswer:
         """The driver's answer of the moment: `Granted`, `Wait` or `End`."""
         return self._desk.next(self._worker, wait)
 
@@ -178,8 +178,8 @@ class ShardClient:
         if not end.complete:
             raise IncompleteDataError(self.name, end.quarantined)
 
-    def done(self, granted: Granted) -> Verdict:
-        """This shard is trained; `Refused` says that somebody else trains, or has trained it."""
+    def done(self, granted: Granted) -> DoneAnswer:
+        """This shard is trained; `ShardRefused` says that somebody else has it, or had."""
         return self._desk.done(self._worker, granted.shard, granted.token)
 
     def resume(self, held: Mapping[int, int]) -> tuple[int, ...]:
@@ -218,14 +218,16 @@ class _DriversDesk:
         self._client = RendezvousClient(endpoint, read_token_file(token_file))
         self._path, self._dataset, self._timeout = f"/v1/shards/{name}", dataset, timeout
 
-    def next(self, worker: str, wait: float) -> Answer:
+    def next(self, worker: str, wait: float) -> NextAnswer:
         body = _encode(NextRequest(worker, self._dataset, wait))
-        answer: Answer = msgspec.json.decode(self._post("next", body), type=Granted | Wait | End)
+        answer: NextAnswer = msgspec.json.decode(
+            self._post("next", body), type=Granted | Wait | End
+        )
         return answer
 
-    def done(self, worker: str, shard: Shard, token: int) -> Verdict:
+    def done(self, worker: str, shard: Shard, token: int) -> DoneAnswer:
         body = _encode(DoneRequest(worker, shard, token))
-        verdict: Verdict = msgspec.json.decode(self._post("done", body), type=Verdict)
+        verdict: DoneAnswer = msgspec.json.decode(self._post("done", body), type=DoneAnswer)
         return verdict
 
     def resume(self, worker: str, held: Mapping[int, int]) -> tuple[int, ...]:
@@ -274,13 +276,13 @@ class _OwnDesk:
         self._dataset = dataset
         self._ledger, self._stream = open_ledger(dataset, lease=LONGEST_S, max_held=MAX_HELD)
 
-    def next(self, worker: str, wait: float) -> Answer:
+    def next(self, worker: str, wait: float) -> NextAnswer:
         answer = self._ledger.next(worker, time.monotonic())
         if isinstance(answer, Wait):
             time.sleep(wait)  # nobody else is here to change anything but another thread
         return answer
 
-    def done(self, worker: str, shard: Shard, token: int) -> Verdict:
+    def done(self, worker: str, shard: Shard, token: int) -> DoneAnswer:
         return self._ledger.done(worker, shard, token, time.monotonic())
 
     def resume(self, worker: str, held: Mapping[int, int]) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 
 from elastic_driver.policies.shards.ledger import ShardLedger
 from elastic_driver.policies.shards.messages import (
-    Accepted,
     End,
     Granted,
-    Refused,
+    ShardAccepted,
+    ShardRefused,
 )
 from elastic_driver.policies.shards.sources import RangeSource, Shard
 from tests.policies.shards.test_ledger import _train, finish, grant
@@ -67,11 +67,11 @@ class LedgerMachine(RuleBasedStateMachine):
         verdict = self.ledger.done(worker, grant.shard, grant.token, self.now)
         holder = self.current.get(grant.shard)
         if holder == (worker, grant.token):
-            assert isinstance(verdict, Accepted)
+            assert isinstance(verdict, ShardAccepted)
             del self.current[grant.shard]
         if holder is not None and holder != (worker, grant.token):
-            assert isinstance(verdict, Refused)
-        elif isinstance(verdict, Accepted) and grant.shard not in self.counted:
+            assert isinstance(verdict, ShardRefused)
+        elif isinstance(verdict, ShardAccepted) and grant.shard not in self.counted:
             self.counted.append(grant.shard)
 
     @rule(worker=workers, blame=st.booleans())

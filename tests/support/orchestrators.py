@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastic_driver.runtime.tf_api import TfRoutes
+
 from elastic_driver.worker.tf import ClusterSpec, TfNode
 from rendezvous.auth import write_token_file
 from rendezvous.server import RendezvousServer

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import elastic_driver as elastic
-from elastic_driver.policies.shards.messages import Accepted, Granted, Wait
-from elastic_driver.runtime.shards_api import ShardRoutes
+from elastic_driver.core.events import Tick
+from elastic_driver.policies.requests import Reply, RequestDropped
+from elastic_driver.policies.shards.datasets import DataSets
+from elastic_driver.policies.shards.messages import Granted, ShardAccepted, ShardRequest, Wait
+from elastic_driver.runtime.machine_api import MachineRoutes, OpenRequests
 from rendezvous.auth import write_token_file
 from rendezvous.errors import RequestError
 from rendezvous.server import RendezvousServer
@@ -20,8 +25,20 @@ Connect = Callable[..., elastic.ShardClient]
 
 
 def serve(port: int = 0) -> RendezvousServer:
-    routes = ShardRoutes(lambda _name, _entry: None)
-    return RendezvousServer(port=port, token="secret", routes=routes.add_to)
+    """A server whose loop runs the shard machine, in place of a driver's."""
+    machine = DataSets()
+
+    def post(event: ShardRequest | RequestDropped | Tick) -> bool:
+        decisions = machine.handle(event, time.monotonic())
+        requests.answer(d for d in decisions if isinstance(d, Reply))
+        due = machine.deadline()
+        if due is not None and not isinstance(event, Tick):
+            delay = max(0.0, due - time.monotonic())
+            asyncio.get_running_loop().call_later(delay, post, Tick())
+        return True
+
+    requests = OpenRequests(post)  # type: ignore[arg-type]
+    return RendezvousServer(port=port, token="secret", routes=MachineRoutes(requests).add_to)
 
 
 @pytest.fixture
@@ -61,8 +78,8 @@ def test_who_asks_while_others_hold_the_last_shards_waits_for_the_end(connect: C
     assert second is not None
     assert isinstance(b.poll(), Wait)
     thread, results = in_background(b.next)
-    assert isinstance(a.done(first), Accepted)
-    assert isinstance(a.done(second), Accepted)
+    assert isinstance(a.done(first), ShardAccepted)
+    assert isinstance(a.done(second), ShardAccepted)
     thread.join(10)
     assert results == [None], "the end, not an error and not a shard"
 

@@ -12,7 +12,7 @@ import torch
 
 import elastic_driver as elastic
 from elastic_driver.errors import ClusterError, UsageError
-from elastic_driver.policies.shards.messages import Accepted, Refused, ShardCounts
+from elastic_driver.policies.shards.messages import ShardAccepted, ShardCounts, ShardRefused
 from elastic_driver.worker import sharded
 from tests.support.gloo import run_ranks
 
@@ -153,11 +153,11 @@ def test_a_client_trains_shards_by_itself_and_hears_of_a_second_report() -> None
     client = elastic.ShardClient("d", records=20, shard_records=10)
     shards = []
     while (granted := client.next()) is not None:
-        assert isinstance(client.done(granted), Accepted)
-        assert isinstance(client.done(granted), Accepted), "a repeat is no error"
+        assert isinstance(client.done(granted), ShardAccepted)
+        assert isinstance(client.done(granted), ShardAccepted), "a repeat is no error"
         shards.append(granted)
     assert sorted(g.shard.start for g in shards) == [0, 10]
-    assert isinstance(client.done(shards[0]), Refused)
+    assert isinstance(client.done(shards[0]), ShardRefused)
 
 
 def test_a_client_that_waits_too_long_says_for_what() -> None:

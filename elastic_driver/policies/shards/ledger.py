@@ -1,14 +1,13 @@
-"""Who trains which data shard: to do, with a worker, done, or in quarantine.
+"""The ledger of one data set: each shard is to do, with a worker, done, or in quarantine.
 
-Fast workers come back for more, slow ones take fewer, and what a lost worker held goes back to
-the front of the queue. The driver's HTTP routes ask; times are monotonic seconds, given as
-`now`. Nothing here reads data or a clock.
+Fast workers come back for more, slow ones take fewer, and the shards of a lost worker go back to
+the front of the queue. Nothing here reads data or a clock; times are monotonic seconds.
 
-A shard is handed out with a *token*, larger than every token before it (a fencing token): a
-worker that was thought dead and speaks again is told apart from the one that has the shard now.
+A shard is handed out with a *token*, larger than every token before it (a fencing token), so that
+a worker that was taken for dead and reports late is told from the one that has the shard now.
 A shard whose workers keep dying is put in quarantine by name, and the data set is then not
-complete. To do and done are not kept as sets: the source counts forward, so memory
-is what is out, returned or in quarantine, and not what the data set has.
+complete. To do and done are not kept as sets: the source counts forward, so memory grows with the
+shards that are handed out, returned or in quarantine, and not with the data set.
 """
 
 from __future__ import annotations
@@ -20,23 +19,21 @@ from msgspec import Struct, field
 
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.shards.messages import (
-    Accepted,
-    Answer,
     Description,
+    DoneAnswer,
     End,
     Granted,
     LedgerState,
+    NextAnswer,
     Quarantined,
     RangeDescription,
-    Refusal,
-    Refused,
+    RefusalCode,
+    ShardAccepted,
     ShardCounts,
-    Verdict,
+    ShardRefused,
     Wait,
 )
 from elastic_driver.policies.shards.sources import RangeSource, Shard, Source, StreamSource
-
-__all__ = ["ShardLedger", "open_ledger"]
 
 
 class _Holder(Struct):
@@ -87,7 +84,7 @@ class ShardLedger:
 
     # ---- what workers ask ----------------------------------------------------------------
 
-    def next(self, worker: str, now: float) -> Answer:
+    def next(self, worker: str, now: float) -> NextAnswer:
         """A shard for this worker; `Wait` while others hold some that may come back."""
         held = self._holders.get(worker)
         if held is not None and len(held.tokens) >= self._max_held:
@@ -104,7 +101,7 @@ class ShardLedger:
             if not self._source.next_epoch():
                 return self._end()
 
-    def done(self, worker: str, shard: Shard, token: int, now: float) -> Verdict:
+    def done(self, worker: str, shard: Shard, token: int, now: float) -> DoneAnswer:
         """The worker reports a shard trained. Repeating a report gives the same answer."""
         holder = self._doing.get(shard)
         if holder == worker and self._holders[worker].tokens[shard] == token:
@@ -112,7 +109,9 @@ class ShardLedger:
             self._drop(worker, shard)
             return self._finish(worker, shard, token, late=False)
         if holder is not None:
-            return Refused(Refusal.HELD, f"{shard.name} was taken from {worker}; {holder} has it")
+            return ShardRefused(
+                RefusalCode.HELD, f"{shard.name} was taken from {worker}; {holder} has it"
+            )
         past = self._past.get(shard)
         if past is not None and token in past.tokens:
             if self._quarantine.pop(shard, None) is None:
@@ -120,9 +119,10 @@ class ShardLedger:
             self._poison.pop(_records(shard), None)
             return self._finish(worker, shard, token, late=True)
         if self._last_done.get(worker) == (shard, token):
-            return Accepted(shard)
-        return Refused(
-            Refusal.DONE, f"{shard.name} is done, or was never given to {worker} as token {token}"
+            return ShardAccepted(shard)
+        return ShardRefused(
+            RefusalCode.DONE,
+            f"{shard.name} is done, or was never given to {worker} as token {token}",
         )
 
     def renew(self, worker: str, now: float) -> None:
@@ -205,6 +205,13 @@ class ShardLedger:
         return [token for token in held if token in lost or token < self._first_token]
 
     # ---- what is known -------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        """Return every violated invariant as a sentence."""
+        held = {shard: worker for worker, h in self._holders.items() for shard in h.tokens}
+        wrong = [] if held == self._doing else ["the holders' shards are not those in work"]
+        twice = self._doing.keys() & {*self._returned, *self._quarantine}
+        return [*wrong, *(f"{shard.name} is in work and to do again" for shard in twice)]
 
     def workers(self) -> list[str]:
         """Who holds shards."""
@@ -292,12 +299,12 @@ class ShardLedger:
         if not held.tokens:
             del self._holders[worker]
 
-    def _finish(self, worker: str, shard: Shard, token: int, *, late: bool) -> Accepted:
+    def _finish(self, worker: str, shard: Shard, token: int, *, late: bool) -> ShardAccepted:
         self._past.pop(shard, None)
         self._last_done[worker] = (shard, token)
         self._done += 1
         self._done_records += shard.records
-        return Accepted(shard, late)
+        return ShardAccepted(shard, late)
 
     def _lock_up(self, shard: Shard, losses: int, last: str) -> Quarantined:
         sentence = f"{losses} workers died training it, the last one {last}"

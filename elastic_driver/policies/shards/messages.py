@@ -1,42 +1,14 @@
-"""What the shard ledger answers and keeps: plain data, fit for JSON.
-
-The `ledger` makes them; HTTP routes, workers and checkpoints carry them.
-"""
+"""The requests for data shards, their answers, and what a checkpoint keeps: plain data for JSON."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
 from elastic_driver.core.documents import WorkerId
 from elastic_driver.policies.shards.sources import Offset, Shard, SourceState
-
-__all__ = [
-    "WORLD",
-    "Accepted",
-    "Answer",
-    "Description",
-    "DoneRequest",
-    "End",
-    "ExtendRequest",
-    "Granted",
-    "LedgerState",
-    "NextRequest",
-    "Quarantined",
-    "RangeDescription",
-    "Refusal",
-    "Refused",
-    "ResumeRequest",
-    "Resumed",
-    "ShardCheckpoint",
-    "ShardCounts",
-    "StreamDescription",
-    "Verdict",
-    "Wait",
-]
-
 
 WORLD = "world"
 """The holder of shards that all members of the job's world train together."""
@@ -128,31 +100,31 @@ class End(Struct, frozen=True, tag="end"):
     reason: str
 
 
-Answer = Granted | Wait | End
+NextAnswer = Granted | Wait | End
 
 
-class Accepted(Struct, frozen=True, tag="accepted"):
+class ShardAccepted(Struct, frozen=True, tag="accepted"):
     """The shard counts as done by you. `late`: you had lost it, but nobody else had begun it."""
 
     shard: Shard
     late: bool = False
 
 
-class Refusal(str, Enum):
+class RefusalCode(str, Enum):
     """Why a report is refused; for programs."""
 
     HELD = "held"  # somebody else trains it now
     DONE = "done"  # finished already, or never handed out with this token
 
 
-class Refused(Struct, frozen=True, tag="refused"):
+class ShardRefused(Struct, frozen=True, tag="refused"):
     """The shard does not count as done by you; leave it."""
 
-    code: Refusal
+    code: RefusalCode
     reason: str
 
 
-Verdict = Accepted | Refused
+DoneAnswer = ShardAccepted | ShardRefused
 
 
 class Quarantined(Struct, frozen=True):
@@ -192,3 +164,47 @@ class ShardCheckpoint(Struct, frozen=True, forbid_unknown_fields=True):
 
     dataset: Description
     state: LedgerState
+
+
+class ShardStatus(Struct, frozen=True):
+    """A data set as people see it."""
+
+    dataset: Description
+    counts: ShardCounts
+    quarantined: tuple[Quarantined, ...]
+
+
+# ---- events of `datasets.DataSets` -------------------------------------------------------
+
+
+class ReadStatus(Struct, frozen=True):
+    """Asks for the `ShardStatus`."""
+
+
+class ReadCheckpoint(Struct, frozen=True):
+    """Asks for a `ShardCheckpoint`."""
+
+
+class ShardRequest(Struct, frozen=True, tag="shard_request"):
+    """A request for a data set; a `ShardCheckpoint` in it is to be restored."""
+
+    machine: ClassVar[Literal["shards"]] = "shards"
+
+    ticket: int
+    dataset: str
+    request: (NextRequest | DoneRequest | ResumeRequest | ExtendRequest | ShardCheckpoint) | (
+        ReadStatus | ReadCheckpoint
+    )
+
+
+class ShardBatch(Struct, frozen=True, tag="shard_batch"):
+    """Requests that came together, handled as one event."""
+
+    requests: tuple[ShardRequest, ...]
+
+
+class WorkerEnded(Struct, frozen=True, tag="worker_ended"):
+    """A worker of the job has ended: it was lost for this reason, or (None) as planned."""
+
+    worker: str
+    reason: str | None

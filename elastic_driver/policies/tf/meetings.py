@@ -1,7 +1,7 @@
-"""Barriers and exchanges of one generation of a TensorFlow cluster, told apart by their tags.
+"""Barriers and exchanges of one generation of a TensorFlow cluster, identified by their tags.
 
-A tag may be used again and again: each member's n-th call belongs to the n-th meeting of that
-tag. A meeting that fails, fails for everybody: those who wait are told at once, those who come
+A tag may be used repeatedly: each member's n-th call belongs to the n-th meeting of that tag. A
+meeting that fails, fails for everybody: members that wait are answered at once, members that come
 later as they come. Pure: `policies.tf.cluster` calls it; `now` and deadlines are monotonic seconds.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from elastic_driver.policies.tf.messages import Answer, Refused, Synchronized
+from elastic_driver.policies.requests import Rejection
+from elastic_driver.policies.tf.messages import Synchronized, TfAnswer
 
 MAX_TAGS = 4096  # that wait for somebody at the same time
 MAX_HELD_BYTES = 256 * 1024 * 1024  # of values that wait for others
@@ -23,7 +24,7 @@ class _Meeting:
     called: set[str] = field(default_factory=set)
     values: dict[str, bytes] = field(default_factory=dict)
     tickets: dict[str, int] = field(default_factory=dict)
-    failed: Refused | None = None
+    failed: Rejection | None = None
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class Meetings:
     def __init__(self, generation: int, members: Iterable[str]) -> None:
         self._generation, self._members = generation, tuple(members)
         self._tags: dict[str, _Tag] = {}
-        self._broken: Refused | None = None
+        self._broken: Rejection | None = None
         self._held = 0  # bytes
 
     def arrive(
@@ -50,21 +51,21 @@ class Meetings:
         value: bytes,
         failure: str | None,
         deadline: float,
-    ) -> list[Answer]:
-        """A member has come to a tag, or says why it does not; who is to be answered now."""
-        refused = self._broken or self._no_room(tag, value)
+    ) -> list[TfAnswer]:
+        """Take in that a member has come to a tag, or its `failure`; return the answers to give."""
+        refused = self._broken or self._too_much(tag, value)
         if refused is not None:
-            return [Answer(ticket, member, refused)]
+            return [TfAnswer(ticket, member, refused)]
         known = self._tags.setdefault(tag, _Tag())
         number = known.calls[member] = known.calls.get(member, 0) + 1
         meeting = known.meetings.setdefault(number, _Meeting(deadline))
         meeting.called.add(member)
         meeting.tickets[member] = ticket
-        answers: list[Answer] = []
+        answers: list[TfAnswer] = []
         if meeting.failed is not None:
-            answers = self._tell(meeting, meeting.failed)
+            answers = self._answer(meeting, meeting.failed)
         elif failure is not None:
-            refusal = Refused("failed", f"{tag!r} failed: {member} says: {failure}", _ANEW)
+            refusal = Rejection("failed", f"{tag!r} failed: {member} says: {failure}", _ANEW)
             answers = self._fail(meeting, refusal)
         else:
             meeting.values[member] = value
@@ -72,15 +73,15 @@ class Meetings:
             self._held += len(value)
             if len(meeting.values) == len(self._members):
                 values = {name: meeting.values[name] for name in self._members}
-                answers = self._tell(meeting, Synchronized(self._generation, values))
+                answers = self._answer(meeting, Synchronized(self._generation, values))
                 self._drop_values(meeting)
         self._tidy(tag, known)
         return answers
 
-    def gone(self, member: str, why: str) -> list[Answer]:
-        """A member will never come again: every meeting, now and later, has failed."""
+    def gone(self, member: str, why: str) -> list[TfAnswer]:
+        """Fail every meeting, now and later: this member will never come again."""
         message = f"{member} {why}, generation {self._generation} cannot meet any more"
-        self._broken = Refused("member_gone", message, _ANEW)
+        self._broken = Rejection("member_gone", message, _ANEW)
         answers = []
         for known in self._tags.values():
             for meeting in known.meetings.values():
@@ -89,8 +90,8 @@ class Meetings:
         self._tags.clear()
         return answers
 
-    def expire(self, now: float) -> list[Answer]:
-        """Give up what has waited for too long, and say for whom."""
+    def expire(self, now: float) -> list[TfAnswer]:
+        """Fail the meetings whose deadline has passed."""
         answers = []
         for tag, known in self._tags.items():
             for meeting in known.meetings.values():
@@ -100,39 +101,39 @@ class Meetings:
                         f"{tag!r} timed out: {', '.join(missing[:8])} "
                         f"({len(missing)} of {len(self._members)}) did not come"
                     )
-                    answers += self._fail(meeting, Refused("timed_out", message, _ANEW))
+                    answers += self._fail(meeting, Rejection("timed_out", message, _ANEW))
         return answers
 
     def deadline(self) -> float | None:
-        """When to call `expire` next."""
+        """Return when to call `expire` next."""
         waiting = (m for known in self._tags.values() for m in known.meetings.values())
         return min((m.deadline for m in waiting if m.failed is None), default=None)
 
     # ---- inside --------------------------------------------------------------------------
 
-    def _no_room(self, tag: str, value: bytes) -> Refused | None:
+    def _too_much(self, tag: str, value: bytes) -> Rejection | None:
         if tag not in self._tags and len(self._tags) >= MAX_TAGS:
-            return Refused("too_many_tags", f"{MAX_TAGS} tags wait already", "use tags again")
+            return Rejection("too_many_tags", f"{MAX_TAGS} tags wait already", "use tags again")
         if self._held + len(value) > MAX_HELD_BYTES:
             held = f"values of {self._held} bytes wait already"
-            return Refused("too_large", held, "synchronize less at once")
+            return Rejection("too_large", held, "synchronize less at once")
         return None
 
-    def _fail(self, meeting: _Meeting, why: Refused) -> list[Answer]:
+    def _fail(self, meeting: _Meeting, why: Rejection) -> list[TfAnswer]:
         meeting.failed = why
         self._drop_values(meeting)
-        return self._tell(meeting, why)
+        return self._answer(meeting, why)
 
     def _drop_values(self, meeting: _Meeting) -> None:
         self._held -= sum(map(len, meeting.values.values()))
         meeting.values.clear()
 
-    def _tell(self, meeting: _Meeting, reply: Synchronized | Refused) -> list[Answer]:
+    def _answer(self, meeting: _Meeting, reply: Synchronized | Rejection) -> list[TfAnswer]:
         tickets, meeting.tickets = meeting.tickets, {}
-        return [Answer(ticket, member, reply) for member, ticket in tickets.items()]
+        return [TfAnswer(ticket, member, reply) for member, ticket in tickets.items()]
 
     def _tidy(self, tag: str, known: _Tag) -> None:
-        """Forget meetings everybody has come to, and a tag that nobody is behind in."""
+        """Forget meetings to which all have come, and a tag that all have called equally often."""
         for number, meeting in list(known.meetings.items()):
             if len(meeting.called) == len(self._members):
                 del known.meetings[number]

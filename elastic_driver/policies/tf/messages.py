@@ -1,16 +1,16 @@
-"""What an orchestrator of TensorFlow and the driver say to each other: plain data, fit for JSON.
+"""The messages between an orchestrator of TensorFlow and the driver: plain data, fit for JSON.
 
-`policies.tf.cluster` answers, `runtime.tf_api` carries it over HTTP, `worker.tf` asks. Times are
-seconds.
+`worker.tf` asks over HTTP, `policies.tf.cluster` answers. Times are seconds.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
 from elastic_driver.core.tf_config import Task
+from elastic_driver.policies.requests import Rejection
 
 MAX_WAIT_S = 60.0  # of one cluster_spec request; who waits longer asks again and keeps its place
 MAX_VALUE_BYTES = 1024 * 1024
@@ -24,8 +24,8 @@ Timeout = Annotated[float, Meta(gt=0.0, le=600.0)]
 class ClusterSpecRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """`address` (`host:port`) wants to be in a cluster of `min_nodes` to `max_nodes`.
 
-    `wait`: for so long this request may take. `gather`: once the minimum has come, for so long
-    others may still join; all who wait together must say the same numbers.
+    `wait`: the longest that this request may take. `gather`: how long others may still join once
+    the minimum has come. All nodes that wait together must give the same numbers.
     """
 
     address: Address
@@ -44,10 +44,11 @@ class ClusterSpec(Struct, frozen=True):
 
 
 class WaitingNodes(Struct, frozen=True):
-    """Whether the cluster should form anew.
+    """The answer to the question whether the cluster should form anew.
 
-    `count`: above 0, so many could join; below 0, so many members were lost; 0, go on. `waiting`
-    are all who have asked for the next cluster, also those for whom there is no room.
+    `count`: above 0, the number of nodes that could join; below 0, the number of members that were
+    lost; 0: go on. `waiting`: all nodes that have asked for the next cluster, also those for which
+    there is no room.
     """
 
     count: int
@@ -57,7 +58,7 @@ class WaitingNodes(Struct, frozen=True):
 
 
 class BarrierRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """`address` has come to the barrier `tag`; `failure` says why it does not come."""
+    """`address` has come to the barrier `tag`, or (`failure`) says why it does not come."""
 
     address: Address
     tag: Tag
@@ -66,7 +67,7 @@ class BarrierRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SynchronizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The same with a value for all the others (bytes; base64 in JSON)."""
+    """A `BarrierRequest` with a value for all other members (bytes; base64 in JSON)."""
 
     address: Address
     tag: Tag
@@ -88,20 +89,27 @@ class Synchronized(Struct, frozen=True):
     values: dict[str, bytes]
 
 
-class Refused(Struct, frozen=True):
-    """A request that came to nothing: `code` for programs, why, and what to try."""
+class LookRequest(Struct, frozen=True):
+    """`address` asks whether the cluster should form anew; None: somebody who is no node."""
 
-    code: str
-    message: str
-    hint: str = ""
+    address: str | None
 
 
-Reply = ClusterSpec | Synchronized | Refused
+class TfRequest(Struct, frozen=True, tag="tf_request"):
+    """A request for the cluster, as an event."""
+
+    machine: ClassVar[Literal["tf"]] = "tf"
+
+    ticket: int
+    request: ClusterSpecRequest | BarrierRequest | SynchronizeRequest | LookRequest
 
 
-class Answer(NamedTuple):
-    """The reply to the request that bore this ticket, and the node that had asked."""
+TfReply = ClusterSpec | Synchronized | WaitingNodes | Rejection
+
+
+class TfAnswer(NamedTuple):
+    """The reply to the request with this ticket, and the node that sent it."""
 
     ticket: int
     address: str
-    reply: Reply
+    reply: TfReply

@@ -1,1 +1,1 @@
-"""The cost of a step to one rank, without the time it waits for other ranks."""
+"""What a rank's steps cost it, without the time it waits for others: its computing, its links."""

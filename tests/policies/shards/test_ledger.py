@@ -8,12 +8,12 @@ import pytest
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.shards.ledger import ShardLedger
 from elastic_driver.policies.shards.messages import (
-    Accepted,
     End,
     Granted,
     LedgerState,
-    Refusal,
-    Refused,
+    RefusalCode,
+    ShardAccepted,
+    ShardRefused,
     Wait,
 )
 from elastic_driver.policies.shards.sources import RangeSource, Shard, StreamSource
@@ -30,7 +30,7 @@ def grant(ledger: ShardLedger, worker: str, now: float = 0.0) -> Granted:
 
 
 def finish(ledger: ShardLedger, worker: str, granted: Granted, now: float = 0.0) -> None:
-    assert isinstance(ledger.done(worker, granted.shard, granted.token, now), Accepted)
+    assert isinstance(ledger.done(worker, granted.shard, granted.token, now), ShardAccepted)
 
 
 def rest(ledger: ShardLedger, worker: str = "w") -> list[Shard]:
@@ -101,7 +101,9 @@ def test_a_late_done_counts_while_nobody_else_has_the_shard() -> None:
     ledger = ShardLedger(in_order(20))
     granted = grant(ledger, "a")
     ledger.worker_lost("a", "cut off")
-    assert ledger.done("a", granted.shard, granted.token, 0.0) == Accepted(granted.shard, late=True)
+    assert ledger.done("a", granted.shard, granted.token, 0.0) == ShardAccepted(
+        granted.shard, late=True
+    )
     assert [shard.start for shard in rest(ledger)] == [10]
 
 
@@ -111,13 +113,13 @@ def test_a_late_done_is_refused_once_somebody_else_has_the_shard() -> None:
     ledger.worker_lost("a", "cut off")
     new = grant(ledger, "b")
     verdict = ledger.done("a", old.shard, old.token, 0.0)
-    assert isinstance(verdict, Refused)
-    assert verdict.code is Refusal.HELD
+    assert isinstance(verdict, ShardRefused)
+    assert verdict.code is RefusalCode.HELD
     assert "taken from a; b has it" in verdict.reason
     finish(ledger, "b", new)
     verdict = ledger.done("a", old.shard, old.token, 0.0)
-    assert isinstance(verdict, Refused)
-    assert verdict.code is Refusal.DONE
+    assert isinstance(verdict, ShardRefused)
+    assert verdict.code is RefusalCode.DONE
     assert ledger.counts().done == 1
 
 
@@ -126,7 +128,7 @@ def test_a_worker_that_gets_its_own_shard_again_needs_the_new_token() -> None:
     old = grant(ledger, "a")
     ledger.worker_lost("a", "cut off")
     new = grant(ledger, "a")
-    assert isinstance(ledger.done("a", old.shard, old.token, 0.0), Refused)
+    assert isinstance(ledger.done("a", old.shard, old.token, 0.0), ShardRefused)
     finish(ledger, "a", new)
 
 
@@ -141,8 +143,8 @@ def test_a_report_repeated_because_its_answer_was_lost_gets_the_same_answer() ->
 def test_nobody_can_finish_a_shard_with_anothers_token() -> None:
     ledger = ShardLedger(in_order(10))
     granted = grant(ledger, "a")
-    assert isinstance(ledger.done("b", granted.shard, granted.token, 0.0), Refused)
-    assert isinstance(ledger.done("b", Shard(0, "", 7, 9), 1, 0.0), Refused)
+    assert isinstance(ledger.done("b", granted.shard, granted.token, 0.0), ShardRefused)
+    assert isinstance(ledger.done("b", Shard(0, "", 7, 9), 1, 0.0), ShardRefused)
     finish(ledger, "a", granted)
 
 
@@ -231,7 +233,7 @@ def test_a_restored_checkpoint_hands_out_what_was_not_done_and_takes_no_old_toke
 
     fresh = ShardLedger(RangeSource(100, 10, seed=5))
     fresh.restore(msgspec.json.decode(saved, type=LedgerState))
-    assert isinstance(fresh.done("b", held.shard, held.token, 0.0), Refused)
+    assert isinstance(fresh.done("b", held.shard, held.token, 0.0), ShardRefused)
     shards = rest(fresh)
     assert shards[:2] == [held.shard, returned.shard]
     assert sorted(s.start for s in [*shards, done.shard]) == list(range(0, 100, 10))
@@ -245,7 +247,7 @@ def test_a_rolled_back_ledger_refuses_tokens_given_out_after_the_checkpoint() ->
     again = grant(ledger, "b")
     assert again.shard == granted.shard
     assert again.token > granted.token
-    assert isinstance(ledger.done("a", granted.shard, granted.token, 0.0), Refused)
+    assert isinstance(ledger.done("a", granted.shard, granted.token, 0.0), ShardRefused)
 
 
 def test_the_checkpoint_of_another_data_set_is_refused() -> None:

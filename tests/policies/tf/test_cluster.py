@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from elastic_driver.core.tf_config import tf_config
+from elastic_driver.policies.requests import Rejection
 from elastic_driver.policies.tf.cluster import TfCluster
 from elastic_driver.policies.tf.messages import (
-    Answer,
     BarrierRequest,
     ClusterSpec,
     ClusterSpecRequest,
-    Refused,
     Synchronized,
     SynchronizeRequest,
+    TfAnswer,
 )
 
 LEASE = 10.0
@@ -86,7 +86,7 @@ class Nodes:
         self.tickets += 1
         return self.tickets
 
-    def _note(self, answers: list[Answer]) -> None:
+    def _note(self, answers: list[TfAnswer]) -> None:
         for _, address, reply in answers:
             self.got[address[0]] = reply
 
@@ -156,7 +156,7 @@ def test_who_does_not_ask_again_loses_its_place() -> None:
     nodes.join("a", wait=5.0)
     nodes.wait(5.0 + LEASE)
     nodes.join("b")
-    assert isinstance(nodes.take()["a"], Refused)
+    assert isinstance(nodes.take()["a"], Rejection)
 
 
 def test_a_client_that_went_away_while_it_waited_is_forgotten_after_a_lease() -> None:

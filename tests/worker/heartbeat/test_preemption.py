@@ -13,12 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_driver.core.events import WorkerLeaving
-from elastic_driver.worker.heartbeat.preemption import (
-    ANNOUNCING,
-    STOP_MARK,
-    PreemptionWatch,
-    SignalCounter,
-)
+from elastic_driver.worker.heartbeat.preemption import ANNOUNCING, STOP_MARK, Notices, Signals
 from tests.support.job import eventually
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
@@ -37,10 +32,10 @@ def dispositions() -> Iterator[None]:
 
 
 @pytest.fixture
-def signals() -> Iterator[SignalCounter]:
-    made = SignalCounter()
+def signals() -> Iterator[Signals]:
+    made = Signals()
     yield made
-    made.close()
+    made.let_go()
 
 
 def send(*numbers: signal.Signals) -> None:
@@ -48,7 +43,7 @@ def send(*numbers: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
-def test_signals_are_counted_once_whoever_writes_them_down(signals: SignalCounter) -> None:
+def test_signals_are_counted_once_whoever_writes_them_down(signals: Signals) -> None:
     signals.listen()
     send(TERM, USR1)
     eventually(lambda: signals.count() == {TERM: 1, USR1: 1}, within=5, what="both")
@@ -58,14 +53,14 @@ def test_signals_are_counted_once_whoever_writes_them_down(signals: SignalCounte
     eventually(lambda: signals.count()[TERM] == 2, within=5, what="the second one")
 
 
-def test_signals_are_given_back(signals: SignalCounter) -> None:
+def test_signals_are_given_back(signals: Signals) -> None:
     signals.listen()
     assert signal.getsignal(TERM) is not signal.SIG_DFL
-    signals.close()
+    signals.let_go()
     assert [signal.getsignal(n) for n in (*ANNOUNCING, STOP_MARK)] == [signal.SIG_DFL] * 4
 
 
-def test_a_script_s_own_handler_stays_whenever_it_was_set(signals: SignalCounter) -> None:
+def test_a_script_s_own_handler_stays_whenever_it_was_set(signals: Signals) -> None:
     got: list[int] = []
     signal.signal(USR1, lambda number, _: got.append(number))
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -79,7 +74,7 @@ def test_a_script_s_own_handler_stays_whenever_it_was_set(signals: SignalCounter
 
 
 def test_an_event_loop_s_descriptor_stays_and_signals_are_heard_all_the_same(
-    signals: SignalCounter,
+    signals: Signals,
 ) -> None:
     theirs, writes = socket.socketpair()
     with theirs, writes:
@@ -89,17 +84,17 @@ def test_an_event_loop_s_descriptor_stays_and_signals_are_heard_all_the_same(
         send(TERM)
         eventually(lambda: signals.count()[TERM], within=5, what="the signal")
         assert theirs.recv(16) == bytes([TERM])
-        signals.close()
+        signals.let_go()
         assert signal.set_wakeup_fd(-1) == writes.fileno()
 
 
 def test_a_forked_child_dies_of_a_signal_as_ever_and_its_parent_hears_nothing(
-    signals: SignalCounter,
+    signals: Signals,
 ) -> None:
     signals.listen()
     child = os.fork()
     if child == 0:
-        signals.close()
+        signals.let_go()
         os.kill(os.getpid(), TERM)
         os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -115,13 +110,13 @@ class Ended(Exception):
 
 
 class Worker:
-    """A watch whose driver answers `trouble`, and which ends nothing."""
+    """Notices whose driver answers `trouble`, and which end nothing."""
 
     def __init__(self, notice: float) -> None:
         self.told: list[WorkerLeaving] = []
         self.trouble = ""
-        self.preemption = PreemptionWatch("a.0.1", notice, end=self._end)
-        self.preemption.listen()
+        self.notices = Notices("a.0.1", notice, end=self._end)
+        self.notices.listen()
 
     def _end(self, number: signal.Signals) -> None:
         raise Ended(number)
@@ -131,14 +126,14 @@ class Worker:
         return self.trouble
 
     def heed(self) -> float | None:
-        return self.preemption.check(self.tell)
+        return self.notices.heed(self.tell)
 
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     made = Worker(notice=60.0)
     yield made
-    made.preemption.close()
+    made.notices.signals.let_go()
 
 
 def test_the_driver_is_told_once_and_the_deadline_is_watched(worker: Worker) -> None:
@@ -160,7 +155,7 @@ def test_who_is_still_there_when_time_is_up_ends_by_the_signal() -> None:
         with pytest.raises(Ended, match=str(int(USR1))):
             eventually(lambda: worker.heed() is None, within=5, what="the end")
     finally:
-        worker.preemption.close()
+        worker.notices.signals.let_go()
 
 
 def test_who_cannot_tell_the_driver_ends_at_once(worker: Worker) -> None:
@@ -202,19 +197,19 @@ def test_a_sigterm_behind_a_notice_ends_at_once(worker: Worker, first: signal.Si
 def test_without_a_grace_period_signals_are_left_alone() -> None:
     worker = Worker(notice=0.0)
     assert signal.getsignal(TERM) is signal.SIG_DFL
-    worker.preemption.close()
+    worker.notices.signals.let_go()
 
 
 STUCK = """
 import ctypes, threading
-from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
-preemption = PreemptionWatch("a.0.1", 60.0)
-preemption.listen()
+from elastic_driver.worker.heartbeat.preemption import Notices
+notices = Notices("a.0.1", 60.0)
+notices.listen()
 
 def heart():
     while True:
-        preemption.wait(60.0)
-        preemption.check(lambda event: "nobody is there")
+        notices.wait(60.0)
+        notices.heed(lambda event: "nobody is there")
 
 threading.Thread(target=heart, daemon=True).start()
 print("up", flush=True)

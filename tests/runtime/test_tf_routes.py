@@ -5,29 +5,26 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from elastic_driver.runtime.tf_api import TfRoutes
-from rendezvous.server import RendezvousServer
+from tests.runtime.jobs import JobUnderTest, StartJob
 from tests.runtime.waiting import until
 
-TOKEN = "secret"
 AB = {"min_nodes": 2, "max_nodes": 2}
 
 
 class Api:
-    """A server with the routes, and requests without any client of ours."""
+    """A driver without hosts, and requests without any client of ours."""
 
-    def __init__(self, lease: float = 10.0) -> None:
-        self.routes = TfRoutes(lease)
-        self.server = RendezvousServer(token=TOKEN, routes=self.routes.add_to)
+    def __init__(self, job: JobUnderTest) -> None:
+        self.job, self.token = job, job.cluster.token
+        self.port = int(job.driver.endpoint.rpartition(":")[2])
 
-    def call(self, method: str, path: str, body: Any = None, token: str = TOKEN) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=20)
-        headers = {"Authorization": f"Bearer {token}"}
+    def call(self, method: str, path: str, body: Any = None, token: str | None = None) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        headers = {"Authorization": f"Bearer {token or self.token}"}
         connection.request(method, f"/v1/tf/{path}", json.dumps(body), headers)
         answer = connection.getresponse()
         found = json.loads(answer.read())
@@ -44,10 +41,8 @@ class Api:
 
 
 @pytest.fixture
-def api() -> Iterator[Api]:
-    made = Api()
-    with made.server:
-        yield made
+def api(start_job: StartJob) -> Api:
+    return Api(start_job((), start_np=1, heartbeat_timeout=10.0))
 
 
 def test_a_cluster_by_value(api: Api) -> None:
@@ -94,41 +89,38 @@ def test_what_can_never_be_is_told_from_what_is_not_now(api: Api) -> None:
     assert api.error("POST", "barrier", request) == (409, "not_a_member")
 
 
-def test_a_member_that_is_silent_is_lost_and_one_that_asks_is_not() -> None:
-    api = Api(lease=0.5)
-    with api.server:
-        api.join("a:1")
-        api.join("b:1")
-        api.join("a:1")
-        ask = "waiting_nodes?address=a:1"
-        news = until(
-            lambda: (found := api.call("GET", ask)[1])["count"] and found, "b is lost", timeout=10
-        )
-        assert news == {"count": -1, "generation": 1, "waiting": [], "lost": ["b:1"]}
+def test_a_member_that_is_silent_is_lost_and_one_that_asks_is_not(start_job: StartJob) -> None:
+    api = Api(start_job((), start_np=1, heartbeat_timeout=0.5))
+    api.join("a:1")
+    api.join("b:1")
+    api.join("a:1")
+    ask = "waiting_nodes?address=a:1"
+    news = until(
+        lambda: (found := api.call("GET", ask)[1])["count"] and found, "b is lost", timeout=10
+    )
+    assert news == {"count": -1, "generation": 1, "waiting": [], "lost": ["b:1"]}
 
 
-def test_a_client_that_goes_away_is_not_given_a_place_for_long() -> None:
-    api = Api(lease=0.3)
-    with api.server:
-        body = json.dumps({"address": "a:1", "wait": 60, **AB}).encode()
-        head = (
-            "POST /v1/tf/cluster_spec HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        with socket.create_connection(("127.0.0.1", api.server.port)) as gone:
-            gone.sendall(head.encode() + body)
-            until(lambda: api.call("GET", "waiting_nodes")[1]["waiting"] == ["a:1"], "a waits")
-        until(lambda: api.call("GET", "waiting_nodes")[1]["waiting"] == [], "a is forgotten")
+def test_a_client_that_goes_away_is_not_given_a_place_for_long(start_job: StartJob) -> None:
+    api = Api(start_job((), start_np=1, heartbeat_timeout=0.3))
+    body = json.dumps({"address": "a:1", "wait": 60, **AB}).encode()
+    head = (
+        "POST /v1/tf/cluster_spec HTTP/1.1\r\nHost: x\r\n"
+        f"Authorization: Bearer {api.token}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", api.port)) as gone:
+        gone.sendall(head.encode() + body)
+        until(lambda: api.call("GET", "waiting_nodes")[1]["waiting"] == ["a:1"], "a waits")
+    until(lambda: api.call("GET", "waiting_nodes")[1]["waiting"] == [], "a is forgotten")
 
 
-def test_a_server_that_stops_turns_away_who_waits() -> None:
-    api = Api()
-    api.server.start()
-    connection = http.client.HTTPConnection("127.0.0.1", api.server.port, timeout=20)
+def test_a_driver_that_stops_turns_away_who_waits(api: Api) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=20)
     body = json.dumps({"address": "a:1", "wait": 60, **AB})
-    connection.request("POST", "/v1/tf/cluster_spec", body, {"Authorization": "Bearer secret"})
+    headers = {"Authorization": f"Bearer {api.token}"}
+    connection.request("POST", "/v1/tf/cluster_spec", body, headers)
     until(lambda: api.call("GET", "waiting_nodes")[1]["waiting"] == ["a:1"], "a waits")
-    api.server.stop()
+    api.job.driver.stop()
     answer = connection.getresponse()
     assert (answer.status, json.loads(answer.read())["error"]["code"]) == (503, "stopping")
     connection.close()

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
 from elastic_driver.core.events import AgentLost, WorkerExited, WorkerLost, WorkerStarted
-from elastic_driver.policies.shards.messages import Quarantined
-from elastic_driver.runtime import shards_api as subject
-from elastic_driver.runtime.shards_api import ShardRoutes
+from elastic_driver.policies.shards import datasets
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
-from rendezvous.server import RendezvousServer
+from tests.runtime.jobs import JobUnderTest, StartJob
 from tests.runtime.waiting import until
 
 THIRTY = {"type": "range", "records": 30, "shard_records": 10, "shuffle": False}
 
 
 class Shards:
-    """A server with the shard routes, and workers that talk to it."""
+    """A driver without hosts, and workers that send requests to it."""
 
-    def __init__(self) -> None:
-        self.quarantined: list[tuple[str, Quarantined]] = []
-        self.routes = ShardRoutes(lambda name, entry: self.quarantined.append((name, entry)))
-        self.server = RendezvousServer(token="secret", routes=self.routes.add_to)
+    def __init__(self, job: JobUnderTest) -> None:
+        self.job = job
+
+    @property
+    def quarantined(self) -> list[dict[str, Any]]:
+        """The events that say so."""
+        return [e for e in self.job.cluster.events() if e["event"] == "shard_quarantined"]
 
     def client(self) -> RendezvousClient:
-        return RendezvousClient(self.server.url, "secret", timeout=5)
+        return RendezvousClient(self.job.driver.endpoint, self.job.cluster.token, timeout=5)
 
     def post(self, what: str, name: str = "d", **body: Any) -> Any:
         with self.client() as client:
@@ -49,21 +49,16 @@ class Shards:
             return client.get_json("/v1/shards/d")
 
     def lose(self, worker: str, reason: str | None = "exit code -9") -> None:
-        """As the driver's mailbox thread does; returns when the ledger has heard of it."""
-        heard = threading.Event()
+        """A worker ends, lost for a reason or as planned."""
         if reason is None:
-            self.routes.heard(WorkerExited(worker, 0, ""), planned=True)
+            self.job.driver.post(WorkerExited(worker, 0, ""))
         else:
-            self.routes.heard(WorkerLost(worker, reason), planned=False)
-        self.routes._hand_over(heard.set)
-        assert heard.wait(5)
+            self.job.driver.post(WorkerLost(worker, reason))
 
 
 @pytest.fixture
-def shards() -> Iterator[Shards]:
-    made = Shards()
-    with made.server:
-        yield made
+def shards(start_job: StartJob) -> Shards:
+    return Shards(start_job((), start_np=1))
 
 
 def test_each_shard_is_handed_out_once_and_the_end_comes_when_all_are_done(shards: Shards) -> None:
@@ -121,9 +116,10 @@ def test_a_shard_that_kills_is_in_quarantine_by_name_and_the_data_are_not_comple
         shards.done("x", answer)
     assert not answer["complete"]
     assert answer["quarantined"] == ["epoch 0, records 0–9"]
-    [(name, entry)] = shards.quarantined
-    assert name == "d"
-    assert "w2: exit code -9" in entry.reason
+    (event,) = shards.quarantined
+    assert (event["dataset"], event["shard"]) == ("d", "epoch 0, records 0–9")
+    assert "w2: exit code -9" in event["reason"]
+    assert "w2: exit code -9" in shards.job.stderr.getvalue()
 
 
 def test_a_planned_leave_blames_no_shard(shards: Shards) -> None:
@@ -157,7 +153,7 @@ def test_a_world_without_progress_gives_its_shard_up_after_three_losses(shards: 
         kept = shards.post("resume", worker="world", dataset=THIRTY, held={token: trained})
         assert kept["lost"] == []  # progress speaks for the shard
     shards.lose("w3")
-    assert shards.quarantined[0][1].shard.start == 0
+    assert shards.quarantined[0]["shard"] == "epoch 0, records 0–9"
     kept = shards.post("resume", worker="world", dataset=THIRTY, held={token: 5})
     assert kept["lost"] == [granted["token"]]
 
@@ -214,13 +210,13 @@ def test_a_checkpoint_brings_back_what_was_not_done(shards: Shards) -> None:
 def test_a_silent_stranger_loses_its_shards_and_a_worker_that_is_heard_keeps_them(
     shards: Shards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subject, "LEASE_S", 0.4)
-    shards.routes.heard(WorkerStarted("a.0.1", 1), planned=False)
+    monkeypatch.setattr(datasets, "LEASE_S", 0.4)
+    shards.job.driver.post(WorkerStarted("a.0.1", 1))
     shards.next("a.0.1")
     shards.next("stranger")
     until(lambda: shards.status()["counts"]["returned"] == 1, "the stranger's lease is over")
     assert shards.status()["counts"]["doing"] == 1
-    shards.routes.heard(AgentLost("a", 1, "its agent was killed"), planned=False)
+    shards.job.driver.post(AgentLost("a", 1, "its agent was killed"))
     until(lambda: shards.status()["counts"]["returned"] == 2, "the host's workers are gone")
 
 
