@@ -7,6 +7,8 @@ the parts of a running job are put together after. No decision about the job is 
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +17,13 @@ from pathlib import Path
 
 import msgspec.structs
 
-from elastic_driver.errors import ExitCode
+from elastic_driver.errors import ClusterError, ExitCode, UsageError
+from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
 from launcher import options as o
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
-from launcher.build_info import render_build, render_version
+from launcher.backends.registry import BACKENDS, entry_points, make_backend
+from launcher.build_info import render_version, version
 from launcher.commandline.help import render_help
 from launcher.commandline.values import CommandLine, resolve
 from launcher.join.find_server import look
@@ -27,10 +31,50 @@ from launcher.join.identity import claim_port, own_name
 from launcher.join.secret import read_secret
 from launcher.options import Option
 from launcher.plan.joined import JoinedHosts
-from launcher.plan.launch import Facts, LaunchPlan, make_plan, worker_command
+from launcher.plan.launch import Facts, LaunchPlan, ScriptHosts, make_plan, worker_command
 from launcher.plan.role import Join, Serve, decide_role, with_node_count
 from launcher.plan.sizes import slots_of_a_host
 from launcher.submit.checks import check_plan, read_hostfile, this_machine, working_folder
+
+ANY_HOST = "HOST"  # in a dry run, for hosts that are to be found
+
+
+def render_build() -> str:
+    """Return one line for each capability, `[X]` for those that are there (horovodrun's form)."""
+    lines = [f"elastic-driver {version()}, Python {platform.python_version()}", ""]
+    lines += ["Backends that start agents:", *map(_backend_line, entry_points(BACKENDS)), ""]
+    lines += ["Collectives (torch.distributed):", *_collectives(), ""]
+    lines += ["Tools:", _line(shutil.which("nvidia-smi") is not None, "nvidia-smi")]
+    return "\n".join(lines)
+
+
+def _backend_line(name: str) -> str:
+    try:
+        make_backend(name, BackendJob(environ=os.environ, allocation="0")).check(())
+    except UsageError as error:
+        return _line(False, f"{name} ({error})")
+    return _line(True, name)
+
+
+def _collectives() -> list[str]:
+    try:
+        import torch  # noqa: PLC0415 - a second's import that no other command pays for
+        import torch.distributed as dist  # noqa: PLC0415
+    except ImportError as error:
+        return [_line(False, f"torch ({error}); install it: pip install 'elastic-driver[torch]'")]
+    if not dist.is_available():
+        return [_line(False, f"torch {torch.__version__} was built without torch.distributed")]
+    return [
+        _line(True, f"torch {torch.__version__}"),
+        _line(dist.is_gloo_available(), "gloo"),
+        _line(dist.is_nccl_available() and torch.cuda.is_available(), "nccl, with a GPU"),
+        _line(dist.is_mpi_available(), "mpi"),
+    ]
+
+
+def _line(there: bool, name: str) -> str:
+    return f"    [{'X' if there else ' '}] {name}"
+
 
 _SHOW: dict[Option[bool], Callable[[], str]] = {
     o.HELP: render_help,
@@ -61,7 +105,8 @@ def run(argv: Sequence[str]) -> int:
     dry = line.values[o.DRY_RUN]
     check_plan(plan, os.environ, create=not dry)
     if dry:
-        print(plan.render(origins=line.values[o.VERBOSE]), flush=True)
+        agents = describe_agents(plan, os.environ)
+        print(plan.render(origins=line.values[o.VERBOSE], agents=agents), flush=True)
         return int(ExitCode.OK)
     for note in plan.notes:
         print(f"elasticrun: {note}", file=sys.stderr)
@@ -70,6 +115,23 @@ def run(argv: Sequence[str]) -> int:
     from launcher.submit.submit import submit  # noqa: PLC0415 - aiohttp's import is not for --help
 
     return submit(plan, run_dir)
+
+
+def describe_agents(plan: LaunchPlan, environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (host, what would run there) for --dry-run; `HOST` stands for hosts to be found."""
+    if isinstance(plan.hosts, JoinedHosts):
+        return []
+    hosts = () if isinstance(plan.hosts, ScriptHosts) else plan.hosts.hosts
+    backend = make_backend(plan.backend, plan.backend_job(environ, hosts))
+
+    def describe(host: str) -> str:
+        try:
+            return backend.describe(host)
+        except ClusterError as error:
+            return str(error)
+
+    named = [host for host, slots in hosts if slots] or [ANY_HOST]
+    return [(host, describe(host)) for host in named]
 
 
 def serve_job(

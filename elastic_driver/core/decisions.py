@@ -56,15 +56,20 @@ class PublishWorld(CausedDecision, frozen=True, tag="publish_world"):
     reason: str
 
 
-class PublishNotice(CausedDecision, frozen=True, tag="publish_notice"):
-    """Leave this round: at once, or (`at_boundary`) after a step every rank still reaches.
+class AskProgress(CausedDecision, frozen=True, tag="ask_progress"):
+    """Ask these members of a round how far they are; the answer is `ProgressReported`."""
 
-    Which step that is follows from the progress the workers wrote to the store; the shell
-    reads it and names it in the notice (`runtime.boundary`).
-    """
+    number: int  # of the question; the answer repeats it
+    round: int
+    workers: tuple[str, ...]
+    reason: str
+
+
+class PublishNotice(CausedDecision, frozen=True, tag="publish_notice"):
+    """Tell the members to leave the round: after this step, or (None) at once."""
 
     round: int
-    at_boundary: bool
+    after_step: int | None
     reason: str
 
 
@@ -136,6 +141,7 @@ Decision: TypeAlias = (
     | StopAgent
     | GiveOrder
     | PublishWorld
+    | AskProgress
     | PublishNotice
     | PublishSave
     | SealRound

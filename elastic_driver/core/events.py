@@ -173,6 +173,22 @@ class WorkerLost(Struct, frozen=True, tag="worker_lost"):
     reason: str
 
 
+class ProgressReading(Struct, frozen=True):
+    """A worker's last progress: `step` committed steps in all, `step_time` seconds for one (0: not
+    known yet). `answered`: it was written after the question."""
+
+    step: int
+    step_time: float
+    answered: bool
+
+
+class ProgressReported(Struct, frozen=True, tag="progress_reported"):
+    """The answer to `AskProgress`: what could be read of the workers' progress in this round."""
+
+    number: int
+    readings: tuple[ProgressReading, ...]
+
+
 class RankSlow(Struct, frozen=True, tag="rank_slow"):
     """A member of this round computes slowly: `ratio` times the usual time."""
 
@@ -282,6 +298,7 @@ Event: TypeAlias = (
     | AgentLost
     | WorkerSilent
     | WorkerLost
+    | ProgressReported
     | RankSlow
     | RankRecovered
     | ScaleRequested

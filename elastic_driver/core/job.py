@@ -27,6 +27,7 @@ from elastic_driver.core.events import (
     HostsChecked,
     HostsDiscovered,
     JobLeaving,
+    ProgressReported,
     RankRecovered,
     RankSlow,
     ScaleRequested,
@@ -47,6 +48,7 @@ from elastic_driver.core.events import (
 )
 from elastic_driver.core.rules import (
     agents,
+    boundary,
     discovered,
     drain,
     endings,
@@ -101,6 +103,7 @@ class Job:
             DrainCancelled: partial(drain.cancelled, self.state),
             HostLeaving: partial(drain.noticed, self.state),
             WorkerLeaving: partial(drain.told, self.state),
+            ProgressReported: partial(boundary.reported, self.state),
             RankSlow: partial(replacing.slow, self.state),
             RankRecovered: partial(replacing.recovered, self.state),
             JobLeaving: partial(preemption.told, self.state),
@@ -227,7 +230,7 @@ class Job:
         worker.left, worker.version, worker.clean = event.round, event.version, event.clean
         job.announce("worker_ready", event.reason or "waits for a round", worker)
         if running and job.round.state is RoundState.COMPLETE:
-            job.leave_round(now, f"{worker.id} left: {event.reason}", at_boundary=False)
+            job.leave_round(now, f"{worker.id} left: {event.reason}")
 
     def _is_elastic(self, now: float) -> None:
         """A worker has spoken; members lost while the job passed for plain broke the round."""
@@ -237,7 +240,7 @@ class Job:
         job.kind = Kind.ELASTIC
         lost = next((loss for loss in job.losses if loss.member), None)
         if lost is not None:
-            job.leave_round(now, f"{lost.failure.worker} {lost.reason}", at_boundary=False)
+            job.leave_round(now, f"{lost.failure.worker} {lost.reason}")
 
     def _worker_stepped(self, event: WorkerStepped, _now: float) -> None:
         job = self.state

@@ -79,6 +79,7 @@ class JobState:
     departure: Departure | None = None  # the whole job was told to go (`departure`)
     farewell: Farewell | None = None  # the last checkpoint, since the last round (`farewell`)
     saves: int = 0  # asked for so far
+    progress_asked: int = 0  # questions so far (`boundary`)
     first_success: float | None = None  # when the first member finished its script
     grace_over: bool = False  # the others' grace period has passed, and it was said
     end: EndJob | None = None
@@ -269,16 +270,16 @@ class JobState:
         self.round.at_boundary = at_boundary
         return True
 
-    def leave_round(self, now: float, reason: str, *, at_boundary: bool) -> None:
-        """Tell the members to leave: at a common step boundary, or (also later on) at once."""
+    def leave_round(self, now: float, reason: str) -> None:
+        """Tell the members to leave at once, also where they were to leave at a boundary."""
         if self.round.state is RoundState.COMPLETE:
-            if not self.close_round(now, reason, at_boundary=at_boundary):
+            if not self.close_round(now, reason, at_boundary=False):
                 return
-        elif self.round.state is RoundState.CLOSING and self.round.at_boundary and not at_boundary:
+        elif self.round.state is RoundState.CLOSING and self.round.at_boundary:
             self.round.at_boundary, self.round.since = False, now
         else:
             return
-        self.decide(PublishNotice(self.round.number, at_boundary, reason))
+        self.decide(PublishNotice(self.round.number, None, reason))
 
     def left_early(self, worker: Worker, now: float, *, running: bool) -> None:
         """A worker that was to leave is gone before its time: no failure, but its peers feel it.
@@ -289,7 +290,7 @@ class JobState:
         if self.kind is not Kind.ELASTIC:
             self.round.broken = reason
         elif running:
-            self.leave_round(now, reason, at_boundary=False)
+            self.leave_round(now, reason)
 
     def open_next_round(self, now: float, reason: str) -> None:
         """Everybody has left: seal the round and let the next one form."""

@@ -17,8 +17,8 @@ class StateVersion(NamedTuple):
     exactly those, not the ones of a step that was broken off.
     """
 
-    steps: int
-    clean: bool
+    steps: int = -1
+    clean: bool = True
 
     @property
     def trained(self) -> bool:

@@ -1,65 +1,102 @@
-"""What the driver asks of whatever brings an agent to life on a host.
+"""Backends: what puts an agent onto a host.
 
-The driver decides *that* an agent is to run (`core.decisions.StartAgent`); a backend (local, ssh,
-a scheduler) decides *how*. The backends of `launcher.backends` implement `AgentStarter`; the
-driver is given a `StarterFactory`, because the rendezvous' address is known only once its
-server is up. No order travels this way: an agent that runs reads its orders from the store.
+The driver decides *that* an agent is to run (`core.decisions.StartAgent`); a backend (this machine,
+ssh, Slurm, …) decides *how*. A backend is registered under a name as a Python entry point in the
+group `elastic_driver.backends`; the entry point is a callable that takes a `BackendJob` and
+returns a `Backend`. Orders do not travel this way: a running agent reads them from the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from msgspec import Struct
+
+from elastic_driver.runtime.host_lists import Hosts
+
 OnLost: TypeAlias = Callable[[str], None]
-"""Told once, with a reason for people, that an agent is gone or never came up."""
+"""Called once, with a reason for people, when an agent is gone or never came up."""
 
 
-class AgentStarter(Protocol):
-    """Starts agents and knows when one of them ends.
+class BackendJob(Struct, frozen=True, kw_only=True):
+    """What a backend is told about the job and its rendezvous."""
 
-    The driver's mailbox thread makes all calls; an implementation may call `on_lost` from any
-    thread (the callback only puts an event into the driver's mailbox: it never blocks and
-    never raises).
+    endpoint: str = "http://ADDRESS:PORT"  # the rendezvous' URL as this machine reaches it
+    token_file: Path = Path("TOKEN_FILE")  # on this machine, mode 0600
+    bind_host: str | None = None  # numeric address it listens on; None: not decided yet
+    cwd: str = "/"  # the workers' folder
+    hosts: Hosts = ()  # those known when the job starts
+    grows: bool = False  # more hosts are likely to come
+    environ: Mapping[str, str] = {}  # of elasticrun; may hold secrets
+    heartbeat_timeout: float = 30.0  # seconds; a silent connection may be given up after this
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    allocation: str | None = None  # Slurm's job id
+
+
+class Backend(Protocol):
+    """Starts agents and notices when one of them ends.
+
+    The driver calls `start`, `kill` and `close`, all from its mailbox thread. The launcher calls
+    the other methods before that; they have defaults. Creating a backend starts nothing.
     """
 
     def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
-        """Begin to start this host's agent, its n-th incarnation (1, 2, …); return at once.
+        """Begin to start the host's agent, its n-th incarnation (1, 2, …); return at once.
+
+        Errors are reported through `on_lost` and never raised. An agent that is up posts
+        `AgentReady` itself. Two incarnations of one host may exist at once for a moment; they are
+        independent.
 
         Args:
             host: the name as discovery gave it (validated by `runtime.host_lists`).
-            incarnation: what the agent has to call itself; grows with each start on that host.
-            on_lost: called exactly once when this agent's process has ended, for whatever
-                reason (exit status 0 included), or could not be started at all. The reason
-                names what happened and what to try ("ssh: connect to node3 timed out after
-                10 s; check …"). After `close()` has returned it is not called any more.
-
-        Whatever goes wrong is told through `on_lost` and never raised. That an agent is *up* is
-        not reported here: it posts `AgentReady` itself. Two incarnations of one host may be
-        under way at once for a moment; they are independent.
+            incarnation: the number the agent is given; it grows with each start on that host.
+            on_lost: call it exactly once, from any thread, when the agent's process has ended for
+                whatever reason (exit status 0 included) or could not be started. It never blocks
+                and never raises. The reason says what happened and what to try. Do not call
+                it after `close` has returned.
         """
 
     def kill(self, host: str, incarnation: int) -> None:
-        """End one agent and everything it started, now and without asking it; return at once.
+        """Kill one agent and everything it started; return at once.
 
-        The driver calls this for an agent that let its lease expire: it hangs, or is stopped or
-        cut off, and must not go on beside its next incarnation. One that is already gone, or was
-        never started, is none of the caller's mistakes: nothing happens. `on_lost` is told as
-        always once the process has ended; where it cannot be reached at all (a dead host), once
-        that is certain.
+        The driver calls it for an agent whose lease has expired. Nothing happens if the agent is
+        gone or was never started. `on_lost` is called as usual once the process has ended; if the
+        host cannot be reached, once that is certain.
         """
 
     def close(self, grace: float) -> None:
-        """End every agent that still runs, and everything it started; no `start` may follow.
+        """End every running agent and everything it started; no `start` follows.
 
-        Agents were already told to shut down by an order where that was possible: wait up to
-        `grace` seconds (0: not at all) for them to exit by themselves, then kill what is left.
-        Returns within `grace` plus a few seconds in any case, leaves no process, thread or file
-        behind, is idempotent, and may be called when nothing was ever started.
+        The agents were already ordered to shut down if possible. Wait up to `grace` seconds for
+        them to exit, then kill the rest. Return within `grace` plus a few seconds and leave no
+        process, thread or file behind. Idempotent; may be called if nothing was started.
         """
 
+    def describe(self, host: str) -> str:
+        """Return what `start` would run for this host, as one line for --dry-run.
 
-StarterFactory: TypeAlias = Callable[[str, Path], AgentStarter]
-"""`(endpoint, token_file) -> starter`: the rendezvous' URL `http://host:port`, and the path of
-the 0600 file with the job's token on this machine. Called once, before the first start."""
+        Raises ClusterError for a host that this backend cannot reach.
+        """
+        return f"an agent for {host}, started by {type(self).__name__}"
+
+    def check(self, hosts: Hosts) -> None:  # noqa: ARG002
+        """Raise UsageError if this backend cannot work on this machine or with these hosts.
+
+        The launcher calls it before anything is started, and for --dry-run.
+        """
+        return
+
+    def find_problems(self, hosts: Hosts) -> dict[str, str]:  # noqa: ARG002
+        """Ask hosts whether an agent can run there; return why for those where it cannot."""
+        return {}
+
+    def look_up(self, host: str) -> str:
+        """Return the name or address by which the network knows a host."""
+        return host
+
+
+MakeBackend: TypeAlias = Callable[[str, Path], Backend]
+"""`(endpoint, token_file) -> backend`: the driver calls it once its rendezvous is up."""

@@ -27,7 +27,7 @@ from elastic_driver.policies.nodecheck.messages import (
     assignment_key,
 )
 from elastic_driver.runtime.api import EventAccepted
-from elastic_driver.runtime.backend import AgentStarter, StarterFactory
+from elastic_driver.runtime.backend import Backend, MakeBackend
 from elastic_driver.runtime.run_dir import RunDir
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.errors import RendezvousError
@@ -67,7 +67,7 @@ class CheckFleet:
         hosts: Sequence[str],
         spec: JobSpec,
         settings: TaskSettings,
-        starter: StarterFactory,
+        starter: MakeBackend,
         run_dir: RunDir,
         bind: tuple[str, int],
         status: Callable[[], bytes],
@@ -77,7 +77,7 @@ class CheckFleet:
         self._status = status
         self._mailbox: queue.SimpleQueue[News | AgentLost | _Cancelled] = queue.SimpleQueue()
         self._server: RendezvousServer | None = None
-        self._starter: AgentStarter | None = None
+        self._starter: Backend | None = None
         self._orders: dict[str, int] = {}  # host → orders given; only agents that live
         self.agents: dict[str, AgentReady] = {}  # those that are up
 

@@ -44,7 +44,7 @@ from elastic_driver.policies.shards.messages import ShardBatch, ShardRequest, Wo
 from elastic_driver.policies.tf.cluster import TfCluster
 from elastic_driver.policies.tf.messages import TfRequest
 from elastic_driver.runtime.api import DriverRoutes
-from elastic_driver.runtime.backend import AgentStarter, StarterFactory
+from elastic_driver.runtime.backend import Backend, MakeBackend
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
@@ -86,7 +86,7 @@ class ElasticDriver:
         settings: Settings,
         spec: JobSpec,
         discovery: HostDiscovery,
-        starter: StarterFactory,
+        starter: MakeBackend,
         run_dir: RunDir,
         reporter: Reporter,
         options: DriverOptions | None = None,
@@ -123,7 +123,7 @@ class ElasticDriver:
         }
         self._deadlines: dict[MachineName, float | None] = {}
         self._server: RendezvousServer | None = None
-        self._starter: AgentStarter | None = None
+        self._starter: Backend | None = None
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
         self._stop_asked = False

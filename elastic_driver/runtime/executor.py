@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from elastic_driver import contract
 from elastic_driver.core.decisions import (
     Announce,
+    AskProgress,
     AskStacks,
     CheckHosts,
     Decision,
@@ -44,6 +45,8 @@ from elastic_driver.core.documents import (
 from elastic_driver.core.events import (
     AgentLost,
     Event,
+    ProgressReading,
+    ProgressReported,
     WorkerExited,
     WorkerLost,
     WorkerReady,
@@ -53,19 +56,20 @@ from elastic_driver.core.events import (
 )
 from elastic_driver.errors import assert_never
 from elastic_driver.policies.requests import Reply
-from elastic_driver.runtime.backend import AgentStarter
-from elastic_driver.runtime.boundary import UNREACHABLE_STEP, Reading, leave_after, margin_for
+from elastic_driver.runtime.backend import Backend
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.slow_ranks import READ_S, SlowRanks
+from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Delete, DeletePrefix, Entries, Get, Operation, Set, Written
 
 KEPT_ORDERS = 4096  # of one agent; it reads them as they come, and is never that far behind
 FRESH_S = 0.1  # for the workers to say how far they are, when a boundary is to be named
-STALE_S = 2.0  # as old as a worker's last word may be when it did not answer that
+UNREACHABLE_STEP = 2**53
+"""A notice that names this step asks for nothing yet; it only makes every heartbeat report."""
 _LAST_EVENTS = ("job_succeeded", "job_failed")  # told when everything has really ended
 
 
@@ -96,7 +100,7 @@ class Executor:
         self,
         *,
         server: RendezvousServer,
-        starter: AgentStarter,
+        starter: Backend,
         log: EventLog,
         reporter: Reporter,
         on_agent_ended: Callable[[AgentLost], None],
@@ -113,7 +117,6 @@ class Executor:
         self._checks, self._post = checks, post
         self._answer, self._replies = answer, list[Reply]()
         self._heartbeat_timeout = heartbeat_timeout
-        self._stale = min(heartbeat_timeout / 3, STALE_S)
         self._agents: dict[tuple[str, int], AgentRecord] = {}
         self._workers: dict[str, WorkerRecord] = {}
         self._world: World | None = None
@@ -153,8 +156,11 @@ class Executor:
                 self._give(decision.host, decision.incarnation, decision.order)
             case PublishWorld():
                 self._publish_world(decision.world)
-            case PublishNotice():
-                self._publish_notice(decision)
+            case AskProgress():
+                self._ask_progress(decision)
+            case PublishNotice(round=round_id, after_step=step, reason=reason):
+                notice = Notice(round_id, step, reason)
+                self._server.post([Set(contract.JOB_NOTICE, encode(notice))])
             case PublishSave(request=request):
                 self._server.post([Set(contract.JOB_SAVE, encode(request))])
             case SealRound():
@@ -162,10 +168,10 @@ class Executor:
                 self._server.post([DeletePrefix(prefix, seal=True)])
             case AskStacks(number=number):
                 self._server.post([Set(contract.JOB_STACKS, str(number).encode())])
-            case CheckHosts() if self._checks is not None:
-                self._checks.start(decision, self._post)
             case CheckHosts():
-                raise AssertionError("hosts are checked only in jobs that began with a check")
+                if self._checks is None:
+                    raise AssertionError("hosts are checked only in jobs that began with a check")
+                self._checks.start(decision, self._post)
             case Announce():
                 self._announce(decision)
             case EndJob():
@@ -227,40 +233,27 @@ class Executor:
 
     # ---- notices -------------------------------------------------------------------------
 
-    def _publish_notice(self, decision: PublishNotice) -> None:
-        step = self._boundary(decision) if decision.at_boundary else None
-        notice = Notice(decision.round, step, decision.reason)
-        self._server.post([Set(contract.JOB_NOTICE, encode(notice))])
-
-    def _boundary(self, decision: PublishNotice) -> int | None:
-        """The step after which the round's members leave; None where nobody trains in it.
+    def _ask_progress(self, decision: AskProgress) -> None:
+        """Read how far the workers are, and post it as an event.
 
         A notice of a step that is never reached wakes every heartbeat thread, and their next
-        beats say how far they are: so what we reckon with is milliseconds old.
+        heartbeats say how far they are: so the answers are milliseconds old.
         """
-        world = self._world
-        if world is None or world.round != decision.round:
-            return None
-        members = [member for member in world.members if member.worker in self._workers]
-        if not members:
-            return None
         question = Notice(decision.round, UNREACHABLE_STEP, decision.reason)
-        (asked,) = self._server.apply([Set(contract.JOB_NOTICE, encode(question))])
-        began = time.monotonic()
-        revision = asked.revision if isinstance(asked, Written) else 0
-        keys = tuple(contract.worker_progress(member.worker) for member in members)
-        (found,) = self._server.apply([Get(keys, wait=FRESH_S, after=revision)])
-        elapsed = time.monotonic() - began
-        everybody = isinstance(found, Entries) and not found.timed_out
+        keys = tuple(contract.worker_progress(worker) for worker in decision.workers)
+        try:
+            (asked,) = self._server.apply([Set(contract.JOB_NOTICE, encode(question))])
+            revision = asked.revision if isinstance(asked, Written) else 0
+            (found,) = self._server.apply([Get(keys, wait=FRESH_S, after=revision)])
+        except RendezvousError:
+            return  # the core does not wait for ever
         readings = []
         for entry in found.entries.values() if isinstance(found, Entries) else ():
             progress = decode_progress(entry.value)
             if progress is not None and progress.round == decision.round:
-                age = elapsed if entry.revision > revision else self._stale
-                readings.append(Reading(progress.step, progress.step_time, age))
-        base = max(member.version for member in members)
-        margin = margin_for(len(members), elapsed if everybody else None)
-        return leave_after(readings, base=max(base, 0), margin=margin)
+                answered = entry.revision > revision
+                readings.append(ProgressReading(progress.step, progress.step_time, answered))
+        self._post(ProgressReported(decision.number, tuple(readings)))
 
     # ---- what happened -------------------------------------------------------------------
 

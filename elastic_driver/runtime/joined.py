@@ -34,7 +34,7 @@ from elastic_driver.core.join_messages import (
     NodeOrders,
 )
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.backend import OnLost
+from elastic_driver.runtime.backend import Backend, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from rendezvous.auth import read_token_file
 from rendezvous.web import Problem, json_answer, read_json
@@ -76,8 +76,8 @@ class NodeRules:
     reserved: frozenset[str] = frozenset()  # names that no node gets
 
 
-class JoinedNodes:
-    """Hosts that join by themselves (a `HostDiscovery` and an `AgentStarter` of the driver)."""
+class JoinedNodes(Backend):
+    """Hosts that join by themselves (a `HostDiscovery` and a `Backend` of the driver)."""
 
     def __init__(self, rules: NodeRules, secrets: tuple[str, ...] = ()) -> None:
         """`secrets`: with any of these in place of the job's token a node may join."""
@@ -113,10 +113,10 @@ class JoinedNodes:
             self._cancelled = True
             self._lock.notify_all()
 
-    # ---- AgentStarter --------------------------------------------------------------------
+    # ---- Backend --------------------------------------------------------------------
 
     def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
-        """See `AgentStarter.start`."""
+        """See `Backend.start`."""
         with self._lock:
             node = self._named(host)
             if node is not None:
@@ -126,7 +126,7 @@ class JoinedNodes:
         on_lost(f"node {host} has left")
 
     def kill(self, host: str, incarnation: int) -> None:
-        """See `AgentStarter.kill`; a node that is silent has lost its agents when it is dropped."""
+        """See `Backend.kill`; a node that is silent has lost its agents when it is dropped."""
         with self._lock:
             node = self._named(host)
             if node is not None and incarnation in node.agents:
@@ -141,7 +141,7 @@ class JoinedNodes:
                 self._tell(node)
 
     def close(self, grace: float) -> None:
-        """See `AgentStarter.close`: the nodes end their agents once they know of the job's end."""
+        """See `Backend.close`: the nodes end their agents once they know of the job's end."""
         with self._lock:
             if self._over is None:
                 self._over = JobOver(1, "the driver was closed")

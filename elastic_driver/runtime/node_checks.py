@@ -39,7 +39,7 @@ from elastic_driver.policies.nodecheck.messages import (
     result_key,
 )
 from elastic_driver.policies.nodecheck.report import CheckReport
-from elastic_driver.runtime.backend import StarterFactory
+from elastic_driver.runtime.backend import MakeBackend
 from elastic_driver.runtime.check_fleet import CheckFleet, News
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.run_dir import RunDir
@@ -128,7 +128,7 @@ class NodeChecker:
         hosts: Hosts,
         *,
         settings: CheckSettings,
-        starter: StarterFactory,
+        starter: MakeBackend,
         run_dir: RunDir,
         bind: tuple[str, int] = ("127.0.0.1", 0),
         say: Callable[[str], None] = lambda _line: None,

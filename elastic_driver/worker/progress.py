@@ -35,7 +35,7 @@ def report_progress(step: int | None = None, samples: int | None = None) -> None
     if member is None:
         return
     if step is None:
-        member.progress.alive_at = time.monotonic()
+        member.progress.active_at = time.monotonic()
     else:
         member.progress.reported(time.monotonic())
 
@@ -62,5 +62,5 @@ def busy(what: str, within: float = BUSY_S) -> Iterator[None]:
     try:
         yield
     finally:
-        progress.alive_at = time.monotonic()
+        progress.active_at = time.monotonic()
         progress.busy_until = before

@@ -1,14 +1,14 @@
-"""What a job must not lose: model, optimizer, and every value a script trains with.
+"""The state of a job: model, optimizer, and every value that a script trains with.
 
 In synchronous data parallelism every rank holds the same state at a step boundary, so a commit
-copies no parameter and no optimizer tensor. It counts. A hook behind `optimizer.step()` says
-whether the tensors still are those of the last commit (*clean*) or a step further (*dirty*); after
-a failure the clean rank with the highest version is the source, and whoever differs receives.
+copies no parameter and no optimizer tensor. It counts. A hook behind `optimizer.step()` records
+whether the tensors still are those of the last commit (*clean*) or a step further (*dirty*). After
+a failure the clean rank with the highest version sends its state to every rank that differs.
 Small things (buffers, learning rates, schedulers, scalers, sampler positions, random generators,
 plain attributes) are copied at a commit and put back by `restore()`.
 
-Scripts make one; `run` drives it. `version` counts committed steps, of all rounds together. With a
-`checkpoint_dir` it is kept on disk as well (`keeper`), for when every holder is gone.
+A script makes one state; `run` drives it. `version` counts committed steps, of all rounds together.
+With a `checkpoint_dir` the state is kept on disk as well (`keeper`), in case every holder is lost.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ import torch
 from torch.optim import Optimizer
 
 from elastic_driver.core.documents import SaveRequest, World
+from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current
-from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints, Schedule
-from elastic_driver.worker.heartbeat.driver_connection import StateVersion
+from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from elastic_driver.worker.state_sync.agreement import (
-    Agreement,
-    StateLostError,
-    agree,
-    agree_afresh,
-)
-from elastic_driver.worker.state_sync.copying import copied
-from elastic_driver.worker.state_sync.following import Advancing, StepCounter
-from elastic_driver.worker.state_sync.parts import Part, part_for
+from elastic_driver.worker.state_sync.agreement import Agreement, StateLostError, agree
+from elastic_driver.worker.state_sync.parts import StatePart, part_for
 from elastic_driver.worker.state_sync.rng import RandomStates
-from elastic_driver.worker.state_sync.sharing import Shared, check_sendable, receive, send, stand_by
+from elastic_driver.worker.state_sync.sharing import (
+    LiveState,
+    check_sendable,
+    receive,
+    send,
+    stand_by,
+)
+from elastic_driver.worker.state_sync.step_counter import Advancing, StepCounter
 from elastic_driver.worker.state_sync.transfer import Route
+from elastic_driver.worker.state_sync.values import copied
 from elastic_driver.worker.timing.computing import ComputeClock
 from elastic_driver.worker.timing.device_clock import clock_for
 from elastic_driver.worker.worker_log import say
@@ -47,26 +48,25 @@ from elastic_driver.worker.world.wrapping import mark_in_sync
 
 __all__ = ["Advancing", "ObjectState", "State", "TorchState"]
 
-UNTRAINED = -1  # the version of a state that holds nothing worth keeping
+UNTRAINED = -1  # the version of a state that nobody has trained or received
 
 
 class State:
-    """Base of all states: attributes, a version, and the agreement on whose values are right.
+    """The base of all states: attributes, a version, and their synchronisation between ranks.
 
     Every keyword argument becomes an attribute. Objects with `state_dict()` and
     `load_state_dict()` are kept through these; all others by value, mutable ones copied. Names
-    that start with an underscore are the class's own.
+    that start with an underscore belong to the class.
 
     Args:
-        snapshot: keep real copies of all tensors at each commit. For steps that are not one call
-            of one optimizer (several optimizers, closures) and must never be half done after
-            a failure. Always on where there is a module and no optimizer: nothing tells then
-            when the module changes.
-        checkpoint_dir: a folder of this state's own, the same on every host, for durable
-            checkpoints; a job whose workers hold nothing starts from the newest one in it.
+        snapshot: copy all tensors at each commit. For steps that are not one call of one optimizer
+            (several optimizers, closures) and must never be half done after a failure. Always on
+            for a module without an optimizer: nothing shows then when the module changes.
+        checkpoint_dir: a folder for the durable checkpoints of this state alone, the same on every
+            host; a job whose workers hold no trained state starts from the newest one in it.
         every: committed steps from one checkpoint to the next.
         keep: how many checkpoints stay; older ones are deleted (default 3).
-        attributes: what to keep.
+        attributes: the values and objects to keep.
 
     Raises `UsageError` for a name that is a method or property here, and for `every` or `keep`
     without `checkpoint_dir` or below 1.
@@ -82,19 +82,19 @@ class State:
         **attributes: Any,
     ) -> None:
         self._values: dict[str, Any] = {}
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, StatePart] = {}
         self._kept_values: dict[str, Any] = {}
         self._kept_random: dict[str, Any] | None = None
         self._random = RandomStates()
         self._counter = StepCounter()
         self._clock = ComputeClock()
         self._callbacks: list[Callable[[], None]] = []
-        self._progress = TrainingProgress()  # one of our own until we are in a world
+        self._progress = TrainingProgress()  # the membership's, once this state is in a world
         self._round = 0  # the round this state was last synchronised in
         self._version = UNTRAINED
         self._torn = False  # a sender was lost while its tensors came in
         self._wants_snapshot = self._snapshot = snapshot
-        self._checkpoints = _checkpoints(checkpoint_dir, every, keep)
+        self._checkpoints = _make_checkpoints(checkpoint_dir, every, keep)
         for name, value in attributes.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise UsageError(f"a state has a {name!r} of its own; choose another name")
@@ -122,7 +122,7 @@ class State:
             self._arrange()
 
     def _arrange(self) -> None:
-        """Sort the attributes by how they are kept; again whenever an object is exchanged."""
+        """Decide how each attribute is kept; again whenever an object is replaced."""
         self._parts = {
             name: part
             for name, value in self._values.items()
@@ -144,7 +144,7 @@ class State:
 
     @property
     def version(self) -> int:
-        """Committed steps this state stands for; −1 before the first sync."""
+        """Committed steps that this state stands for; −1 before the first sync."""
         return self._version
 
     @property
@@ -153,39 +153,39 @@ class State:
         return not self._torn and (self._snapshot or self._counter.at_rest())
 
     def commit(self) -> None:
-        """Mark a step boundary: nothing done until here will be lost, or done again.
+        """Mark a step boundary: no step until here will be lost or done again.
 
-        Raises `HostsUpdatedInterrupt`, after the same step on every rank, when the world is to
-        change. Costs no message and copies no parameter, but for this rank's share of them where
-        a checkpoint is due.
+        Sends no message and copies no parameter, except this rank's share of them where a
+        checkpoint is due. Raises `HostsUpdatedInterrupt`, after the same step on every rank, when
+        the world is about to change.
         """
         if self._version == UNTRAINED and current.is_initialized() and current.size() > 1:
             say(
-                "a state is committed that was never synchronised, so newcomers will not have it: "
-                "of several states @elastic.run keeps the first; call the others' sync() at the "
-                "top of the function, or put their attributes into the first"
+                "this state is committed, but was never synchronised, so newcomers will not have "
+                "it: of several states @elastic.run keeps the first; call the others' sync() at "
+                "the top of the function, or put their attributes into the first"
             )
         self.save()
         self._version += 1
         if self._checkpoints is not None and self._checkpoints.due(self._version):
-            self._checkpoints.take(self._shared(), self._version)
+            self._checkpoints.take(self._live(), self._version)
         progress = self._progress
         computed = self._clock.finish_step()
         if computed is not None:
-            progress.samples.note(progress.round, self._version, computed)
+            progress.samples.record(progress.round, self._version, computed)
         if progress.committed(self._version):
             raise HostsUpdatedInterrupt(progress.leave_reason)
 
     def check_host_updates(self) -> None:
-        """Raise `HostsUpdatedInterrupt` if this step boundary is where the world changes.
+        """Raise `HostsUpdatedInterrupt` if the world changes at this step boundary.
 
-        `commit()` does it as well. Every rank must call it after the same commits.
+        `commit()` does the same. Every rank must call it after the same commits.
         """
         if self._version >= self._progress.leave_after:
             raise HostsUpdatedInterrupt(self._progress.leave_reason)
 
     def save(self) -> None:
-        """Copy what `restore()` is to put back; part of `commit()`."""
+        """Copy what `restore()` puts back; a part of `commit()`."""
         if self._counter.steps == 0 and self._kept_random is not None:
             self._count_skipped_step()
         parts = self._parts
@@ -202,8 +202,8 @@ class State:
     def restore(self) -> None:
         """Go back to the last commit, and drop gradients.
 
-        Where the tensors have gone on since then, and no snapshot has them, all stays as it is:
-        the next `sync()` brings a clean state from another rank, or settles for the furthest.
+        If the tensors have changed since then, and there is no snapshot of them, nothing is put
+        back: the next `sync()` brings a clean state from another rank, or takes the furthest one.
         """
         for optimizer in self._optimizers():
             optimizer.zero_grad(set_to_none=True)
@@ -218,54 +218,53 @@ class State:
         self._counter.restart()
 
     def sync(self) -> None:
-        """Make this state the same on every rank, in as few bytes as it takes.
+        """Make this state the same on every rank.
 
-        Collective; once a round, later calls do nothing. Who has the right state follows from
-        what the members said when the round was formed; where all have it, nothing is sent.
-        Afterwards it counts as committed. Raises `UsageError` for attributes that cannot be
-        sent and for models that differ, `StateLostError` where nobody has a whole state left.
+        Collective; once a round, later calls do nothing. The members reported their versions when
+        the round was formed: the source follows from these (`core.state_version`), only ranks that
+        differ receive, and where none differs nothing is sent. Afterwards the state counts as
+        committed. Raises `UsageError` for attributes that cannot be sent and for models that
+        differ, `StateLostError` where nobody has a whole state left.
         """
         member = session.start()
         if member.group is None or member.world is None or member.world.round == self._round:
             return
         self._progress, self._counter.settle = member.progress, member.settle
         world = member.world
-        # What the members said was said of their first state; of another they know nothing yet.
-        known = member.last_ready_described(self)
+        # The members reported the version of their first state, and nothing of any other state.
+        afresh = None if member.last_ready_described(self) else self._progress.version
         reloads = self._checkpoints is not None
-        if known:
-            verdict = agree(world, reloads=reloads)
-            if verdict.fresh and not reloads and not all(m.clean for m in world.members):
-                # Whatever was trained died with its sender: nobody is to find out by the loss.
-                say("a worker died while it sent the only state; training starts afresh")
-        else:
-            verdict = agree_afresh(world, self._progress.version, reloads=reloads)
-        self._come_to(verdict, world)
+        agreement = agree(world, reloads=reloads, afresh=afresh)
+        lost = agreement.fresh and not all(m.clean for m in world.members)
+        if lost and afresh is None and not reloads:
+            # People must not have to find out by the loss of the model.
+            say("a worker died while it sent the only state; training starts afresh")
+        self._carry_out(agreement, world)
         self._round = world.round
         self._clock.restart()
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Call these, in order, after every change of the world (to adapt a learning rate, …)."""
+        """Call these, in order, after every change of the world, for example to adapt a rate."""
         self._callbacks.extend(callbacks)
 
     # ---- what `run` calls ----------------------------------------------------------------
 
     def state_version(self) -> StateVersion:
-        """What to report when READY for the next round.
+        """Return what to report when READY for the next round.
 
-        A dirty state counts the optimizer steps it has gone on, so that where all are dirty
-        the furthest is found; a step that was interrupted half-way does not count.
+        A dirty state also counts the optimizer steps since its commit, so that among dirty states
+        the furthest is found. A step that was interrupted half-way does not count.
         """
         if self._torn or self._version == UNTRAINED:
-            return StateVersion(version=UNTRAINED, clean=not self._torn)
+            return StateVersion(UNTRAINED, clean=not self._torn)
         if self.clean:
-            return StateVersion(version=self._version, clean=True)
+            return StateVersion(self._version, clean=True)
         counter = self._counter
         further = 0 if counter.unfinished else counter.steps
-        return StateVersion(version=self._version + further, clean=False)
+        return StateVersion(self._version + further, clean=False)
 
     def on_reset(self) -> None:
-        """The world has changed, and this state is the same everywhere again."""
+        """Reset positions and call the callbacks: the world has changed, and `sync()` is done."""
         for value in self._values.values():
             if isinstance(value, Advancing):
                 value.reset()
@@ -277,42 +276,45 @@ class State:
         if self._checkpoints is None:
             return None
         if not self.clean or self._version != request.step:
-            raise UsageError(f"a worker was asked for step {request.step}, not {self._version}")
+            raise UsageError(
+                f"step {request.step} was requested; this worker is at {self._version}"
+            )
         self.restore()  # the script may have gone on since its last commit
-        return self._checkpoints.take_last(self._shared(), request, rank)
+        return self._checkpoints.take_last(self._live(), request, rank)
 
     def final_checkpoint_problem(self, folder: Path) -> str | None:
-        """Whether the last checkpoint is complete; see `CheckpointableState`."""
+        """Return the outcome of the last checkpoint; see `CheckpointableState`."""
         return None if self._checkpoints is None else self._checkpoints.outcome(folder)
 
     # ---- the parts of sync ---------------------------------------------------------------
 
-    def _come_to(self, verdict: Agreement, world: World) -> None:
-        rank = current.rank()
-        shared = self._shared()
+    def _carry_out(self, agreement: Agreement, world: World) -> None:
+        """Send, receive or keep the state, as agreed, and commit the result."""
+        rank, state = current.rank(), self._live()
+        is_source = rank == agreement.source
         resumed = None
-        if verdict.fresh:
-            check_sendable(shared)  # now, on every rank, rather than at the first failure
-            if rank == verdict.source:
-                resumed = self._reload(shared)
-        route = Route(verdict.source, verdict.receivers)
-        if verdict.receivers and route.concerns(rank):
-            if rank == verdict.source:
-                send(shared, route, resumed)
-            elif rank in verdict.receivers:
+        if agreement.fresh:
+            check_sendable(state)  # now, on every rank, rather than at the first failure
+            if is_source:
+                resumed = self._reload(state)
+        route = Route(agreement.source, agreement.receivers)
+        if agreement.receivers and route.concerns(rank):
+            if is_source:
+                send(state, route, resumed)
+            elif rank in agreement.receivers:
                 self._torn = True
-                newcomer = not verdict.fresh and self._is_untrained()
-                resumed = receive(shared, route, newcomer=newcomer)
+                newcomer = not agreement.fresh and self._version == UNTRAINED
+                resumed = receive(state, route, newcomer=newcomer)
                 self._torn = False
             else:
                 stand_by(route)
-        if not verdict.exact and rank == verdict.source:
+        if is_source and not agreement.exact:
             say(
                 f"round {world.round}: no worker was at a commit; going on from rank {rank}, "
-                f"which was furthest (step {verdict.version}); commit after each optimizer step, "
+                f"which was furthest (step {agreement.version}); commit after each optimizer step, "
                 "or use snapshot=True, to be exact here too"
             )
-        self._version = self._progress.version = verdict.version if resumed is None else resumed
+        self._version = self._progress.version = agreement.version if resumed is None else resumed
         self._counter.restart()
         self.save()
         for module in self._modules():
@@ -320,14 +322,17 @@ class State:
         if self._checkpoints is not None:
             self._checkpoints.entered(world, rank)
 
-    def _shared(self) -> Shared:
-        return Shared(self._parts, self._values, self._random)
+    def _live(self) -> LiveState:
+        return LiveState(self._parts, self._values, self._random)
 
-    def _reload(self, shared: Shared) -> int | None:
-        """The step of the checkpoint this state holds now, or None: it is as it was."""
-        if self._checkpoints is None or not (self._torn or self._is_untrained()):
+    def _reload(self, state: LiveState) -> int | None:
+        """Load a checkpoint if this state is not whole; return its step, None if none was loaded.
+
+        Raises `StateLostError` where the state is torn and there is no checkpoint.
+        """
+        if self._checkpoints is None or not (self._torn or self._version == UNTRAINED):
             return None
-        resumed = self._checkpoints.load_newest(shared)
+        resumed = self._checkpoints.load_newest(state)
         if resumed is None and self._torn:
             raise StateLostError(
                 "the last worker with the whole state died while sending it, before the first "
@@ -336,16 +341,13 @@ class State:
         self._torn = False
         return resumed
 
-    def _is_untrained(self) -> bool:
-        return self._version == UNTRAINED
-
     def _count_skipped_step(self) -> None:
-        """A scaler that lowered its scale has skipped the step; its batch is used up though."""
+        """Move the positions if a gradient scaler has skipped the step: its batch is used up."""
         if any(part.has_skipped() for part in self._parts.values()):
             self._counter.advance()
 
 
-def _checkpoints(
+def _make_checkpoints(
     folder: str | os.PathLike[str] | None, every: int | None, keep: int | None
 ) -> Checkpoints | None:
     if folder is None:
@@ -354,12 +356,11 @@ def _checkpoints(
         return None
     if every is None:
         raise UsageError("checkpoint_dir= needs every=, the steps from one checkpoint to the next")
-    schedule = Schedule(Path(folder).absolute(), every, KEEP if keep is None else keep)
-    return Checkpoints(schedule)
+    return Checkpoints(Path(folder).absolute(), every, KEEP if keep is None else keep)
 
 
 class ObjectState(State):
-    """A state of plain values: counters, lists, whatever a loop trains with besides a model."""
+    """A state of plain values only: counters, lists, parameters of a loop without torch."""
 
 
 class TorchState(State):
@@ -367,6 +368,6 @@ class TorchState(State):
 
         state = TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
 
-    Any keyword will do, and any number of each kind. The first optimizer is the one whose steps
-    move the samplers.
+    Any keyword is allowed, and any number of objects of each kind. The steps of the first
+    optimizer move the samplers. Arguments and errors are those of `State`.
     """

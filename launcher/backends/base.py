@@ -1,16 +1,11 @@
-"""What is to run on a host for an agent to be there, apart from running it.
-
-A backend has two halves: `plan` says what will be executed (pure, shown by --dry-run and
-compared in tests), and the `AgentStarter` methods do it. The driver sees only the latter.
-"""
+"""What the backends share: the agent's command line, and what the end of an agent is called."""
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from elastic_driver.runtime.backend import AgentStarter
 from launcher.agent.spare import WHEN_TOLD
 
 _AGENT = "launcher.agent"
@@ -19,7 +14,7 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class AgentPlan:
-    """One agent's process: where, what, and what is added to the environment."""
+    """One agent's process: its command line, and what is added to the environment."""
 
     host: str
     incarnation: int
@@ -30,21 +25,13 @@ class AgentPlan:
     )
 
 
-class Backend(AgentStarter, Protocol):
-    """A way to get agents onto hosts."""
-
-    def plan(self, host: str, incarnation: int) -> AgentPlan:
-        """What `start` would execute; raises ClusterError for a host this backend cannot reach."""
-        ...
-
-
 def spare_argv(python: str) -> tuple[str, ...]:
-    """The command line of an agent that is told its words later."""
+    """Return the command line of a spare agent, which is told its arguments later."""
     return (python, "-m", _AGENT, WHEN_TOLD)
 
 
 def words_of(plan: AgentPlan) -> tuple[str, ...]:
-    """What it is told then."""
+    """Return the arguments that make a spare agent the planned one."""
     return plan.argv[len(spare_argv("")) - 1 :]
 
 
@@ -59,7 +46,7 @@ def agent_argv(
     lifeline: bool = False,
     orphan_files: tuple[Path, ...] = (),
 ) -> tuple[str, ...]:
-    """The agent's command line, as `launcher.agent.__main__` reads it."""
+    """Return the agent's command line, as `launcher.agent.__main__` reads it."""
     argv = [python, "-m", _AGENT, *agent_arguments(endpoint, host, incarnation)]
     argv += ["--token-file", str(token_file)]
     if address is not None:
@@ -72,5 +59,15 @@ def agent_argv(
 
 
 def agent_arguments(endpoint: str, host: str, incarnation: int) -> tuple[str, ...]:
-    """The part of an agent's command line that says whose it is."""
+    """Return the arguments that every agent is given, wherever it runs."""
     return ("--endpoint", endpoint, "--host", host, "--incarnation", str(incarnation))
+
+
+def describe_end(host: str, code: int) -> str:
+    """Return what an agent's exit status (as subprocess gives it) means for people."""
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return f"the agent on {host} was killed by {name}"
+    if code == 0:
+        return f"the agent on {host} has ended"
+    return f"the agent on {host} ended with exit status {code}; its last lines are above"

@@ -18,6 +18,7 @@ import contextlib
 import os
 import select
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,8 +28,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_driver import contract
-from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.backend import OnLost
+from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
+from elastic_driver.runtime.host_lists import Hosts
 from launcher.agent.folders import sweep_scratch
 from launcher.agent.processes import (
     become_subreaper,
@@ -38,9 +40,9 @@ from launcher.agent.processes import (
     reap,
 )
 from launcher.agent.spare import tell
-from launcher.backends.base import AgentPlan, agent_argv, spare_argv, words_of
+from launcher.backends.addresses import is_this_machine, meeting_address, own_address
+from launcher.backends.base import AgentPlan, agent_argv, describe_end, spare_argv, words_of
 from launcher.backends.shared_parent import Birth, SharedParent
-from launcher.backends.this_machine import is_this_machine, meeting_address
 
 _SPARE = ("", 0)  # no host and no incarnation: the key of the agent that waits for them
 LAST_RESORT_S = 2.0  # for the kernel to end what was killed
@@ -59,8 +61,8 @@ class _RunningAgent:
     warm: int | None = None  # the session of the warm parent that was forked with it
 
 
-class LocalBackend:
-    """Starts agents as children of this process (an `AgentStarter` of the driver).
+class LocalBackend(Backend):
+    """Starts agents as children of this process.
 
     Args:
         endpoint: the rendezvous' URL.
@@ -105,7 +107,7 @@ class LocalBackend:
         self._wake_read, self._wake_write = -1, -1
 
     def plan(self, host: str, incarnation: int) -> AgentPlan:
-        """See `Backend.plan`; raises ClusterError for another machine's name."""
+        """Return what `start` executes; raises ClusterError for another machine's name."""
         if not self._joined and not is_this_machine(host):
             raise ClusterError(
                 f"{host} is not this machine, and the local backend starts nothing elsewhere; "
@@ -124,10 +126,23 @@ class LocalBackend:
         )
         return AgentPlan(host, incarnation, argv, self._env())
 
-    # ---- AgentStarter --------------------------------------------------------------------
+    # ---- Backend -------------------------------------------------------------------------
+
+    def describe(self, host: str) -> str:
+        """See `Backend.describe`."""
+        return shlex.join(self.plan(host, 1).argv)
+
+    def check(self, hosts: Hosts) -> None:
+        """See `Backend.check`: another machine would be tried over and over, in vain."""
+        for host, slots in hosts:
+            if slots and not is_this_machine(host):
+                raise UsageError(
+                    f"{host} is not this machine, and --backend local starts nothing elsewhere; "
+                    "name localhost, or leave the host out"
+                )
 
     def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
-        """See `AgentStarter.start`."""
+        """See `Backend.start`."""
         try:
             plan = self.plan(host, incarnation)
             with self._lock:
@@ -149,7 +164,7 @@ class LocalBackend:
             on_lost(_cannot_start(host, error))
 
     def kill(self, host: str, incarnation: int) -> None:
-        """See `AgentStarter.kill`."""
+        """See `Backend.kill`."""
         with self._lock:
             on_lost = self._unborn.pop((host, incarnation), None)
             agent = self._agents.get((host, incarnation))
@@ -160,7 +175,7 @@ class LocalBackend:
             on_lost(f"the agent on {host} was no longer wanted before it had begun")
 
     def close(self, grace: float) -> None:
-        """See `AgentStarter.close`."""
+        """See `Backend.close`."""
         with self._lock:
             self._closed = True
             self._unborn.clear()
@@ -353,11 +368,15 @@ def _say(sentence: str) -> None:
     print(f"elasticrun: {sentence}", file=sys.stderr, flush=True)
 
 
-def describe_end(host: str, code: int) -> str:
-    """What an agent's exit status (as subprocess gives it) means for people."""
-    if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        return f"the agent on {host} was killed by {name}"
-    if code == 0:
-        return f"the agent on {host} has ended"
-    return f"the agent on {host} ended with exit status {code}; its last lines are above"
+def make_backend(job: BackendJob) -> LocalBackend:
+    """Return the backend that is registered as `local`."""
+    named = {host for host, slots in job.hosts if slots}
+    here = {host for host in named if is_this_machine(host)}
+    return LocalBackend(
+        job.endpoint,
+        job.token_file,
+        address=own_address(job.bind_host),
+        several=len(here) > 1,
+        # Hosts that come are names of this machine if all known ones are.
+        grows=job.grows and here == named,
+    )

@@ -8,68 +8,71 @@ process it does not know of (`launcher.agent.remote apart`).
 
 from __future__ import annotations
 
-import sys
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.host_lists import check_host
+from elastic_driver.errors import UsageError
+from elastic_driver.runtime.backend import BackendJob
 from launcher.agent.remote import OF_A_RANK
-from launcher.backends.base import PACKAGE_ROOT
-from launcher.backends.local import describe_end
-from launcher.backends.remote_shell import explain_by, explain_command, from_shell, script
+from launcher.backends.remote import RemoteBackend
+from launcher.backends.remote_shell import RemoteShell, explain_by
 from launcher.backends.ssh import MEANINGS as SSH_MEANINGS
-from launcher.backends.ssh import SshOptions, SshReach, common_options
+from launcher.backends.ssh import SshShell
 
 LAUNCH_S = 10.0  # for Open MPI's daemon to start on a host, beyond ssh's own time
+_VERSION_S = 10.0
 _LOST = "lost communication with a remote daemon"
 _RULE = "-----"  # above and below what mpirun itself has to say
 _SETTING, _AS_ROOT, _RANK = "OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_COMM_WORLD_RANK"
 
+# Text in mpirun's output → what happened, and what to try.
+_MEANINGS = (
+    ("run as root", "mpirun refuses to run as root; see OMPI_ALLOW_RUN_AS_ROOT in mpirun(1)"),
+    ("orted: ", "there is no Open MPI on the PATH of its ssh commands"),
+    (_LOST, "mpirun lost it while the agent started"),
+)
 
-@dataclass(frozen=True)
-class MpirunReach:
-    """Open MPI's mpirun (a `Reach`).
+
+@dataclass(frozen=True, kw_only=True)
+class MpirunShell(RemoteShell):
+    """Open MPI's mpirun.
 
     Attributes:
         ssh: how mpirun's own ssh is to reach the hosts.
         variables: our environment.
-        python: the interpreter on the hosts; the same path as here.
-        home: the folder our packages are in, tried on the hosts too.
-        program: mpirun.
     """
 
-    ssh: SshOptions
-    variables: Mapping[str, str] = field(repr=False)
-    python: str = sys.executable
-    home: Path = PACKAGE_ROOT
     program: str = "mpirun"
-
-    @property
-    def connect_timeout(self) -> float:
-        """See `Reach.connect_timeout`."""
-        return self.ssh.connect_timeout + LAUNCH_S
+    connect_timeout: float = 10.0 + LAUNCH_S
+    ssh: SshShell
+    variables: Mapping[str, str] = field(repr=False)
 
     def argv(self, host: str, *words: str) -> tuple[str, ...]:
-        """See `Reach.argv`."""
-        problem = check_host(host)
-        if problem is None and ":" in host:
-            problem = "mpirun takes no IPv6 addresses; give the host a name"
-        if problem:
-            raise ClusterError(f"cannot reach {host!r} with mpirun: {problem}")
+        """See `RemoteShell.argv`; the agent is kept out of mpirun's reach."""
         if words[0] == "keep":
             words = ("apart", *words[1:])
+        return super().argv(host, *words)
+
+    def command(self, host: str, remote: str) -> tuple[str, ...]:
+        """See `RemoteShell.command`."""
         return (
             self.program,
             *("--host", f"{host}:1", "-np", "1"),
             *("--bind-to", "none"),  # workers share the host's cores
-            *("--mca", "plm_rsh_args", " ".join(common_options(self.ssh))),
-            *("/bin/sh", "-c", script(self.python, self.home, *words)),
+            *("--mca", "plm_rsh_args", " ".join(self.ssh.options())),
+            *("/bin/sh", "-c", remote),
         )
 
+    def name_problem(self, host: str) -> str | None:
+        """See `RemoteShell.name_problem`."""
+        if ":" in host:
+            return "mpirun takes no IPv6 addresses; give the host a name"
+        return super().name_problem(host)
+
     def environ(self) -> Mapping[str, str]:
-        """See `Reach.environ`: Open MPI's settings stay, those that are a rank's of ours go."""
+        """See `RemoteShell.environ`: Open MPI's settings stay, those of us as a rank go."""
         is_rank = _RANK in self.variables
         return {
             name: value
@@ -79,23 +82,41 @@ class MpirunReach:
             or (name.startswith(_SETTING) and not is_rank)
         }
 
+    def check(self) -> None:
+        """See `RemoteShell.check`: other MPIs take other options."""
+        program = shutil.which(self.program, path=self.variables.get("PATH"))
+        if program is None:
+            raise UsageError("--backend mpi needs mpirun, which was not found; install Open MPI")
+        try:
+            done = subprocess.run(
+                [program, "--version"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_VERSION_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UsageError(f"--backend mpi: {program} --version fails: {error}") from None
+        if "Open MPI" not in done.stdout + done.stderr:
+            raise UsageError(
+                f"--backend mpi needs Open MPI, and {program} is not; use --backend ssh"
+            )
+
     def look_up(self, host: str) -> str:
-        """See `Reach.look_up`: mpirun uses ssh too."""
-        return SshReach(self.ssh).look_up(host)
+        """See `RemoteShell.look_up`: mpirun uses ssh too."""
+        return self.ssh.look_up(host)
 
     def ending(self, host: str, exit_code: int, said: str) -> str | None:
-        """See `Reach.ending`."""
-        return None if _LOST in said else describe_end(host, from_shell(exit_code))
+        """See `RemoteShell.ending`."""
+        return None if _LOST in said else super().ending(host, exit_code, said)
 
     def explain(self, host: str, exit_code: int, said: str) -> str:
-        """See `Reach.explain`."""
+        """See `RemoteShell.explain`."""
         known = explain_by(host, said, (*_MEANINGS, *SSH_MEANINGS))
-        return known or explain_command(host, exit_code, said.partition(_RULE)[0], self.python)
+        return known or super().explain(host, exit_code, said.partition(_RULE)[0])
 
 
-# What stands in mpirun's words → what happened, and what to try.
-_MEANINGS = (
-    ("run as root", "mpirun refuses to run as root; see OMPI_ALLOW_RUN_AS_ROOT in mpirun(1)"),
-    ("orted: ", "there is no Open MPI on the PATH of its ssh commands"),
-    (_LOST, "mpirun lost it while the agent started"),
-)
+def make_backend(job: BackendJob) -> RemoteBackend:
+    """Return the backend that is registered as `mpi`."""
+    return RemoteBackend(job, MpirunShell(ssh=SshShell.of(job), variables=job.environ))

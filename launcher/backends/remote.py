@@ -5,7 +5,7 @@ there and the workers' output back, and tells of the agent's end; the job does n
 When it breaks, the agent goes on: its workers' lines are dropped from then on, and its end is
 awaited over a new connection. An agent that is to be killed is killed over a connection of its
 own; one that cannot be reached is fenced off by the driver and ends when it has not reached it for
-the heartbeat timeout. What differs between the programs is their `Reach`.
+the heartbeat timeout. What differs between the programs is their `RemoteShell`.
 
 One asyncio loop on one thread, started with the first agent, serves all connections. At most
 `AT_ONCE` are being set up at any moment.
@@ -16,19 +16,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import shlex
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.backend import OnLost
+from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
+from elastic_driver.runtime.host_lists import Hosts
 from launcher.agent.console import Console
 from launcher.agent.remote import UP
+from launcher.backends.addresses import endpoint_for
 from launcher.backends.base import AgentPlan, agent_arguments
 from launcher.backends.client import Client
-from launcher.backends.remote_shell import Reach
+from launcher.backends.precheck import precheck
+from launcher.backends.remote_shell import RemoteShell
 from rendezvous.auth import read_token_file
 from rendezvous.errors import TokenError
 
@@ -58,17 +62,11 @@ class _RemoteAgent:
     being_killed: bool = False  # then its end is told once nothing is left of it
 
 
-class RemoteBackend:
-    """Starts agents on hosts that are reached through a program (an `AgentStarter`).
+class RemoteBackend(Backend):
+    """Starts agents on hosts that are reached through a program."""
 
-    Args:
-        endpoint: the rendezvous' URL for a host's agent, by the host's name.
-        token_file: the job's token on this machine.
-        reach: how to reach the hosts.
-    """
-
-    def __init__(self, endpoint: Callable[[str], str], token_file: Path, reach: Reach) -> None:
-        self._endpoint, self._token_file, self._reach = endpoint, token_file, reach
+    def __init__(self, job: BackendJob, shell: RemoteShell) -> None:
+        self._job, self._shell = job, shell
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -81,22 +79,44 @@ class RemoteBackend:
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     def plan(self, host: str, incarnation: int, name: str = "NAME") -> AgentPlan:
-        """See `Backend.plan`; `name` is the agent's folder on the host, a random one each time."""
-        arguments = agent_arguments(self._endpoint(host), host, incarnation)
-        return AgentPlan(host, incarnation, self._reach.argv(host, "keep", name, *arguments))
+        """Return what `start` executes; `name`, random each time, is the agent's folder there.
 
-    # ---- AgentStarter --------------------------------------------------------------------
+        Raises ClusterError for a host that cannot be reached.
+        """
+        job = self._job
+        endpoint = endpoint_for(host, job.endpoint, job.bind_host, self.look_up)
+        arguments = agent_arguments(endpoint, host, incarnation)
+        return AgentPlan(host, incarnation, self._shell.argv(host, "keep", name, *arguments))
+
+    # ---- Backend -------------------------------------------------------------------------
+
+    def describe(self, host: str) -> str:
+        """See `Backend.describe`."""
+        return shlex.join(self.plan(host, 1).argv)
+
+    def check(self, hosts: Hosts) -> None:  # noqa: ARG002
+        """See `Backend.check`."""
+        self._shell.check()
+
+    def find_problems(self, hosts: Hosts) -> dict[str, str]:
+        """See `Backend.find_problems`."""
+        named = [host for host, slots in hosts if slots]
+        return precheck(named, self._shell, self._job.cwd) if named else {}
+
+    def look_up(self, host: str) -> str:
+        """See `Backend.look_up`."""
+        return self._shell.look_up(host)
 
     def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
-        """See `AgentStarter.start`."""
+        """See `Backend.start`."""
         self._submit(self._begin(host, incarnation, on_lost))
 
     def kill(self, host: str, incarnation: int) -> None:
-        """See `AgentStarter.kill`."""
+        """See `Backend.kill`."""
         self._submit(self._kill((host, incarnation), END_S))
 
     def close(self, grace: float) -> None:
-        """See `AgentStarter.close`."""
+        """See `Backend.close`."""
         with self._lock:
             loop, thread = self._loop, self._thread
             self._closed, self._loop, self._thread = True, None, None
@@ -143,7 +163,7 @@ class RemoteBackend:
         except (ClusterError, TokenError) as error:
             reason = str(error)
         except OSError as error:
-            reason = f"cannot run {self._reach.program} to reach {agent.host}: {error.strerror}"
+            reason = f"cannot run {self._shell.program} to reach {agent.host}: {error.strerror}"
         if not agent.being_killed:
             self._over(agent, reason)
 
@@ -162,9 +182,9 @@ class RemoteBackend:
         code = await ended
         said = agent.said.decode(errors="replace")
         if not agent.up.is_set():
-            return self._reach.explain(agent.host, code, said)
+            return self._shell.explain(agent.host, code, said)
         # Somebody who killed the program here has not killed what runs there.
-        ending = self._reach.ending(agent.host, code, said) if code >= 0 else None
+        ending = self._shell.ending(agent.host, code, said) if code >= 0 else None
         if ending is not None:
             return ending
         await self._await_end(agent)
@@ -172,14 +192,14 @@ class RemoteBackend:
 
     async def _connect(self, agent: _RemoteAgent) -> asyncio.Task[int]:
         """Return when the agent is up, or will never be; its client's end."""
-        token = read_token_file(self._token_file).encode() + b"\n"
+        token = read_token_file(self._job.token_file).encode() + b"\n"
         # In a thread: the way to the host may have to be looked up.
         plan = await asyncio.to_thread(self.plan, agent.host, agent.incarnation, agent.name)
 
         def on_lines(stream: int, lines: list[bytes]) -> None:
             self._heard(agent, stream, lines)
 
-        agent.client = Client(plan.argv, token, on_lines, self._reach.environ())
+        agent.client = Client(plan.argv, token, on_lines, self._shell.environ())
         for console in self._open_consoles():
             console.attach(agent.client.flow)
         ended = asyncio.create_task(self._end_of(agent.client))
@@ -231,7 +251,7 @@ class RemoteBackend:
         patience = asyncio.get_running_loop().call_later(
             SURELY_UP_S,
             self._say,
-            f"lost the {Path(self._reach.program).name} connection to {agent.host}; its agent goes "
+            f"lost the {Path(self._shell.program).name} connection to {agent.host}; its agent goes "
             "on, what its workers print is not shown any more",
         )
         delay = FIRST_RETRY_S
@@ -266,8 +286,8 @@ class RemoteBackend:
 
     async def _run(self, host: str, *words: str) -> int:
         """Run one of `launcher.agent.remote`'s commands; its exit status."""
-        argv = self._reach.argv(host, *words)
-        client = Client(argv, b"", lambda _stream, _lines: None, self._reach.environ())
+        argv = self._shell.argv(host, *words)
+        client = Client(argv, b"", lambda _stream, _lines: None, self._shell.environ())
         return await client.ended()
 
     # ---- output, and the end -------------------------------------------------------------

@@ -1,65 +1,105 @@
-"""What a way to reach other hosts (ssh, srun, mpirun) has to offer, and what all of them share.
+"""A program that runs our commands on other hosts (ssh, srun, mpirun).
 
-A `Reach` says what is typed and what its failures mean; `launcher.backends.remote` runs it to start
-and end agents, `launcher.submit.precheck` to look at hosts. It starts nothing itself.
+A `RemoteShell` says what is typed and what its failures mean. `launcher.backends.remote` runs it to
+start and end agents, `launcher.backends.precheck` to examine hosts. It starts nothing itself.
 """
 
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+
+from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.runtime.host_lists import check_host
+from launcher.backends.base import PACKAGE_ROOT, describe_end
 
 NO_PYTHON = 127
 _MAX_SAID = 300
 
 
-class Reach(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class RemoteShell:
     """A program of this machine that runs a command of ours on another one.
 
-    It hands its stdin on, brings back stdout and stderr, and ends with the command's exit status.
+    It passes its stdin on, brings back stdout and stderr, and ends with the command's exit status.
+
+    Attributes:
+        program: what is run.
+        connect_timeout: seconds after which it gives up a host that does not answer.
+        python: the interpreter on the hosts; the same path as here.
+        home: the folder our packages are in, tried on the hosts too.
     """
 
-    @property
-    def program(self) -> str:
-        """What is run."""
+    program: str
+    connect_timeout: float = 10.0
+    python: str = sys.executable
+    home: Path = PACKAGE_ROOT
 
-    @property
-    def connect_timeout(self) -> float:
-        """Seconds after which it gives up a host that does not answer."""
+    def command(self, host: str, remote: str) -> tuple[str, ...]:
+        """Return the command line that runs `remote`, a script for /bin/sh, on a valid host."""
+        raise NotImplementedError
 
     def argv(self, host: str, *words: str) -> tuple[str, ...]:
-        """The command line that runs `python -m launcher.agent.remote WORDS…` on a host.
+        """Return the command line that runs `python -m launcher.agent.remote WORDS…` on a host.
 
-        Raises ClusterError for a name that is none: it must not be taken for an option.
+        Raises ClusterError for an invalid name: it must not be taken for an option.
         """
+        problem = self.name_problem(host)
+        if problem:
+            raise ClusterError(f"cannot reach {host!r} with {Path(self.program).name}: {problem}")
+        return self.command(host, script(self.python, self.home, *words))
+
+    def name_problem(self, host: str) -> str | None:
+        """Return what is wrong with a host's name; None if nothing is."""
+        return check_host(host)
 
     def environ(self) -> Mapping[str, str] | None:
-        """The environment the program is run with; None: ours."""
+        """Return the environment the program is run with; None means ours."""
+        return None
+
+    def check(self) -> None:
+        """Raise UsageError if the program is missing here or cannot be used."""
+        variables = self.environ() or {}
+        if shutil.which(self.program, path=variables.get("PATH")) is None:
+            raise UsageError(
+                f"{self.program} was not found, which starts agents on other hosts; check PATH, or "
+                "say --standalone for this machine alone"
+            )
 
     def look_up(self, host: str) -> str:
-        """The name or address under which the network knows a host."""
+        """Return the name or address by which the network knows a host."""
+        return host
 
-    def ending(self, host: str, exit_code: int, said: str) -> str | None:
-        """Why an agent that was up has ended, None: only the connection to it has.
+    def ending(self, host: str, exit_code: int, said: str) -> str | None:  # noqa: ARG002
+        """Return why an agent that was up has ended; None: only the connection to it has.
 
-        `exit_code` is the program's (0 or more), `said` what it has written to stderr itself.
+        `exit_code` is the program's (0 or more), `said` what it wrote to stderr itself.
         """
+        return describe_end(host, from_shell(exit_code))
 
     def explain(self, host: str, exit_code: int, said: str) -> str:
-        """One line on why a command on a host did not get as far as it should have.
+        """Return one line on why a command on a host failed before it was up.
 
-        `exit_code` as subprocess gives it, `said`: what came on stderr.
+        `exit_code` is as subprocess gives it, `said` what came on stderr.
         """
+        if exit_code == NO_PYTHON:
+            return (
+                f"{host}: there is no Python at {self.python}; install the same environment there"
+            )
+        if "No module named" in said:
+            return f"{host}: elastic-driver is not installed in its {self.python}{last_line(said)}"
+        return f"{host}: {self.python} ended with exit status {exit_code}{last_line(said)}"
 
 
 def script(python: str, home: Path, *words: str) -> str:
-    """`python -m launcher.agent.remote WORDS…` as a script for /bin/sh.
+    """Return `python -m launcher.agent.remote WORDS…` as a script for /bin/sh.
 
-    It runs in `home`, the folder our packages are in here, where the host has it (a disk that the
-    hosts share), and in / otherwise: Python looks there first, and a user's home folder may well
-    hold a `launcher.py`.
+    It runs in `home`, the folder our packages are in here, if the host has it (a shared disk), and
+    in / otherwise: Python looks there first, and a user's home folder may hold a `launcher.py`.
     """
     say = f"echo {shlex.quote(f'elasticrun: no Python at {python}')} >&2"
     return (
@@ -70,21 +110,12 @@ def script(python: str, home: Path, *words: str) -> str:
 
 
 def last_line(said: str) -> str:
-    """The last thing a program said, in parentheses; empty where it said nothing."""
+    """Return the last line a program wrote, in parentheses; empty if it wrote nothing."""
     return f" ({said.strip().splitlines()[-1][:_MAX_SAID]})" if said.strip() else ""
 
 
-def explain_command(host: str, exit_code: int, said: str, python: str) -> str:
-    """Why our own command on a host failed, which was reached."""
-    if exit_code == NO_PYTHON:
-        return f"{host}: there is no Python at {python}; install the same environment there"
-    if "No module named" in said:
-        return f"{host}: elastic-driver is not installed in its {python}{last_line(said)}"
-    return f"{host}: {python} ended with exit status {exit_code}{last_line(said)}"
-
-
 def explain_by(host: str, said: str, meanings: Sequence[tuple[str, str]]) -> str | None:
-    """What the first of these marks that stands in `said` means, with the line it stands in."""
+    """Return the meaning of the first of these marks that is in `said`, with its line."""
     for mark, meaning in meanings:
         for line in said.splitlines():
             if mark in line:
@@ -93,5 +124,5 @@ def explain_by(host: str, said: str, meanings: Sequence[tuple[str, str]]) -> str
 
 
 def from_shell(exit_code: int) -> int:
-    """An exit status with a shell's way of telling a signal, as subprocess would give it."""
+    """Return an exit status as subprocess would give it; a shell says 128+N for a signal."""
     return 128 - exit_code if exit_code > 128 else exit_code

@@ -1,87 +1,25 @@
-"""What is typed to reach another host: ssh's command line, and what its failures mean.
+"""The command line of ssh, and what its failures mean.
 
-The system's ssh does the work, with the user's configuration, keys, agent and jump hosts; only
+The system's ssh does the work, with the user's configuration, keys, agent and jump hosts. Only
 what a job needs is added: no questions (nobody could answer them), deadlines, no port forwardings
-(many connections would fight over them).
+(many connections would compete for them).
 """
 
 from __future__ import annotations
 
 import shlex
 import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from msgspec import Struct
-
-from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.host_lists import check_host
-from launcher.backends.base import PACKAGE_ROOT
-from launcher.backends.local import describe_end
-from launcher.backends.remote_shell import (
-    explain_by,
-    explain_command,
-    from_shell,
-    last_line,
-    script,
-)
+from elastic_driver.runtime.backend import BackendJob
+from launcher.backends.remote import RemoteBackend
+from launcher.backends.remote_shell import RemoteShell, explain_by, last_line
 
 CONNECTION_FAILED = 255  # ssh's own exit status; an agent never has it (ssh(1), EXIT STATUS)
 _ALIVE_COUNT = 3
 _CONFIG_S = 10.0
 
-
-class SshOptions(Struct, frozen=True, kw_only=True):
-    """How to reach the hosts, beyond what ssh's own configuration says."""
-
-    port: int | None = None  # --ssh-port
-    identity_file: str | None = None  # --ssh-identity-file
-    connect_timeout: int = 10  # seconds
-    alive_interval: int = 10  # seconds; a host silent for three of them is disconnected
-    program: str = "ssh"
-
-
-def alive_interval(heartbeat_timeout: float) -> int:
-    """The interval at which a silent connection is given up after the heartbeat timeout."""
-    return max(1, round(heartbeat_timeout / _ALIVE_COUNT))
-
-
-def ssh_argv(options: SshOptions, host: str, remote: str) -> tuple[str, ...]:
-    """The command line that runs `remote`, a shell's command line, on `host`.
-
-    Raises ClusterError for a name that is none: it must not be taken for an option of ssh.
-    """
-    problem = check_host(host)
-    if problem:
-        raise ClusterError(f"cannot reach {host!r} over ssh: {problem}")
-    return (options.program, "-T", *common_options(options), "--", host, remote)
-
-
-def common_options(options: SshOptions) -> tuple[str, ...]:
-    """ssh's options for any host."""
-    settings = (
-        "BatchMode=yes",
-        f"ConnectTimeout={options.connect_timeout}",
-        f"ServerAliveInterval={options.alive_interval}",
-        f"ServerAliveCountMax={_ALIVE_COUNT}",
-        "ClearAllForwardings=yes",
-        "ControlMaster=no",
-    )
-    words = [word for setting in settings for word in ("-o", setting)]
-    if options.port is not None:
-        words += ["-p", str(options.port)]
-    if options.identity_file is not None:
-        words += ["-i", options.identity_file]
-    return tuple(words)
-
-
-def remote_command(python: str, home: Path, *words: str) -> str:
-    """`python -m launcher.agent.remote WORDS…` for a login shell of any kind."""
-    return f"exec /bin/sh -c {shlex.quote(script(python, home, *words))}"
-
-
-# What stands in ssh's last words → what happened, and what to try.
+# Text in ssh's last lines → what happened, and what to try.
 MEANINGS = (
     ("Could not resolve hostname", "its name has no address; check the name, or ssh's config"),
     ("Permission denied", "ssh was refused (no key it accepts); try ssh-copy-id, or -i"),
@@ -96,43 +34,57 @@ MEANINGS = (
 )
 
 
-@dataclass(frozen=True)
-class SshReach:
-    """The system's ssh (a `Reach`).
+@dataclass(frozen=True, kw_only=True)
+class SshShell(RemoteShell):
+    """The system's ssh.
 
     Attributes:
-        options: how to reach the hosts.
-        python: the interpreter on the hosts; the same path as here.
-        home: the folder our packages are in, tried on the hosts too.
+        port: --ssh-port; None: as in ssh's configuration.
+        identity_file: --ssh-identity-file; None: as in ssh's configuration.
+        alive_interval: seconds; a host silent for three of them is disconnected.
     """
 
-    options: SshOptions
-    python: str = sys.executable
-    home: Path = PACKAGE_ROOT
+    program: str = "ssh"
+    port: int | None = None
+    identity_file: str | None = None
+    alive_interval: int = 10
 
-    @property
-    def program(self) -> str:
-        """See `Reach.program`."""
-        return self.options.program
+    @classmethod
+    def of(cls, job: BackendJob) -> SshShell:
+        """Return the shell with a job's options."""
+        return cls(
+            port=job.ssh_port,
+            identity_file=job.ssh_identity_file,
+            alive_interval=max(1, round(job.heartbeat_timeout / _ALIVE_COUNT)),
+        )
 
-    @property
-    def connect_timeout(self) -> float:
-        """See `Reach.connect_timeout`."""
-        return self.options.connect_timeout
+    def command(self, host: str, remote: str) -> tuple[str, ...]:
+        """See `RemoteShell.command`; the login shell on the host may be of any kind."""
+        remote = f"exec /bin/sh -c {shlex.quote(remote)}"
+        return (self.program, "-T", *self.options(), "--", host, remote)
 
-    def argv(self, host: str, *words: str) -> tuple[str, ...]:
-        """See `Reach.argv`."""
-        return ssh_argv(self.options, host, remote_command(self.python, self.home, *words))
-
-    def environ(self) -> None:
-        """See `Reach.environ`: ssh itself passes next to nothing on."""
-        return
+    def options(self) -> tuple[str, ...]:
+        """Return ssh's options for any host."""
+        settings = (
+            "BatchMode=yes",
+            f"ConnectTimeout={self.connect_timeout:g}",
+            f"ServerAliveInterval={self.alive_interval}",
+            f"ServerAliveCountMax={_ALIVE_COUNT}",
+            "ClearAllForwardings=yes",
+            "ControlMaster=no",
+        )
+        words = [word for setting in settings for word in ("-o", setting)]
+        if self.port is not None:
+            words += ["-p", str(self.port)]
+        if self.identity_file is not None:
+            words += ["-i", self.identity_file]
+        return tuple(words)
 
     def look_up(self, host: str) -> str:
-        """See `Reach.look_up`: `HostName` of ssh's configuration."""
+        """See `RemoteShell.look_up`: `HostName` of ssh's configuration."""
         try:
             done = subprocess.run(
-                [self.options.program, "-G", "--", host],
+                [self.program, "-G", "--", host],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -145,15 +97,20 @@ class SshReach:
         return names[0].strip() if names else host
 
     def ending(self, host: str, exit_code: int, said: str) -> str | None:
-        """See `Reach.ending`."""
+        """See `RemoteShell.ending`."""
         if exit_code != CONNECTION_FAILED:
-            return describe_end(host, from_shell(exit_code))
+            return super().ending(host, exit_code, said)
         # ssh says why a connection broke, and nothing when what ran there was killed.
         return None if said else f"the agent on {host} was killed"
 
     def explain(self, host: str, exit_code: int, said: str) -> str:
-        """See `Reach.explain`."""
+        """See `RemoteShell.explain`."""
         if exit_code != CONNECTION_FAILED:
-            return explain_command(host, exit_code, said, self.python)
+            return super().explain(host, exit_code, said)
         known = explain_by(host, said, MEANINGS)
         return known or f"{host}: ssh failed{last_line(said)}; try: ssh {host} true"
+
+
+def make_backend(job: BackendJob) -> RemoteBackend:
+    """Return the backend that is registered as `ssh`."""
+    return RemoteBackend(job, SshShell.of(job))

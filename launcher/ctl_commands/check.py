@@ -22,8 +22,7 @@ from launcher.job import collect_facts
 from launcher.options import HELP, NETWORK_CHECK
 from launcher.plan.launch import make_plan
 from launcher.submit import nodecheck
-from launcher.submit.select import make_starter_factory
-from launcher.submit.submit import find_whereabouts, make_discovery
+from launcher.submit.submit import backend_maker, bound_job, make_discovery
 
 _HISTORY = "--history"
 _HELP = """\
@@ -70,14 +69,14 @@ def check(words: list[str]) -> int:
         raise AssertionError("--network-check was given")
     discovery = make_discovery(plan.hosts)
     found = discovery.find()
-    whereabouts = find_whereabouts(plan, found)
+    job = bound_job(plan, found)
     with tempfile.TemporaryDirectory(prefix="elasticctl-") as folder:
         report = nodecheck.check_hosts(
             plan,
             plan.node_check,
             found,
-            starter=make_starter_factory(plan.backend, whereabouts, found),
-            bind_host=whereabouts.bind_host,
+            starter=backend_maker(plan.backend, msgspec.structs.replace(job, grows=False)),
+            bind_host=str(job.bind_host),
             run_dir=RunDir(Path(folder), "check"),
             say=_say if plan.verbosity >= 0 else _say_nothing,
         )

@@ -8,7 +8,7 @@ import socket
 
 import psutil
 
-from launcher.backends.this_machine import is_this_machine
+from launcher.backends.addresses import is_this_machine
 from launcher.network import SOMEWHERE, address_towards, is_loopback
 from launcher.plan.role import ANYWHERE, Look
 

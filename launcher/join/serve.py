@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.backend import AgentStarter, OnLost
+from elastic_driver.runtime.backend import Backend, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.runtime.run_dir import RunDir
@@ -38,7 +38,7 @@ def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
     nodes = JoinedNodes(rules, of_server(hosts.token_file, hosts.run_id))
     bound = bind_address(plan.bind[0])
 
-    def starter(endpoint: str, token_file: Path) -> AgentStarter:
+    def starter(endpoint: str, token_file: Path) -> Backend:
         nodes.open(token_file)
         if not own:
             return nodes
@@ -70,22 +70,22 @@ class WithOwn:
         self._nodes.cancel()
 
 
-class OwnAndJoined:
+class OwnAndJoined(Backend):
     """Two starters as one: the server's own node is the first one's, all others the second's."""
 
-    def __init__(self, own: dict[str, int], here: AgentStarter, nodes: AgentStarter) -> None:
+    def __init__(self, own: dict[str, int], here: Backend, nodes: Backend) -> None:
         self._own, self._here, self._nodes = own, here, nodes
 
     def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
-        """See `AgentStarter.start`."""
+        """See `Backend.start`."""
         (self._here if host in self._own else self._nodes).start(host, incarnation, on_lost)
 
     def kill(self, host: str, incarnation: int) -> None:
-        """See `AgentStarter.kill`."""
+        """See `Backend.kill`."""
         (self._here if host in self._own else self._nodes).kill(host, incarnation)
 
     def close(self, grace: float) -> None:
-        """See `AgentStarter.close`; the grace is spent once."""
+        """See `Backend.close`; the grace is spent once."""
         began = time.monotonic()
         self._here.close(grace)
         self._nodes.close(max(0.0, grace - (time.monotonic() - began)))

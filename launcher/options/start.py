@@ -7,12 +7,12 @@ from launcher.options.option import START, Option
 
 BACKEND: Option[str] = Option(
     "backend",
-    kinds.choice("auto", "local", "ssh", "slurm", "mpi", "ray"),
+    kinds.text("auto|local|ssh|slurm|mpi|NAME"),
     "auto",
     START,
     "How agents get onto hosts: auto takes local for names of this machine and ssh for all others, "
-    "and slurm inside an allocation when no hosts are named (docs/starters.md). ray does not exist "
-    "yet.",
+    "and slurm inside an allocation when no hosts are named. Other packages may bring more "
+    "(docs/starters.md).",
 )
 SSH_PORT: Option[int | None] = Option(
     "ssh-port",

@@ -8,6 +8,7 @@ in the job's specification, and are not rendered.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.errors import UsageError
+from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.runtime.host_lists import Hosts, parse_host_lines, parse_hosts
 from elastic_driver.settings import Settings
 from launcher import options as o
@@ -124,8 +126,24 @@ class LaunchPlan(Struct, frozen=True):
     notes: tuple[str, ...] = ()
     origins: tuple[tuple[str, str, str], ...] = ()  # (option, value, who said so)
 
-    def render(self, *, origins: bool = False) -> str:
-        """The plan for people, one thing a line; with `origins` also who set which option."""
+    def backend_job(self, environ: Mapping[str, str], hosts: Hosts = ()) -> BackendJob:
+        """Return what a backend is told, as far as it is known before the rendezvous is up."""
+        return BackendJob(
+            cwd=self.spec.cwd,
+            hosts=hosts,
+            grows=isinstance(self.hosts, ScriptHosts),
+            environ=environ,
+            heartbeat_timeout=self.settings.heartbeat_timeout,
+            ssh_port=self.ssh_port,
+            ssh_identity_file=self.ssh_identity_file,
+            allocation=None if self.allocation is None else self.allocation.job_id,
+        )
+
+    def render(self, *, origins: bool = False, agents: Sequence[tuple[str, str]] = ()) -> str:
+        """Return the plan for people, one thing a line.
+
+        With `origins` also who set which option; `agents`: what would run on which host.
+        """
         s, spec = self.settings, self.spec
         most = "any number" if s.max_np is None else str(s.max_np)
         bind = (
@@ -143,6 +161,7 @@ class LaunchPlan(Struct, frozen=True):
         ]
         if self.node_check is not None:
             lines.append(("check", self.node_check.describe()))
+        lines += [("agent", f"on {host}: {what}") for host, what in agents]
         own = sorted(set(spec.env) - set(self.forwarded))
         for label, names in (("variables", own), ("passed on", self.forwarded)):
             if names:
@@ -377,9 +396,5 @@ def _backend(values: Values, hosts: HostSource) -> str:
         if wanted != "auto":
             raise UsageError(f"--backend {wanted} starts agents, and these nodes start their own")
         return "join"
-    if wanted == "ray":
-        raise UsageError(
-            "--backend ray does not exist yet; use ssh, or local for this machine alone"
-        )
     alone = isinstance(hosts, FixedHosts) and all(host == THIS_MACHINE for host, _ in hosts.hosts)
     return "local" if alone and wanted == "auto" else wanted

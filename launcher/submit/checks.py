@@ -19,9 +19,7 @@ from pathlib import Path
 import psutil
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.host_lists import Hosts
-from launcher.backends.programs import check_starter
-from launcher.backends.this_machine import is_this_machine
+from launcher.backends.registry import make_backend
 from launcher.own_packages import find_shadow
 from launcher.plan.joined import JoinedHosts
 from launcher.plan.launch import LaunchPlan, ScriptHosts
@@ -67,9 +65,9 @@ def check_plan(plan: LaunchPlan, environ: Mapping[str, str], *, create: bool) ->
     _check_shadows(spec.command, cwd, worker_environ)
     if isinstance(plan.hosts, ScriptHosts):
         _check_discovery_script(cwd / plan.hosts.path)
-    elif plan.backend == "local" and not isinstance(plan.hosts, JoinedHosts):
-        _check_local(plan.hosts.hosts)
-    check_starter(plan.backend, environ)
+    if not isinstance(plan.hosts, JoinedHosts):
+        hosts = () if isinstance(plan.hosts, ScriptHosts) else plan.hosts.hosts
+        make_backend(plan.backend, plan.backend_job(environ)).check(hosts)
     if spec.log_dir is not None:
         _check_log_dir(cwd / spec.log_dir, create=create)
     if plan.backend == "local":  # other hosts may have other ones
@@ -157,16 +155,6 @@ def _check_discovery_script(path: Path) -> None:
             f"the discovery script {path} is not executable; try chmod +x, and check that its "
             "first line names its interpreter (#!/bin/sh)"
         )
-
-
-def _check_local(hosts: Hosts) -> None:
-    """A listed host that is another machine would be tried over and over, in vain."""
-    for host, slots in hosts:
-        if slots and not is_this_machine(host):
-            raise UsageError(
-                f"{host} is not this machine, and --backend local starts nothing elsewhere; "
-                "name localhost, or leave the host out"
-            )
 
 
 def _check_log_dir(path: Path, *, create: bool) -> None:

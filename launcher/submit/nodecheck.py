@@ -21,7 +21,7 @@ from elastic_driver.errors import ClusterError, ElasticError, ExitCode
 from elastic_driver.policies.nodecheck.check import NodeVerdict
 from elastic_driver.policies.nodecheck.messages import TaskSettings
 from elastic_driver.policies.nodecheck.report import CheckReport
-from elastic_driver.runtime.backend import StarterFactory
+from elastic_driver.runtime.backend import MakeBackend
 from elastic_driver.runtime.check_history import CheckHistoryFile
 from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.host_checks import HostChecks
@@ -49,7 +49,7 @@ def check_before_training(
     wish: NodeCheckPlan,
     hosts: Hosts,
     *,
-    starter: StarterFactory,
+    starter: MakeBackend,
     bind_host: str,
     run_dir: RunDir,
 ) -> tuple[HostChecks, dict[str, str]]:
@@ -101,7 +101,7 @@ def check_hosts(
     wish: NodeCheckPlan,
     hosts: Hosts,
     *,
-    starter: StarterFactory,
+    starter: MakeBackend,
     bind_host: str,
     run_dir: RunDir,
     say: Callable[[str], None],
@@ -127,7 +127,7 @@ def make_checker(
     wish: NodeCheckPlan,
     hosts: Hosts,
     *,
-    starter: StarterFactory,
+    starter: MakeBackend,
     bind_host: str,
     run_dir: RunDir,
     say: Callable[[str], None],

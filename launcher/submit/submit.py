@@ -10,17 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Collection, Iterator
-from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from elastic_driver.core.events import JobLeaving
-from elastic_driver.errors import ClusterError, ElasticError, ExitCode, UsageError
-from elastic_driver.runtime.backend import StarterFactory
+from elastic_driver.errors import ClusterError, ElasticError, ExitCode
+from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend
 from elastic_driver.runtime.discovery import (
     FixedDiscovery,
     HostDiscovery,
@@ -34,6 +32,7 @@ from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
 from elastic_driver.runtime.run_dir import RunDir
+from launcher.backends.registry import make_backend
 from launcher.backends.slurm_nodes import AllocationDiscovery
 from launcher.plan.joined import JoinedHosts
 from launcher.plan.launch import (
@@ -43,10 +42,8 @@ from launcher.plan.launch import (
     LaunchPlan,
     ScriptHosts,
 )
-from launcher.submit.bind_address import Whereabouts, decide_whereabouts
+from launcher.submit.bind_address import choose_bind_host
 from launcher.submit.nodecheck import WithoutHosts, check_before_training
-from launcher.submit.precheck import precheck
-from launcher.submit.select import make_reach, make_starter_factory, remote_hosts
 from launcher.submit.signals import handled
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # of an end to come, as Slurm's --signal gives
@@ -63,8 +60,11 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     """Run the job; returns its exit status. Raises ElasticError where it cannot be started."""
     discovery = source = make_discovery(plan.hosts)
     hosts = hosts_now(plan, discovery)
-    plan, whereabouts = meet_the_hosts(plan, hosts)
-    starter = partial(make_starter_factory, plan.backend, whereabouts, hosts)
+    job = bound_job(plan, hosts)
+    problems = make_backend(plan.backend, job).find_problems(hosts)
+    for problem in problems.values():
+        print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
+    plan = without(plan, hosts, problems)
     checks: HostChecks | None = None
     if plan.node_check is not None:
         hosts = discovery.find()
@@ -72,8 +72,8 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
             plan,
             plan.node_check,
             hosts,
-            starter=starter(),
-            bind_host=whereabouts.bind_host,
+            starter=backend_maker(plan.backend, replace(job, grows=False)),
+            bind_host=str(job.bind_host),
             run_dir=run_dir,
         )
         plan, discovery = without(plan, hosts, bad), WithoutHosts(discovery, bad)
@@ -82,8 +82,8 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     return run_driver(
         plan,
         discovery=discovery,
-        starter=starter(grows=isinstance(plan.hosts, ScriptHosts)),
-        bind_host=whereabouts.bind_host,
+        starter=backend_maker(plan.backend, job),
+        bind_host=str(job.bind_host),
         run_dir=run_dir,
         checks=checks,
         source=source,
@@ -94,7 +94,7 @@ def run_driver(
     plan: LaunchPlan,
     *,
     discovery: HostDiscovery,
-    starter: StarterFactory,
+    starter: MakeBackend,
     bind_host: str,
     run_dir: RunDir,
     checks: HostChecks | None = None,
@@ -143,24 +143,20 @@ def hosts_now(plan: LaunchPlan, discovery: HostDiscovery) -> Hosts:
         return ()
 
 
-def meet_the_hosts(plan: LaunchPlan, hosts: Hosts) -> tuple[LaunchPlan, Whereabouts]:
-    """Check these hosts; where the rendezvous is, and the plan for those that are fit.
-
-    Others are checked as their agents are started. Raises ClusterError where too few are fit.
-    """
-    remote = remote_hosts(plan.backend, hosts)
-    whereabouts = find_whereabouts(plan, hosts)
-    problems = precheck(remote, whereabouts.reach, plan.spec.cwd) if remote else {}
-    for problem in problems.values():
-        print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
-    return without(plan, hosts, problems), whereabouts
+def bound_job(plan: LaunchPlan, hosts: Hosts) -> BackendJob:
+    """Return what backends are told, once it is decided where the rendezvous listens."""
+    job = plan.backend_job(os.environ, hosts)
+    look_up = make_backend(plan.backend, job).look_up
+    return replace(job, bind_host=choose_bind_host(plan.bind[0], hosts, plan.interfaces, look_up))
 
 
-def find_whereabouts(plan: LaunchPlan, hosts: Hosts) -> Whereabouts:
-    """Where the rendezvous is to be, for these hosts to reach it."""
-    remote = remote_hosts(plan.backend, hosts)
-    bind = numeric_address(plan.bind[0])
-    return decide_whereabouts(bind, remote, plan.interfaces, make_reach(plan))
+def backend_maker(name: str, job: BackendJob) -> MakeBackend:
+    """Return what makes this backend for a rendezvous, once that is up."""
+
+    def make(endpoint: str, token_file: Path) -> Backend:
+        return make_backend(name, replace(job, endpoint=endpoint, token_file=token_file))
+
+    return make
 
 
 def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> LaunchPlan:
@@ -196,15 +192,6 @@ def make_discovery(hosts: HostSource) -> HostDiscovery:
             if job_id is None:
                 return FixedDiscovery(fixed)
             return AllocationDiscovery(job_id, fixed, os.environ)
-
-
-def numeric_address(host: str) -> str:
-    """The address to bind for a host's name; the server itself looks no names up."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise UsageError(f"--rdzv-endpoint: {host} has no address here: {error.strerror}") from None
-    return str(found[0][4][0])
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import (
     Announce,
+    AskProgress,
     Decision,
     EndJob,
     GiveOrder,
@@ -37,6 +38,7 @@ class Scenario:
         self.now = 100.0
         self.decisions: list[Decision] = []
         self.agents, self.processes = agents, processes
+        self.progress = True  # whether the members' progress can be read
         self._pid = 1000
 
     # ---- in ------------------------------------------------------------------------------
@@ -53,6 +55,11 @@ class Scenario:
     def _obey(self, decision: Decision) -> list[Decision]:
         if self.agents and isinstance(decision, StartAgent):
             return self.agent_up(decision.host, decision.incarnation)
+        if isinstance(decision, AskProgress) and self.progress:
+            members = self.job.state.registry.workers
+            versions = [members[name].version for name in decision.workers]
+            readings = tuple(ev.ProgressReading(max(0, v), 0.0, answered=True) for v in versions)
+            return self.send(ev.ProgressReported(decision.number, readings))
         order = decision.order if isinstance(decision, GiveOrder) else None
         if self.processes and isinstance(order, msg.StartWorkerOrder):
             return self.started(order.worker)

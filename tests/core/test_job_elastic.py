@@ -13,7 +13,7 @@ def test_a_loss_tells_the_survivors_to_leave_and_replaces_the_worker_in_place(
 ) -> None:
     s = scenario(start_np=3, max_np=3).training(a=3)
     s.exit("a.1.1", -9)
-    assert (s.notice.round, s.notice.at_boundary) == (1, False)
+    assert (s.notice.round, s.notice.after_step) == (1, None)
     assert s.starting == ["a.1.2"]
     assert s.orders(msg.StartWorkerOrder)[-1].round == 2
 
@@ -87,7 +87,7 @@ def test_a_newcomer_is_let_in_at_a_boundary_after_the_last_call(scenario: MakeSc
     s.wait(0.4)
     assert s.all(PublishNotice) == []
     s.wait(0.1)
-    assert (s.notice.at_boundary, s.notice.reason) == (True, "b.0.1 is ready to join")
+    assert (s.notice.after_step, s.notice.reason) == (2, "b.0.1 is ready to join")
     s.ready("a.0.1", version=9)
     assert s.members == ["a.0.1", "b.0.1"]
 
@@ -109,9 +109,9 @@ def test_a_loss_while_leaving_at_a_boundary_turns_into_leaving_now(scenario: Mak
     s.hosts(a=2, b=1)
     s.ready("b.0.1")
     s.wait(1.0)
-    assert s.notice.at_boundary
+    assert s.notice.after_step is not None
     s.exit("a.1.1", -9)
-    assert not s.notice.at_boundary
+    assert s.notice.after_step is None
     assert s.notice.round == 1
     s.ready("a.0.1", version=4)
     assert s.members == ["a.0.1", "b.0.1"]
@@ -134,7 +134,7 @@ def test_a_broken_group_without_any_death_reforms_with_the_same_members(
 ) -> None:
     s = scenario(start_np=2).training(a=2)
     s.ready("a.1.1", version=4)
-    assert not s.notice.at_boundary
+    assert s.notice.after_step is None
     s.ready("a.0.1", version=4)
     assert s.round == (2, "complete")
     assert s.members == ["a.0.1", "a.1.1"]
@@ -189,12 +189,12 @@ def test_whoever_misses_the_boundary_that_a_peer_left_at_is_told_to_leave_at_onc
     s.hosts(a=2, b=1)
     s.ready("b.0.1")
     s.wait(1.0)
-    assert [n.at_boundary for n in s.all(PublishNotice)] == [True]
+    assert [n.after_step is not None for n in s.all(PublishNotice)] == [True]
     s.ready("a.0.1", version=9)
     s.wait(0.9)
-    assert [n.at_boundary for n in s.all(PublishNotice)] == [True]
+    assert [n.after_step is not None for n in s.all(PublishNotice)] == [True]
     s.wait(0.1)
-    assert [n.at_boundary for n in s.all(PublishNotice)] == [True, False]
+    assert [n.after_step is not None for n in s.all(PublishNotice)] == [True, False]
     s.ready("a.1.1", version=9)
     assert s.world.size == 3
 

@@ -263,7 +263,7 @@ def test_a_job_that_turns_elastic_after_a_loss_goes_on_as_one(scenario: MakeScen
     s = _declared(scenario(start_np=2, settle=5.0), a=2)
     s.exit("a.0.1", 1)
     s.send(ev.WorkerReady("a.1.1", 0, -1, True, "slow imports"))
-    assert (s.notice.round, s.notice.at_boundary) == (1, False)
+    assert (s.notice.round, s.notice.after_step) == (1, None)
     s.ready("a.1.1")
     assert s.members == ["a.1.1"]
 

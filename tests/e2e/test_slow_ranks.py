@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_driver.worker.timing.samples import block
+from elastic_driver.worker.timing.samples import steps_per_sample
 from tests.support.job import JOBS, RunningJob, elasticrun
 from tests.support.slowing import slowed
 
@@ -49,7 +49,7 @@ def test_a_slowed_rank_is_named_with_its_host_and_is_free_of_it_when_it_has_reco
         before_other_programs(job)
         workers = job.until_size(3, steps=60, within=90.0)
         (victim,) = (r for r in workers.values() if r.rank == 1)
-        every = block(step_time(job, 1))
+        every = steps_per_sample(step_time(job, 1))
         with slowed(victim.pid, SHARE) as how:
             begun = max(r.step for r in job.steps())
             event = job.until(

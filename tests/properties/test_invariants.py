@@ -30,6 +30,7 @@ def usual(random: Random) -> list[ev.Event]:
         ev.WorkerStepped(worker, number, number),
         ev.WorkerExited(worker, random.choice([0, 1, -9]), "", random.random() < 0.2),
         ev.WorkerLost(worker, WHY),
+        ev.ProgressReported(number, (ev.ProgressReading(number, 0.1, answered=True),)),
         ev.RankSlow(worker, number, 2.0),
         ev.RankRecovered(worker, number),
         ev.ScaleRequested(random.randint(-1, 9)),

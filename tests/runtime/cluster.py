@@ -102,7 +102,7 @@ class FakeAgent:
 
 
 class Cluster:
-    """Starts fake agents (an `AgentStarter`), and speaks for their workers."""
+    """Starts fake agents (a `Backend`), and speaks for their workers."""
 
     def __init__(self) -> None:
         self.agents: dict[tuple[str, int], FakeAgent] = {}
@@ -115,7 +115,7 @@ class Cluster:
         self.heeds_shutdown = True
         self._client: RendezvousClient | None = None
 
-    # ---- StarterFactory and AgentStarter -------------------------------------------------
+    # ---- MakeBackend and Backend -------------------------------------------------
 
     def __call__(self, endpoint: str, token_file: Path) -> Cluster:
         self.endpoint, self.token = endpoint, read_token_file(token_file)

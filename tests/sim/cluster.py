@@ -13,6 +13,7 @@ from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import (
     Announce,
+    AskProgress,
     Decision,
     EndJob,
     GiveOrder,
@@ -113,6 +114,7 @@ class Cluster:
         self._pids = 1000
         self._alarm: float | None = None
         self._gathering = Random(f"gathering of {seed}")
+        self._asking = Random(f"asking of {seed}")
         self._gathered: list[ev.Together] = []  # arrived, and taken in together with what follows
 
     # ---- the network -----------------------------------------------------------------
@@ -205,6 +207,8 @@ class Cluster:
             self._order(decision)
         elif isinstance(decision, PublishWorld):
             self._publish(decision.world)
+        elif isinstance(decision, AskProgress):
+            self._ask_progress(decision)
         elif isinstance(decision, PublishNotice):
             self._publish_notice(decision)
         elif isinstance(decision, PublishSave):
@@ -250,11 +254,20 @@ class Cluster:
         for worker in self.living():
             worker.act(self.delay(), "see_world", world)
 
+    def _ask_progress(self, question: AskProgress) -> None:
+        """Most questions are answered at once, some late, and a few never."""
+        if self._asking.random() < 0.03:
+            return
+        late = self._asking.uniform(0.1, 3.0) if self._asking.random() < 0.1 else 0.002
+
+        def answer() -> None:
+            readings = [ev.ProgressReading(w.version, 0.0, answered=True) for w in self.living()]
+            self.deliver(ev.ProgressReported(question.number, tuple(readings)))
+
+        self.clock.after(late, answer)
+
     def _publish_notice(self, decision: PublishNotice) -> None:
-        after = None
-        if decision.at_boundary:
-            after = max((w.version for w in self.living()), default=0) + 2
-        self.notice = msg.Notice(decision.round, after, decision.reason)
+        self.notice = msg.Notice(decision.round, decision.after_step, decision.reason)
         for worker in self.living():
             worker.act(self.delay(), "see_notice", self.notice)
 

@@ -7,12 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_driver.runtime.tf_api import TfRoutes
-
+from elastic_driver.policies.tf.cluster import TfCluster
 from elastic_driver.worker.tf import ClusterSpec, TfNode
 from rendezvous.auth import write_token_file
-from rendezvous.server import RendezvousServer
 from tests.runtime.waiting import until
+from tests.support.machines import serve
 
 TOKEN = "secret"
 T = TypeVar("T")
@@ -22,7 +21,7 @@ class Orchestrators:
     """A server with the routes, and nodes by name; each node's calls run in its own thread."""
 
     def __init__(self, folder: Path, *, lease: float = 10.0, gather: float = 0.2) -> None:
-        self.server = RendezvousServer(token=TOKEN, routes=TfRoutes(lease).add_to)
+        self.server = serve(TfCluster(lease), TOKEN)
         self.gather = gather
         self._token_file = folder / "token"
         self._nodes: dict[str, TfNode] = {}

@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import elastic_driver as elastic
-from elastic_driver.core.events import Tick
-from elastic_driver.policies.requests import Reply, RequestDropped
 from elastic_driver.policies.shards.datasets import DataSets
-from elastic_driver.policies.shards.messages import Granted, ShardAccepted, ShardRequest, Wait
-from elastic_driver.runtime.machine_api import MachineRoutes, OpenRequests
+from elastic_driver.policies.shards.messages import Granted, ShardAccepted, Wait
 from rendezvous.auth import write_token_file
 from rendezvous.errors import RequestError
 from rendezvous.server import RendezvousServer
+from tests.support.machines import serve
 
 Connect = Callable[..., elastic.ShardClient]
 
 
-def serve(port: int = 0) -> RendezvousServer:
-    """A server whose loop runs the shard machine, in place of a driver's."""
-    machine = DataSets()
-
-    def post(event: ShardRequest | RequestDropped | Tick) -> bool:
-        decisions = machine.handle(event, time.monotonic())
-        requests.answer(d for d in decisions if isinstance(d, Reply))
-        due = machine.deadline()
-        if due is not None and not isinstance(event, Tick):
-            delay = max(0.0, due - time.monotonic())
-            asyncio.get_running_loop().call_later(delay, post, Tick())
-        return True
-
-    requests = OpenRequests(post)  # type: ignore[arg-type]
-    return RendezvousServer(port=port, token="secret", routes=MachineRoutes(requests).add_to)
-
-
 @pytest.fixture
 def server() -> Iterator[RendezvousServer]:
-    with serve() as running:
+    with serve(DataSets(), "secret") as running:
         yield running
 
 
@@ -90,7 +69,7 @@ def test_a_driver_that_is_away_is_waited_for(connect: Connect, server: Rendezvou
     port = server.port
     server.stop()
     thread, results = in_background(client.next)
-    with serve(port):
+    with serve(DataSets(), "secret", port):
         thread.join(20)
     assert isinstance(results[0], Granted)
 

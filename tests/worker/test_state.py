@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_driver.core.documents import SlotInfo
+from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current
-from elastic_driver.worker.heartbeat.driver_connection import StateVersion
 from elastic_driver.worker.heartbeat.progress import AT_ONCE
 from elastic_driver.worker.state import ObjectState, State, TorchState
 from elastic_driver.worker.world import session
@@ -108,14 +108,14 @@ def test_restore_puts_back_values_that_were_changed_in_place() -> None:
 
 def test_a_step_makes_the_state_dirty_and_a_commit_clean() -> None:
     state = job()
-    assert state.state_version() == StateVersion(version=-1, clean=True)
+    assert state.state_version() == StateVersion(steps=-1, clean=True)
     state.commit()
-    assert state.state_version() == StateVersion(version=0, clean=True)
+    assert state.state_version() == StateVersion(steps=0, clean=True)
     step(state)
     assert not state.clean
-    assert state.state_version() == StateVersion(version=1, clean=False)
+    assert state.state_version() == StateVersion(steps=1, clean=False)
     state.commit()
-    assert state.state_version() == StateVersion(version=1, clean=True)
+    assert state.state_version() == StateVersion(steps=1, clean=True)
 
 
 def test_a_step_that_was_interrupted_is_dirty_and_counts_as_no_step() -> None:
@@ -123,7 +123,7 @@ def test_a_step_that_was_interrupted_is_dirty_and_counts_as_no_step() -> None:
     state.commit()
     with pytest.raises(KeyError):
         state.optimizer.step(lambda: {}["no loss"])
-    assert state.state_version() == StateVersion(version=0, clean=False)
+    assert state.state_version() == StateVersion(steps=0, clean=False)
 
 
 def test_restore_of_a_clean_state_touches_no_parameter_but_all_small_things() -> None:
@@ -304,7 +304,7 @@ class _Recorder(TorchDispatchMode):
 def test_the_first_sync_counts_as_committed_and_later_ones_do_nothing() -> None:
     state = job()
     state.sync()
-    assert state.state_version() == StateVersion(version=0, clean=True)
+    assert state.state_version() == StateVersion(steps=0, clean=True)
     step(state)
     state.sync()
     assert not state.clean, "once a round"

@@ -159,8 +159,9 @@ def resumes_for_ever(path: str) -> None:
 
 def dies_while_joining(path: str) -> None:
     """A member that is READY, is given a place, and dies before it connects."""
+    from elastic_driver.core.state_version import StateVersion
     from elastic_driver.worker import context
-    from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, StateVersion
+    from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
     from elastic_driver.worker.heartbeat.progress import TrainingProgress
 
     born = context.from_environment()

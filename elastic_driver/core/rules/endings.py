@@ -42,7 +42,7 @@ def record_loss(job: JobState, worker: Worker, failure: Failure, cause: Cause, n
         if job.first_success is None:
             count_failure(job, now, member=member)
     if member and job.kind is Kind.ELASTIC and job.end is None:
-        job.leave_round(now, f"{worker.id} {reason}", at_boundary=False)
+        job.leave_round(now, f"{worker.id} {reason}")
 
 
 def count_failure(job: JobState, now: float, *, member: bool) -> None:

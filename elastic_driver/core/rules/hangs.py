@@ -129,7 +129,7 @@ def _lasts(job: JobState, workers: Sequence[Worker]) -> bool:
 
 
 def _break_round(job: JobState, now: float, reason: str) -> None:
-    job.leave_round(now, f"no progress: {reason}", at_boundary=False)
+    job.leave_round(now, f"no progress: {reason}")
 
 
 def _break_mismatch(job: JobState, workers: Sequence[Worker], now: float) -> None:

@@ -8,7 +8,15 @@ monotonic seconds.
 from __future__ import annotations
 
 from elastic_driver.core.documents import Failure
-from elastic_driver.core.rules import drain, final_checkpoint, hangs, placement, preemption, units
+from elastic_driver.core.rules import (
+    boundary,
+    drain,
+    final_checkpoint,
+    hangs,
+    placement,
+    preemption,
+    units,
+)
 from elastic_driver.core.rules.endings import record_loss
 from elastic_driver.core.rules.outcome import KILLED, Cause
 from elastic_driver.core.rules.rounds import RoundState
@@ -27,6 +35,7 @@ def advance(job: JobState, now: float) -> None:
     if job.round.state is RoundState.COMPLETE:
         _watch_changes(job, now)
     if job.round.state is RoundState.CLOSING:
+        boundary.watch(job, now)
         _watch_leaving(job, now)
     if job.end is None and not job.finishing:
         _fill_slots(job, now)
@@ -70,7 +79,7 @@ def _watch_changes(job: JobState, now: float) -> None:
     elif not job.finishing and (until := drain.waits_until(job, leavers)) is not None:
         at, reason = max(at, until), f"{reason}; its replacements are booting"
     if job.passed(at, now, f"change is coming: {reason}"):
-        job.leave_round(now, reason, at_boundary=True)
+        boundary.leave(job, now, reason)
 
 
 def _newcomers_in_sight(job: JobState) -> bool:
@@ -124,7 +133,7 @@ def _hurry_stragglers(job: JobState, now: float) -> None:
     at = job.round.left_since + job.settings.settle
     if job.passed(at, now, f"{gone.id} has left round {job.round.number}; others follow"):
         reason = f"{gone.id} has left round {job.round.number} and others have not"
-        job.leave_round(now, reason, at_boundary=False)
+        job.leave_round(now, reason)
 
 
 def _end_hangs(job: JobState, now: float) -> None:

@@ -77,7 +77,7 @@ def _hurry(job: JobState, departure: Departure, now: float) -> None:
     """Leave at once what is not left at a boundary in time; then go without those who cannot."""
     if job.round.at_boundary:
         if job.passed(departure.leave_by, now, "workers are to reach a step boundary"):
-            job.leave_round(now, "no step boundary in time; the job is ending", at_boundary=False)
+            job.leave_round(now, "no step boundary in time; the job is ending")
         return
     at = max(departure.leave_by, job.round.since + job.settings.settle)
     waiting = "others have not left yet, and the job is ending"

@@ -69,6 +69,8 @@ class Round:
     placed: tuple[str, ...] = ()  # workers started for it, by their rank at birth
     members: tuple[str, ...] = ()  # workers it was completed with, by rank
     at_boundary: bool = False  # CLOSING: its members finish a common step first
+    asked_at: float | None = None  # CLOSING at a boundary: its members' progress was asked for
+    notice_reason: str = ""  # and this is why they leave
     left_since: float | None = None  # CLOSING at a boundary: the first member left it then
     stepped: bool = False  # a member has finished a step in it
     broken: str = ""  # a plain round: why it cannot go on though nobody failed

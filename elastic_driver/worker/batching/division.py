@@ -98,7 +98,7 @@ class Division:
         if member is None or self._world is None:
             return
         member.progress.division = documents.Division(self._world[2], self._shares[self._rank])
-        member.progress.passes_on = self._rank == 0
+        member.progress.wants_allocations = self._rank == 0
 
 
 def _heard() -> documents.Allocation | None:

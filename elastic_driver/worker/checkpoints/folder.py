@@ -1,10 +1,10 @@
-"""The folders of checkpoints: their names, what makes one complete, which are damaged or old.
+"""The folders of checkpoints: their names, when one is complete, which are damaged or old.
 
 A checkpoint is one folder below the `checkpoint_dir`, named after its step and the attempt at it.
-Each rank adds its files and, last, a report of them (`part-<rank>.json`). Complete is a folder with
-a manifest, which names the size and checksum of every file and is put in place by one rename when
-all reports are there. Nothing here knows what is in the files; torch is never imported, nothing
-is unpickled. Called from the background thread of `writer`, and by `keeper` to load.
+Each rank adds its files and, last, a report of them (`part-<rank>.json`). A folder is complete when
+it has a manifest, which names the size and checksum of every file and is put in place by one
+rename when all reports are there. Nothing here reads the content of the files, and nothing is
+unpickled. The background thread of `writer` calls it to write, and `keeper` to load.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver.errors import ElasticError
+from elastic_driver.worker.state_sync.values import TensorKind
 
 MANIFEST = "manifest.json"
 VALUES = "values.msgpack"  # everything in the state that is no tensor
@@ -37,7 +38,7 @@ class DamagedError(ElasticError):
 
 
 class Mark(Struct, frozen=True, array_like=True):
-    """What a file must be: its size in bytes and the SHA-256 of its content."""
+    """The size of a file in bytes, and the SHA-256 of its content."""
 
     size: int
     sha256: str
@@ -55,18 +56,11 @@ class Chunk(Struct, frozen=True, array_like=True):
 
 
 class Report(Struct, frozen=True):
-    """What one rank has written. `layout` is a digest of all tensors' names, types and shapes."""
+    """The files of one rank. `layout` is a digest of all tensors' names, dtypes and shapes."""
 
     layout: str
     files: dict[str, Mark]
     chunks: tuple[Chunk, ...]
-
-
-class Kind(Struct, frozen=True, array_like=True):
-    """The dtype (torch's name for it) and shape of a tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class Manifest(Struct, frozen=True):
@@ -77,7 +71,7 @@ class Manifest(Struct, frozen=True):
 
     version: int
     world_size: int
-    tensors: dict[str, Kind]
+    tensors: dict[str, TensorKind]
     chunks: tuple[Chunk, ...]
     files: dict[str, Mark]
     torch: str  # version that wrote it
@@ -88,33 +82,33 @@ class Manifest(Struct, frozen=True):
 
 
 def folder_name(version: int, attempt: str) -> str:
-    """The folder for the state after `version` steps, written by one world: the `attempt`."""
+    """Return the name for the state after `version` steps, as one world (`attempt`) writes it."""
     return f"step-{version:012d}-{attempt}"
 
 
 def version_of(folder: Path) -> int | None:
-    """The step in a folder's name; None for what is no checkpoint."""
+    """Return the step in a folder's name; None for a folder that is no checkpoint."""
     found = _NAME.fullmatch(folder.name)
     return int(found[1]) if found else None
 
 
 def report_path(folder: Path, rank: int) -> Path:
-    """Where a rank reports what it has written."""
+    """Return the path of a rank's report."""
     return folder / f"part-{rank}.json"
 
 
 def trouble_path(folder: Path, rank: int) -> Path:
-    """Where a rank says why it could not write."""
+    """Return the path of the file in which a rank says why it could not write."""
     return folder / f"part-{rank}.failed"
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the checkpoint was finished; it may be damaged all the same."""
+    """Return whether the checkpoint was finished; it may be damaged all the same."""
     return (folder / MANIFEST).is_file()
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """All checkpoint folders, complete or not, those of the highest step first."""
+    """Return all checkpoint folders, complete or not, those of the highest step first."""
     found = [path for path in root.iterdir() if version_of(path) is not None]
     return sorted(found, key=lambda path: (version_of(path), path.name), reverse=True)
 
@@ -123,7 +117,7 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def mark_of(path: Path) -> Mark:
-    """Size and checksum of a file as it is on disk now."""
+    """Return size and checksum of a file as it is on disk now."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(READ_BYTES):
@@ -134,7 +128,7 @@ def mark_of(path: Path) -> Mark:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to; what is there afterwards is on disk under `path`, whole or not at all."""
+    """Give a path to write to; its file then is put on disk as `path`, whole or not at all."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         yield fresh
@@ -147,14 +141,17 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_document(path: Path, document: Struct) -> None:
-    """Put a document in place: a line with its checksum, then JSON."""
+    """Write a document to disk: a line with its checksum, then JSON."""
     body = msgspec.json.encode(document)
     with replacing(path) as fresh:
         fresh.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
 
 
 def read_document(path: Path, kind: type[T]) -> T:
-    """The document in a file; raises `DamagedError` where it is another, OSError unreadable."""
+    """Return the document in a file.
+
+    Raises `DamagedError` where it is not what was written, OSError where it cannot be read.
+    """
     digest, _, body = path.read_bytes().partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise DamagedError(f"{path.name} does not have the checksum it was written with")
@@ -162,12 +159,12 @@ def read_document(path: Path, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
         raise DamagedError(
-            f"{path.name} is none of this version of elastic-driver: {error}"
+            f"{path.name} is not of this version of elastic-driver: {error}"
         ) from None
 
 
 def complete(folder: Path, manifest: Manifest) -> None:
-    """Make the checkpoint one that is loaded: its last file, on disk after all others."""
+    """Write the manifest, on disk after all other files: from now on the checkpoint is loaded."""
     _sync(folder)
     write_document(folder / MANIFEST, manifest)
     _sync(folder.parent)
@@ -185,10 +182,10 @@ def _sync(path: Path) -> None:
 
 
 def verified(folder: Path) -> Manifest:
-    """The manifest of a complete checkpoint whose files all are what was written.
+    """Return the manifest of a complete checkpoint whose files all are what was written.
 
-    Reads every byte. Raises `DamagedError` naming the first file that is not, and OSError where
-    the disk does not give it.
+    Reads every byte. Raises `DamagedError` with the name of the first file that is not, and OSError
+    where a file cannot be read.
     """
     manifest = read_document(folder / MANIFEST, Manifest)
     if manifest.format != FORMAT or manifest.version != version_of(folder):
@@ -196,7 +193,7 @@ def verified(folder: Path) -> Manifest:
     strange = [name for name in manifest.files if Path(name).name != name]
     strange += [chunk.file for chunk in manifest.chunks if chunk.file not in manifest.files]
     if strange:
-        raise DamagedError(f"{MANIFEST} speaks of {strange[0]!r}, which is no file of it")
+        raise DamagedError(f"{MANIFEST} names {strange[0]!r}, which is not one of its files")
     for name, mark in manifest.files.items():
         _check(folder / name, mark)
     return manifest
@@ -217,41 +214,42 @@ def _check(path: Path, mark: Mark) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint; whatever moment it is interrupted in, a rest is never complete."""
+    """Delete a checkpoint, its manifest first: if interrupted, what is left is not complete."""
     with suppress(OSError):
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder)
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is not tried again and does not count; for a reader
-    to look at. Returns its new path, or the old one where it cannot be renamed.
+    """Rename a damaged checkpoint, so that it is kept for people and never tried again.
+
+    Returns its new path, or the old one where it cannot be renamed.
     """
-    aside = folder.with_name(_ASIDE + folder.name)
     try:
-        return folder.rename(aside)
+        return folder.rename(folder.with_name(_ASIDE + folder.name))
     except OSError:
         return folder
 
 
 def retire(root: Path, keep: int) -> None:
-    """Delete what is older than the newest `keep` complete ones, and half-written older ones.
+    """Delete all complete checkpoints but the newest `keep`, and old half-written ones.
 
-    A half-written one of a step before a complete one stays so: ranks write in the order of steps.
+    A half-written one of a step before a complete one is never completed: ranks write in the
+    order of steps.
     """
     found = checkpoints(root)
     finished = [path for path in found if is_complete(path)]
-    newest = version_of(finished[0]) if finished else None
-    for path in found:
-        if path in finished[:keep]:
-            continue
-        version = version_of(path)
-        if path in finished or (newest is not None and version is not None and version < newest):
-            remove(path)
+    stale = finished[keep:]
+    if finished:
+        newest = version_of(finished[0]) or 0
+        half = [path for path in found if path not in finished]
+        stale += [path for path in half if (version_of(path) or 0) < newest]
+    for path in stale:
+        remove(path)
 
 
 def sweep(root: Path) -> list[Path]:
-    """Delete every half-written checkpoint, before anybody of this job writes; which they were."""
+    """Delete every half-written checkpoint, before this job writes; return their paths."""
     half = [path for path in checkpoints(root) if not is_complete(path)]
     for path in half:
         remove(path)

@@ -1,12 +1,12 @@
 """Tensors to and from files, in the format of `torch.distributed.checkpoint` (DCP).
 
-DCP's writer and reader do the work; this module does without collectives what DCP's `save` and
-`load` do around them with some. Every rank knows the split of the tensors, so each writes its own
-share (`write_share`), and whoever has all reports writes DCP's index (`write_index`): the folder
+DCP's writer and reader do the work. DCP's `save` and `load` need collectives around them; this
+module needs none. Every rank knows the split of the tensors, so each writes its own share
+(`write_share`), and rank 0, which reads all reports, writes DCP's index (`write_index`): the folder
 then is an ordinary DCP checkpoint, which any tool can read. We read it through our own manifest
-(`read_into`): DCP's index is a pickle, and nothing is unpickled here.
+(`read_into`), since DCP's index is a pickle.
 
-Importing DCP takes about a second; only those who write or read import this module.
+Importing DCP takes about a second, so this module is imported only to write or read.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from elastic_driver.worker.checkpoints.folder import Chunk, Kind, Manifest, Mark, Report, mark_of
-from elastic_driver.worker.checkpoints.split import Piece
-from elastic_driver.worker.checkpoints.staging import Staging, dtype_of
+from elastic_driver.worker.checkpoints.folder import Chunk, Manifest, Mark, Report, mark_of
+from elastic_driver.worker.checkpoints.staging import Piece, Staging
+from elastic_driver.worker.state_sync.values import TensorKind
 
 INDEX = ".metadata"  # DCP's name for it
 
 
 def write_share(folder: Path, staging: Staging) -> Report:
-    """Write a staged share into the folder, to disk; what was written.
+    """Write a staged share into the folder, to disk; return what was written.
 
-    Raises OSError or RuntimeError, whatever the disk and torch make of a failure.
+    Raises OSError or RuntimeError where that fails.
     """
-    items = [_write_item(name, piece, staging.kinds[name]) for name, piece in staging.pieces]
-    staged = _Staged(dict(zip((item.index for item in items), staging.room, strict=True)))
+    items = [_write_item(piece, staging.kinds[piece.tensor]) for piece in staging.pieces]
+    staged = _Staged(dict(zip((item.index for item in items), staging.copies, strict=True)))
     # No copying ahead: the tensors are on the CPU, and a GPU must not be touched from here.
     writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
     plans = [SavePlan([])] * staging.rank + [SavePlan(items)]  # a rank's place gives its file name
@@ -58,13 +58,13 @@ def write_share(folder: Path, staging: Staging) -> Report:
 
 
 class _Staged:
-    """What DCP's writer asks of a planner: the data of an item."""
+    """The part of a planner that DCP's writer uses: it returns the data of an item."""
 
     def __init__(self, data: dict[MetadataIndex, Tensor]) -> None:
         self._data = data
 
     def resolve_data(self, item: WriteItem) -> Tensor:
-        """The staged tensor of one item."""
+        """Return the staged tensor of one item."""
         return self._data[item.index]
 
 
@@ -94,16 +94,16 @@ def read_into(folder: Path, manifest: Manifest, targets: Sequence[Tensor]) -> No
         reader.read_data(plan, planner).wait()
 
 
-# ---- our words for DCP's -----------------------------------------------------------------
+# ---- our structs as DCP's ----------------------------------------------------------------
 
 
-def _write_item(name: str, piece: Piece, kind: Kind) -> WriteItem:
+def _write_item(piece: Piece, kind: TensorKind) -> WriteItem:
     rest = kind.shape[1:]
     offsets = (piece.start, *(0 for _ in rest)) if kind.shape else ()
     sizes = (piece.stop - piece.start, *rest) if kind.shape else ()
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     data = TensorWriteData(chunk, _properties(kind), torch.Size(kind.shape))
-    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+    return WriteItem(MetadataIndex(piece.tensor, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def _chunk(result: WriteResult, box: ChunkStorageMetadata) -> Chunk:
@@ -129,10 +129,10 @@ def _metadata(manifest: Manifest) -> Metadata:
         tensors[chunk.tensor].chunks.append(box)
         where = _StorageInfo(chunk.file, chunk.start, chunk.length)
         places[MetadataIndex(chunk.tensor, chunk.offsets)] = where
-    # How tools that load without a template nest the tensors: by attribute of the state.
+    # Tools that load without a template nest the tensors by this: by attribute of the state.
     nesting = {name: tuple(name.split(".", 1)) for name in tensors}
     return Metadata(tensors, planner_data=nesting, storage_data=places)
 
 
-def _properties(kind: Kind) -> TensorProperties:
-    return TensorProperties(dtype=dtype_of(kind.dtype))
+def _properties(kind: TensorKind) -> TensorProperties:
+    return TensorProperties(dtype=kind.torch_dtype)

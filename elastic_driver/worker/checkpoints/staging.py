@@ -1,65 +1,82 @@
-"""The copy of its share that a rank takes of the live tensors: the only pause of training.
+"""The copy that a rank takes of its share of the live tensors: the only pause of training.
 
-`keeper` copies on the training thread, `format` writes from the copy in the
-background. Who copies what follows from `split`.
+In data parallelism every rank holds everything, so any rank can write any part. All ranks compute
+the same split from the shapes alone. `keeper` copies on the training thread, `format` writes from
+the copy in the background.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from math import prod
 
 import msgspec
 import torch
+from msgspec import Struct
 from torch import Tensor
 
-from elastic_driver.worker.checkpoints.folder import Kind
-from elastic_driver.worker.checkpoints.split import Extent, Piece, share
+from elastic_driver.worker.state_sync.values import TensorKind
 
 
-def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
-    """What a manifest says of these tensors."""
-    return {
-        name: Kind(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    }
+class Piece(Struct, frozen=True, array_like=True):
+    """Rows `start` … `stop` (its end) of a tensor; a scalar is one row."""
+
+    tensor: str
+    start: int
+    stop: int
+
+
+def share(kinds: Mapping[str, TensorKind], rank: int, size: int) -> list[Piece]:
+    """Return the pieces that `rank` of `size` writes: at most one of each tensor, in their order.
+
+    The tensors are laid end to end and cut into `size` equal lengths of bytes; each cut is moved
+    down to the row it falls into. Every row belongs to exactly one rank, and a share differs from
+    the mean by less than one row. Tensors without elements belong to nobody.
+    """
+    sizes = {name: rows_and_bytes(kind) for name, kind in kinds.items()}
+    total = sum(rows * row_bytes for rows, row_bytes in sizes.values())
+    first, last = total * rank // size, total * (rank + 1) // size
+    pieces, at = [], 0
+    for name, (rows, row_bytes) in sizes.items():
+        if row_bytes:
+            start, stop = (min(max((edge - at) // row_bytes, 0), rows) for edge in (first, last))
+            if start < stop:
+                pieces.append(Piece(name, start, stop))
+            at += rows * row_bytes
+    return pieces
+
+
+def rows_and_bytes(kind: TensorKind) -> tuple[int, int]:
+    """Return the number of rows of such a tensor, and the bytes of one row."""
+    rows = kind.shape[0] if kind.shape else 1
+    return rows, prod(kind.shape[1:]) * kind.torch_dtype.itemsize
 
 
 class Staging:
-    """Room for one rank's share of the tensors, used again for every checkpoint of a world.
+    """Memory for one rank's share of the tensors, used again for every checkpoint of a world.
 
     `kinds` are all tensors of the state, equal on every rank, `layout` a digest of them; `pieces`
-    are this rank's share by name of the tensor, `room` holds them in the same order. Memory: the
-    share's bytes, on the CPU, pinned where the tensors are on a GPU.
+    are this rank's share, `copies` hold them in the same order. Memory: the share's bytes, on the
+    CPU, pinned where the tensors are on a GPU.
     """
 
-    def __init__(self, kinds: dict[str, Kind], rank: int, size: int) -> None:
+    def __init__(self, kinds: dict[str, TensorKind], rank: int, size: int) -> None:
         self.kinds, self.rank, self.size = kinds, rank, size
         self.layout = hashlib.sha256(msgspec.json.encode(kinds)).hexdigest()
-        extents = [Extent(kind.shape, dtype_of(kind.dtype).itemsize) for kind in kinds.values()]
-        names = list(kinds)
-        self.pieces = [(names[piece.tensor], piece) for piece in share(extents, rank, size)]
-        self.room: list[Tensor] = []
+        self.pieces = share(kinds, rank, size)
+        self.copies: list[Tensor] = []
 
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the share out of the live tensors; returns when they may be changed again."""
-        parts = [_part(tensors[name], piece) for name, piece in self.pieces]
-        if not self.room:
-            self.room = [torch.empty(p.shape, dtype=p.dtype, pin_memory=p.is_cuda) for p in parts]
+        """Copy the share out of the live tensors; they may be changed when this returns."""
+        parts = []
+        for piece in self.pieces:
+            tensor = tensors[piece.tensor].detach()
+            parts.append(tensor[piece.start : piece.stop] if tensor.dim() else tensor)
+        if not self.copies:
+            self.copies = [torch.empty(p.shape, dtype=p.dtype, pin_memory=p.is_cuda) for p in parts]
         with torch.no_grad():
-            for room, part in zip(self.room, parts, strict=True):
-                room.copy_(part, non_blocking=True)
+            for copy, part in zip(self.copies, parts, strict=True):
+                copy.copy_(part, non_blocking=True)
         if any(part.is_cuda for part in parts):
             torch.cuda.synchronize()
-
-
-def _part(tensor: Tensor, piece: Piece) -> Tensor:
-    return tensor.detach()[piece.start : piece.stop] if tensor.dim() else tensor.detach()
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """torch's dtype of that name; raises `TypeError` where this torch has none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"no torch.{name} here; read the checkpoint with the torch that wrote it")
-    return dtype

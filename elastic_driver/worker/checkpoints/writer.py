@@ -1,9 +1,9 @@
 """Writes checkpoints in the background, on a daemon thread that lives while there is work for it.
 
-Every rank writes its share and reports it; the lowest rank also waits for all reports, without
-holding up its next share, and then completes the checkpoint. Ranks learn of each other through the
-shared folder only: no collective, no message. Whatever goes wrong is said in one line, once until
-it goes well again, and never reaches the training thread. Times are seconds.
+Every rank writes its share and reports it. Rank 0 also waits for all reports, while it goes on
+writing its own shares, and then completes the checkpoint. Ranks learn of each other through the
+shared folder only: no collective, no message. A failure is logged in one line, once until writing
+works again, and never reaches the training thread. Times are seconds.
 """
 
 from __future__ import annotations
@@ -23,48 +23,36 @@ from msgspec import Struct
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest, Report
 from elastic_driver.worker.checkpoints.staging import Staging
-from elastic_driver.worker.state_sync.sharing import Contents
+from elastic_driver.worker.state_sync.sharing import SplitState
+from elastic_driver.worker.state_sync.values import first_line
 from elastic_driver.worker.worker_log import say
 
 PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may take
-FIRST_LOOK_S = 0.02  # after other ranks' reports; then ever less often
-LONGEST_LOOK_S = 1.0
+FIRST_POLL_S = 0.02  # for other ranks' reports; each pause is GROWTH times longer, up to …
+LONGEST_POLL_S = 1.0
 GROWTH = 1.5
-GOES_ON = "training goes on, and every later checkpoint is tried again"
 EXIT_S = 60.0  # a process that ends waits this long for its own share …
 EXIT_OTHERS_S = 10.0  # … and this long for the others'
 
 
-class Values(Struct, frozen=True):
-    """What is no tensor: one rank writes it for all. Packing it takes longer than copying it."""
-
-    contents: Contents
-    random: dict[str, Any]
-
-    def packed(self) -> bytes:
-        """The bytes of the file; raises `UsageError` for what could not be read back safely."""
-        return msgspec.msgpack.encode(self.contents.envelope(self.random))
-
-
 class Share(Struct, frozen=True):
-    """One rank's part of one checkpoint: its staged tensors, and on rank 0 the values."""
+    """One rank's part of one checkpoint: its staged tensors, and on rank 0 all plain values."""
 
     folder: Path
     version: int
     staging: Staging
-    values: Values | None
-    then: str  # what follows where it cannot be written, for people; "": others will say it
+    contents: SplitState | None  # packed in the background: that takes longer than copying
+    random: dict[str, Any]
+    consequence: str  # of a failure, for the log; "": whoever asked for it logs the failure
 
-
-class _Awaited(Struct):
-    """A checkpoint of which other ranks' reports are missing yet."""
-
-    share: Share
-    deadline: float
+    def write_values(self, contents: SplitState) -> None:
+        """Write all that is no tensor; raises `UsageError` for what could not be read safely."""
+        with folders.replacing(self.folder / folders.VALUES) as fresh:
+            fresh.write_bytes(msgspec.msgpack.encode(contents.envelope(self.random)))
 
 
 class Writer:
-    """The background thread and what it is at.
+    """The background thread and its work.
 
     Args:
         root: the folder of all checkpoints.
@@ -74,23 +62,23 @@ class Writer:
     def __init__(self, root: Path, keep: int) -> None:
         self._root, self._keep = root, keep
         self._changed = threading.Condition()
-        self._share: Share | None = None  # handed over, and not written yet
-        self._awaited: list[_Awaited] = []
+        self._share: Share | None = None  # submitted, and not written yet
+        self._awaited: dict[Path, tuple[Share, float]] = {}  # without all reports; and deadlines
         self._thread: threading.Thread | None = None
         self._owner = os.getpid()
         self._waited_for_at_exit = False
-        self._in_trouble = False  # the last attempt failed, and that was said
+        self._in_trouble = False  # the last attempt failed, and that was logged
         self._given_up: tuple[Path, str] | None = None  # the newest that rank 0 gave up, and why
 
     # ---- called by the training thread ---------------------------------------------------
 
     def is_free(self, within: float) -> bool:
-        """Whether the share handed over last is written, if need be waiting `within` seconds."""
+        """Return whether the last share is written, after waiting up to `within` seconds for it."""
         with self._changed:
             return self._changed.wait_for(lambda: self._share is None, within)
 
     def submit(self, share: Share) -> None:
-        """Hand a share over; its staging must not be touched until the writer is free again."""
+        """Have a share written; its staging must not be touched until the writer is free again."""
         with self._changed:
             self._share = share
             self._changed.notify_all()
@@ -104,22 +92,21 @@ class Writer:
             atexit.register(self.drain)
 
     def outcome(self, folder: Path) -> str | None:
-        """For rank 0: "" once this checkpoint is complete, why it will never be, None before."""
+        """Return, on rank 0, "" for a complete checkpoint, why it failed, or None while pending."""
         with self._changed:
-            under_way = [awaited.share for awaited in self._awaited]
-            if any(share.folder == folder for share in (self._share, *under_way) if share):
+            if folder in self._awaited or (self._share and self._share.folder == folder):
                 return None
             if self._given_up is not None and self._given_up[0] == folder:
                 return self._given_up[1]
         return "" if folders.is_complete(folder) else "it was given up for another one"
 
     def drain(self, own: float = EXIT_S, others: float = EXIT_OTHERS_S) -> bool:
-        """Wait for what is under way: for this rank's share, then for the others'; whether all is.
+        """Wait for this rank's share, then for the others'; return whether all are written.
 
         Called when the process ends, so that the checkpoint of its last step is not lost.
         """
         if os.getpid() != self._owner:
-            return True  # a forked child has no part in this
+            return True  # a forked child does not write
         if not self.is_free(own):
             return False
         with self._changed:
@@ -128,7 +115,7 @@ class Writer:
     # ---- the thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause = FIRST_LOOK_S
+        pause = FIRST_POLL_S
         while True:
             with self._changed:
                 if self._share is None and not self._awaited:
@@ -138,40 +125,40 @@ class Writer:
                     lambda: self._share is not None, pause if self._awaited else None
                 )
                 share = self._share
-            pause = min(pause * GROWTH, LONGEST_LOOK_S)
+            pause = min(pause * GROWTH, LONGEST_POLL_S)
             if share is not None:
                 self._write(share)
-                pause = FIRST_LOOK_S
-            for awaited in list(self._awaited):
-                self._look_at(awaited)
+                pause = FIRST_POLL_S
+            for awaited, deadline in list(self._awaited.values()):
+                self._poll(awaited, deadline)
 
     def _write(self, share: Share) -> None:
         from elastic_driver.worker.checkpoints.format import write_share  # noqa: PLC0415 - see there
 
-        rank = share.staging.rank
-        awaited = None
+        rank, written = share.staging.rank, False
         try:
             self._make_folder(share)
             report = write_share(share.folder, share.staging)
-            if share.values is not None:
-                with folders.replacing(share.folder / folders.VALUES) as fresh:
-                    fresh.write_bytes(share.values.packed())
+            if share.contents is not None:
+                share.write_values(share.contents)
                 report.files[folders.VALUES] = folders.mark_of(share.folder / folders.VALUES)
             folders.write_document(folders.report_path(share.folder, rank), report)
-            if rank == 0:
-                awaited = _Awaited(share, time.monotonic() + PATIENCE_S)
-            else:
-                self._in_trouble = False
+            written = True
         except Exception as error:  # a checkpoint that fails must not end the training
-            self._could_not_write(share, describe(error))
+            self._failed(share, describe(error))
         with self._changed:
-            if awaited is not None:
-                self._awaited.append(awaited)
+            if written and rank == 0:
+                self._awaited[share.folder] = share, time.monotonic() + PATIENCE_S
+            elif written:
+                self._in_trouble = False
             self._share = None
             self._changed.notify_all()
 
     def _make_folder(self, share: Share) -> None:
-        """Rank 0 alone creates the folder of all: where it is not shared, that shows."""
+        """Create the checkpoint's folder; rank 0 alone creates the folder of all.
+
+        So a rank that does not see the shared folder fails.
+        """
         if share.staging.rank == 0:
             self._root.mkdir(parents=True, exist_ok=True)
         elif not self._root.is_dir():
@@ -181,8 +168,8 @@ class Writer:
             )
         share.folder.mkdir(exist_ok=True)
 
-    def _could_not_write(self, share: Share, reason: str) -> None:
-        """Free the space, and have the lowest rank speak for all, if it can be reached."""
+    def _failed(self, share: Share, reason: str) -> None:
+        """Free the space, and leave the reason in the folder for rank 0 to log."""
         if share.staging.rank == 0:
             self._give_up(share, reason)
             return
@@ -197,37 +184,36 @@ class Writer:
     def _give_up(self, share: Share, reason: str) -> None:
         self._given_up = (share.folder, reason)
         folders.remove(share.folder)
-        if share.then:
+        if share.consequence:
             self._complain(share, reason)
 
     def _complain(self, share: Share, reason: str) -> None:
         if not self._in_trouble:
             say(
                 f"the checkpoint of step {share.version} in {self._root} is not written: {reason}"
-                f"{'; ' if share.then else ''}{share.then}"
+                f"{'; ' if share.consequence else ''}{share.consequence}"
             )
         self._in_trouble = True
 
-    # ---- the lowest rank's part ----------------------------------------------------------
+    # ---- rank 0: completing checkpoints --------------------------------------------------
 
-    def _look_at(self, awaited: _Awaited) -> None:
-        share = awaited.share
+    def _poll(self, share: Share, deadline: float) -> None:
+        """Complete the checkpoint if all ranks have reported; give it up if one cannot."""
         try:
             done = self._finish_if_reported(share)
-            if not done and time.monotonic() >= awaited.deadline:
+            if not done and time.monotonic() >= deadline:
                 raise DamagedError(f"not every rank has written its part within {PATIENCE_S:g} s")
         except Exception as error:  # as above
             self._give_up(share, describe(error))
             done = True
         if done:
             with self._changed:
-                # Ranks write in the order of steps: what is older now stays half-written.
-                at = self._awaited.index(awaited)
-                del self._awaited[: at + 1]
+                # Ranks write in the order of steps: no older checkpoint will be completed now.
+                while share.folder in self._awaited:
+                    del self._awaited[next(iter(self._awaited))]
                 self._changed.notify_all()
 
     def _finish_if_reported(self, share: Share) -> bool:
-        """Complete the checkpoint if all ranks have reported; whether they have."""
         folder, size = share.folder, share.staging.size
         there = set(os.listdir(folder))
         for rank in range(size):
@@ -265,11 +251,10 @@ class Writer:
 
 
 def describe(error: BaseException) -> str:
-    """One line about a failure; torch hides the disk's own words behind its own."""
+    """Return one line about a failure: the disk's own message where torch has wrapped one."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.strerror:
             return seen.strerror
         seen = seen.__cause__ or seen.__context__
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return first_line(error)

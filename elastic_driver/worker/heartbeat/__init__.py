@@ -1,1 +1,1 @@
-"""A worker's contact with the driver: that it lives, how far it is, and what it is told."""
+"""A worker's heartbeat: one message that renews its leases, reports progress and brings notices."""

@@ -1,26 +1,27 @@
-"""What one worker and the driver say to each other: READY, the next world, the beat.
+"""A worker's connection to its driver: READY, the next world, and the heartbeat.
 
-`world` owns one and calls it from the main thread; the heartbeat has its own connection. Waits
-come in slices, and an outage of the driver is said once, then waited out: nothing here gives
-up because the driver is away, only when it refuses us. Times are seconds.
+The training thread uses it; the heartbeat thread has a connection of its own. Waits are cut into
+slices. An outage of the driver is logged once and then waited out: only a refusal ends the wait.
+Times are seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core.documents import Member, Notice, SaveRequest, World, decode, decode_world
 from elastic_driver.core.events import WorkerReady
+from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpoint
 from elastic_driver.worker.heartbeat.heartbeat import Heartbeat
-from elastic_driver.worker.heartbeat.preemption import Notices
+from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import StallWatch
 from elastic_driver.worker.worker_log import say
@@ -30,19 +31,10 @@ from rendezvous.errors import RendezvousError, UnreachableError
 from rendezvous.torch_store import HTTPStore
 from rendezvous.wire import EVENTS_PATH, Delete, Entry
 
-SLICE_S = 10.0  # of a wait for the next world
-LOOK_S = 0.05  # between two looks whether the last checkpoint is written
+SLICE_S = 10.0  # the longest request that waits for a world
+CHECKPOINT_POLL_S = 0.05  # between two checks of a final checkpoint that is being written
 MAX_REASON_CHARS = 1000
-GOODBYE_S = 1.0  # for the driver to hear that we stop beating; it may be gone
-
-_encode_event = msgspec.json.Encoder().encode
-
-
-class StateVersion(Struct, frozen=True):
-    """What a worker says of its state when it is READY: see `core.events.WorkerReady`."""
-
-    version: int = -1
-    clean: bool = True
+GOODBYE_S = 1.0  # the longest wait for the driver when the heartbeat ends
 
 
 class DriverConnection:
@@ -56,62 +48,51 @@ class DriverConnection:
         born: WorkerContext,
         progress: TrainingProgress,
         on_notice: Callable[[Notice], None],
-        tend: Callable[[], float | None],
+        before_heartbeat: Callable[[], float | None],
     ) -> None:
         self.born = born
         self.port = urlsplit(born.endpoint).port
         self._client = RendezvousClient(born.endpoint, read_token_file(born.token_file))
         self._slice = min(SLICE_S, born.heartbeat_timeout)
-        self._seen = 0  # revision of the newest World document
-        self._asked = 0  # revision of the newest SaveRequest
-        self._notices = Notices(born.worker, born.leave_notice)
-        self._heart = Heartbeat(
+        self._world_seen = 0  # revision of the newest World
+        self._request_seen = 0  # revision of the newest SaveRequest
+        self.preemption = PreemptionWatch(born.worker, born.leave_notice)
+        self._heartbeat = Heartbeat(
             born.worker,
             self._client.clone(),
             progress,
             timeout=born.heartbeat_timeout,
             on_notice=on_notice,
-            tend=tend,
-            watch=StallWatch(born.worker, progress, born.hang_timeout),
-            notices=self._notices,
+            before_heartbeat=before_heartbeat,
+            stall_watch=StallWatch(born.worker, progress, born.hang_timeout),
+            preemption=self.preemption,
         )
 
     def start(self) -> None:
-        """Begin to beat. Raises `RendezvousError` where the rendezvous cannot be used."""
-        self._heart.start()
+        """Start the heartbeat. Raises `RendezvousError` where the rendezvous cannot be used."""
+        self._heartbeat.start()
 
     def stop(self) -> None:
-        """Stop beating, say that we do so on purpose, and close the connections; soon."""
-        self._heart.stop()
-        self._notices.signals.let_go()
-        # A lease that ran out would be taken for a hang: the process may take long to end.
+        """Stop the heartbeat, delete the leases and close the connections, within seconds."""
+        self._heartbeat.stop()
+        self.preemption.close()
+        # A lease that expired would count as a hang, and the process may take long to end.
         with contextlib.suppress(RendezvousError):
             worker = self.born.worker
-            signs = (
-                Delete(contract.worker_lease(worker)),
-                Delete(contract.worker_half_lease(worker)),
-            )
-            self._client.batch(*signs, deadline=GOODBYE_S)
+            leases = contract.worker_lease(worker), contract.worker_half_lease(worker)
+            self._client.batch(*map(Delete, leases), deadline=GOODBYE_S)
         self._client.close()
 
-    def listen(self) -> None:
-        """From now on heed signals that announce this worker's end; for the main thread."""
-        self._notices.listen()
-
-    def forget_in_child(self) -> None:
-        """Give the signals back in a forked child, whose end is no affair of the job's."""
-        self._notices.signals.let_go()
-
     def store(self, round_id: int) -> HTTPStore:
-        """A torch store for the keys of one round."""
+        """Return a torch store for the keys of one round."""
         return HTTPStore(self._client, contract.round_prefix(round_id))
 
     def report_ready(self, left: int, state_version: StateVersion, reason: str) -> None:
-        """Report for the next round, having left round `left`; trying on while nobody answers."""
+        """Report READY for the next round after round `left`; retry while the driver is away."""
         event = WorkerReady(
             worker=self.born.worker,
             round=left,
-            version=state_version.version,
+            version=state_version.steps,
             clean=state_version.clean,
             reason=reason[:MAX_REASON_CHARS],
         )
@@ -119,8 +100,8 @@ class DriverConnection:
         while True:
             try:
                 if left:
-                    self._heart.tell_first_step(self._client, left)
-                self._client.post_json(EVENTS_PATH, _encode_event(event))
+                    self._heartbeat.report_first_step(self._client, left)
+                self._post(event)
             except UnreachableError as error:
                 if not silent:
                     say(f"cannot report for the next round, trying on ({error})")
@@ -128,15 +109,17 @@ class DriverConnection:
             else:
                 return
 
-    def await_world(self, left: int, last: FinalCheckpoint | None = None) -> tuple[World, Member]:
-        """The first world newer than round `left` in which we take part, and our entry in it.
+    def await_world(
+        self, left: int, checkpoint: FinalCheckpoint | None = None
+    ) -> tuple[World, Member]:
+        """Wait for the first world after round `left` with this worker in it; return both.
 
-        Meanwhile `last` may be asked to put the state on disk.
+        `checkpoint` carries out a request for the final checkpoint that comes meanwhile.
         """
         silent = False
         while True:
             try:
-                found = self._wait_between_rounds(last)
+                found = self._watch(checkpoint)
             except UnreachableError as error:
                 if not silent:
                     say(f"waiting for the next round, and the driver does not answer ({error})")
@@ -146,27 +129,26 @@ class DriverConnection:
                 say("the driver answers again; waiting for the next round")
             silent = False
             request = found.get(contract.JOB_SAVE)
-            if request is not None and last is not None:
-                self._asked = request.revision
-                last.asked(decode(SaveRequest, request.value))
+            if request is not None and checkpoint is not None:
+                self._request_seen = request.revision
+                checkpoint.begin(decode(SaveRequest, request.value))
             entry = found.get(contract.JOB_WORLD)
             if entry is None:
                 continue
-            self._seen = entry.revision
+            self._world_seen = entry.revision
             world = decode_world(entry.value)
             me = world.member(self.born.worker)
             if me is not None and world.round > left:
                 return world, me
 
-    def _wait_between_rounds(self, last: FinalCheckpoint | None) -> dict[str, Entry]:
-        """What is new of the documents we wait for; soon, while we have news ourselves."""
-        keys, wait = {contract.JOB_WORLD: self._seen}, self._slice
-        if last is not None:
-            keys[contract.JOB_SAVE] = self._asked
-            news = last.news()
-            if news is not None:
-                self._client.post_json(EVENTS_PATH, _encode_event(news))
-                last.told()
-            elif last.pending:
-                wait = min(wait, LOOK_S)
+    def _watch(self, checkpoint: FinalCheckpoint | None) -> dict[str, Entry]:
+        """Wait for new documents, for a moment only while a final checkpoint is being written."""
+        keys, wait = {contract.JOB_WORLD: self._world_seen}, self._slice
+        if checkpoint is not None:
+            keys[contract.JOB_SAVE] = self._request_seen
+            if checkpoint.report(self._post):
+                wait = min(wait, CHECKPOINT_POLL_S)
         return self._client.watch(keys, wait)
+
+    def _post(self, event: Any) -> None:
+        self._client.post_json(EVENTS_PATH, msgspec.json.encode(event))

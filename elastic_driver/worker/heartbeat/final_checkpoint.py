@@ -1,12 +1,13 @@
-"""Puts a state on disk because all who hold it are to go, while this worker waits for a world.
+"""Writes the final checkpoint of a job whose workers all have to leave.
 
-`run` makes one for its state, `link` tells it what the driver asks and passes on its news. The
-state is written in the background by those who were asked, each its share; the first of them
-reports how it went. Called by the training thread, which trains nothing meanwhile.
+The driver requests it while this worker waits for a world. The state writes its shares in the
+background; the first of the requested workers reports the result. All calls come from the training
+thread, which trains nothing meanwhile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -17,62 +18,58 @@ MAX_PROBLEM_CHARS = 1000
 
 
 class CheckpointableState(Protocol):
-    """A state, as far as it is of interest here."""
+    """The part of `State` that this module calls."""
 
     def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
-        """Begin to write a share; the checkpoint's folder, None where the state has none.
+        """Begin to write one share; return the checkpoint's folder, None if the state has none.
 
-        Raises where it cannot be written, with a reason for people.
+        Raises an exception that says why it cannot be written.
         """
 
     def final_checkpoint_problem(self, folder: Path) -> str | None:
-        """ "" once the checkpoint is complete, why it will not be, None while it is written."""
+        """Return "" once the checkpoint is complete, why it failed, or None while it is written."""
 
 
 class FinalCheckpoint:
-    """One worker's part in the last checkpoint."""
+    """One worker's part in the final checkpoint."""
 
     def __init__(self, worker: str, state: CheckpointableState) -> None:
         self._worker, self._state = worker, state
-        self._request: SaveRequest | None = None  # while it is being written, and ours to report
-        self._folder: Path | None = None
-        self._news: WorkerSaved | None = None
+        self._pending: tuple[SaveRequest, Path] | None = None  # being written; this worker reports
+        self._result: WorkerSaved | None = None
 
-    @property
-    def pending(self) -> bool:
-        """Whether there will be news soon."""
-        return self._request is not None
-
-    def asked(self, request: SaveRequest) -> None:
-        """The driver asks; never raises: trouble becomes news."""
-        self._request = self._news = None
+    def begin(self, request: SaveRequest) -> None:
+        """Carry out the driver's request; a failure becomes the result and is not raised."""
+        self._pending = self._result = None
         if self._worker not in request.members:
             return
         rank = request.members.index(self._worker)
         try:
             folder = self._state.begin_final_checkpoint(request, rank)
-        except Exception as error:  # whatever it is, the others are not to wait for this worker
-            self._report(request, problem=str(error) or type(error).__name__)
+        except Exception as error:  # of any kind: the others must not wait for this worker
+            self._finish(request, problem=str(error) or type(error).__name__)
             return
         if rank == 0 and folder is None:
-            self._report(request)
-        elif rank == 0:
-            self._request, self._folder = request, folder
+            self._finish(request)
+        elif rank == 0 and folder is not None:
+            self._pending = request, folder
 
-    def news(self) -> WorkerSaved | None:
-        """What the driver has to hear; the same until it was `told`."""
-        if self._news is None and self._request is not None and self._folder is not None:
-            problem = self._state.final_checkpoint_problem(self._folder)
+    def report(self, post: Callable[[WorkerSaved], object]) -> bool:
+        """Post the result once it is known; return whether it is still pending.
+
+        The result is kept for the next call where `post` raises.
+        """
+        if self._pending is not None:
+            request, folder = self._pending
+            problem = self._state.final_checkpoint_problem(folder)
             if problem is not None:
-                folder = "" if problem else str(self._folder)
-                self._report(self._request, folder=folder, problem=problem)
-        return self._news
+                self._finish(request, folder="" if problem else str(folder), problem=problem)
+        if self._result is not None:
+            post(self._result)
+            self._result = None
+        return self._pending is not None
 
-    def told(self) -> None:
-        """The driver has heard the news."""
-        self._news = None
-
-    def _report(self, request: SaveRequest, *, folder: str = "", problem: str = "") -> None:
-        self._request = None
+    def _finish(self, request: SaveRequest, *, folder: str = "", problem: str = "") -> None:
+        self._pending = None
         problem = problem[:MAX_PROBLEM_CHARS]
-        self._news = WorkerSaved(self._worker, request.number, folder, problem)
+        self._result = WorkerSaved(self._worker, request.number, folder, problem)

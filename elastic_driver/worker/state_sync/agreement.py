@@ -1,7 +1,7 @@
-"""Whose state wins when a round forms, read from the World document alone.
+"""The source and the receivers of the state when a round forms, read from the World document.
 
-`state` asks after every rejoin. All ranks hold the same document, so all come to the same answer
-without exchanging a word, and a round in which nobody has to receive moves no tensors. Pure.
+`state` asks after every rejoin. All ranks hold the same document, so all get the same answer
+without a message, and a round in which nobody has to receive moves no tensors. Pure.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class StateLostError(ElasticError):
 
 
 class Agreement(Struct, frozen=True):
-    """Who sends its state (`source`, a rank), who takes it over (`receivers`), and as what.
+    """The rank that sends its state (`source`), and the ranks that take it over (`receivers`).
 
-    `version` is the number of committed steps everybody's state stands for afterwards. `fresh`:
-    nobody has trained yet, rank 0's model is where training starts. `exact` is False where no
-    clean holder was left and the source's state stands in as it is, between two commits.
+    `version` is the number of committed steps that every state stands for afterwards. `fresh`:
+    nobody has trained yet, and training starts from the source's first values. `exact` is False
+    where no clean state was left and the source's, between two commits, is used as it is.
     """
 
     source: int
@@ -32,30 +32,23 @@ class Agreement(Struct, frozen=True):
     exact: bool
 
 
-def agree(world: World, *, reloads: bool = False) -> Agreement:
-    """The rule of architecture section 6.
+def agree(world: World, *, reloads: bool = False, afresh: int | None = None) -> Agreement:
+    """Apply the rule of `core.state_version` to the members of `world`.
 
-    `core.state_version` says whose state wins and who receives it. Raises `StateLostError` where
-    all that is left was half received when its sender died, unless the source `reloads` a
-    checkpoint.
+    Args:
+        world: the members and what each said of its state.
+        reloads: the source can load a checkpoint, so it need not have a whole state itself.
+        afresh: take nobody as trained, and count from this number of committed steps: the members
+            spoke of another state.
+
+    Raises `StateLostError` where nobody has a whole state: the last one died while sending it.
     """
     states = [StateVersion(member.version, member.clean) for member in world.members]
     source = source_of(states)
-    if source is None or not states[source].trained:
-        return agree_afresh(world, version=0, reloads=reloads)
-    return Agreement(
-        source=source,
-        receivers=receivers_of(states, source),
-        version=states[source].steps,
-        fresh=False,
-        exact=states[source].clean,
-    )
-
-
-def agree_afresh(world: World, version: int, *, reloads: bool = False) -> Agreement:
-    """Nobody has trained yet: the lowest rank's values are those everybody starts with."""
-    states = [StateVersion(-1, member.clean or reloads) for member in world.members]
-    source = source_of(states)
+    fresh = afresh is not None or source is None or not states[source].trained
+    if fresh:
+        states = [StateVersion(-1, state.clean or reloads) for state in states]
+        source = source_of(states)
     if source is None:
         raise StateLostError(
             f"round {world.round}: the last worker with the whole state died while sending it; "
@@ -64,7 +57,7 @@ def agree_afresh(world: World, version: int, *, reloads: bool = False) -> Agreem
     return Agreement(
         source=source,
         receivers=receivers_of(states, source),
-        version=max(version, 0),
-        fresh=True,
-        exact=True,
+        version=max(states[source].steps, afresh or 0),
+        fresh=fresh,
+        exact=states[source].clean,
     )

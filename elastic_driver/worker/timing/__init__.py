@@ -1,1 +1,1 @@
-"""What a rank's steps cost it, without the time it waits for others: its computing, its links."""
+"""The cost of a step to one rank, without the time it waits for other ranks."""

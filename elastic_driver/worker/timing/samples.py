@@ -1,13 +1,13 @@
-"""What a rank's heartbeat tells of its measured steps, so that the driver can compare ranks.
+"""The measured steps that a heartbeat reports, so that the driver can compare ranks.
 
-Steps may be a millisecond long, beats are seconds apart and their messages small: of steps shorter
-than 75 milliseconds, the mean over each 2ⁿ steps is told. A mean, because a processor that is
-taken away now and then slows some of these steps far and the others not at all. All ranks end
-their blocks at the same steps, as n follows from the step time they share (and where it
-differs, every second block of the one ends with one of the other's). Those of the last seconds are
-told again with each beat, so that no message has to arrive.
+Steps may take a millisecond while heartbeats are seconds apart and their messages small. So for
+steps shorter than `SAMPLE_S`, a sample is the mean over 2ⁿ steps. It is a mean because a processor
+that is taken away now and then slows some of these steps a lot and the others not at all. All ranks
+end their samples at the same steps, because n follows from the step time they share; where it
+differs, every second sample of one rank ends with a sample of the other. The samples of the last
+seconds are repeated in each heartbeat, so a lost message does no harm.
 
-The training thread notes, the heartbeat thread collects: a deque's `append` and `popleft` are
+The training thread records, the heartbeat thread collects: a deque's `append` and `popleft` are
 atomic, so no lock is needed. Times are seconds.
 """
 
@@ -19,18 +19,19 @@ from collections import deque
 from msgspec import Struct
 
 from elastic_driver.core.documents import MAX_SAMPLES, Sample
-from elastic_driver.worker.timing.stretch import Stretch
+from elastic_driver.worker.timing.cpu_slowdown import CpuSlowdown
 
-BLOCK_S = 0.075  # the least time of the steps that a sample stands for
-COVERED_S = 4.0  # what the samples of one message reach back: two beats, or several looks
-LEAST = 8  # samples of a message, however long steps are
-LARGEST_BACKLOG = 4096  # steps between two beats
+SAMPLE_S = 0.075  # the least total time of the steps of one sample
+COVERED_S = 4.0  # the time that the samples of one message cover: at least two heartbeats
+LEAST_SAMPLES = 8  # in a message, however long steps are
+LARGEST_BACKLOG = 4096  # steps between two heartbeats
 
 
 class StepCost(Struct, frozen=True):
-    """What one step cost: `compute` in all, of which `one_pass` is a forward-backward pass.
+    """The cost of one step to this rank.
 
-    `exchange` is what the process ran while others were waited for: to exchange gradients.
+    `compute`: in all, with one forward-backward pass; `one_pass`: of that pass; `exchange`: CPU
+    time of the process while it waited for others, spent on exchanging gradients.
     """
 
     compute: float
@@ -39,55 +40,55 @@ class StepCost(Struct, frozen=True):
 
 
 class StepSamples:
-    """The measured steps of this process in the round it is in."""
+    """The measured steps of this process in its current round."""
 
     def __init__(self) -> None:
-        self._noted: deque[tuple[int, int, StepCost]] = deque(maxlen=LARGEST_BACKLOG)
-        # What follows is the heartbeat thread's own.
+        self._recorded: deque[tuple[int, int, StepCost]] = deque(maxlen=LARGEST_BACKLOG)
+        # The fields below belong to the heartbeat thread.
         self._kept: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._round = 0
-        self._stretch = Stretch()
-        self._begin_block()
+        self._slowdown = CpuSlowdown()
+        self._begin_sample()
 
-    def note(self, round_id: int, step: int, lap: StepCost) -> None:
-        """A committed step of this round cost this rank so much; for the training thread."""
-        self._noted.append((round_id, step, lap))
+    def record(self, round_id: int, step: int, cost: StepCost) -> None:
+        """Record the cost of a committed step; called by the training thread."""
+        self._recorded.append((round_id, step, cost))
 
     def collect(self, round_id: int, step_time: float) -> tuple[Sample, ...]:
-        """The samples of this round to tell, oldest first; for the heartbeat thread.
+        """Return the samples of this round to report, oldest first; for the heartbeat thread.
 
-        `step_time`: what a step takes, waiting included.
+        `step_time`: seconds of a whole step, waiting included.
         """
         if round_id != self._round:
             self._round = round_id
             self._kept.clear()
-            self._begin_block()
-        every, stretch = block(step_time), self._stretch.factor()
-        while self._noted:
-            noted_in, step, lap = self._noted.popleft()
-            if noted_in == round_id:
-                self._count(step, lap, every, stretch)
+            self._begin_sample()
+        every, slowdown = steps_per_sample(step_time), self._slowdown.factor()
+        while self._recorded:
+            recorded_in, step, cost = self._recorded.popleft()
+            if recorded_in == round_id:
+                self._add(step, cost, every, slowdown)
         needed = COVERED_S / (every * step_time) if step_time > 0 else MAX_SAMPLES
-        return tuple(self._kept)[-max(LEAST, math.ceil(needed)) :]
+        return tuple(self._kept)[-max(LEAST_SAMPLES, math.ceil(needed)) :]
 
-    def _begin_block(self) -> None:
-        self._steps = 0  # of the block that has not ended; likewise the sums of
+    def _begin_sample(self) -> None:
+        self._steps = 0
         self._compute = self._passes = self._exchange = 0.0
 
-    def _count(self, step: int, lap: StepCost, every: int, stretch: float) -> None:
+    def _add(self, step: int, cost: StepCost, every: int, slowdown: float) -> None:
         self._steps += 1
-        self._compute += lap.compute
-        self._passes += lap.one_pass
-        self._exchange += lap.exchange * stretch
+        self._compute += cost.compute
+        self._passes += cost.one_pass
+        self._exchange += cost.exchange * slowdown
         if step % every == 0:
             sums = (self._compute, self._passes, self._exchange)
             self._kept.append(Sample(step, *(round(total / self._steps, 6) for total in sums)))
-            self._begin_block()
+            self._begin_sample()
 
 
-def block(step_time: float) -> int:
-    """How many steps one sample stands for: the smallest power of two that takes long enough."""
+def steps_per_sample(step_time: float) -> int:
+    """Return the smallest power of two of steps that takes `SAMPLE_S`, up to the backlog."""
     every = 1
-    while every * step_time < BLOCK_S and every < LARGEST_BACKLOG:
+    while every * step_time < SAMPLE_S and every < LARGEST_BACKLOG:
         every *= 2
     return every

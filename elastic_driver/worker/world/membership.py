@@ -20,19 +20,20 @@ from typing import Any, NoReturn, TypeVar
 from torch.distributed import HashStore, Store
 
 from elastic_driver.core.documents import Member, Notice, World
+from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.worker import current
 from elastic_driver.worker.context import WorkerContext, alone
-from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, StateVersion
+from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.final_checkpoint import CheckpointableState, FinalCheckpoint
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
+from elastic_driver.worker.heartbeat.training_thread import TrainingThread
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.attempts import Attempt, RoundOverError
 from elastic_driver.worker.world.backends import Choice
 from elastic_driver.worker.world.devices import CONNECT_S, DeviceHalf
 from elastic_driver.worker.world.groups import Group, GroupBuilder
-from elastic_driver.worker.world.stuck import TrainingThread
 from elastic_driver.worker.world.wrapping import tear_down_wrappers
 
 GRACE_S = 0.25  # for collectives to fail by themselves, once told to leave at once
@@ -100,7 +101,7 @@ class JobMembership:
         if self.group is not None:
             self.group.close_in_child()
         if self._driver is not None:
-            self._driver.forget_in_child()
+            self._driver.preemption.close()
 
     # ---- joining -------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class JobMembership:
         self._install(
             group, world.round, partial(groups.install, group, store, rank, size, subgroup)
         )
-        self._entered(world, me, group, state_version.version)
+        self._entered(world, me, group, state_version.steps)
 
     def _attempt(
         self, builder: GroupBuilder | Attempt[None], round_id: int, work: Callable[[], T]
@@ -216,14 +217,14 @@ class JobMembership:
             self.world, self.group = world, group
             self._left = world.round
             self._broken_since = None
-            self._thread.forget()
+            self._thread.reset_asleep()
             self.progress.links = group.links
             self.progress.entered(world.round, version, len(world.members))
             if self._notice is not None:  # it may have come while the group was built
                 self._obey(self._notice)
         self._end_parted()  # whoever was in it is in this round, or gone
         if self._driver is not None:
-            self._driver.listen()
+            self._driver.preemption.listen()
         current.enter(me.place, world.round)
 
     def _enter_alone(self) -> World:
@@ -354,7 +355,7 @@ class JobMembership:
                 return GRACE_S - waited
             self.group.stop_hearing()
             trouble = self.group.half.trouble() if self.group.half is not None else None
-            if trouble is None and self._thread.asleep_in_a_collective() < HOPELESS_LOOKS:
+            if trouble is None and self._thread.count_asleep() < HOPELESS_LOOKS:
                 return LOOK_S
         return self._give_up(trouble or "a collective was not ended by the loss of its peer")
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import atexit
 import os
 
+from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker import context, current
 from elastic_driver.worker.context import use_scratch
-from elastic_driver.worker.heartbeat.driver_connection import StateVersion
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world.backends import choose
 from elastic_driver.worker.world.membership import JobMembership

@@ -17,7 +17,7 @@ def drain(s: Scenario, host: str, deadline: float | None = None) -> list[Decisio
 def leave(s: Scenario, version: int) -> None:
     """Every running member arrives at the boundary."""
     s.wait(0.1)
-    assert s.notice.at_boundary
+    assert s.notice.after_step is not None
     s.ready(*s.in_state("running"), version=version)
 
 
@@ -92,7 +92,7 @@ def test_replacements_that_take_too_long_are_not_waited_for(scenario: MakeScenar
     s.wait(9.9)
     assert s.all(PublishNotice) == []
     s.wait(0.1)
-    assert s.notice.at_boundary
+    assert s.notice.after_step is not None
     s.ready("a.0.1", "b.0.1", version=9)
     assert s.members == ["a.0.1"]
 
@@ -102,14 +102,14 @@ def test_a_later_drain_with_less_time_counts(scenario: MakeScenario) -> None:
     drain(s, "b")
     drain(s, "b", deadline=4.0)
     s.wait(2.0)
-    assert s.notice.at_boundary
+    assert s.notice.after_step is not None
 
 
 def test_without_room_elsewhere_a_drained_host_is_left_at_once(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, min_np=1, max_np=2).training(a=1, b=1)
     drain(s, "b")
     s.wait(0.1)
-    assert s.notice.at_boundary
+    assert s.notice.after_step is not None
 
 
 def test_a_host_removed_meanwhile_does_not_wait_for_replacements(scenario: MakeScenario) -> None:
@@ -117,7 +117,7 @@ def test_a_host_removed_meanwhile_does_not_wait_for_replacements(scenario: MakeS
     drain(s, "b")
     s.hosts(a=1, c=1)
     s.wait(0.1)
-    assert s.notice.at_boundary
+    assert s.notice.after_step is not None
 
 
 def test_the_whole_world_drained_hands_its_state_over(scenario: MakeScenario) -> None:
@@ -182,7 +182,7 @@ def test_a_drain_that_is_cancelled_on_the_way_out_keeps_the_workers(
     s = scenario(start_np=2, min_np=1).training(a=1, b=1)
     drain(s, "b")
     s.wait(0.1)
-    assert s.notice.at_boundary
+    assert s.notice.after_step is not None
     s.send(ev.DrainCancelled("b", "it stays after all"))
     s.ready("a.0.1", "b.0.1", version=3)
     assert s.members == ["a.0.1", "b.0.1"]
@@ -272,14 +272,14 @@ def test_a_worker_that_has_to_go_waits_for_half_of_its_time(scenario: MakeScenar
     s.wait(9.9)
     assert s.all(PublishNotice) == []
     s.wait(0.1)
-    assert s.notice.at_boundary
+    assert s.notice.after_step is not None
 
 
 def test_a_worker_that_has_to_go_and_dies_of_it_is_no_failure(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, min_np=1, max_restarts=0).training(a=2)
     tell(s, "a.1.1")
     s.exit("a.1.1", -15)
-    assert not s.notice.at_boundary
+    assert s.notice.after_step is None
     s.ready("a.0.1", version=4)
     assert s.members == ["a.0.1"]
     assert s.starting == ["a.1.2"]

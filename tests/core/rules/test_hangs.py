@@ -50,7 +50,7 @@ def test_one_that_stands_elsewhere_while_the_others_wait_for_it_is_killed(three:
     assert hung.worker == "a.1.1"
     assert "line 41, in step" in hung.reason
     assert "line 41" in str(hung.detail["stack"])
-    assert (three.notice.round, three.notice.at_boundary) == (1, False)
+    assert (three.notice.round, three.notice.after_step) == (1, None)
 
 
 def test_the_verdict_does_not_wait_for_members_that_say_nothing(three: Scenario) -> None:
@@ -201,7 +201,7 @@ def test_a_planned_change_with_a_hang_before_its_boundary_is_not_waited_for(
     s.hosts(a=3)
     s.ready("a.2.1")
     s.wait(1.0)
-    assert (s.round, s.notice.at_boundary) == ((1, "closing"), True)
+    assert (s.round, s.notice.after_step) == ((1, "closing"), 2)
     stall(s, "a.0.1", "collective")
     stall(s, "a.1.1", "elsewhere")
     assert killed(s) == ["a.1.1"]

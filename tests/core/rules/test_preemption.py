@@ -23,7 +23,7 @@ def tell_hosts(s: Scenario, *hosts: str, deadline: float = 40.0) -> None:
 def leave(s: Scenario, version: int) -> None:
     """Every running member arrives at the boundary."""
     s.wait(0.1)
-    assert s.notice.at_boundary
+    assert s.notice.after_step is not None
     s.ready(*s.in_state("running"), version=version)
 
 
@@ -87,7 +87,7 @@ def test_nothing_is_started_any_more_and_a_lost_worker_is_no_failure(
     s.hosts(a=1, b=1, c=4)
     s.exit("b.0.1", -9)
     s.agent_lost("b")
-    assert not s.notice.at_boundary
+    assert s.notice.after_step is None
     s.ready("a.0.1", version=6)
     assert asked(s).members == ("a.0.1",)
     saved(s)
@@ -125,9 +125,9 @@ def test_a_boundary_that_does_not_come_in_half_of_the_time_is_not_waited_for(
     s = scenario(start_np=2, settle=1.0).training(a=2)
     tell(s, deadline=40.0)  # 35 s for leaving, the rest for ending processes
     s.wait(17.4)
-    assert s.notice.at_boundary
+    assert s.notice.after_step is not None
     s.wait(0.1)
-    assert not s.notice.at_boundary
+    assert s.notice.after_step is None
     s.ready("a.0.1", version=4)
     assert not s.all(PublishSave)
     s.wait(1.1)

@@ -21,7 +21,7 @@ def recovered(s: Scenario, worker: str) -> None:
 def leave(s: Scenario, version: int) -> None:
     """Every running member arrives at the boundary, and who has to go goes."""
     s.wait(0.1)
-    assert s.notice.at_boundary
+    assert s.notice.after_step is not None
     s.ready(*s.in_state("running"), version=version)
     s.obey_stops()
     s.step(*s.members)
@@ -187,7 +187,7 @@ def test_a_member_lost_while_they_change_places_leaves_the_slow_one_and_its_stat
     slow(s, "b.0.1")
     s.ready("d.0.1")
     s.wait(0.1)
-    assert s.notice.at_boundary
+    assert s.notice.after_step is not None
     s.ready("b.0.1", version=7)
     s.exit("c.0.1", -9)
     s.ready("a.0.1", version=6)

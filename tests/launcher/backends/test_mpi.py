@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import ClusterError, UsageError
-from launcher.backends.mpi import MpirunReach
-from launcher.backends.programs import check_starter
+from elastic_driver.runtime.backend import BackendJob
+from launcher.backends.mpi import MpirunShell
+from launcher.backends.registry import make_backend
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.ssh import SshOptions
+from launcher.backends.ssh import SshShell
 
-SSH = SshOptions(port=2222, identity_file="/key", alive_interval=2)
-REACH = MpirunReach(SSH, {}, python="/py", home=Path("/home"))
+SSH = SshShell(port=2222, identity_file="/key", alive_interval=2)
+SHELL = MpirunShell(ssh=SSH, variables={}, python="/py", home=Path("/home"))
 
 NOISE = """\
 --------------------------------------------------------------------------
@@ -24,7 +25,7 @@ a non-zero exit code. Per user-direction, the job has been aborted.
 
 
 def test_each_host_has_an_mpirun_of_its_own_and_an_agent_apart_from_it() -> None:
-    backend = RemoteBackend(lambda _host: "http://10.0.0.1:7", Path("/token"), REACH)
+    backend = RemoteBackend(BackendJob(endpoint="http://10.0.0.1:7"), SHELL)
     argv = backend.plan("n1", 3, "cafe").argv
     assert argv[:-1] == (
         *("mpirun", "--host", "n1:1", "-np", "1", "--bind-to", "none", "--mca", "plm_rsh_args"),
@@ -41,15 +42,15 @@ def test_each_host_has_an_mpirun_of_its_own_and_an_agent_apart_from_it() -> None
 @pytest.mark.parametrize("name", ["-x", "a b", "2001:db8::7", "a:2,b"])
 def test_a_name_that_is_none_never_reaches_mpirun(name: str) -> None:
     with pytest.raises(ClusterError, match="cannot reach"):
-        REACH.argv(name, "look", "/")
+        SHELL.argv(name, "look", "/")
 
 
 def test_a_rank_s_own_variables_are_not_handed_to_a_nested_mpirun() -> None:
     mine = {"PATH": "/bin", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_MCA_orte_x": "1"}
-    assert MpirunReach(SSH, mine).environ() == mine
+    assert MpirunShell(ssh=SSH, variables=mine).environ() == mine
     of_a_rank = {**mine, "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}
     del mine["OMPI_MCA_orte_x"]
-    assert MpirunReach(SSH, of_a_rank).environ() == mine
+    assert MpirunShell(ssh=SSH, variables=of_a_rank).environ() == mine
 
 
 @pytest.mark.parametrize(
@@ -63,34 +64,37 @@ def test_a_rank_s_own_variables_are_not_handed_to_a_nested_mpirun() -> None:
     ],
 )  # fmt: skip
 def test_what_mpirun_says_becomes_one_line(code: int, said: str, meaning: str) -> None:
-    line = REACH.explain("n1", code, said)
+    line = SHELL.explain("n1", code, said)
     assert meaning in line
     assert "\n" not in line
 
 
 def test_a_lost_daemon_is_a_lost_connection_and_anything_else_the_agent_s_end() -> None:
-    assert REACH.ending("n1", 205, "ORTE has lost communication with a remote daemon.") is None
-    assert REACH.ending("n1", 0, "") == "the agent on n1 has ended"
-    assert REACH.ending("n1", 137, NOISE) == "the agent on n1 was killed by SIGKILL"
+    assert SHELL.ending("n1", 205, "ORTE has lost communication with a remote daemon.") is None
+    assert SHELL.ending("n1", 0, "") == "the agent on n1 has ended"
+    assert SHELL.ending("n1", 137, NOISE) == "the agent on n1 was killed by SIGKILL"
 
 
 # ---- the program -------------------------------------------------------------------------
 
 
-def test_a_missing_starter_is_one_line(tmp_path: Path) -> None:
+def check(backend: str, environ: dict[str, str]) -> None:
+    make_backend(backend, BackendJob(environ=environ, allocation="17")).check(())
+
+
+def test_a_missing_program_is_one_line(tmp_path: Path) -> None:
     nothing = {"PATH": str(tmp_path)}
     with pytest.raises(UsageError, match="mpirun, which was not found"):
-        check_starter("mpi", nothing)
+        check("mpi", nothing)
     with pytest.raises(UsageError, match="srun was not found"):
-        check_starter("slurm", nothing)
-    check_starter("ssh", nothing)
+        check("slurm", nothing)
 
 
 def test_an_mpirun_of_another_kind_is_refused(tmp_path: Path) -> None:
     program = tmp_path / "mpirun"
     program.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
     program.chmod(0o755)
-    check_starter("mpi", {"PATH": str(tmp_path)})
+    check("mpi", {"PATH": str(tmp_path)})
     program.write_text("#!/bin/sh\necho HYDRA build details:\n")
     with pytest.raises(UsageError, match="is not; use --backend ssh"):
-        check_starter("mpi", {"PATH": str(tmp_path)})
+        check("mpi", {"PATH": str(tmp_path)})

@@ -18,10 +18,11 @@ import psutil
 import pytest
 
 from elastic_driver.core.events import AgentReady, HostLeaving, WorkerExited, WorkerStarted
+from elastic_driver.runtime.backend import BackendJob
 from launcher.agent import folders, remote
 from launcher.agent.processes import variables
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.ssh import SshOptions, SshReach
+from launcher.backends.ssh import SshShell
 from tests.launcher.agent.harness import (
     DAEMON,
     HOST,
@@ -66,10 +67,8 @@ def backend(driver: Driver, tmp: Path) -> Iterator[RemoteBackend]:
     program = tmp.parent / "ssh"
     program.write_text(_SSH.format(tmp=tmp))
     program.chmod(0o755)
-    options = SshOptions(program=str(program))
-    backend = RemoteBackend(
-        lambda _host: driver.server.url, driver.token_file, SshReach(options, home=ROOT)
-    )
+    job = BackendJob(endpoint=driver.server.url, token_file=driver.token_file)
+    backend = RemoteBackend(job, SshShell(program=str(program), home=ROOT))
     yield backend
     backend.close(0)
 

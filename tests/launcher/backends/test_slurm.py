@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import ClusterError
+from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.runtime.discovery import DiscoveryError
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.slurm import SrunReach
+from launcher.backends.slurm import SrunShell
 from launcher.backends.slurm_nodes import AllocationDiscovery
 
-REACH = SrunReach("17", {}, python="/py", home=Path("/our home"))
+SHELL = SrunShell(job_id="17", variables={}, python="/py", home=Path("/our home"))
 
 
 def test_an_agent_is_a_step_of_its_own_that_shares_its_node() -> None:
-    backend = RemoteBackend(lambda _host: "http://10.0.0.1:7", Path("/token"), REACH)
+    backend = RemoteBackend(BackendJob(endpoint="http://10.0.0.1:7"), SHELL)
     argv = backend.plan("n1", 3, "cafe").argv
     assert argv[:-1] == (
         *("srun", "--jobid=17", "--nodes=1", "--ntasks=1", "--nodelist=n1"),
@@ -34,14 +35,15 @@ def test_an_agent_is_a_step_of_its_own_that_shares_its_node() -> None:
 @pytest.mark.parametrize("name", ["-x", "a b", "n1,n2", "n[1-2]", ""])
 def test_a_name_that_is_none_never_reaches_srun(name: str) -> None:
     with pytest.raises(ClusterError, match="cannot reach"):
-        REACH.argv(name, "look", "/")
+        SHELL.argv(name, "look", "/")
 
 
 def test_what_sbatch_was_asked_for_does_not_shape_the_steps() -> None:
     ours = {"PATH": "/bin", "SLURM_CONF": "/c", "SLURM_NTASKS": "8", "SLURM_GPUS_PER_TASK": "1"}
-    reach = SrunReach("17", {**ours, "SBATCH_EXPORT": "NONE", "SLURM_EXPORT_ENV": "NONE"})
-    assert reach.environ() == {"PATH": "/bin", "SLURM_CONF": "/c", "SLURM_EXPORT_ENV": "NONE"}
-    assert "SLURM_NTASKS" not in repr(reach)
+    more = {**ours, "SBATCH_EXPORT": "NONE", "SLURM_EXPORT_ENV": "NONE"}
+    shell = SrunShell(job_id="17", variables=more)
+    assert shell.environ() == {"PATH": "/bin", "SLURM_CONF": "/c", "SLURM_EXPORT_ENV": "NONE"}
+    assert "SLURM_NTASKS" not in repr(shell)
 
 
 @pytest.mark.parametrize(
@@ -61,16 +63,16 @@ def test_what_sbatch_was_asked_for_does_not_shape_the_steps() -> None:
     ],
 )  # fmt: skip
 def test_what_srun_says_becomes_one_line(said: str, meaning: str) -> None:
-    line = REACH.explain("n1", 127 if "Python" in said else 1, said)
+    line = SHELL.explain("n1", 127 if "Python" in said else 1, said)
     assert line.startswith("n1: ")
     assert meaning in line
     assert "\n" not in line
 
 
 def test_srun_ends_with_the_agent_and_says_how() -> None:
-    assert REACH.ending("n1", 0, "") == "the agent on n1 has ended"
-    assert REACH.ending("n1", 137, "srun: Killed") == "the agent on n1 was killed by SIGKILL"
-    assert "the node failed" in str(REACH.ending("n1", 1, "srun: error: Node failure on n1"))
+    assert SHELL.ending("n1", 0, "") == "the agent on n1 has ended"
+    assert SHELL.ending("n1", 137, "srun: Killed") == "the agent on n1 was killed by SIGKILL"
+    assert "the node failed" in str(SHELL.ending("n1", 1, "srun: error: Node failure on n1"))
 
 
 # ---- which nodes there still are ---------------------------------------------------------

@@ -5,40 +5,42 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic_driver.errors import ClusterError
+from elastic_driver.runtime.backend import BackendJob
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.ssh import (
-    SshOptions,
-    SshReach,
-    alive_interval,
-    remote_command,
-    ssh_argv,
-)
+from launcher.backends.ssh import SshShell
 
-PLAIN = SshOptions(alive_interval=2)
+PLAIN = SshShell(alive_interval=2, python="/py")
+
+
+def on_host(**changes: object) -> str:
+    """What the login shell there is given."""
+    return replace(PLAIN, **changes).argv("n", "look", "/")[-1]  # type: ignore[arg-type]
 
 
 def test_the_command_line_asks_nothing_and_has_deadlines() -> None:
-    assert ssh_argv(PLAIN, "node1", "true") == (
+    assert PLAIN.command("node1", "true") == (
         *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
         *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"),
-        *("-o", "ClearAllForwardings=yes", "-o", "ControlMaster=no", "--", "node1", "true"),
+        *("-o", "ClearAllForwardings=yes", "-o", "ControlMaster=no", "--", "node1"),
+        "exec /bin/sh -c true",
     )
 
 
 def test_port_and_key_are_passed_on() -> None:
-    argv = ssh_argv(SshOptions(port=2222, identity_file="/k e y"), "2001:db8::7", "true")
-    assert argv[-7:] == ("-p", "2222", "-i", "/k e y", "--", "2001:db8::7", "true")
+    argv = SshShell(port=2222, identity_file="/k e y").command("2001:db8::7", "true")
+    assert argv[-7:] == ("-p", "2222", "-i", "/k e y", "--", "2001:db8::7", "exec /bin/sh -c true")
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "a b", "a;b", "", "a\nb", "$(x)"])
 def test_a_name_that_is_none_never_reaches_ssh(name: str) -> None:
     with pytest.raises(ClusterError, match="cannot reach"):
-        ssh_argv(PLAIN, name, "true")
+        PLAIN.argv(name, "look", "/")
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "csh", "fish"])
@@ -51,7 +53,7 @@ def test_words_reach_the_agent_unchanged_whatever_the_login_shell(
     echo.write_text(f"#!/bin/sh\nshift 2\nexec {sys.executable} -c '{_SHOW}' \"$@\"\n")
     echo.chmod(0o755)
     words = ("keep", "a b", "it's", '"$HOME"', "*", "é;#")
-    command = remote_command(str(echo), tmp_path, *words)
+    command = replace(PLAIN, python=str(echo), home=tmp_path).argv("n", *words)[-1]
     done = subprocess.run([shell, "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout == repr([str(tmp_path), *words]) + "\n", done.stderr
 
@@ -63,17 +65,17 @@ def test_a_host_without_our_folder_runs_in_the_root_folder_instead(tmp_path: Pat
     where = tmp_path / "where"
     where.write_text("#!/bin/sh\npwd\n")
     where.chmod(0o755)
-    command = remote_command(str(where), tmp_path / "missing", "look", "/")
+    command = on_host(python=str(where), home=tmp_path / "missing")
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout == "/\n", done.stderr
 
 
 def test_a_missing_python_is_told_with_its_path() -> None:
-    command = remote_command("/no/python", Path("/"), "look", "/")
+    command = on_host(python="/no/python", home=Path("/"))
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 127
     assert "no Python at /no/python" in done.stderr
-    said = SshReach(PLAIN, "/no/python").explain("node1", done.returncode, done.stderr)
+    said = replace(PLAIN, python="/no/python").explain("node1", done.returncode, done.stderr)
     assert said == "node1: there is no Python at /no/python; install the same environment there"
 
 
@@ -91,26 +93,28 @@ def test_a_missing_python_is_told_with_its_path() -> None:
     ],
 )
 def test_what_ssh_says_becomes_one_line_with_what_to_try(said: str, meaning: str) -> None:
-    line = SshReach(PLAIN, "/py").explain("n", 255, said)
+    line = PLAIN.explain("n", 255, said)
     assert line.startswith("n: ")
     assert meaning in line
     assert "\n" not in line
 
 
 def test_a_silent_connection_is_given_up_after_the_heartbeat_timeout() -> None:
-    assert [alive_interval(timeout) for timeout in (0.5, 3.0, 30.0)] == [1, 1, 10]
+    assert [
+        SshShell.of(BackendJob(heartbeat_timeout=timeout)).alive_interval
+        for timeout in (0.5, 3.0, 30.0)
+    ] == [1, 1, 10]
 
 
 def test_the_plan_of_an_agent_holds_no_token(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret")
-    reach = SshReach(PLAIN, python="/py")
-    backend = RemoteBackend(lambda host: f"http://10.0.0.1:7/{host}", token, reach)
+    backend = RemoteBackend(BackendJob(endpoint="http://10.0.0.1:7", token_file=token), PLAIN)
     plan = backend.plan("node1", 3, "cafe")
     assert plan.env == {}
     assert "secret" not in " ".join(plan.argv)
     assert str(token) not in " ".join(plan.argv)
     assert (
-        "exec /py -m launcher.agent.remote keep cafe --endpoint http://10.0.0.1:7/node1 "
+        "exec /py -m launcher.agent.remote keep cafe --endpoint http://10.0.0.1:7 "
         "--host node1 --incarnation 3"
     ) in plan.argv[-1]

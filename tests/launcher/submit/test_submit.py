@@ -15,7 +15,8 @@ from elastic_driver.core.events import JobLeaving
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.driver import ElasticDriver
 from launcher.plan.launch import FileHosts, FixedHosts, ScriptHosts
-from launcher.submit.submit import make_discovery, numeric_address, stop_on_signals
+from launcher.submit.bind_address import numeric_address
+from launcher.submit.submit import make_discovery, stop_on_signals
 from tests.support.job import elasticrun
 
 

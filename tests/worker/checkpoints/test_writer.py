@@ -14,10 +14,10 @@ from torch import nn
 from elastic_driver.core.documents import Member, SlotInfo, World
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints import keeper, writer
-from elastic_driver.worker.checkpoints.keeper import Checkpoints, Schedule
+from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.state_sync.parts import part_for
 from elastic_driver.worker.state_sync.rng import RandomStates
-from elastic_driver.worker.state_sync.sharing import Shared
+from elastic_driver.worker.state_sync.sharing import LiveState
 from tests.support.coordinator import eventually
 
 
@@ -36,7 +36,7 @@ def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer.atexit, "register", lambda _: None)
 
 
-def shared(seed: int, **more: Any) -> Shared:
+def shared(seed: int, **more: Any) -> LiveState:
     """A state with tensors of many kinds: dtypes, scalars, strides, one without elements."""
     make = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, dtype=torch.float64))
@@ -55,10 +55,10 @@ def shared(seed: int, **more: Any) -> Shared:
     }
     found = {name: part_for(name, value) for name, value in values.items()}
     parts = {name: part for name, part in found.items() if part is not None}
-    return Shared(parts, values, RandomStates())
+    return LiveState(parts, values, RandomStates())
 
 
-def contents(state: Shared) -> list[Any]:
+def contents(state: LiveState) -> list[Any]:
     plain: list[Any] = [(n, v.tolist()) for n, v in state.values["model"].state_dict().items()]
     for name in ("half", "flags", "turned", "scalar", "none"):
         plain.append((name, state.values[name].dtype, state.values[name].tolist()))
@@ -71,14 +71,14 @@ class Ranks:
 
     def __init__(self, root: Path, size: int, round_id: int = 1, keep: int = 3) -> None:
         self.root = root
-        self.each = [Checkpoints(Schedule(root, every=10, keep=keep)) for _ in range(size)]
+        self.each = [Checkpoints(root, every=10, keep=keep) for _ in range(size)]
         self.enter(world(size, round_id))
 
     def enter(self, new: World) -> None:
         for rank, one in enumerate(self.each[: new.size]):
             one.entered(new, rank)
 
-    def take(self, version: int, state: Shared) -> None:
+    def take(self, version: int, state: LiveState) -> None:
         for one in self.each:
             one.take(state, version)
 
@@ -99,7 +99,7 @@ def test_whatever_the_number_of_writers_one_reader_gets_the_same(tmp_path: Path,
     ranks.take(10, state)
     assert ranks.drain()
     found = shared(2)
-    assert Checkpoints(Schedule(tmp_path, 10)).load_newest(found) == 10
+    assert Checkpoints(tmp_path, 10).load_newest(found) == 10
     assert contents(found) == contents(state)
 
 
@@ -245,7 +245,7 @@ def test_a_disk_that_hangs_holds_training_up_once_and_not_for_ever(
         return write(folder, staging)
 
     monkeypatch.setattr(dcp_format, "write_share", hangs)
-    monkeypatch.setattr(keeper, "HOLD_UP_S", 0.1)
+    monkeypatch.setattr(keeper, "MAX_WAIT_S", 0.1)
     ranks, state = Ranks(tmp_path, 1), shared(1)
     for version in (10, 20, 30):
         ranks.take(version, state)

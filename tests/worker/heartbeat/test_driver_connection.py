@@ -28,7 +28,7 @@ def test_who_stops_on_purpose_is_never_taken_for_silent_or_lost(tmp_path: Path) 
             heartbeat_timeout=0.5,
         )
         connection = DriverConnection(
-            born, TrainingProgress(), on_notice=lambda _notice: None, tend=lambda: None
+            born, TrainingProgress(), on_notice=lambda _notice: None, before_heartbeat=lambda: None
         )
         connection.start()
         connection.stop()

@@ -13,6 +13,7 @@ from elastic_driver.core.documents import SaveRequest
 from elastic_driver.core.events import WorkerSaved
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpoint
+from rendezvous.errors import UnreachableError
 from tests.support.coordinator import eventually
 
 ME, OTHER = "a.0.1", "b.0.1"
@@ -48,12 +49,19 @@ def request(*members: str, number: int = 1, step: int = 3, seconds: float = 20.0
     return SaveRequest(number, step, members, seconds, "all leave")
 
 
+def posted(checkpoint: FinalCheckpoint) -> WorkerSaved | None:
+    """The result that it posts now, if any."""
+    results: list[WorkerSaved] = []
+    checkpoint.report(results.append)
+    return results[0] if results else None
+
+
 def news(*workers: FinalCheckpoint) -> WorkerSaved:
     """What the first of these has to say in the end; the others have nothing to say."""
 
     def look() -> WorkerSaved | None:
-        assert [worker.news() for worker in workers[1:]] == [None] * (len(workers) - 1)
-        return workers[0].news()
+        assert [posted(worker) for worker in workers[1:]] == [None] * (len(workers) - 1)
+        return posted(workers[0])
 
     return eventually(look, "the first of them reports")
 
@@ -61,22 +69,34 @@ def news(*workers: FinalCheckpoint) -> WorkerSaved:
 def test_those_who_are_asked_write_one_checkpoint_and_the_first_tells(tmp_path: Path) -> None:
     states = [Trained(tmp_path).state, Trained(tmp_path).state]
     first, second = FinalCheckpoint(ME, states[0]), FinalCheckpoint(OTHER, states[1])
-    first.asked(request(ME, OTHER))
-    assert first.pending
-    assert first.news() is None, "the other's share is missing"
-    second.asked(request(ME, OTHER))
+    first.begin(request(ME, OTHER))
+    results: list[WorkerSaved] = []
+    assert first.report(results.append), "the other's share is missing"
+    assert results == []
+    second.begin(request(ME, OTHER))
     told = news(first, second)
     assert (told.worker, told.number, told.problem) == (ME, 1, "")
     assert folders.is_complete(Path(told.folder))
-    first.told()
-    assert first.news() is None
-    assert not first.pending
+    assert not first.report(results.append)
+    assert results == [], "it is posted once"
+
+
+def test_a_result_that_cannot_be_posted_is_kept() -> None:
+    last = FinalCheckpoint(ME, Trained(None).state)
+    last.begin(request(ME))
+
+    def fails(_event: WorkerSaved) -> None:
+        raise UnreachableError("the driver is away")
+
+    with pytest.raises(UnreachableError):
+        last.report(fails)
+    assert posted(last) == WorkerSaved(ME, 1, "", "")
 
 
 def test_a_new_start_goes_on_from_the_last_commit(tmp_path: Path) -> None:
     before = Trained(tmp_path)
     last = FinalCheckpoint(ME, before.state)
-    last.asked(request(ME))
+    last.begin(request(ME))
     news(last)
     again = Trained(tmp_path, steps=0)  # takes no step of its own
     assert again.state.version == 3
@@ -85,23 +105,23 @@ def test_a_new_start_goes_on_from_the_last_commit(tmp_path: Path) -> None:
 
 def test_a_state_without_a_folder_says_so_at_once() -> None:
     last = FinalCheckpoint(ME, Trained(None).state)
-    last.asked(request(ME))
-    assert last.news() == WorkerSaved(ME, 1, "", "")
+    last.begin(request(ME))
+    assert posted(last) == WorkerSaved(ME, 1, "", "")
 
 
 def test_who_is_not_asked_writes_nothing(tmp_path: Path) -> None:
     last = FinalCheckpoint(ME, Trained(tmp_path).state)
-    last.asked(request(OTHER))
-    assert last.news() is None
+    last.begin(request(OTHER))
+    assert posted(last) is None
     assert list(tmp_path.glob("step-*")) == []
 
 
 def test_who_holds_another_step_says_so(tmp_path: Path) -> None:
     last = FinalCheckpoint(OTHER, Trained(tmp_path).state)
-    last.asked(request(ME, OTHER, step=4))
-    told = last.news()
+    last.begin(request(ME, OTHER, step=4))
+    told = posted(last)
     assert told is not None
-    assert told.problem == "a worker was asked for step 4, not 3"
+    assert told.problem == "step 4 was requested; this worker is at 3"
 
 
 def _remove(folder: Path) -> None:
@@ -121,7 +141,7 @@ def test_a_disk_that_fails_is_told_of_in_one_line(
     state = Trained(folder).state
     harm(folder)
     last = FinalCheckpoint(ME, state)
-    last.asked(request(ME))
+    last.begin(request(ME))
     told = news(last)
     assert bool(told.folder) == (harm is _remove), "a folder that is gone is made again"
     assert bool(told.problem) == (harm is _fill)
@@ -130,9 +150,9 @@ def test_a_disk_that_fails_is_told_of_in_one_line(
 
 def test_one_that_died_while_writing_is_done_without(tmp_path: Path) -> None:
     last = FinalCheckpoint(ME, Trained(tmp_path).state)
-    last.asked(request(ME, OTHER))
-    assert last.news() is None
-    last.asked(request(ME, number=2))
+    last.begin(request(ME, OTHER))
+    assert posted(last) is None
+    last.begin(request(ME, number=2))
     told = news(last)
     assert (told.number, told.problem) == (2, "")
     assert folders.is_complete(Path(told.folder))

@@ -15,7 +15,7 @@ from aiohttp import web
 from elastic_driver import contract
 from elastic_driver.core.documents import Allocation, Division, Progress, decode, encode
 from elastic_driver.worker.heartbeat.heartbeat import Heartbeat, next_pause
-from elastic_driver.worker.heartbeat.preemption import Notices
+from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import StallWatch
 from rendezvous.client import RendezvousClient
@@ -46,26 +46,26 @@ def server(events: queue.SimpleQueue[dict[str, object]]) -> Iterator[RendezvousS
 
 @contextlib.contextmanager
 def beating(
-    server: RendezvousServer, progress: TrainingProgress, notices: Notices | None = None
+    server: RendezvousServer, progress: TrainingProgress, preemption: PreemptionWatch | None = None
 ) -> Iterator[None]:
     """A heartbeat of this progress, with no limit to its patience."""
-    notices = Notices("a.0.1", 0.0) if notices is None else notices
+    preemption = PreemptionWatch("a.0.1", 0.0) if preemption is None else preemption
     heart = Heartbeat(
         "a.0.1",
         RendezvousClient(server.url, TOKEN),
         progress,
         timeout=60.0,
         on_notice=lambda _notice: None,
-        tend=lambda: None,
-        watch=StallWatch("a.0.1", progress, None),
-        notices=notices,
+        before_heartbeat=lambda: None,
+        stall_watch=StallWatch("a.0.1", progress, None),
+        preemption=preemption,
     )
     heart.start()
     try:
         yield
     finally:
         heart.stop()
-        notices.signals.let_go()
+        preemption.close()
 
 
 def test_the_first_step_of_a_round_is_told_soon_though_the_beat_before_could_wait_longer(
@@ -88,7 +88,7 @@ def test_who_passes_shares_on_hears_of_new_ones_at_once_and_says_what_it_has(
 ) -> None:
     progress = TrainingProgress()
     progress.entered(1, 0)
-    progress.division, progress.passes_on = Division(8, 3), True
+    progress.division, progress.wants_allocations = Division(8, 3), True
     progress.committed(1)
     with beating(server, progress):
         for shares in ((5, 2, 1), (3, 3, 2)):
@@ -127,9 +127,9 @@ def test_others_hear_nothing_of_shares(server: RendezvousServer) -> None:
 def test_a_notice_is_passed_on_at_once_though_the_beat_could_wait_longer(
     server: RendezvousServer, events: queue.SimpleQueue[dict[str, object]]
 ) -> None:
-    notices = Notices("a.0.1", 30.0)
-    notices.listen()
-    with beating(server, TrainingProgress(), notices):
+    preemption = PreemptionWatch("a.0.1", 30.0)
+    preemption.listen()
+    with beating(server, TrainingProgress(), preemption):
         with pytest.raises(queue.Empty):
             events.get(timeout=0.3)
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -13,7 +13,12 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_driver.core.events import WorkerLeaving
-from elastic_driver.worker.heartbeat.preemption import ANNOUNCING, STOP_MARK, Notices, Signals
+from elastic_driver.worker.heartbeat.preemption import (
+    ANNOUNCING,
+    STOP_MARK,
+    PreemptionWatch,
+    SignalCounter,
+)
 from tests.support.job import eventually
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
@@ -32,10 +37,10 @@ def dispositions() -> Iterator[None]:
 
 
 @pytest.fixture
-def signals() -> Iterator[Signals]:
-    made = Signals()
+def signals() -> Iterator[SignalCounter]:
+    made = SignalCounter()
     yield made
-    made.let_go()
+    made.close()
 
 
 def send(*numbers: signal.Signals) -> None:
@@ -43,7 +48,7 @@ def send(*numbers: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
-def test_signals_are_counted_once_whoever_writes_them_down(signals: Signals) -> None:
+def test_signals_are_counted_once_whoever_writes_them_down(signals: SignalCounter) -> None:
     signals.listen()
     send(TERM, USR1)
     eventually(lambda: signals.count() == {TERM: 1, USR1: 1}, within=5, what="both")
@@ -53,14 +58,14 @@ def test_signals_are_counted_once_whoever_writes_them_down(signals: Signals) -> 
     eventually(lambda: signals.count()[TERM] == 2, within=5, what="the second one")
 
 
-def test_signals_are_given_back(signals: Signals) -> None:
+def test_signals_are_given_back(signals: SignalCounter) -> None:
     signals.listen()
     assert signal.getsignal(TERM) is not signal.SIG_DFL
-    signals.let_go()
+    signals.close()
     assert [signal.getsignal(n) for n in (*ANNOUNCING, STOP_MARK)] == [signal.SIG_DFL] * 4
 
 
-def test_a_script_s_own_handler_stays_whenever_it_was_set(signals: Signals) -> None:
+def test_a_script_s_own_handler_stays_whenever_it_was_set(signals: SignalCounter) -> None:
     got: list[int] = []
     signal.signal(USR1, lambda number, _: got.append(number))
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -74,7 +79,7 @@ def test_a_script_s_own_handler_stays_whenever_it_was_set(signals: Signals) -> N
 
 
 def test_an_event_loop_s_descriptor_stays_and_signals_are_heard_all_the_same(
-    signals: Signals,
+    signals: SignalCounter,
 ) -> None:
     theirs, writes = socket.socketpair()
     with theirs, writes:
@@ -84,17 +89,17 @@ def test_an_event_loop_s_descriptor_stays_and_signals_are_heard_all_the_same(
         send(TERM)
         eventually(lambda: signals.count()[TERM], within=5, what="the signal")
         assert theirs.recv(16) == bytes([TERM])
-        signals.let_go()
+        signals.close()
         assert signal.set_wakeup_fd(-1) == writes.fileno()
 
 
 def test_a_forked_child_dies_of_a_signal_as_ever_and_its_parent_hears_nothing(
-    signals: Signals,
+    signals: SignalCounter,
 ) -> None:
     signals.listen()
     child = os.fork()
     if child == 0:
-        signals.let_go()
+        signals.close()
         os.kill(os.getpid(), TERM)
         os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -110,13 +115,13 @@ class Ended(Exception):
 
 
 class Worker:
-    """Notices whose driver answers `trouble`, and which end nothing."""
+    """A watch whose driver answers `trouble`, and which ends nothing."""
 
     def __init__(self, notice: float) -> None:
         self.told: list[WorkerLeaving] = []
         self.trouble = ""
-        self.notices = Notices("a.0.1", notice, end=self._end)
-        self.notices.listen()
+        self.preemption = PreemptionWatch("a.0.1", notice, end=self._end)
+        self.preemption.listen()
 
     def _end(self, number: signal.Signals) -> None:
         raise Ended(number)
@@ -126,14 +131,14 @@ class Worker:
         return self.trouble
 
     def heed(self) -> float | None:
-        return self.notices.heed(self.tell)
+        return self.preemption.check(self.tell)
 
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     made = Worker(notice=60.0)
     yield made
-    made.notices.signals.let_go()
+    made.preemption.close()
 
 
 def test_the_driver_is_told_once_and_the_deadline_is_watched(worker: Worker) -> None:
@@ -155,7 +160,7 @@ def test_who_is_still_there_when_time_is_up_ends_by_the_signal() -> None:
         with pytest.raises(Ended, match=str(int(USR1))):
             eventually(lambda: worker.heed() is None, within=5, what="the end")
     finally:
-        worker.notices.signals.let_go()
+        worker.preemption.close()
 
 
 def test_who_cannot_tell_the_driver_ends_at_once(worker: Worker) -> None:
@@ -197,19 +202,19 @@ def test_a_sigterm_behind_a_notice_ends_at_once(worker: Worker, first: signal.Si
 def test_without_a_grace_period_signals_are_left_alone() -> None:
     worker = Worker(notice=0.0)
     assert signal.getsignal(TERM) is signal.SIG_DFL
-    worker.notices.signals.let_go()
+    worker.preemption.close()
 
 
 STUCK = """
 import ctypes, threading
-from elastic_driver.worker.heartbeat.preemption import Notices
-notices = Notices("a.0.1", 60.0)
-notices.listen()
+from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
+preemption = PreemptionWatch("a.0.1", 60.0)
+preemption.listen()
 
 def heart():
     while True:
-        notices.wait(60.0)
-        notices.heed(lambda event: "nobody is there")
+        preemption.wait(60.0)
+        preemption.check(lambda event: "nobody is there")
 
 threading.Thread(target=heart, daemon=True).start()
 print("up", flush=True)

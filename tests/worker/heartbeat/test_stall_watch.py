@@ -13,6 +13,7 @@ from elastic_driver.core.events import WorkerResumed, WorkerStalled
 from elastic_driver.worker.heartbeat import stall_watch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import StallWatch
+from elastic_driver.worker.heartbeat.training_thread import TrainingThread
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.membership import JobMembership
 from tests.support.job import eventually
@@ -22,13 +23,13 @@ def training(*, step_s: float = 1.0, steps: int = 10, limit: float | None = None
     """A thread that has made these steps in round 1, the last one at time 0."""
     progress = TrainingProgress()
     progress.entered(1, 0)
-    progress.alive_at = -step_s * steps
+    progress.active_at = -step_s * steps
     for number in range(steps):
         progress.reported(-step_s * (steps - 1 - number))
     return StallWatch("a.0.1", progress, limit)
 
 
-def pulse_of(stalls: StallWatch) -> TrainingProgress:
+def progress_of(stalls: StallWatch) -> TrainingProgress:
     return stalls._progress
 
 
@@ -39,7 +40,7 @@ def test_the_limit_adapts_to_the_usual_step(step_s: float, limit: float) -> None
 
 def test_a_slow_first_step_does_not_blow_up_the_limit() -> None:
     stalls = training(step_s=1.0, steps=3)
-    pulse_of(stalls).step_times.appendleft(300.0)
+    progress_of(stalls).step_times.appendleft(300.0)
     assert stalls.limit() == 60.0
 
 
@@ -52,14 +53,14 @@ def test_in_the_first_step_of_a_process_only_waiting_in_a_collective_is_a_stall(
 ) -> None:
     progress = TrainingProgress()
     progress.entered(1, 0)
-    progress.alive_at = 0.0
-    monkeypatch.setattr(stall_watch, "stands_in", lambda _frame: "elsewhere")
+    progress.active_at = 0.0
+    monkeypatch.setattr(stall_watch, "location_of", lambda _frame: "elsewhere")
     monkeypatch.setattr(stall_watch.time, "process_time", lambda: 0.0)
-    assert StallWatch("a.0.1", progress, limit).look(1e9) is None, "it may compile"
+    assert StallWatch("a.0.1", progress, limit).check(1e9) is None, "it may compile"
     stalls = StallWatch("a.0.1", progress, limit)
-    monkeypatch.setattr(stall_watch, "stands_in", lambda _frame: "collective")
-    assert stalls.look(least - 0.1) is None
-    told = stalls.look(least)
+    monkeypatch.setattr(stall_watch, "location_of", lambda _frame: "collective")
+    assert stalls.check(least - 0.1) is None
+    told = stalls.check(least)
     assert isinstance(told, WorkerStalled)
     assert told.where == "collective"
     capfd.readouterr()
@@ -69,15 +70,15 @@ def test_a_process_that_computes_before_its_first_step_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used = [0.0]
-    monkeypatch.setattr(stall_watch, "stands_in", lambda _frame: "collective")
+    monkeypatch.setattr(stall_watch, "location_of", lambda _frame: "collective")
     monkeypatch.setattr(stall_watch.time, "process_time", lambda: used[0])
     progress = TrainingProgress()
     progress.entered(1, 0)
-    progress.alive_at = 0.0
+    progress.active_at = 0.0
     stalls = StallWatch("a.0.1", progress, 1.0)
-    assert stalls.look(1.0) is None
+    assert stalls.check(1.0) is None
     used[0] = 20.0  # another thread of it compiles
-    assert stalls.look(100.0) is None
+    assert stalls.check(100.0) is None
 
 
 def test_the_first_step_of_a_later_round_gets_more_time() -> None:
@@ -86,27 +87,27 @@ def test_the_first_step_of_a_later_round_gets_more_time() -> None:
         (2.0, 2.0 * stall_watch.FIRST_STEP_FACTOR),
     ):
         stalls = training(limit=limit)
-        pulse_of(stalls).entered(2, 10)
+        progress_of(stalls).entered(2, 10)
         assert stalls.limit() == expected
 
 
 def test_between_two_rounds_and_where_it_is_switched_off_nothing_is_a_stall() -> None:
     stalls = training()
-    pulse_of(stalls).left()
-    assert stalls.look(1e9) is None
-    assert training(limit=0.0).look(1e9) is None
+    progress_of(stalls).left()
+    assert stalls.check(1e9) is None
+    assert training(limit=0.0).check(1e9) is None
 
 
 def test_a_stall_is_told_once_then_each_time_it_has_doubled(capfd: pytest.CaptureFixture) -> None:
     stalls = training(limit=3.0)
-    assert stalls.look(2.9) is None
+    assert stalls.check(2.9) is None
     assert stalls.due(2.0) == pytest.approx(1.0)
-    first = stalls.look(3.0)
+    first = stalls.check(3.0)
     assert isinstance(first, WorkerStalled)
     assert (first.worker, first.round, first.seconds) == ("a.0.1", 1, 3.0)
     assert "test_a_stall_is_told_once" in first.stack
-    assert stalls.look(5.9) is None
-    assert isinstance(stalls.look(6.0), WorkerStalled)
+    assert stalls.check(5.9) is None
+    assert isinstance(stalls.check(6.0), WorkerStalled)
     said = capfd.readouterr().err
     assert said.count("no progress for") == 1
     assert "test_stall_watch.py" in said, "with the stacks"
@@ -114,19 +115,19 @@ def test_a_stall_is_told_once_then_each_time_it_has_doubled(capfd: pytest.Captur
 
 def test_progress_after_a_stall_is_told(capfd: pytest.CaptureFixture) -> None:
     stalls = training(limit=3.0)
-    assert isinstance(stalls.look(3.0), WorkerStalled)
-    pulse_of(stalls).reported(3.5)
-    assert stalls.look(3.6) == WorkerResumed("a.0.1", 1)
-    assert stalls.look(3.7) is None
+    assert isinstance(stalls.check(3.0), WorkerStalled)
+    progress_of(stalls).reported(3.5)
+    assert stalls.check(3.6) == WorkerResumed("a.0.1", 1)
+    assert stalls.check(3.7) is None
     assert "no progress" in capfd.readouterr().err
 
 
 def test_progress_in_another_round_needs_no_word(capfd: pytest.CaptureFixture) -> None:
     stalls = training(limit=3.0)
-    stalls.look(3.0)
-    pulse_of(stalls).entered(2, 10)
-    pulse_of(stalls).alive_at = 4.0
-    assert stalls.look(4.1) is None
+    stalls.check(3.0)
+    progress_of(stalls).entered(2, 10)
+    progress_of(stalls).active_at = 4.0
+    assert stalls.check(4.1) is None
     capfd.readouterr()
 
 
@@ -134,15 +135,15 @@ def test_a_thread_that_computes_gets_more_time_unless_the_user_set_a_limit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     used = [0.0]
-    monkeypatch.setattr(stall_watch, "stands_in", lambda _frame: "elsewhere")
-    monkeypatch.setattr(stall_watch, "_processor_time", lambda _ident: used[0])
+    monkeypatch.setattr(stall_watch, "location_of", lambda _frame: "elsewhere")
+    monkeypatch.setattr(TrainingThread, "cpu_seconds", lambda _thread: used[0])
     adaptive, fixed = training(), training(limit=60.0)
     for stalls in (adaptive, fixed):
-        stalls.look(1.0)
+        stalls.check(1.0)
     used[0] = 30.0
-    assert adaptive.look(61.0) is None
-    assert isinstance(fixed.look(61.0), WorkerStalled)
-    assert isinstance(adaptive.look(600.0), WorkerStalled)
+    assert adaptive.check(61.0) is None
+    assert isinstance(fixed.check(61.0), WorkerStalled)
+    assert isinstance(adaptive.check(600.0), WorkerStalled)
     capfd.readouterr()
 
 
@@ -183,9 +184,9 @@ def test_where_a_thread_stands_is_told_by_its_innermost_frame(
     with thread_in(filename) as stalls:
 
         def stands() -> bool:
-            news = stalls.look(3.0)
-            pulse_of(stalls).alive_at = 0.0
-            stalls._told = None
+            news = stalls.check(3.0)
+            progress_of(stalls).active_at = 0.0
+            stalls._stall = None
             return isinstance(news, WorkerStalled) and news.where == where
 
         eventually(stands, within=5, what=f"it stands {where}")
@@ -205,15 +206,15 @@ def member(monkeypatch: pytest.MonkeyPatch) -> JobMembership:
 
 
 def test_whoever_says_that_it_is_busy_may_be_silent_for_as_long(member: JobMembership) -> None:
-    member.progress.reported(member.progress.alive_at + 0.01)
+    member.progress.reported(member.progress.active_at + 0.01)
     stalls = StallWatch("a.0.1", member.progress, 1.0)
     with elastic.busy("evaluation", within=100.0):
         began = member.progress.busy_until - 100.0
-        assert stalls.look(began + 99.0) is None
+        assert stalls.check(began + 99.0) is None
         with elastic.busy("a part of it", within=10.0):
-            assert stalls.look(began + 99.0) is None, "the later end counts"
-        assert stalls.look(began + 99.0) is None
-        assert isinstance(stalls.look(began + 101.5), WorkerStalled)
+            assert stalls.check(began + 99.0) is None, "the later end counts"
+        assert stalls.check(began + 99.0) is None
+        assert isinstance(stalls.check(began + 101.5), WorkerStalled)
     assert member.progress.busy_until == 0.0
 
 
@@ -224,12 +225,12 @@ def test_being_busy_ends_with_an_exception_too(member: JobMembership) -> None:
 
 
 def test_a_report_is_a_sign_of_life_and_with_a_step_it_counts_as_one(member: JobMembership) -> None:
-    before = member.progress.alive_at
+    before = member.progress.active_at
     elastic.report_progress()
-    assert member.progress.alive_at >= before
-    assert (member.progress.signs, len(member.progress.step_times)) == (0, 0)
+    assert member.progress.active_at >= before
+    assert (member.progress.reported_steps, len(member.progress.step_times)) == (0, 0)
     elastic.report_progress(step=1, samples=32)
-    assert (member.progress.signs, len(member.progress.step_times)) == (1, 1)
+    assert (member.progress.reported_steps, len(member.progress.step_times)) == (1, 1)
     assert member.progress.steps == 0, "nothing was committed"
 
 

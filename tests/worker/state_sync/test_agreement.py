@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elastic_driver.core.documents import Member, World
 from elastic_driver.worker.context import alone
-from elastic_driver.worker.state_sync.agreement import StateLostError, agree, agree_afresh
+from elastic_driver.worker.state_sync.agreement import StateLostError, agree
 
 
 def world(*standings: tuple[int, bool]) -> World:
@@ -71,7 +71,7 @@ def test_a_half_received_state_is_never_what_others_get() -> None:
 
 
 def test_a_second_state_starts_from_the_lowest_rank_and_goes_on_counting() -> None:
-    found = agree_afresh(world((7, True), (7, True)), version=7)
+    found = agree(world((7, True), (7, True)), afresh=7)
     assert (found.source, found.receivers, found.version, found.fresh) == (0, {1}, 7, True)
 
 

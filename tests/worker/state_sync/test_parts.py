@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_driver.worker.state_sync.parts import ModulePart, OptimizerPart, Settings
+from elastic_driver.worker.state_sync.parts import GroupSettings, ModulePart, OptimizerPart
 
 Group = dict[str, Any]
 
@@ -19,7 +19,7 @@ def adam() -> torch.optim.Adam:
 
 def test_settings_that_nobody_touched_are_those_of_the_last_commit() -> None:
     (group,) = adam().param_groups
-    settings = Settings(group)
+    settings = GroupSettings(group)
     assert settings.still_of(group)
 
 
@@ -41,7 +41,7 @@ def test_settings_that_were_touched_are_put_back(change: Callable[[Group], objec
     part = OptimizerPart("optimizer", optimizer)
     part.keep()
     change(group)
-    assert not Settings(adam().param_groups[0]).still_of(group)
+    assert not GroupSettings(adam().param_groups[0]).still_of(group)
     part.keep()
     committed = {name: str(value) for name, value in group.items()}
     for wrong in ("lr", "betas", "schedule"):

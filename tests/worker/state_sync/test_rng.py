@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_driver.worker.state_sync import rng
-from elastic_driver.worker.state_sync.rng import NumpyWatch, PythonWatch, RandomStates
+from elastic_driver.worker.state_sync.rng import NumpyWatch, RandomStates, python_state
 
 WORDS = 624  # after so many draws of one word a Mersenne Twister's position is the same again
 
@@ -32,11 +32,11 @@ def nothing() -> None:
     ids=["nothing", "one", "gaussian", "a whole turn", "seed", "setstate"],
 )
 def test_pythons_state_is_the_one_python_says(move: Callable[[], object]) -> None:
-    watch = PythonWatch()
+    state = python_state()
     for _ in range(4):
-        assert watch.state() == random.getstate()
+        assert state() == random.getstate()
         move()
-    assert watch.state() == random.getstate()
+    assert state() == random.getstate()
 
 
 def said() -> str:
@@ -93,9 +93,9 @@ def test_an_interpreter_that_lays_its_generator_out_otherwise_is_asked_each_time
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rng, "_WORD_BYTES", 8)
-    watch = PythonWatch()
-    assert watch.state() is not watch.state()
-    assert watch.state() == random.getstate()
+    state = python_state()
+    assert state() is not state()
+    assert state() == random.getstate()
 
 
 def test_another_generator_than_numpys_own_is_kept_and_not_sent() -> None:

@@ -11,18 +11,20 @@ from torch import nn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync import transfer
-from elastic_driver.worker.state_sync.parts import OptimizerPart, Part, part_for
+from elastic_driver.worker.state_sync.parts import OptimizerPart, StatePart, TensorSpec, part_for
 from elastic_driver.worker.state_sync.rng import RandomStates
-from elastic_driver.worker.state_sync.sharing import Shared, receive, send, stand_by
-from elastic_driver.worker.state_sync.transfer import Route, apart, join, packed, unpacked
+from elastic_driver.worker.state_sync.sharing import LiveState, receive, send, stand_by
+from elastic_driver.worker.state_sync.transfer import Route
+from elastic_driver.worker.state_sync.values import apart, join, packed, unpacked
 from tests.support.gloo import run_ranks
 from tests.worker.training import digest
 
 
 def test_a_value_is_the_same_after_being_taken_apart() -> None:
     value = {"a": [torch.ones(2), ("tensor", 0)], 3: {"deep": (None, torch.zeros(1))}}
-    document, tensors = apart(value)
-    again = join(unpacked(packed(document, "x")), tensors)
+    document, tensors = apart(value, "v")
+    assert [path for path, _ in tensors] == ["v.a.0", "v.3.deep.1"]
+    again = join(unpacked(packed(document, "x")), [tensor for _, tensor in tensors])
     assert torch.equal(again["a"][0], torch.ones(2))
     assert again["a"][1] == ("tensor", 0), "a value that looks like an index stays a value"
     assert again[3]["deep"][0] is None
@@ -56,10 +58,10 @@ def share(
             parameter.grad = torch.rand_like(parameter)
         optimizer.step()
     values: dict[str, Any] = {"model": model, "optimizer": optimizer, "note": [rank, {"r": rank}]}
-    parts: dict[str, Part] = {
+    parts: dict[str, StatePart] = {
         name: part for name, value in values.items() if (part := part_for(name, value)) is not None
     }
-    shared = Shared(parts, values, RandomStates())
+    shared = LiveState(parts, values, RandomStates())
     pointers = [p.data_ptr() for p in model.parameters()]
     before = digest(model.state_dict(), optimizer.state_dict(), values["note"])
     if rank == 1:
@@ -101,7 +103,7 @@ def test_optimizer_state_of_another_dtype_than_its_parameter_stays_exact() -> No
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     exact = torch.tensor([1.0000001, 2.0, 3.0])
     document, tensors = apart({**optimizer.state_dict(), "state": {0: {"momentum_buffer": exact}}})
-    OptimizerPart("o", optimizer).accept(document, tensors)
+    OptimizerPart("o", optimizer).accept(document, [tensor for _, tensor in tensors])
     found = optimizer.state[parameter]["momentum_buffer"]
     assert found.dtype == torch.float32
     assert torch.equal(found, exact)
@@ -112,7 +114,5 @@ def test_a_model_that_is_built_differently_is_named() -> None:
     assert mine is not None
     assert theirs is not None
     document, tensors = theirs.outgoing()
-    from elastic_driver.worker.state_sync.parts import Spec
-
     with pytest.raises(UsageError, match="net is built differently"):
-        mine.places(document, [Spec.of(tensor) for tensor in tensors])
+        mine.places(document, [TensorSpec.of(tensor) for _, tensor in tensors])

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elastic_driver.worker.timing.computing import ComputeClock
-from elastic_driver.worker.timing.device_clock import DeviceClock, Moment, clock_for
+from elastic_driver.worker.timing.device_clock import DeviceClock, clock_for
 from tests.support.gloo import run_ranks
 from tests.worker.timing.test_computing import (
     SLOW_S,
@@ -47,7 +47,7 @@ class Doubled(DeviceClock):
     DEVICE = "cpu"
     capturing = False
 
-    def _moment(self) -> Moment | None:
+    def _record_event(self) -> Passed | None:
         return None if self.capturing else Passed()
 
 

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends.ssh import SshOptions, SshReach
+from launcher.backends.precheck import Found, judge, precheck
+from launcher.backends.ssh import SshShell
 from launcher.build_info import version
-from launcher.submit.precheck import Found, judge, precheck
 
 GOOD = Found(version=version(), python="3.11", folder=True, temporary=True)
 
 
 @pytest.fixture
-def reach(tmp_path: Path) -> SshReach:
+def shell(tmp_path: Path) -> SshShell:
     """An ssh whose hosts are this machine, but for some that cannot be reached."""
     program = tmp_path / "ssh"
     program.write_text(_SSH)
     program.chmod(0o755)
-    return SshReach(SshOptions(program=str(program)))
+    return SshShell(program=str(program))
 
 
 _SSH = """#!/bin/sh
@@ -37,35 +37,35 @@ esac
 
 
 def test_fit_hosts_pass_and_the_others_are_told_one_line_each(
-    reach: SshReach, tmp_path: Path
+    shell: SshShell, tmp_path: Path
 ) -> None:
     hosts = ["good", "refused", "mute", "strange", "better"]
-    problems = precheck(hosts, reach, str(tmp_path))
+    problems = precheck(hosts, shell, str(tmp_path))
     assert list(problems) == ["refused", "mute", "strange"]
     assert "nothing listens on ssh's port" in problems["refused"]
     assert "its answer makes no sense" in problems["strange"]
     assert all(line.startswith(f"{host}: ") for host, line in problems.items())
 
 
-def test_a_host_without_our_python_or_our_package_is_told(reach: SshReach, tmp_path: Path) -> None:
-    missing = precheck(["a"], replace(reach, python="/no/such/python"), "/")
+def test_a_host_without_our_python_or_our_package_is_told(shell: SshShell, tmp_path: Path) -> None:
+    missing = precheck(["a"], replace(shell, python="/no/such/python"), "/")
     assert missing == {
         "a": "a: there is no Python at /no/such/python; install the same environment there"
     }
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # no site-packages
     bare.chmod(0o755)
-    said = precheck(["a"], replace(reach, python=str(bare), home=tmp_path), "/")["a"]
+    said = precheck(["a"], replace(shell, python=str(bare), home=tmp_path), "/")["a"]
     assert "elastic-driver is not installed" in said
 
 
-def test_a_host_without_the_jobs_folder_is_told(reach: SshReach, tmp_path: Path) -> None:
+def test_a_host_without_the_jobs_folder_is_told(shell: SshShell, tmp_path: Path) -> None:
     gone = str(tmp_path / "gone")
-    assert "does not exist there" in precheck(["a"], reach, gone)["a"]
+    assert "does not exist there" in precheck(["a"], shell, gone)["a"]
 
 
 def test_a_missing_ssh_is_told() -> None:
-    said = precheck(["a"], SshReach(SshOptions(program="/no/such/ssh")), "/")["a"]
+    said = precheck(["a"], SshShell(program="/no/such/ssh"), "/")["a"]
     assert said == "a: cannot run /no/such/ssh: No such file or directory"
 
 

@@ -5,15 +5,20 @@ lie far enough ahead that each worker's heartbeat thread knows of it before `com
 there, and no further, because whoever waits to be let in waits for it. A rank that hears of it
 too late breaks the group for the others and loses nothing, only the elegance.
 
-Pure: the driver collects the readings and tells how old they are. Times are seconds.
+The executor asks the members how far they are (`AskProgress`) and reports what they said
+(`ProgressReported`). Pure; times are seconds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from msgspec import Struct
+from elastic_driver.core.decisions import AskProgress, PublishNotice
+from elastic_driver.core.events import ProgressReported
+from elastic_driver.core.rules.workers import WorkerState
+from elastic_driver.core.state import JobState
 
 BASE_MARGIN = 0.1  # store → long-poll → heartbeat thread, on a busy machine
 MARGIN_PER_WORKER = 0.0005  # the server answers its long-polls one after the other
@@ -21,17 +26,58 @@ LEAST_MARGIN = 0.03  # a heartbeat thread may have to wait for the interpreter, 
 MARGIN_PER_ANSWER = 5  # times what question and answer just took; the notice goes half that way
 LONGEST_AHEAD = 10_000  # steps; a nonsensical step time must not name a step nobody reaches
 
-UNREACHABLE_STEP = 2**53
-"""A notice that names this step asks for nothing yet; it only makes every heartbeat report."""
+REPORT_S = 2.0  # for the executor to report; usually it takes milliseconds
+STALE_S = 2.0  # the greatest age of the last progress of a worker that did not answer
 
 
-class Reading(Struct, frozen=True):
-    """What one worker said: `step` committed steps in all, `step_time` seconds for one (0: not
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A worker's progress: `step` committed steps in all, `step_time` seconds for one (0: not
     known yet), `age` seconds ago."""
 
     step: int
     step_time: float
     age: float
+
+
+def leave(job: JobState, now: float, reason: str) -> None:
+    """Have the members leave after a common step: ask them how far they are."""
+    if not job.close_round(now, reason, at_boundary=True):
+        return
+    job.progress_asked += 1
+    job.round.asked_at, job.round.notice_reason = now, reason
+    workers = tuple(worker.id for worker in job.registry.having(WorkerState.RUNNING))
+    job.decide(AskProgress(job.progress_asked, job.round.number, workers, reason))
+
+
+def reported(job: JobState, event: ProgressReported, now: float) -> None:
+    """Name the step after which the members leave."""
+    asked_at = job.round.asked_at
+    if asked_at is None or event.number != job.progress_asked or not job.round.at_boundary:
+        job.ignore("progress was reported that nobody waits for")
+        return
+    job.round.asked_at, waited = None, now - asked_at
+    stale = min(job.settings.heartbeat_timeout / 3, STALE_S)
+    readings = (
+        Reading(r.step, r.step_time, waited if r.answered else waited + stale)
+        for r in event.readings
+    )
+    members = list(job.registry.having(WorkerState.RUNNING))
+    answers = sum(1 for reading in event.readings if reading.answered)
+    margin = margin_for(len(members), waited if answers >= len(members) else None)
+    base = max([0, *(worker.version for worker in members)])
+    step = leave_after(readings, base=base, margin=margin)
+    job.decide(PublishNotice(job.round.number, step, job.round.notice_reason))
+
+
+def watch(job: JobState, now: float) -> None:
+    """Have the members leave at once where nothing is reported in time."""
+    asked_at = job.round.asked_at
+    if asked_at is None or not job.round.at_boundary:
+        return
+    if job.passed(asked_at + REPORT_S, now, "the members are asked how far they are"):
+        reason = f"{job.round.notice_reason}; the members' progress could not be read"
+        job.leave_round(now, reason)
 
 
 def margin_for(members: int, answered: float | None) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_driver.worker.world.stuck import TrainingThread
+from elastic_driver.worker.heartbeat.training_thread import TrainingThread
 from tests.support.coordinator import eventually
 
 
@@ -31,16 +31,16 @@ def test_a_thread_that_sleeps_in_a_collective_is_counted(filename: str) -> None:
     end = threading.Lock()
     with end:
         thread = watched(filename, end.acquire)
-        eventually(lambda: thread.asleep_in_a_collective() >= 3, "three looks in a row", 5)
-        thread.forget()
-        assert thread.asleep_in_a_collective() == 0
+        eventually(lambda: thread.count_asleep() >= 3, "three looks in a row", 5)
+        thread.reset_asleep()
+        assert thread.count_asleep() == 0
 
 
 def test_a_thread_that_waits_elsewhere_is_not() -> None:
     end = threading.Lock()
     with end:
         thread = watched("/x/train.py", end.acquire)
-        assert {thread.asleep_in_a_collective() for _ in range(20)} == {0}
+        assert {thread.count_asleep() for _ in range(20)} == {0}
 
 
 def test_a_thread_that_computes_is_not() -> None:
@@ -50,9 +50,9 @@ def test_a_thread_that_computes_is_not() -> None:
         looks = []
 
         def ran() -> bool:
-            before = thread._processor_time()
-            eventually(lambda: thread._processor_time() > before, "it computes", 10)
-            looks.append(thread.asleep_in_a_collective())
+            before = thread.cpu_ticks()
+            eventually(lambda: thread.cpu_ticks() > before, "it computes", 10)
+            looks.append(thread.count_asleep())
             return len(looks) == 5
 
         eventually(ran, "five looks", 30)

@@ -1,8 +1,8 @@
-"""Which hosts an agent cannot be started on, and why, before anything is started.
+"""Asks hosts, before the job starts, whether an agent can run there.
 
-`submit` calls it with the hosts that are reached through another program (ssh, srun, mpirun).
-Each is asked once, many at a time, with a deadline; a host is fit when it has our Python, our
-package in the same version, and the job's folder. Nothing is left on the hosts.
+`launcher.backends.remote` calls it with hosts that are reached through another program. Each is
+asked once, many at a time, with a deadline. A host is fit if it has our Python, our package in the
+same version, and the job's folder. Nothing is left on the hosts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from elastic_driver.errors import ClusterError
 from launcher.agent.remote import LOOKED
-from launcher.backends.remote_shell import Reach
+from launcher.backends.remote_shell import RemoteShell
 from launcher.build_info import version
 
 AT_ONCE = 32
@@ -23,7 +23,7 @@ LOOK_S = 20.0  # beyond the time to connect: Python has to be loaded from a slow
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What a host says of itself (`launcher.agent.remote.look`)."""
+    """A host's answer (`launcher.agent.remote.look`)."""
 
     version: str
     python: str
@@ -31,11 +31,11 @@ class Found(msgspec.Struct, frozen=True):
     temporary: bool  # its folder for temporary files can be written
 
 
-def precheck(hosts: Sequence[str], reach: Reach, cwd: str) -> dict[str, str]:
-    """The hosts that are not fit, each with a line that says why; in the order given."""
+def precheck(hosts: Sequence[str], shell: RemoteShell, cwd: str) -> dict[str, str]:
+    """Return host → why for the hosts that are not fit, in the order given."""
 
     def look(host: str) -> str | None:
-        return _look(host, reach, cwd)
+        return _look(host, shell, cwd)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         problems = pool.map(look, hosts)
@@ -43,7 +43,7 @@ def precheck(hosts: Sequence[str], reach: Reach, cwd: str) -> dict[str, str]:
 
 
 def judge(host: str, found: Found, cwd: str, ours: str) -> str | None:
-    """What is wrong with a host that has answered; None: nothing."""
+    """Return what is wrong with a host that has answered; None if nothing is."""
     if found.version != ours:
         return f"{host}: elastic-driver {found.version} is installed there, and {ours} here"
     if not found.folder:
@@ -53,16 +53,16 @@ def judge(host: str, found: Found, cwd: str, ours: str) -> str | None:
     return None
 
 
-def _look(host: str, reach: Reach, cwd: str) -> str | None:
-    patience = reach.connect_timeout + LOOK_S
+def _look(host: str, shell: RemoteShell, cwd: str) -> str | None:
+    patience = shell.connect_timeout + LOOK_S
     try:
         done = subprocess.run(
-            reach.argv(host, "look", cwd),
+            shell.argv(host, "look", cwd),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=patience,
             check=False,
-            env=reach.environ(),
+            env=shell.environ(),
             start_new_session=True,  # Ctrl-C in our terminal is for us alone
         )
     except ClusterError as error:
@@ -70,11 +70,11 @@ def _look(host: str, reach: Reach, cwd: str) -> str | None:
     except subprocess.TimeoutExpired:
         return f"{host}: no answer within {patience:.0f} s; is it overloaded, or its disk gone?"
     except OSError as error:
-        return f"{host}: cannot run {reach.program}: {error.strerror}"
+        return f"{host}: cannot run {shell.program}: {error.strerror}"
     mark = f"{LOOKED} ".encode()
     lines = [line for line in done.stdout.splitlines() if line.startswith(mark)]
     if done.returncode != 0 or not lines:
-        return reach.explain(host, done.returncode, done.stderr.decode(errors="replace"))
+        return shell.explain(host, done.returncode, done.stderr.decode(errors="replace"))
     try:
         found = msgspec.json.decode(lines[-1][len(mark) :], type=Found)
     except msgspec.DecodeError as error:

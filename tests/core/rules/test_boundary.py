@@ -8,16 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.runtime.boundary import (
+from elastic_driver.core import events as ev
+from elastic_driver.core.decisions import AskProgress, PublishNotice
+from elastic_driver.core.rules.boundary import (
     BASE_MARGIN,
     LEAST_MARGIN,
     LONGEST_AHEAD,
     MARGIN_PER_ANSWER,
     MARGIN_PER_WORKER,
+    REPORT_S,
     Reading,
     leave_after,
     margin_for,
 )
+from tests.core.scenario import MakeScenario, Scenario
 
 
 def test_the_margin_covers_the_message_delay_in_steps() -> None:
@@ -81,3 +85,62 @@ def test_the_boundary_is_beyond_everyone_s_last_word(readings: list[Reading], ba
     step = leave_after(readings, base=base, margin=0.1)
     assert step > base
     assert all(step > reading.step for reading in readings)
+
+
+# ---- question and answer -----------------------------------------------------------------
+
+
+def asked(scenario: MakeScenario) -> tuple[Scenario, AskProgress]:
+    """A job that wants to grow and does not know yet how far its two members are."""
+    s = scenario(start_np=2, min_np=1).training(a=1, b=1)
+    s.progress = False
+    s.hosts(a=1, b=1, c=1)
+    s.ready("c.0.1")
+    s.wait(0.02)
+    (question,) = s.all(AskProgress)
+    return s, question
+
+
+def reading(step: int, *, answered: bool = True) -> ev.ProgressReading:
+    return ev.ProgressReading(step, 0.1, answered)
+
+
+def test_the_members_are_asked_and_their_answers_name_the_step(scenario: MakeScenario) -> None:
+    s, question = asked(scenario)
+    assert question.workers == ("a.0.1", "b.0.1")
+    assert s.all(PublishNotice) == []
+    s.now += 0.01
+    s.send(ev.ProgressReported(question.number, (reading(50), reading(51))))
+    # 51 steps, 0.01 s ago; five times those 0.01 s are the margin
+    assert (s.notice.round, s.notice.after_step) == (1, 52)
+
+
+def test_who_did_not_answer_is_taken_to_be_further(scenario: MakeScenario) -> None:
+    s, question = asked(scenario)
+    s.send(ev.ProgressReported(question.number, (reading(50), reading(51, answered=False))))
+    assert s.notice.after_step == 51 + 20 + 1 + 1  # two seconds of steps, and the longest margin
+
+
+def test_without_an_answer_the_members_leave_at_once(scenario: MakeScenario) -> None:
+    s, question = asked(scenario)
+    s.wait(REPORT_S - 0.1)
+    assert s.all(PublishNotice) == []
+    s.wait(0.2)
+    assert s.notice.after_step is None
+    assert "could not be read" in s.notice.reason
+    s.send(ev.ProgressReported(question.number, (reading(50), reading(51))))
+    assert len(s.all(PublishNotice)) == 1  # too late
+
+
+def test_an_answer_to_another_question_changes_nothing(scenario: MakeScenario) -> None:
+    s, question = asked(scenario)
+    s.send(ev.ProgressReported(question.number + 1, (reading(50),)))
+    assert s.all(PublishNotice) == []
+
+
+def test_a_loss_meanwhile_is_not_made_to_wait(scenario: MakeScenario) -> None:
+    s, question = asked(scenario)
+    s.exit("b.0.1", -9)
+    assert s.notice.after_step is None
+    s.send(ev.ProgressReported(question.number, (reading(50),)))
+    assert len(s.all(PublishNotice)) == 1

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.worker.timing import stretch
+from elastic_driver.worker.timing import cpu_slowdown
+from elastic_driver.worker.timing.cpu_slowdown import CpuSlowdown, CpuTime
 from elastic_driver.worker.timing.samples import StepCost, StepSamples
-from elastic_driver.worker.timing.stretch import Stretch
 from tests.support.slowing import Quota
 
 SPIN = """
 import sys, time
-from elastic_driver.worker.timing.stretch import Stretch
+from elastic_driver.worker.timing.cpu_slowdown import CpuSlowdown
 sys.stdin.readline()
-factor = Stretch()
+factor = CpuSlowdown()
 factor.factor()
 until = time.process_time() + 0.1
 while time.process_time() < until:
@@ -47,13 +47,13 @@ def test_a_process_that_is_held_to_a_part_of_a_processor_is_stretched_as_much() 
 
 def account(monkeypatch: pytest.MonkeyPatch, *times: tuple[float, float] | None) -> None:
     """Have the kernel say this, one after the other."""
-    said = iter(times)
-    monkeypatch.setattr(stretch, "_account", lambda: next(said))
+    said = iter([time and CpuTime(*time) for time in times])
+    monkeypatch.setattr(cpu_slowdown, "_read_main_thread", lambda: next(said))
 
 
 def test_the_newest_stretch_of_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     account(monkeypatch, (1.0, 5.0), (2.0, 5.0), (2.001, 9.0), (3.0, 8.0))
-    one = Stretch()
+    one = CpuSlowdown()
     assert [one.factor() for _ in range(4)] == [1.0, 1.0, 1.0, 4.0], "0.001 s tell nothing"
 
 
@@ -61,20 +61,20 @@ def test_where_the_kernel_does_not_count_nothing_is_stretched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     account(monkeypatch, None)
-    assert Stretch().factor() == 1.0
+    assert CpuSlowdown().factor() == 1.0
 
 
 def test_a_thread_of_this_process_is_accounted_for() -> None:
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("this kernel does not count")
-    assert stretch._account() is not None
+    assert cpu_slowdown._read_main_thread() is not None
 
 
 def test_the_exchange_is_told_as_long_as_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     account(monkeypatch, (1.0, 1.0), (2.0, 4.0))
     samples = StepSamples()
     samples.collect(1, 1.0)
-    samples.note(1, 1, StepCost(0.5, 0.2, 0.01))
+    samples.record(1, 1, StepCost(0.5, 0.2, 0.01))
     (told,) = samples.collect(1, 1.0)
     assert told.exchange == pytest.approx(0.04)
     assert (told.compute, told.one_pass) == (0.5, 0.2), "what the clock has measured stays"

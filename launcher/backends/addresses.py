@@ -1,0 +1,116 @@
+"""Which host names mean this machine, and at which address each host finds the rendezvous.
+
+A name server that does not answer would delay the job, so a name means this machine only by what
+the machine knows itself: loopback, its own name, its interfaces' addresses, and its hosts file.
+Other names are looked up only if an address has to be found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from elastic_driver.errors import ClusterError
+from launcher.network import SOMEWHERE, address_towards, bracketed
+
+_HOSTS_FILE = Path("/etc/hosts")
+LOOPBACK = "127.0.0.1"
+
+
+def is_this_machine(host: str, hosts_file: Path = _HOSTS_FILE) -> bool:
+    """Return whether a host name or address means this machine."""
+    name = host.lower().rstrip(".")
+    if name == "localhost" or _is_own_address(name):
+        return True
+    own = socket.gethostname().lower()
+    if name in (own, own.partition(".")[0]):
+        return True
+    return any(_is_own_address(address) for address in _addresses_in(hosts_file, name))
+
+
+def meeting_address(host: str) -> str:
+    """Return the address at which processes of this machine reach one on `host`."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return host
+    return LOOPBACK
+
+
+def own_address(bind_host: str | None) -> str | None:
+    """Return the address at which other hosts reach this one; None: the job has no other hosts.
+
+    `bind_host` is the numeric address that the rendezvous listens on.
+    """
+    bound = ipaddress.ip_address(bind_host or LOOPBACK)
+    if bound.is_loopback:
+        return None
+    return address_towards(SOMEWHERE) if bound.is_unspecified else bind_host
+
+
+def find_address(host: str, look_up: Callable[[str], str]) -> str | None:
+    """Return our address on the way to a host; None if there is no way.
+
+    `look_up` gives the name by which the network knows the host.
+    """
+    towards = address_towards(look_up(host))
+    # Behind a jump host its name may mean nothing here: the default route is the best guess.
+    return towards or address_towards(SOMEWHERE)
+
+
+def endpoint_for(host: str, url: str, bind_host: str | None, look_up: Callable[[str], str]) -> str:
+    """Return the rendezvous' URL for `host`; this machine reaches it at `url`.
+
+    `bind_host` is the address it listens on; None: that is not decided yet, and `url` stands.
+    Raises ClusterError if the host cannot reach it.
+    """
+    if bind_host is None:
+        return url
+    bound = ipaddress.ip_address(bind_host)
+    here = is_this_machine(host)
+    if bound.is_loopback and not here:
+        raise ClusterError(
+            f"{host} cannot reach the rendezvous, which listens on this machine only "
+            f"({bind_host}); say where with --rdzv-endpoint HOST[:PORT]"
+        )
+    if not bound.is_unspecified:
+        return url
+    address = (own_address(bind_host) if here else None) or find_address(host, look_up)
+    if address is None:
+        raise ClusterError(
+            f"no way to {host}: its name has no address here, and there is no default route; "
+            "say where the rendezvous is to listen with --rdzv-endpoint"
+        )
+    return f"http://{bracketed(address)}:{urlsplit(url).port}"
+
+
+def _is_own_address(text: str) -> bool:
+    try:
+        wanted = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return wanted.is_loopback or str(wanted) in _interface_addresses()
+
+
+def _interface_addresses() -> set[str]:
+    return {
+        entry.address.partition("%")[0]
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
+
+
+def _addresses_in(hosts_file: Path, name: str) -> list[str]:
+    found = []
+    with contextlib.suppress(OSError):
+        for line in hosts_file.read_text(errors="replace").splitlines():
+            address, *names = line.partition("#")[0].split() or [""]
+            if name in (n.lower() for n in names):
+                found.append(address)
+    return found

@@ -1,0 +1,58 @@
+"""Two backends as one: this machine's names go to the local one, all others to ssh."""
+
+from __future__ import annotations
+
+import time
+
+from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
+from elastic_driver.runtime.host_lists import Hosts
+from launcher.backends import ssh
+from launcher.backends.addresses import is_this_machine
+from launcher.backends.local import make_backend as make_local
+
+
+class AutoBackend(Backend):
+    """The backend that is registered as `auto`."""
+
+    def __init__(self, job: BackendJob) -> None:
+        self._here, self._elsewhere = make_local(job), ssh.make_backend(job)
+        self._chosen: dict[tuple[str, int], Backend] = {}
+
+    def _for(self, host: str) -> Backend:
+        return self._here if is_this_machine(host) else self._elsewhere
+
+    def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
+        """See `Backend.start`."""
+        backend = self._chosen[host, incarnation] = self._for(host)
+        backend.start(host, incarnation, on_lost)
+
+    def kill(self, host: str, incarnation: int) -> None:
+        """See `Backend.kill`."""
+        if (backend := self._chosen.get((host, incarnation))) is not None:
+            backend.kill(host, incarnation)
+
+    def close(self, grace: float) -> None:
+        """See `Backend.close`; the grace is spent once."""
+        began = time.monotonic()
+        self._elsewhere.close(grace)
+        self._here.close(max(0.0, grace - (time.monotonic() - began)))
+
+    def describe(self, host: str) -> str:
+        """See `Backend.describe`."""
+        return self._for(host).describe(host)
+
+    def check(self, hosts: Hosts) -> None:
+        """See `Backend.check`."""
+        self._elsewhere.check(_elsewhere(hosts))
+
+    def find_problems(self, hosts: Hosts) -> dict[str, str]:
+        """See `Backend.find_problems`."""
+        return self._elsewhere.find_problems(_elsewhere(hosts))
+
+    def look_up(self, host: str) -> str:
+        """See `Backend.look_up`."""
+        return self._elsewhere.look_up(host)
+
+
+def _elsewhere(hosts: Hosts) -> Hosts:
+    return tuple((host, slots) for host, slots in hosts if not is_this_machine(host))

@@ -1,0 +1,67 @@
+"""Backends and sources of hosts by name: Python entry points, ours and those of other packages.
+
+Ours stand in setup.cfg. In a checkout that file is read too, since the metadata of an editable
+installation may be older than it.
+"""
+
+from __future__ import annotations
+
+import configparser
+import difflib
+import os
+from importlib import metadata
+from typing import Any
+
+from elastic_driver.errors import UsageError
+from elastic_driver.runtime.backend import Backend, BackendJob
+from launcher.backends.base import PACKAGE_ROOT
+
+BACKENDS = "elastic_driver.backends"
+DISCOVERY = "elastic_driver.discovery"
+_OPTIONS = {BACKENDS: "--backend", DISCOVERY: "--host-discovery"}
+_PLANNED = {"ray": "it does not exist yet; use ssh, or local for this machine alone"}
+
+
+def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
+    """Return the entry points of a group by name; an installed package may replace one of ours."""
+    found = {
+        point.name: point for point in (*_of_checkout(group), *metadata.entry_points(group=group))
+    }
+    return dict(sorted(found.items()))
+
+
+def load(group: str, name: str) -> Any:
+    """Return what is registered under a name; raises UsageError if nothing usable is."""
+    known = entry_points(group)
+    option = _OPTIONS[group]
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = _PLANNED.get(name, f"did you mean {close[0]}?" if close else "")
+        there = (
+            hint or f"there are {', '.join(known)}; others come with packages (docs/starters.md)"
+        )
+        raise UsageError(f"{option} {name}: {there}")
+    try:
+        return known[name].load()
+    except Exception as error:  # another package's code may raise anything
+        where = known[name].value
+        raise UsageError(
+            f"{option} {name}: {where} cannot be imported ({type(error).__name__}: {error}); "
+            "reinstall the package it belongs to"
+        ) from error
+
+
+def make_backend(name: str, job: BackendJob) -> Backend:
+    """Return a new backend; raises UsageError if there is none of that name."""
+    backend: Backend = load(BACKENDS, name)(job)
+    return backend
+
+
+def _of_checkout(group: str) -> list[metadata.EntryPoint]:
+    parser = configparser.ConfigParser()
+    parser.read(os.path.join(PACKAGE_ROOT, "setup.cfg"))
+    if parser.get("metadata", "name", fallback="") != "elastic-driver":
+        return []
+    lines = parser.get("options.entry_points", group, fallback="").split("\n")
+    pairs = (line.partition("=") for line in lines if line.strip())
+    return [metadata.EntryPoint(name.strip(), value.strip(), group) for name, _, value in pairs]

@@ -1,0 +1,31 @@
+"""A server that runs one machine on its own loop, in place of a driver."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from elastic_driver.core.events import Tick
+from elastic_driver.policies.requests import Reply
+from elastic_driver.policies.shards.datasets import DataSets
+from elastic_driver.policies.tf.cluster import TfCluster
+from elastic_driver.runtime.machine_api import MachineRoutes, OpenRequests, PolicyEvent
+from rendezvous.server import RendezvousServer
+
+
+def serve(machine: DataSets | TfCluster, token: str, port: int = 0) -> RendezvousServer:
+    """Return a server, not yet started, whose requests this machine answers."""
+    timers: list[asyncio.TimerHandle] = []
+
+    def handle(event: PolicyEvent | Tick) -> bool:
+        decisions = machine.handle(event, time.monotonic())  # type: ignore[arg-type]
+        requests.answer(decision for decision in decisions if isinstance(decision, Reply))
+        for timer in timers:
+            timer.cancel()
+        due = machine.deadline()
+        loop = asyncio.get_running_loop()
+        timers[:] = [] if due is None else [loop.call_at(due, handle, Tick())]
+        return True
+
+    requests = OpenRequests(handle)
+    return RendezvousServer(port=port, token=token, routes=MachineRoutes(requests).add_to)
