@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroupGloo
 from benchmarks.common import Figure, report
 from elastic_driver import contract
 from elastic_driver.worker.world import groups
-from elastic_driver.worker.world.groups import Group, GroupBuilder
+from elastic_driver.worker.world.groups import Attempt, RoundGroup
 from rendezvous.auth import make_token
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
@@ -49,15 +49,20 @@ class Ours:
         port, token, _ = place
         self._client = RendezvousClient(f"http://127.0.0.1:{port}", token)
         self._port, self._rank, self._size = port, rank, size
-        self._group: Group | None = None
-        self._parting: list[Group] = []
+        self._group: RoundGroup | None = None
+        self._parting: list[RoundGroup] = []
 
     def enter(self, number: int) -> None:
         store = HTTPStore(self._client, contract.round_prefix(number))
         device = ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        builder = GroupBuilder(store, self._rank, self._size, device, not_to=self._port)
-        self._group = builder.build(f"group-{number}")
-        self._group.at_end = store.close
+
+        def run(work: Callable[[], RoundGroup]) -> RoundGroup:
+            return Attempt[RoundGroup]().run(work, f"group-{number}", groups.CONNECT_TIMEOUT_S)
+
+        self._group = groups.build(
+            run, store, self._rank, self._size, device, exclude_port=self._port
+        )
+        self._group.close_store = store.close
         groups.install(self._group, store, self._rank, self._size, groups.make_gloo)
         for group in self._parting:
             group.end()
@@ -66,8 +71,8 @@ class Ours:
     def leave(self) -> None:
         group, self._group = self._group, None
         assert group is not None
-        group.hang_up()
-        group.let_go()
+        group.connections.shut_writes()
+        group.backend = None
         groups.uninstall()
         self._parting.append(group)
 

@@ -8,8 +8,10 @@ the path of the file that holds it. Times are seconds. torch is never imported.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import socket
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -104,6 +106,18 @@ def alone(host: str = "localhost", slot: int = 0) -> SlotInfo:
         node_rank=0,
         node_count=1,
     )
+
+
+def address_towards(endpoint: str) -> str | None:
+    """Return this host's address on the way to `http://host:port`; sends nothing."""
+    parts = urlsplit(endpoint)
+    if not parts.hostname or not parts.port:
+        return None
+    family = socket.AF_INET6 if ":" in parts.hostname else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname, parts.port))
+        return str(probe.getsockname()[0])
+    return None
 
 
 def _number(env: Mapping[str, str], name: str, default: N, kind: Callable[[str], N]) -> N:

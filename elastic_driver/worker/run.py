@@ -1,101 +1,136 @@
-"""`@elastic.run`: train, and when the world changes or breaks, go on in the next one.
+"""`@elastic.run`: trains, and goes on in the next world when the world changes or breaks.
 
-The decorated function is called again in each new world, with the state where the last commit left
-it. It is left in two ways: `HostsUpdatedInterrupt` at a step boundary, when nothing is lost and
-nothing rolled back, or a broken collective, after which the state goes back to the commit. Any
-other exception is the script's own and propagates.
+The decorated function is called again in each new world, with the state of the last commit. It
+ends in two ways: by `HostsUpdatedInterrupt` at a step boundary, when nothing is lost and nothing
+rolled back, or by a broken collective, after which the state goes back to the commit. Any other
+exception is the script's own and propagates.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Concatenate, ParamSpec, TypeVar
 
-from elastic_driver.core.documents import World
-from elastic_driver.errors import HostsUpdatedInterrupt
+from torch.distributed import DistError
+
+from elastic_driver.errors import HostsUpdatedInterrupt, WorldBrokenError
+from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.worker.state import State
 from elastic_driver.worker.world import session
-from elastic_driver.worker.world.failures import broke_the_world, describe, let_go_of_frames
+from elastic_driver.worker.world.groups import RoundOverError
 from elastic_driver.worker.world.membership import JobMembership
+from rendezvous.errors import SealedError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound=State)
 
-SAME_AGAIN = 3  # broken worlds of the same members, without a step between: not a lost peer
+MAX_EQUAL_BREAKS = 3  # worlds of the same members that break without a step between
+# Gloo's transport also reports that ranks disagree about a tensor's size: the script's mistake.
+_SIZE_MISMATCH = "op.preamble"
 
 
 def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let `function(state, ...)` train elastically; its value is returned when it finishes.
+    """Return `function(state, ...)` as an elastic training loop that returns its value.
 
-    Joins the job if `elastic.init()` was not called. `function` starts over in every new world:
-    it reads from the state how far training is, and makes what belongs to a world (`elastic.wrap`,
-    loaders) inside.
+    It joins the job if `elastic.init()` was not called. `function` starts over in every new world:
+    it reads the progress of the training from the state, and creates what belongs to one world
+    (`elastic.wrap`, loaders) inside.
+
+    Raises the script's own exceptions, and a broken collective where the same members break three
+    times without a step between: no peer was lost then.
     """
 
     @functools.wraps(function)
-    def trains(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def train(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         member = session.start()
         if member.group is None:
-            member.report_ready(state.state_version(), "started", speaker=state)
+            member.report_ready(state.state_version(), "started", state)
             member.join(state.state_version())
-        course = _Course(member, state)
+        breaks = _BreakCounter()
+        rejoined = False
         while True:
+            roll_back = None
             try:
-                course.settle()
+                state.sync()
+                if rejoined:
+                    rejoined = False
+                    state.on_reset()
                 return function(state, *args, **kwargs)
             except HostsUpdatedInterrupt as interrupt:
-                let_go_of_frames(interrupt)
-                course.rejoin(describe(interrupt))
+                clear_frames(interrupt)
+                reason = describe(interrupt)
             except Exception as error:
-                if not broke_the_world(error) or course.is_stuck():
+                if not broke_the_world(error) or breaks.is_endless(member, state):
                     raise
-                let_go_of_frames(error)
-                course.rejoin_after_break(describe(error))
+                clear_frames(error)
+                reason, roll_back = describe(error), state.restore
+            member.leave_and_report(state.state_version(), reason, state, roll_back)
+            member.join(state.state_version(), state)
+            rejoined = True
 
-    return trains
+    return train
 
 
-class _Course:
-    """One state's way through the worlds."""
+class _BreakCounter:
+    """Counts the broken worlds of the same members without a finished step between."""
 
-    def __init__(self, member: JobMembership, state: State) -> None:
-        self._member, self._state = member, state
-        self._changed = False  # whether the world is another one than when training was called
-        self._breaks = 0  # in a row, without a commit, in worlds of the same members
-        self._broken: tuple[Any, int] | None = None  # members and version at the last break
+    def __init__(self) -> None:
+        self._count = 0
+        self._last: tuple[tuple[str, ...], int] | None = None  # members and version of the state
 
-    def settle(self) -> None:
-        """Agree on the state; after a change of the world, tell who wants to know."""
-        self._state.sync()
-        if self._changed:
-            self._changed = False
-            self._state.on_reset()
+    def is_endless(self, member: JobMembership, state: State) -> bool:
+        """Count one broken world; return whether joining again would only hide the error."""
+        members = tuple(m.worker for m in member.world.members) if member.world is not None else ()
+        now = (members, state.version)
+        self._count = self._count + 1 if now == self._last else 1
+        self._last = now
+        return self._count >= MAX_EQUAL_BREAKS
 
-    def rejoin(self, reason: str) -> None:
-        """Leave at a step boundary, and enter the next world."""
-        self._member.leave_and_report(self._state.state_version(), reason, self._state)
-        self._enter()
 
-    def rejoin_after_break(self, reason: str) -> None:
-        """Go back to the commit, leave what is left of the group, and enter the next world."""
-        version = self._state.state_version()
-        self._member.leave_and_report(version, reason, self._state, roll_back=self._state.restore)
-        self._enter()
+def broke_the_world(error: BaseException) -> bool:
+    """Return whether `error`, or a cause of it, is a collective that lost a peer or a link.
 
-    def is_stuck(self) -> bool:
-        """Whether the same members break again and again before they finish a step.
+    NCCL and the stores raise `DistError`s. Gloo raises plain RuntimeErrors, which are recognised by
+    their text, as the agent recognises the victims of a lost peer. All others are the script's own.
+    """
+    return any(_is_broken_collective(link) for link in _chain(error, contexts=False))
 
-        Then no peer was lost, and joining for ever would hide the error.
-        """
-        world: World | None = self._member.world
-        members = tuple(m.worker for m in world.members) if world is not None else ()
-        now = (members, self._state.version)
-        self._breaks = self._breaks + 1 if now == self._broken else 1
-        self._broken = now
-        return self._breaks >= SAME_AGAIN
 
-    def _enter(self) -> None:
-        self._member.join(self._state.state_version(), self._state)
-        self._changed = True
+def _is_broken_collective(error: BaseException) -> bool:
+    if isinstance(error, WorldBrokenError | DistError | RoundOverError | SealedError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error)
+    return looks_like_peer_loss(message) and _SIZE_MISMATCH not in message
+
+
+def describe(error: BaseException) -> str:
+    """Return one line for the event log."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def clear_frames(error: BaseException) -> None:
+    """Clear the frames that an exception holds, so that wrappers and loader processes end now.
+
+    Frames still running keep their variables.
+    """
+    for link in _chain(error, contexts=True):
+        traceback.clear_frames(link.__traceback__)
+
+
+def _chain(error: BaseException, *, contexts: bool) -> Iterator[BaseException]:
+    """Yield `error` and its causes, and with `contexts` the exceptions it was raised during."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        pending += [link.__cause__, link.__context__ if contexts else None]

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_driver import contract
-from elastic_driver.worker.world.sockets import Connections
+from elastic_driver.worker.world.connections import GroupConnections
 
 DEVICE = torch.device("cuda")  # never touched: it only names the half in torch's group
 ABORT_S = 0.2  # about what NCCL takes
@@ -37,7 +37,7 @@ class SecondGloo:
         self._tell = tell
         self._queue: list[tuple[Any, torch.Tensor]] = []
         self._aborted = threading.Event()
-        self._connections = Connections()
+        self._connections = GroupConnections()
 
     def identity(self) -> str:
         return f"second gloo of {os.getpid()}"
@@ -55,7 +55,7 @@ class SecondGloo:
     def begin(self) -> None:
         self._connections.close()  # everybody has left the round before
         port = urlsplit(os.environ.get(contract.RENDEZVOUS, "")).port
-        self._connections = Connections(not_to=port)
+        self._connections = GroupConnections(exclude_port=port)
         self._connections.start()
         self._queue.clear()
         self._aborted.clear()
@@ -78,15 +78,15 @@ class SecondGloo:
         time.sleep(ABORT_S)
         for _, tensor in self._queue:
             tensor.fill_(math.nan)
-        self._connections.stop_hearing()
-        self._connections.hang_up()
+        self._connections.shut_reads()
+        self._connections.shut_writes()
         self._tell("ended")
         self._aborted.set()
 
     def forget(self) -> None:
         assert self._aborted.is_set()
         if not all(work.is_completed() for work, _ in self._queue):
-            _never_freed.append(self._backend)  # gloo may forget a send: see `worker.world.stuck`
+            _never_freed.append(self._backend)  # gloo may forget a send: `TrainingThread`
         self._queue.clear()
         c10d._abort_process_group()  # as for NCCL; it aborts gloo's half as well
         del self._backend

@@ -9,8 +9,8 @@ from typing import Any
 import elastic_driver as elastic
 from elastic_driver.core.documents import Notice
 from elastic_driver.worker.world import devices, membership, session
-from elastic_driver.worker.world.backends import Choice
 from elastic_driver.worker.world.membership import JobMembership
+from elastic_driver.worker.world.nccl import BackendChoice
 from tests.support.coordinator import Recorder
 from tests.support.second_gloo import SecondGloo
 from tests.worker.training import Everything
@@ -20,7 +20,7 @@ def pretend(path: str) -> SecondGloo:
     """Have this process join with a pretended device; what happens to it is written down."""
     record = Recorder(f"{path}.device")
     device = SecondGloo(lambda what: record.note(device=what))
-    session.choose = lambda *_: Choice(device)
+    session.choose_backend = lambda *_: BackendChoice(device)
     return device
 
 
@@ -61,13 +61,13 @@ def steps(path: str, count: int, pause: float = 0.01) -> None:
 
 def steps_past_boundaries(path: str, count: int) -> None:
     """The same, in a worker that a notice to leave at a boundary never reaches in time."""
-    obey = JobMembership._obey
+    obey = JobMembership._apply
 
     def obeys_what_comes_at_once(member: JobMembership, notice: Notice) -> None:
         if notice.after_step is None:
             obey(member, notice)
 
-    JobMembership._obey = obeys_what_comes_at_once
+    JobMembership._apply = obeys_what_comes_at_once
     steps(path, count)
 
 

@@ -1,6 +1,6 @@
 """Which host's network link is slow while the job trains.
 
-Ranks report how long their data has been under way to each peer's host (`worker.timing.links`):
+Ranks report how long their data has been under way to each host (`worker.world.connections`):
 seconds in which something sent was not yet acknowledged. Between two looks that makes one figure
 for each directed pair of hosts that exchange data, seconds a step. A slow link shows on every pair
 its host belongs to, in both directions, since acknowledgements too queue behind the data; on pairs

@@ -1,6 +1,6 @@
-"""The worlds of a job, as one worker meets them: joined, left, and broken where they hang.
+"""A worker's part in the worlds of a job: it joins them, leaves them, and breaks those that hang.
 
-`session` begins and ends the membership of the process, `membership` takes it from one round to the
+`session` starts and ends the membership of the process, `membership` takes it from one round to the
 next, `groups` builds the torch process group of a round from a gloo half and, with `devices` and
 `nccl`, one for CUDA tensors.
 """

@@ -1,9 +1,9 @@
 """Joins and leaves the worlds of a job: one process, one membership, one round at a time.
 
-`run` and `elastic.init()` drive it from the main thread: say READY, wait for a round with us in
-it, build its process group, train, leave, again. The heartbeat thread brings notices: to leave
-after a named step, or at once, which also ends a construction or a collective that waits for a
-peer that is gone. A process that `elasticrun` did not start is a world of one.
+`run` and `elastic.init()` call it on the main thread: report READY, wait for a round with this
+worker in it, build its process group, train, leave, again. The heartbeat thread brings notices: to
+leave after a named step, or at once. The latter also ends a construction or a collective that waits
+for a lost peer. A process that `elasticrun` did not start is a world of one. Times are seconds.
 """
 
 from __future__ import annotations
@@ -30,217 +30,202 @@ from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.training_thread import TrainingThread
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import groups
-from elastic_driver.worker.world.attempts import Attempt, RoundOverError
-from elastic_driver.worker.world.backends import Choice
-from elastic_driver.worker.world.devices import CONNECT_S, DeviceHalf
-from elastic_driver.worker.world.groups import Group, GroupBuilder
+from elastic_driver.worker.world.devices import DeviceHalf
+from elastic_driver.worker.world.groups import Attempt, RoundGroup, RoundOverError
+from elastic_driver.worker.world.nccl import BackendChoice
 from elastic_driver.worker.world.wrapping import tear_down_wrappers
 
-GRACE_S = 0.25  # for collectives to fail by themselves, once told to leave at once
-LOOK_S = 1.0  # between two looks at a training thread that has not left yet
-HOPELESS_LOOKS = 8  # a collective that is to end does so within milliseconds
-TAKE_DOWN_S = 20.0  # for torch to let go of a group; a destructor that waits for a lost peer hangs
+GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
+CHECK_S = 1.0  # between two checks of a training thread that has not left yet
+HOPELESS_CHECKS = 8  # that find it asleep: a collective that can end does so in milliseconds
+CONNECT_DEVICES_S = 120.0  # the longest wait for the peers' devices
+TAKE_DOWN_S = 20.0  # for torch to drop a group; a destructor that waits for a lost peer hangs
+MAX_DEVICE_FAILURES = 3  # in a row, of devices to connect in rounds that nobody has ended
 T = TypeVar("T")
-SAME_AGAIN = 3  # devices that refuse to meet, in a row, in rounds that nobody has ended
 
 
 class JobMembership:
-    """This process's part in the job; made once, by the main thread.
+    """This process's membership in the job; made once, by the main thread.
 
-    `world` and `group` are those of the round it is in; `group` is None between two rounds.
+    `world` and `group` are those of the current round; `group` is None between two rounds.
     """
 
-    def __init__(self, born: WorkerContext | None, choice: Choice | None = None) -> None:
+    def __init__(self, born: WorkerContext | None, choice: BackendChoice | None = None) -> None:
         self.progress = TrainingProgress()
-        self._choice = choice or Choice()
         self.world: World | None = None
-        self.group: Group | None = None
-        self._driver = (
-            DriverConnection(born, self.progress, self._on_notice, self._tend)
-            if born is not None
-            else None
-        )
+        self.group: RoundGroup | None = None
+        self._choice = choice or BackendChoice()
+        self._driver: DriverConnection | None = None
+        if born is not None:
+            self._driver = DriverConnection(
+                born, self.progress, self._on_notice, self._check_departure
+            )
         self._left = 0  # the round left last
-        self._speaker: object | None = None  # the state that READY was said of
-        self._lock = threading.Lock()  # guards what follows: notices come on the heartbeat thread
+        self._described: object | None = None  # the state that our last READY described
+        self._lock = threading.Lock()  # guards the next two: the heartbeat thread brings notices
         self._notice: Notice | None = None
-        self._builder: GroupBuilder | Attempt[None] | None = None
-        self._building = 0  # round `_builder` is at work for
-        self._refused = 0  # times in a row that the devices have not met
-        self._broken_since: float | None = None  # when we were told to leave this round at once
-        self._leaving_since: float | None = None  # when it began to be taken down
+        self._attempt: tuple[int, Attempt[Any]] | None = None  # being made, and for which round
+        self._device_failures = 0  # in a row
+        self._broken_since: float | None = None  # when a notice told us to leave at once
+        self._leaving_since: float | None = None  # when taking the group down began
         self._thread = TrainingThread()
-        self._parting: list[Group] = []  # left, while some peer may still be in it
+        self._left_groups: list[RoundGroup] = []  # a peer may still be in them
 
     def last_ready_described(self, state: object) -> bool:
-        """Whether what this process said of its state when READY was said of this one.
+        """Return whether our last READY described this `state` object.
 
-        The first state to ask is the one; a second one in the same script is not.
+        The first state that asks is taken for it; a second one in the same script is not.
         """
-        if self._speaker is None:
-            self._speaker = state
-        return self._speaker is state
+        if self._described is None:
+            self._described = state
+        return self._described is state
 
     def start(self) -> None:
-        """Begin to beat. Raises `RendezvousError` where the rendezvous cannot be used."""
-        # One request a rank in place of one a peer; gloo reads it when a group is built.
+        """Start the heartbeat. Raises `RendezvousError` where the rendezvous cannot be used."""
+        # One request a rank instead of one a peer; gloo reads it when a group is built.
         os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
         if self._driver is not None:
             self._driver.start()
 
     def stop(self) -> None:
-        """Leave the world, if in one, and stop beating; bounded, whatever the peers do."""
+        """Leave the world and end the heartbeat; bounded, whatever the peers do."""
         self.leave()
         if self._driver is not None:
             self._driver.stop()
-        self._end_parted()
+        self._end_left_groups()
         current.forget()
 
     def forget_in_child(self) -> None:
-        """In a forked child: let go of the world's connections and of the signals."""
+        """Drop the world's connections and the signal handlers in a forked child."""
         if self.group is not None:
-            self.group.close_in_child()
+            self.group.connections.close_in_child()
         if self._driver is not None:
             self._driver.preemption.close()
 
     # ---- joining -------------------------------------------------------------------------
 
     def report_ready(
-        self, state_version: StateVersion, reason: str, speaker: object | None = None
+        self, state_version: StateVersion, reason: str, state: object | None = None
     ) -> None:
-        """Report for the next round what `speaker`, a state, stands for; see `leave_and_report`."""
-        self._speaker = speaker
+        """Report READY for the next round; `state_version` describes `state`."""
+        self._described = state
         if self._driver is not None:
             self._driver.report_ready(self._left, state_version, reason)
 
     def join(self, state_version: StateVersion, state: CheckpointableState | None = None) -> World:
-        """Become a member of the next round, however many attempts it takes.
+        """Become a member of the next round, however many attempts it takes; return its world.
 
-        Where none comes, for all are to go, `state` is put on disk.
-        A round that ends while its group is built costs nothing: we report for the next one.
+        If no round comes because all workers have to leave, `state` writes a final checkpoint.
+        A round that ends while its group is built costs nothing: we report READY for the next one.
         Raises `RendezvousError` only where the rendezvous refuses us; silence is waited out.
         """
-        connection = self._driver
-        if connection is None:
-            return self._enter_alone()
-        last = FinalCheckpoint(connection.born.worker, state) if state is not None else None
+        driver = self._driver
+        if driver is None:
+            me = Member(worker="localhost.0.0", place=alone())
+            world = World(round=self._left + 1, members=(me,), reason="started alone")
+            self._enter(world, me, HashStore(), self.progress.version)
+            return world
+        checkpoint = FinalCheckpoint(driver.born.worker, state) if state is not None else None
         while True:
-            world, me = connection.await_world(self._left, last)
+            world, me = driver.await_world(self._left, checkpoint)
+            store = driver.store(world.round)
             try:
-                self._enter(connection, world, me, state_version)
+                self._enter(world, me, store, state_version.steps, store.close)
             except RoundOverError as error:
                 self._left = world.round
                 reason = f"round {world.round} ended while its group was built: {error}"
-                connection.report_ready(self._left, state_version, reason)
+                driver.report_ready(self._left, state_version, reason)
             else:
                 return world
 
     def _enter(
-        self, connection: DriverConnection, world: World, me: Member, state_version: StateVersion
+        self,
+        world: World,
+        me: Member,
+        store: Store,
+        version: int,
+        close_store: Callable[[], None] = lambda: None,
     ) -> None:
-        store = connection.store(world.round)
-        device = groups.gloo_device(world, connection.born.endpoint)
+        driver = self._driver
+        device = groups.gloo_device(world, driver.born.endpoint if driver else None)
+        port = driver.port if driver else None
+        name, timeout = f"elastic-group-{world.round}", groups.CONNECT_TIMEOUT_S + 1
+        run = partial(self._run_attempt, world.round, name, timeout)
+        build = partial(groups.build, run, device=device, exclude_port=port)
         rank, size = me.place.rank, world.size
-
-        def build(store: Store, rank: int, size: int, ballot: str | None = None) -> Group:
-            builder = GroupBuilder(store, rank, size, device, not_to=connection.port, ballot=ballot)
-            name = f"elastic-group-{world.round}"
-            return self._attempt(builder, world.round, lambda: builder.build(name))
-
         try:
-            group = build(store, rank, size, self._ballot())
+            group = build(store, rank, size, ballot=self._ballot())
         except RoundOverError:
-            store.abort()  # its thread may still be waiting for keys
+            close_store()  # its thread may still be waiting for keys
             raise
-        group.at_end = store.close
+        group.close_store = close_store
 
-        def subgroup(store: Store, rank: int, size: int, _timeout: timedelta) -> Any:
+        def create_subgroup(store: Store, rank: int, size: int, _timeout: timedelta) -> Any:
             part = build(store, rank, size)
-            group.connections += part.connections
+            group.connections.add(part.connections)
             return part.backend
 
-        self._install(
-            group, world.round, partial(groups.install, group, store, rank, size, subgroup)
-        )
-        self._entered(world, me, group, state_version.steps)
+        install = partial(groups.install, group, store, rank, size, create_subgroup)
+        self._install(group, world.round, install)
+        self._entered(world, me, group, version)
 
-    def _attempt(
-        self, builder: GroupBuilder | Attempt[None], round_id: int, work: Callable[[], T]
-    ) -> T:
-        """Do what a notice that the round is over makes `builder` give up."""
+    def _run_attempt(self, round_id: int, name: str, timeout: float, work: Callable[[], T]) -> T:
+        """Call `work` in a thread that a notice of the end of this round gives up."""
+        attempt: Attempt[T] = Attempt()
         with self._lock:
-            self._builder, self._building = builder, round_id
-            if self._notice is not None and _at_once(self._notice, round_id):
-                builder.abandon(self._notice.reason)
+            self._attempt = round_id, attempt
+            if self._notice is not None and _ends_now(self._notice, round_id):
+                attempt.abandon(self._notice.reason)
         try:
-            return work()
+            return attempt.run(work, name, timeout)
         finally:
             with self._lock:
-                self._builder = None
+                self._attempt = None
 
     def _ballot(self) -> str | None:
-        """What this worker says in the vote on whether devices take part, if there is one."""
+        """Return this worker's vote on whether devices take part; None: there is no vote."""
         choice = self._choice
         if not choice.by_vote:
             return None
         return choice.device.identity() if choice.device is not None else ""
 
-    def _install(self, group: Group, round_id: int, install: Callable[..., None]) -> None:
-        """Give the group to torch; where a device takes part, have it meet its peers."""
+    def _install(self, group: RoundGroup, round_id: int, install: Callable[..., None]) -> None:
+        """Give the group to torch; where a device takes part, connect it to its peers."""
         device = self._choice.device if group.elected else None
         if device is None:
             install()
             return
         device.begin()
         group.half = half = DeviceHalf(device)
+        name = f"elastic-device-{round_id}"
         try:
-            install(beside=device.backends)
-            meeting: Attempt[None] = Attempt()
-            self._attempt(
-                meeting,
-                round_id,
-                lambda: meeting.make(half.connect, f"elastic-device-{round_id}", CONNECT_S),
-            )
+            install(device_backends=device.backends)
+            self._run_attempt(round_id, name, CONNECT_DEVICES_S, device.connect)
         except (RoundOverError, UsageError):
             self._drop(group, half)
             raise
         except Exception as error:
             self._drop(group, half)
-            self._refused += 1
-            if self._refused >= SAME_AGAIN:
+            self._device_failures += 1
+            if self._device_failures >= MAX_DEVICE_FAILURES:
                 raise
             raise RoundOverError(str(error).partition("\n")[0]) from error
-        self._refused = 0
+        self._device_failures = 0
 
-    def _entered(self, world: World, me: Member, group: Group, version: int) -> None:
+    def _entered(self, world: World, me: Member, group: RoundGroup, version: int) -> None:
         with self._lock:
             self.world, self.group = world, group
             self._left = world.round
             self._broken_since = None
             self._thread.reset_asleep()
-            self.progress.links = group.links
+            self.progress.links = group.connections.link_usage
             self.progress.entered(world.round, version, len(world.members))
             if self._notice is not None:  # it may have come while the group was built
-                self._obey(self._notice)
-        self._end_parted()  # whoever was in it is in this round, or gone
+                self._apply(self._notice)
+        self._end_left_groups()  # their other members are in this round, or gone
         if self._driver is not None:
             self._driver.preemption.listen()
         current.enter(me.place, world.round)
-
-    def _enter_alone(self) -> World:
-        me = Member(worker="localhost.0.0", place=alone())
-        world = World(round=self._left + 1, members=(me,), reason="started alone")
-        device = groups.gloo_device(world, None)
-
-        def subgroup(store: Store, rank: int, size: int, _timeout: timedelta) -> Any:
-            return groups.make_gloo(store, rank, size, device)
-
-        store = HashStore()
-        builder = GroupBuilder(store, 0, 1, device, not_to=None, ballot=self._ballot())
-        group = builder.build("elastic-group")
-        self._install(group, world.round, partial(groups.install, group, store, 0, 1, subgroup))
-        self._entered(world, me, group, self.progress.version)
-        return world
 
     # ---- leaving -------------------------------------------------------------------------
 
@@ -248,88 +233,91 @@ class JobMembership:
         self,
         state_version: StateVersion,
         reason: str,
-        speaker: object,
+        state: object,
         roll_back: Callable[[], None] | None = None,
     ) -> None:
-        """Leave this round and report for the next, in the order that the backend demands.
+        """Leave this round and report READY for the next, in the order that the backend needs.
 
         With gloo alone READY comes first, to save time. A device may still write where the state
         is to be rolled back, and the next round must not begin before everybody has left this one
-        (a rank that met others while one was still aborting has been seen to hang): there it is
-        told to stop first, and READY comes last. `roll_back` is for rounds that broke.
+        (a rank that connected to others while one was still aborting has been seen to hang). So a
+        device is cut off first, and READY comes last. `roll_back` is for rounds that broke.
         """
         group, half = self.group, self.group.half if self.group is not None else None
         if group is None or half is None:
-            self.report_ready(state_version, reason, speaker)
-        elif (trouble := _ended(group, half, broken=roll_back is not None)) is not None:
-            self._give_up(trouble)
+            self.report_ready(state_version, reason, state)
+        elif (problem := _cut_off(group, half, broken=roll_back is not None)) is not None:
+            self._end_process(problem)
         if roll_back is not None:
             roll_back()
         self._leaving_since = time.monotonic()
         self.leave()
         self._leaving_since = None
         if half is not None:
-            self.report_ready(state_version, reason, speaker)
+            self.report_ready(state_version, reason, state)
 
     def settle(self) -> None:
-        """Wait until what came out of collectives is there; raises where it never will be.
+        """Wait until the results of collectives are there, before they change the state.
 
-        With gloo it always is. Called on the training thread, before state is changed by it.
+        With gloo they always are. Called on the training thread. Raises `WorldBrokenError` where
+        they will never be.
         """
         group = self.group
         if group is not None and group.half is not None:
             group.half.settle()
 
     def leave(self) -> None:
-        """Take the process group down, healthy or broken; never waits for a peer.
+        """Take the process group down, healthy or broken, without waiting for a peer.
 
-        A peer that should leave here too and has not heard of it finds its group broken. The
-        connections themselves stay open until the next round: see `sockets`.
+        A peer that has not heard that it should leave here too finds its group broken. The
+        connections themselves stay open until the next round: see `connections`.
         """
-        trouble = None
+        problem = None
         if self.group is not None and self.group.half is not None:  # while notices still reach it
-            trouble = _ended(self.group, self.group.half, broken=False)
+            problem = _cut_off(self.group, self.group.half, broken=False)
         with self._lock:
             group, self.group = self.group, None
             self.progress.left()
             self._broken_since = None
-        if group is not None and trouble is None:
+        if group is not None and problem is None:
             self._take_down(group)
 
-    def _drop(self, group: Group, half: DeviceHalf) -> None:
-        """Take down a group whose devices have not met."""
-        if (trouble := _ended(group, half, broken=True)) is not None:
-            self._give_up(trouble)
+    def _drop(self, group: RoundGroup, half: DeviceHalf) -> None:
+        """Take down a group whose devices have not connected."""
+        if (problem := _cut_off(group, half, broken=True)) is not None:
+            self._end_process(problem)
         self._take_down(group)
 
-    def _take_down(self, group: Group) -> None:
-        group.hang_up()
+    def _take_down(self, group: RoundGroup) -> None:
+        group.connections.shut_writes()
         tear_down_wrappers()
-        group.let_go()
+        group.backend = None
         groups.uninstall(group.half)
-        self._parting.append(group)
+        self._left_groups.append(group)
 
-    def _end_parted(self) -> None:
-        for group in self._parting:
+    def _end_left_groups(self) -> None:
+        for group in self._left_groups:
             group.end()
-        self._parting.clear()
+        self._left_groups.clear()
 
     # ---- notices, on the heartbeat thread ------------------------------------------------
 
     def _on_notice(self, notice: Notice) -> None:
         with self._lock:
             self._notice = notice
-            if self._builder is not None and _at_once(notice, self._building):
-                self._builder.abandon(notice.reason)
-            self._obey(notice)
+            if self._attempt is not None:
+                round_id, attempt = self._attempt
+                if _ends_now(notice, round_id):
+                    attempt.abandon(notice.reason)
+            self._apply(notice)
 
-    def _obey(self, notice: Notice) -> None:
-        """Pass a notice of the round we are in on to the training thread. Needs the lock."""
+    def _apply(self, notice: Notice) -> None:
+        """Pass a notice about the current round on to the training thread. Needs the lock."""
         progress = self.progress
         if progress.round == 0 or notice.round < progress.round:
             return
         progress.leave_reason = notice.reason
-        if _at_once(notice, progress.round):
+        if _ends_now(notice, progress.round):
             progress.leave_after = AT_ONCE
             self._broken_since = time.monotonic()
             if self.group is not None and self.group.half is not None:
@@ -337,40 +325,42 @@ class JobMembership:
         elif notice.after_step is not None:
             progress.leave_after = notice.after_step
 
-    def _tend(self) -> float | None:
-        """See that the training thread leaves a broken round; seconds until the next look.
+    def _check_departure(self) -> float | None:
+        """Make the training thread leave a broken round; return the seconds until the next check.
 
-        A lost peer ends collectives by itself, at once. One that is stopped or cut off does not:
-        then we end them. Where even that does not help, this process is of no more use (see
-        `stuck`) and ends. Called by the heartbeat before each beat.
+        The loss of a peer ends collectives at once, but a peer that is stopped or cut off does
+        not: then we end them. Where even that does not help, this process is of no more use and
+        ends; it is replaced within a second or two. The heartbeat thread calls it before each
+        heartbeat.
         """
         since = self._leaving_since
         if since is not None and time.monotonic() - since > TAKE_DOWN_S:
-            self._give_up(f"its group was not taken down within {TAKE_DOWN_S:g} s")
+            self._end_process(f"its group was not taken down within {TAKE_DOWN_S:g} s")
         with self._lock:
             if self._broken_since is None or self.group is None:
                 return None
             waited = time.monotonic() - self._broken_since
             if waited < GRACE_S:
                 return GRACE_S - waited
-            self.group.stop_hearing()
-            trouble = self.group.half.trouble() if self.group.half is not None else None
-            if trouble is None and self._thread.count_asleep() < HOPELESS_LOOKS:
-                return LOOK_S
-        return self._give_up(trouble or "a collective was not ended by the loss of its peer")
+            self.group.connections.shut_reads()
+            problem = self.group.half.problem() if self.group.half is not None else None
+            if problem is None and self._thread.count_asleep() < HOPELESS_CHECKS:
+                return CHECK_S
+        return self._end_process(problem or "a collective was not ended by the loss of its peer")
 
-    def _give_up(self, what: str) -> NoReturn:
-        """End this process, which nothing can bring into the next round."""
+    def _end_process(self, problem: str) -> NoReturn:
+        """End this process, because nothing can bring it into the next round."""
         say(
-            f"WorldBrokenError: round {self.progress.round}: {what} "
+            f"WorldBrokenError: round {self.progress.round}: {problem} "
             f"({self.progress.leave_reason}); this worker ends, to be replaced"
         )
         os._exit(ExitCode.UNAVAILABLE)
 
 
-def _ended(group: Group, half: DeviceHalf, *, broken: bool) -> str | None:
-    """Wait until the device does nothing any more; why that cannot be. Unless `broken`, or cut
-    off already, it first gets done what it was asked for.
+def _cut_off(group: RoundGroup, half: DeviceHalf, *, broken: bool) -> str | None:
+    """Cut the device off and wait until it is idle; return the problem where that fails.
+
+    Unless the round is `broken` or the device is cut off already, it first finishes its work.
     """
     if not broken and not half.is_cut_off:
         with contextlib.suppress(WorldBrokenError):
@@ -378,9 +368,9 @@ def _ended(group: Group, half: DeviceHalf, *, broken: bool) -> str | None:
             group.linger()
     half.cut_off("this round is left")
     half.wait_until_cut_off()
-    return half.trouble()
+    return half.problem()
 
 
-def _at_once(notice: Notice, round_id: int) -> bool:
-    """Whether this notice ends that round now: it says so, or it speaks of a later one."""
+def _ends_now(notice: Notice, round_id: int) -> bool:
+    """Return whether this notice ends that round now: it says so, or is about a later round."""
     return notice.round > round_id or (notice.round == round_id and notice.after_step is None)

@@ -1,16 +1,18 @@
-"""NCCL for the CUDA tensors of a round: what torch offers, and what it takes to survive a peer.
+"""NCCL for the CUDA tensors of a round: the choice of the backend, and torch's calls.
 
-The calls and their pitfalls (docs/nccl.md says which of this was tried on a GPU):
+Gloo is always there: it carries CPU tensors, the state and the agreement of every round. NCCL
+carries CUDA tensors beside it: where the script asks for it or, if the script asks for nothing, in
+rounds in which every worker has a GPU of its own.
 
-- Torch makes its `ProcessGroupNCCL` with the group, without a word to the peers; they meet in
+Pitfalls of torch's calls (docs/nccl.md lists what was tried on a GPU):
+
+- Torch makes its `ProcessGroupNCCL` with the group, without contacting the peers; they connect in
   `eager_connect_single_device`. Left to the first collective, that would happen on the training
   thread, where nothing can end it.
-- A lost peer shows in torch's watchdog thread. Unless told otherwise that thread ends the process,
-  or sleeps for a minute and holds a lock that every collective needs; see `_VARIABLES`.
-- `abort()` on each backend ends what goes on. After that only `_abort_process_group()` lets torch
-  forget the group: `destroy_process_group()` shuts down, which waits.
-
-Chosen by `backends`, driven through `devices`.
+- A lost peer shows in torch's watchdog thread. By default that thread ends the process, or sleeps
+  for a minute and holds a lock that every collective needs; see `_VARIABLES`.
+- `abort()` on each backend ends its work. After that only `_abort_process_group()` makes torch drop
+  the group: `destroy_process_group()` shuts down, which waits.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +30,10 @@ from torch.distributed import distributed_c10d as c10d
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.worker_log import say
 
-# Read whenever a ProcessGroupNCCL is made, so setting them in `elastic.init()` is early enough.
+_GLOO_ONLY = ({"gloo"}, {"cpu:gloo"}, {"cpu:gloo", "cuda:gloo"})
+_WITH_NCCL = ({"nccl"}, {"cuda:nccl"}, {"cpu:gloo", "cuda:nccl"})
+KNOWN_BACKENDS = "gloo, nccl, or cpu:gloo,cuda:nccl"
+# Torch reads them whenever it makes a ProcessGroupNCCL: `elastic.init()` is early enough.
 _VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error ends neither the process nor the group
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor does a watchdog that waits for a device
@@ -36,84 +42,77 @@ _VARIABLES = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # else it sleeps four times as long on an error
 }
 # These make torch turn its own error handling on again.
-_CONTRARY = {"TORCH_NCCL_DESYNC_DEBUG": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-# What no other round would mend.
+_CONFLICTING = {"TORCH_NCCL_DESYNC_DEBUG": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+# Errors that would occur in every other round, too.
 _MISUSE = ("ncclInvalidUsage", "ncclInvalidArgument", "invalid usage", "no GPUs found")
 
 
 class Nccl:
-    """NCCL between the devices of the workers, one device each."""
+    """NCCL between the workers' devices, one device each; one object for all rounds."""
 
-    backends = "cuda:nccl"
+    backends = "cuda:nccl"  # as `init_process_group` takes it
 
     def __init__(self, index: int) -> None:
-        """`index`: this worker's device, as CUDA counts those that are visible."""
+        """`index`: this worker's device among those that CUDA sees."""
         self._device = torch.device("cuda", index)
-        _leave_errors_to_us()
+        _disable_torch_error_handling()
 
     def identity(self) -> str:
-        """The device's own name, and the host's where NCCL is told one."""
+        """Return a name that no other worker's device has, on any host."""
         uuid = torch.cuda.get_device_properties(self._device).uuid
         return f"{os.environ.get('NCCL_HOSTID', '')}/{uuid}"
 
     def begin(self) -> None:
-        """Choose the device: what the script allocates without naming one is there."""
+        """Select the device before torch makes this round's group; on the training thread.
+
+        The script's allocations that name no device go there, too.
+        """
         torch.cuda.set_device(self._device)
 
     def connect(self) -> None:
-        """Make the communicator; raises `UsageError` where NCCL refuses the devices."""
+        """Connect to the peers; may block for ever, so it runs on a thread of its own.
+
+        Raises `UsageError` where NCCL refuses the devices.
+        """
         torch.cuda.set_device(self._device)  # of this thread
         backend = c10d._get_default_group()._get_backend(self._device)
         try:
             backend.eager_connect_single_device(self._device)
         except (RuntimeError, ValueError) as error:
-            if any(sign in str(error) for sign in _MISUSE):
+            if any(text in str(error) for text in _MISUSE):
+                reason = str(error).strip().splitlines()[-1]  # NCCL's own words come last
                 raise UsageError(
-                    f"NCCL refuses {self._device} of this worker: {_last_line(error)}; each worker "
+                    f"NCCL refuses {self._device} of this worker: {reason}; each worker "
                     "needs a GPU of its own (see CUDA_VISIBLE_DEVICES), or use backend='gloo'"
                 ) from error
             raise
 
     def settle(self) -> None:
-        """Wait for the stream that the optimizer is going to use."""
+        """Wait for the stream that the optimizer is going to use; on the training thread."""
         torch.cuda.current_stream(self._device).synchronize()
 
     def abort(self) -> None:
-        """Abort the communicators of this group and of all its subgroups, as torch does."""
-        backends = self._of_all_groups()
-        with _together(backends):
+        """Abort the communicators of all groups and subgroups, as torch does; any thread."""
+        world = c10d._world
+        names = dict(world.pg_names)
+        newest_first = sorted(names, key=lambda group: names[group], reverse=True)
+        backends = [
+            group._get_backend(self._device)
+            for group in newest_first
+            if any(device.type == "cuda" for device in group._device_types)
+        ]
+        with _as_one(backends):
             for backend in backends:
                 backend.abort()
 
     def forget(self) -> None:
-        """Drop torch's groups without waiting for anything."""
+        """Make torch drop the aborted groups without waiting; on the training thread."""
         c10d._abort_process_group()
-
-    def _of_all_groups(self) -> list[Any]:
-        """The NCCL backends, newest group first."""
-        world = c10d._world
-        names = dict(world.pg_names)
-        return [
-            group._get_backend(self._device)
-            for group in sorted(names, key=lambda group: names[group], reverse=True)
-            if any(device.type == "cuda" for device in group._device_types)
-        ]
-
-
-def _leave_errors_to_us() -> None:
-    """Set what keeps torch's watchdog from ending the process; say where that changes something."""
-    for name, value in _VARIABLES.items():
-        if os.environ.setdefault(name, value) != value:
-            say(f"{name}={os.environ[name]} is for jobs that end with a lost peer; using {value}")
-            os.environ[name] = value
-    for name, value in _CONTRARY.items():
-        if os.environ.get(name, "").upper() == value:
-            say(f"{name}={value} makes torch end this worker when a peer is lost; unset it")
 
 
 @contextmanager
-def _together(backends: list[Any]) -> Iterator[None]:
-    """Several communicators of one device must be aborted as one (pytorch's issue 119797)."""
+def _as_one(backends: list[Any]) -> Iterator[None]:
+    """Abort several communicators of one device as one (pytorch's issue 119797)."""
     if not backends:
         yield
         return
@@ -124,16 +123,61 @@ def _together(backends: list[Any]) -> Iterator[None]:
         backends[0]._group_end()
 
 
-def _last_line(error: Exception) -> str:
-    """NCCL says what is wrong at the end, after torch has said where."""
-    return str(error).strip().splitlines()[-1]
+def _disable_torch_error_handling() -> None:
+    """Keep torch's watchdog from ending the process; log where that overrules a setting."""
+    for name, value in _VARIABLES.items():
+        if os.environ.setdefault(name, value) != value:
+            say(f"{name}={os.environ[name]} is for jobs that end with a lost peer; using {value}")
+            os.environ[name] = value
+    for name, value in _CONFLICTING.items():
+        if os.environ.get(name, "").upper() == value:
+            say(f"{name}={value} makes torch end this worker when a peer is lost; unset it")
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """The device half of this worker's groups; None: gloo carries everything.
+
+    `by_vote`: the half exists only in rounds in which every worker votes with a device, because
+    the script has not asked for it.
+    """
+
+    device: Nccl | None = None
+    by_vote: bool = False
+
+
+def choose_backend(backend: str | None, slot: int) -> BackendChoice:
+    """Return the choice of the worker in this slot.
+
+    `backend`: a name as torch's `init_process_group` takes it; None: not specified. Raises
+    `UsageError` for an unknown name, and where NCCL is asked for without a GPU.
+    """
+    names = set((backend or "nccl").lower().replace(" ", "").split(","))
+    if names in _GLOO_ONLY:
+        return BackendChoice()
+    if names not in _WITH_NCCL:
+        raise UsageError(f"backend {backend!r} is not supported; use one of {KNOWN_BACKENDS}")
+    index = device_of(slot)
+    if index is not None:
+        return BackendChoice(Nccl(index), by_vote=backend is None)
+    if backend is None:
+        # Where torch has no NCCL at all, no worker of the job has it, and no vote is needed.
+        return BackendChoice(by_vote=dist.is_nccl_available())
+    if not dist.is_nccl_available():
+        raise UsageError(f"backend {backend!r} needs a torch that is built with NCCL; use gloo")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    raise UsageError(
+        f"backend {backend!r} needs a GPU for each worker, and slot {slot} has none{seen}; "
+        "start no more workers on a host than it has GPUs, or use gloo"
+    )
 
 
 def device_of(slot: int) -> int | None:
-    """The visible device of the worker in this slot, or None: no GPU for it, or no NCCL in torch.
+    """Return the visible device of the worker in this slot; None without a GPU or NCCL.
 
     A launcher that shows each worker one device has chosen already, and so has a script that has
-    a device in use. Asks the driver how many there are; does not start CUDA.
+    a device in use. Asks the driver for the number of devices; does not start CUDA.
     """
     if not dist.is_nccl_available() or not torch.cuda.is_available():
         return None

@@ -1,8 +1,8 @@
 """`elastic.init()` and `elastic.shutdown()`: the one membership of this process.
 
-Scripts call `init` themselves or leave it to `@elastic.run`. What was started is stopped when the
-script ends, and forgotten in forked children, which must neither beat nor hold on to the
-connections of the training process. Torch is imported here, by way of `membership`.
+Scripts call `init` themselves or leave it to `@elastic.run`. The membership stops when the script
+ends. A forked child drops it: it must neither send heartbeats nor hold on to the connections of the
+training process. `membership` imports torch.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import os
 
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker import context, current
-from elastic_driver.worker.context import use_scratch
 from elastic_driver.worker.worker_log import say
-from elastic_driver.worker.world.backends import choose
 from elastic_driver.worker.world.membership import JobMembership
+from elastic_driver.worker.world.nccl import choose_backend
 
 
 class _Session:
-    """The one mutable cell of this module."""
+    """The mutable fields of this module."""
 
     membership: JobMembership | None = None
-    exits: bool = False  # whether the hooks for exit and fork are in place
+    has_hooks: bool = False  # for exit and fork
 
 
 def init(backend: str | None = None) -> None:
@@ -37,9 +36,9 @@ def init(backend: str | None = None) -> None:
             which each worker has a GPU of its own, else gloo.
 
     Raises:
-        UsageError: for an unknown backend, NCCL without a GPU, or an environment that is none of a
-            worker.
-        RendezvousError: where the rendezvous cannot be reached or refuses this worker.
+        UsageError: the backend is unknown, NCCL has no GPU, or the environment of a worker is
+            incomplete.
+        RendezvousError: the rendezvous cannot be reached or refuses this worker.
     """
     member = start(backend)
     if member.group is None:
@@ -48,33 +47,34 @@ def init(backend: str | None = None) -> None:
 
 
 def start(backend: str | None = None) -> JobMembership:
-    """The membership of this process, started if it was not; does not wait for a round.
+    """Return the membership of this process, started if it was not; do not wait for a round.
 
-    `backend` counts for the call that starts it.
+    `backend` counts in the first call only; see `init`.
     """
     if _Session.membership is None:
         born = context.from_environment()
         if born is None:
             say("not started by elasticrun: training in this process alone, as a world of one")
         elif born.scratch:
-            use_scratch(born.scratch)
-        member = JobMembership(born, choose(backend, born.slot if born is not None else 0))
+            context.use_scratch(born.scratch)
+        choice = choose_backend(backend, born.slot if born is not None else 0)
+        member = JobMembership(born, choice)
         member.start()
         _Session.membership = member
-        if not _Session.exits:
+        if not _Session.has_hooks:
             atexit.register(shutdown)
             os.register_at_fork(after_in_child=_forget_in_child)
-            _Session.exits = True
+            _Session.has_hooks = True
     return _Session.membership
 
 
 def membership() -> JobMembership | None:
-    """The membership of this process, or None before `init()` and after `shutdown()`."""
+    """Return the membership of this process; None before `init()` and after `shutdown()`."""
     return _Session.membership
 
 
 def shutdown() -> None:
-    """Leave the world and stop beating. Called at exit; harmless to call twice."""
+    """Leave the world and end the heartbeat. Called at exit; a second call does nothing."""
     member, _Session.membership = _Session.membership, None
     if member is not None:
         member.stop()

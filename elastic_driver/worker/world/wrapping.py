@@ -1,9 +1,9 @@
-"""`elastic.wrap`: DistributedDataParallel for the world of the moment, taken down with it.
+"""`elastic.wrap`: DistributedDataParallel for the current world, taken down with it.
 
 A DDP object hooks itself onto the parameters it wraps, and its hooks stay until its reducer is
-gone. The model outlives many worlds, so `membership` takes every wrapper down when a world is left:
-explicitly, for a reference kept in some traceback would otherwise leave hooks of a dead
-group on live parameters.
+gone. The model outlives many worlds, so `membership` takes every wrapper down when it leaves a
+world. It does so explicitly: a reference kept in a traceback would otherwise leave the hooks of a
+dead group on live parameters.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _in_sync: weakref.WeakSet[Module] = weakref.WeakSet()
 
 
 def wrap(model: Module, **ddp_kwargs: Any) -> DistributedDataParallel:
-    """`model` under DistributedDataParallel in the current world; call it after each rejoin.
+    """Return `model` under DistributedDataParallel in the current world.
 
-    Call it inside the function under `@elastic.run`, as its first step. The model stays on
-    the device it is on. A model that the state has just synchronised is not broadcast again.
+    Call it as the first step of the function under `@elastic.run`, which runs again after each
+    change of the world. The model stays on its device. A model that the state has just
+    synchronised is not broadcast again.
 
     Args:
         model: the module to train; its parameters stay the same objects.
@@ -47,10 +48,10 @@ def wrap(model: Module, **ddp_kwargs: Any) -> DistributedDataParallel:
 
 @contextlib.contextmanager
 def without_ddp_sync(model: Module) -> Iterator[None]:
-    """While this lasts, wrappers of `model` communicate nothing: `FixedBatch` does it for them.
+    """Disable the communication of all wrappers of `model` inside; `FixedBatch` does it for them.
 
-    Their own mean over ranks would be wrong where ranks have different shares, and hang where one
-    has none.
+    Their own mean over ranks would be wrong where ranks have different numbers of micro-batches,
+    and would hang where one has none. Unlike `no_sync`, buffers are not broadcast either.
     """
     before = [
         (ddp, ddp.require_backward_grad_sync, ddp.require_forward_param_sync)
@@ -67,12 +68,12 @@ def without_ddp_sync(model: Module) -> Iterator[None]:
 
 
 def mark_in_sync(model: Module) -> None:
-    """All ranks hold this model with the same values now."""
+    """Record that all ranks hold this model with the same values."""
     _in_sync.add(model)
 
 
 def tear_down_wrappers() -> None:
-    """Take the hooks of every wrapper off the parameters and let go of the process group."""
+    """Remove the hooks of every wrapper from the parameters and drop its process group."""
     for ddp in list(_wrapped):
         ddp.reducer = ddp.logger = None  # the last references: the destructor removes the hooks
         ddp.process_group = None

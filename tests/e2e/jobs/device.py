@@ -11,7 +11,7 @@ import torch
 
 import elastic_driver as elastic
 from elastic_driver.worker.world import session
-from elastic_driver.worker.world.backends import Choice
+from elastic_driver.worker.world.nccl import BackendChoice
 from tests.support.second_gloo import SecondGloo
 
 quick_end.prepare()
@@ -20,7 +20,7 @@ STEPS = int(os.environ.get("STEPS", "100000"))
 WORKER = os.environ["ELASTIC_WORKER_ID"]
 
 device = SecondGloo()
-session.choose = lambda *_: Choice(device)
+session.choose_backend = lambda *_: BackendChoice(device)
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.Tanh(), torch.nn.Linear(50, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

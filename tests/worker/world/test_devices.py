@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from elastic_driver.errors import WorldBrokenError
 from elastic_driver.worker.world import devices, groups
-from elastic_driver.worker.world.attempts import Attempt, RoundOverError
+from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.devices import DeviceHalf
-from elastic_driver.worker.world.groups import Group
-from elastic_driver.worker.world.sockets import Connections
+from elastic_driver.worker.world.groups import Attempt, RoundGroup, RoundOverError
 from tests.support.gloo import run_ranks
 
 
@@ -72,7 +71,7 @@ def test_a_thread_that_waits_for_its_device_is_freed_by_another_and_knows_why() 
     half.wait_until_cut_off()
     assert device.aborts == 1
     assert "a.0.1 was killed" in str(found[0])
-    assert half.trouble() is None
+    assert half.problem() is None
 
 
 def test_what_was_done_before_the_cut_off_counts() -> None:
@@ -91,7 +90,7 @@ def test_after_a_cut_off_nothing_counts_even_if_the_device_has_done_it() -> None
     device.let.set()
 
 
-def test_a_cut_off_that_takes_for_ever_or_fails_is_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_off_that_takes_for_ever_or_fails_is_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "CUT_OFF_S", 0.05)
     slow, failing = Stuck(), Stuck()
     failing.error = RuntimeError("NCCL timeout\nand where")
@@ -101,24 +100,24 @@ def test_a_cut_off_that_takes_for_ever_or_fails_is_trouble(monkeypatch: pytest.M
         (failing, "could not be ended: NCCL timeout"),
     ):
         half = DeviceHalf(device)
-        assert half.trouble() is None
+        assert half.problem() is None
         half.cut_off("a.0.1 was killed")
         half.wait_until_cut_off()
-        assert str(half.trouble()).endswith(what)
+        assert str(half.problem()).endswith(what)
     slow.let.set()
 
 
 def test_an_attempt_gives_its_result_its_error_or_is_given_up() -> None:
-    assert Attempt[int]().make(lambda: 3, "three", 10) == 3
+    assert Attempt[int]().run(lambda: 3, "three", 10) == 3
     with pytest.raises(ZeroDivisionError):
-        Attempt[float]().make(lambda: 1 / 0, "zero", 10)
+        Attempt[float]().run(lambda: 1 / 0, "zero", 10)
     hangs = threading.Event()
     with pytest.raises(RoundOverError, match="no group within 0 s"):
-        Attempt[bool]().make(hangs.wait, "hangs", 0.01)
+        Attempt[bool]().run(hangs.wait, "hangs", 0.01)
     given_up: Attempt[bool] = Attempt()
     given_up.abandon("round 3 is over")
     with pytest.raises(RoundOverError, match="round 3 is over"):
-        given_up.make(hangs.wait, "hangs", 10)
+        given_up.run(hangs.wait, "hangs", 10)
     hangs.set()
 
 
@@ -126,7 +125,9 @@ def test_an_attempt_gives_its_result_its_error_or_is_given_up() -> None:
 
 
 def votes(rank: int, _size: int, ballots: list[list[str]]) -> list[bool]:
-    group = Group(dist.group.WORLD._get_backend(groups.torch.device("cpu")), Connections())
+    group = RoundGroup(
+        dist.group.WORLD._get_backend(groups.torch.device("cpu")), GroupConnections()
+    )
     return [group.vote(ballot[rank]) for ballot in ballots]
 
 
@@ -137,13 +138,13 @@ def test_devices_take_part_where_everybody_has_one_of_its_own(tmp_path: Path) ->
 
 
 def lingers(rank: int, _size: int) -> float:
-    made = Connections()
+    made = GroupConnections()
     made.start()
     store = dist.FileStore("second", 2)
     device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     backend = groups.make_gloo(store, rank, 2, device)
     made.finish()
-    group = Group(backend, made)
+    group = RoundGroup(backend, made)
     took = []
     for absent in (None, 1):
         began = time.monotonic()

@@ -45,7 +45,7 @@ class Half:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> nccl.Nccl:
-    for name in (*nccl._VARIABLES, *nccl._CONTRARY):
+    for name in (*nccl._VARIABLES, *nccl._CONFLICTING):
         monkeypatch.setenv(name, "")  # so that what is set in a test is taken back
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_driver.worker.world.sockets import Connections
+from elastic_driver.worker.world.connections import GroupConnections
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_only_connections_made_meanwhile_and_not_to_the_rendezvous_count(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as rendezvous:
         before, before_too = connect(listener)
-        made = Connections(not_to=rendezvous.getsockname()[1])
+        made = GroupConnections(exclude_port=rendezvous.getsockname()[1])
         made.start()
         pair = connect(listener)
         beat, _kept = connect(rendezvous)
@@ -43,9 +43,9 @@ def test_only_connections_made_meanwhile_and_not_to_the_rendezvous_count(
             end.close()
 
 
-def held(listener: socket.socket) -> tuple[Connections, socket.socket, socket.socket]:
+def held(listener: socket.socket) -> tuple[GroupConnections, socket.socket, socket.socket]:
     """A connection to the listener, held: (held, our end, their end)."""
-    made = Connections()
+    made = GroupConnections()
     made.start()
     ours = socket.create_connection(listener.getsockname(), timeout=5)
     made.finish()
@@ -59,7 +59,7 @@ def test_who_stops_hearing_reads_the_end_and_the_peer_can_still_send(
     listener: socket.socket,
 ) -> None:
     made, ours, theirs = held(listener)
-    made.stop_hearing()
+    made.shut_reads()
     assert ours.recv(1) == b""
     ours.close()
     for _ in range(3):
@@ -71,7 +71,7 @@ def test_who_stops_hearing_reads_the_end_and_the_peer_can_still_send(
 def test_who_hangs_up_is_heard_after_what_it_has_sent(listener: socket.socket) -> None:
     made, ours, theirs = held(listener)
     ours.sendall(b"last")
-    made.hang_up()
+    made.shut_writes()
     ours.close()
     assert theirs.recv(10) == b"last"
     assert theirs.recv(10) == b""
@@ -82,7 +82,7 @@ def test_who_hangs_up_is_heard_after_what_it_has_sent(listener: socket.socket) -
 
 
 def test_a_forked_child_lets_go_of_the_connections(listener: socket.socket) -> None:
-    made = Connections()
+    made = GroupConnections()
     made.start()
     ours = socket.create_connection(listener.getsockname(), timeout=5)
     made.finish()

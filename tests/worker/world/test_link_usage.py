@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-from elastic_driver.worker.timing.links import read_links
+from elastic_driver.worker.world.connections import link_usage
 from tests.support.job import eventually
 
 
@@ -32,11 +32,11 @@ def test_bytes_and_time_under_way_are_told_by_the_peers_address() -> None:
         ours = (other, two, one)
 
         def all_arrived() -> bool:
-            links = read_links(ours)
+            links = link_usage(list(ours))
             return links is not None and links.uses[0].carried >= 10_000
 
         eventually(all_arrived, within=5.0, what="all is acknowledged")
-        links = read_links(ours)
+        links = link_usage(list(ours))
         assert links is not None
         assert links.address == "127.0.0.1"
         busy, idle = links.uses
@@ -57,19 +57,19 @@ def test_waiting_for_a_receiver_that_does_not_read_is_not_the_networks_time() ->
             return near.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 184)[176:184] > bytes(8)
 
         eventually(limited, within=10.0, what="the receiver's window is shut")
-        links = read_links([near])
+        links = link_usage([near])
         assert links is not None
         before = links.uses[0].seconds
         far.settimeout(5)
         assert far.recv(1)
-        after = read_links([near])
+        after = link_usage([near])
         assert after is not None
         assert after.uses[0].seconds - before < 1.0
 
 
 def test_connections_within_a_host_and_closed_ones_are_not_told() -> None:
     with connected("127.0.0.1", "127.0.0.1") as (near, _):
-        assert read_links([near]) is None
+        assert link_usage([near]) is None
         near.close()
-        assert read_links([near]) is None
-    assert read_links([]) is None
+        assert link_usage([near]) is None
+    assert link_usage([]) is None

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.world import backends, nccl
+from elastic_driver.worker.world import nccl
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int, built: bool = True) -> None:
@@ -20,7 +20,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int, built: bool = True) -> Non
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*nccl._VARIABLES, *nccl._CONTRARY, "CUDA_VISIBLE_DEVICES"):
+    for name in (*nccl._VARIABLES, *nccl._CONFLICTING, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")  # so that what is set in a test is taken back
         monkeypatch.delenv(name)
 
@@ -28,13 +28,13 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["gloo", "GLOO", "cpu:gloo", "cpu:gloo,cuda:gloo"])
 def test_gloo_is_gloo_whatever_there_is(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     gpus(monkeypatch, 8)
-    assert backends.choose(name, 0) == backends.Choice()
+    assert nccl.choose_backend(name, 0) == nccl.BackendChoice()
 
 
 @pytest.mark.parametrize("name", ["nccl", "cuda:nccl", "cpu:gloo,cuda:nccl", "cuda:nccl, cpu:gloo"])
 def test_nccl_takes_the_device_of_the_slot(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     gpus(monkeypatch, 8)
-    choice = backends.choose(name, 3)
+    choice = nccl.choose_backend(name, 3)
     assert isinstance(choice.device, nccl.Nccl)
     assert str(choice.device._device) == "cuda:3"
     assert not choice.by_vote
@@ -42,14 +42,16 @@ def test_nccl_takes_the_device_of_the_slot(monkeypatch: pytest.MonkeyPatch, name
 
 def test_nothing_asked_for_is_a_vote_where_torch_has_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 2)
-    choice = backends.choose(None, 1)
+    choice = nccl.choose_backend(None, 1)
     assert choice.device is not None
     assert choice.by_vote
-    assert backends.choose(None, 2) == backends.Choice(None, by_vote=True)
+    assert nccl.choose_backend(None, 2) == nccl.BackendChoice(None, by_vote=True)
     gpus(monkeypatch, 0)
-    assert backends.choose(None, 0) == backends.Choice(None, by_vote=True)
+    assert nccl.choose_backend(None, 0) == nccl.BackendChoice(None, by_vote=True)
     gpus(monkeypatch, 0, built=False)
-    assert backends.choose(None, 0) == backends.Choice(None, by_vote=False), "no vote, no cost"
+    assert nccl.choose_backend(None, 0) == nccl.BackendChoice(None, by_vote=False), (
+        "no vote, no cost"
+    )
 
 
 def test_who_sees_one_device_was_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,12 +71,12 @@ def test_nccl_without_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch
         UsageError,
         match=r"a GPU for each worker.* slot 1 has none \(CUDA_VISIBLE_DEVICES=\); .*gloo",
     ):
-        backends.choose("nccl", 1)
+        nccl.choose_backend("nccl", 1)
     gpus(monkeypatch, 0, built=False)
     with pytest.raises(UsageError, match="needs a torch that is built with NCCL"):
-        backends.choose("nccl", 1)
+        nccl.choose_backend("nccl", 1)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="'mpi' is not supported; use one of gloo, nccl"):
-        backends.choose("mpi", 0)
+        nccl.choose_backend("mpi", 0)

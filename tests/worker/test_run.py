@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic_driver.errors import WorldBrokenError
-from elastic_driver.worker.world.failures import broke_the_world, describe, let_go_of_frames
+from elastic_driver.worker.run import broke_the_world, clear_frames, describe
 from rendezvous.errors import SealedError
 
 PAIR = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
@@ -78,7 +78,7 @@ def test_what_the_failed_frames_held_is_freed_at_once() -> None:
         train()
     except RuntimeError as error:
         assert alive[0]() is not None
-        let_go_of_frames(error)
+        clear_frames(error)
         assert alive[0]() is None
     finally:
         gc.enable()

@@ -1,0 +1,159 @@
+"""The TCP connections of one process group, kept open by us so that they end in good order.
+
+Gloo lacks two things. It cannot give up a collective: while a peer is stopped or cut off, the call
+waits for the group's timeout, whatever `abort()` does. And it survives a reset badly: a send that
+fails while gloo answers the peer's request for it is forgotten, and the peer waits for it for ever.
+So we hold a second descriptor of each connection. `shut_reads` makes our own collectives fail,
+because gloo reads an end of file; `shut_writes` makes those of our peers fail. The connection
+itself stays open until `close`, so the last data of a peer never meets a reset.
+
+The connections of a group are those that appeared while it was built. Works on Linux only;
+elsewhere nothing is found. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+
+from elastic_driver.core.documents import MAX_LINKS, Links, LinkUse
+
+_DESCRIPTORS = "/proc/self/fd"
+# Offsets in `struct tcp_info` of linux/tcp.h, which only ever grows at its end.
+_BYTES_ACKED, _BUSY_AND_LIMITED, _TCP_INFO_SIZE = 120, 168, 184
+
+
+class GroupConnections:
+    """The connections that this process made between `start()` and `finish()`.
+
+    `exclude_port`: connections to this port of any peer are left out (the rendezvous).
+    """
+
+    def __init__(self, exclude_port: int | None = None) -> None:
+        self._exclude_port = exclude_port
+        self._before: frozenset[int] = frozenset()
+        self._held: list[socket.socket] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def start(self) -> None:
+        """Remember the sockets that are open already."""
+        self._before = frozenset(inode for inode, _ in _open_sockets())
+
+    def finish(self) -> None:
+        """Hold the connections that were made since `start()`."""
+        self.close()
+        for inode, descriptor in _open_sockets():
+            if inode not in self._before:
+                self._hold(descriptor, inode)
+
+    def add(self, others: GroupConnections) -> None:
+        """Hold the connections of a subgroup, too."""
+        self._held += others._held
+
+    def shut_reads(self) -> None:
+        """Make every collective of this process that waits for a peer fail now; any thread."""
+        self._shut(socket.SHUT_RD)
+
+    def shut_writes(self) -> None:
+        """Make every collective of a peer that waits for us fail, after the data we have sent."""
+        self._shut(socket.SHUT_WR)
+
+    def link_usage(self) -> Links | None:
+        """Return the traffic to each peer host so far; None if there is none; any thread."""
+        return link_usage(list(self._held))
+
+    def close(self) -> None:
+        """Close the connections; called when no peer is in the group any more."""
+        held, self._held = self._held, []
+        for connection in held:
+            connection.close()
+
+    def close_in_child(self) -> None:
+        """Drop all copies in a forked child, so that peers see the end of the parent."""
+        ours = {os.fstat(connection.fileno()).st_ino for connection in self._held}
+        null = os.open(os.devnull, os.O_RDWR)
+        try:
+            for inode, descriptor in _open_sockets():
+                if inode in ours:  # replaced, not closed: gloo's copy of the number stays valid
+                    os.dup2(null, descriptor, inheritable=False)
+        finally:
+            os.close(null)
+
+    def _shut(self, how: int) -> None:
+        for connection in list(self._held):
+            with contextlib.suppress(OSError):  # the peer was faster
+                connection.shutdown(how)
+
+    def _hold(self, descriptor: int, inode: int) -> None:
+        try:
+            copy = os.dup(descriptor)
+        except OSError:  # closed meanwhile
+            return
+        if os.fstat(copy).st_ino != inode:  # the number is another file's by now
+            os.close(copy)
+            return
+        connection = socket.socket(fileno=copy)
+        if self._is_peer(connection):
+            self._held.append(connection)
+        else:
+            connection.close()
+
+    def _is_peer(self, connection: socket.socket) -> bool:
+        internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+        if connection.type != socket.SOCK_STREAM or not internet:
+            return False
+        try:
+            return bool(connection.getpeername()[1] != self._exclude_port)
+        except OSError:
+            return False  # a listener
+
+
+def link_usage(connections: list[socket.socket]) -> Links | None:
+    """Return the network's time and bytes so far by peer address; None where nothing is known.
+
+    In an exchange all ranks wait for the slowest link, so its duration does not show which one is
+    slow. But Linux counts for each TCP connection how long it had unacknowledged data
+    (`tcpi_busy_time`), and how much of that the receiver caused by not reading
+    (`tcpi_rwnd_limited`). The rest is the network's own time. Connections within a host, and
+    transports other than TCP, are not seen. Costs a few microseconds a connection. Where there are
+    more peers than a message holds, those with the most traffic are returned.
+    """
+    own = ""
+    totals: dict[str, tuple[float, int]] = {}
+    for connection in connections:
+        try:
+            address, peer = connection.getsockname()[0], connection.getpeername()[0]
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
+        except OSError:  # closed meanwhile
+            continue
+        if address == peer or len(info) < _TCP_INFO_SIZE:  # within a host, or an old kernel
+            continue
+        own = address
+        (acked,) = struct.unpack_from("=Q", info, _BYTES_ACKED)
+        busy, limited = struct.unpack_from("=QQ", info, _BUSY_AND_LIMITED)  # microseconds
+        seconds, carried = totals.get(peer, (0.0, 0))
+        totals[peer] = seconds + max(busy - limited, 0) * 1e-6, carried + acked
+    if not totals:
+        return None
+    uses = [
+        LinkUse(peer, round(seconds, 6), carried) for peer, (seconds, carried) in totals.items()
+    ]
+    uses.sort(key=lambda use: -use.carried)
+    return Links(own, tuple(uses[:MAX_LINKS]))
+
+
+def _open_sockets() -> list[tuple[int, int]]:
+    """Return (inode, descriptor) of every open socket."""
+    found = []
+    with contextlib.suppress(OSError):  # no /proc
+        for name in os.listdir(_DESCRIPTORS):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found.append((status.st_ino, int(name)))
+    return found
