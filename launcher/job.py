@@ -1,7 +1,6 @@
-"""Carries out what a command line asks for: shows something, or runs a job to its end.
+"""Carries out a command line in one pass: values, facts of this machine, plan; then act or show.
 
-`launcher.cli` calls `run`. Here the plan meets this machine: facts are collected before, and
-the parts of a running job are put together after. No decision about the job is taken here.
+`launcher.cli` calls `run`. No decision about the job is taken here.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ import msgspec.structs
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
-from launcher import options as o
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.backends.registry import BACKENDS, entry_points, make_backend
 from launcher.build_info import render_version, version
-from launcher.commandline.help import render_help
-from launcher.commandline.values import CommandLine, resolve
 from launcher.join.find_server import look
 from launcher.join.identity import claim_port, own_name
 from launcher.join.secret import read_secret
-from launcher.options import Option
-from launcher.plan.joined import JoinedHosts
-from launcher.plan.launch import Facts, LaunchPlan, ScriptHosts, make_plan, worker_command
+from launcher.options import table as o
+from launcher.options.help import render_help
+from launcher.options.record import Option
+from launcher.options.values import CommandLine, resolve
+from launcher.plan.hosts import HOSTFILE, JoinedHosts, choose_discovery
+from launcher.plan.launch import Facts, LaunchPlan, make_plan
 from launcher.plan.role import Join, Serve, decide_role, with_node_count
 from launcher.plan.sizes import slots_of_a_host
+from launcher.plan.workers import worker_command
 from launcher.submit.checks import check_plan, read_hostfile, this_machine, working_folder
 
 ANY_HOST = "HOST"  # in a dry run, for hosts that are to be found
@@ -84,7 +84,10 @@ _SHOW: dict[Option[bool], Callable[[], str]] = {
 
 
 def run(argv: Sequence[str]) -> int:
-    """Do what `argv` says; returns the exit status, raises `ElasticError` for the rest."""
+    """Do what `argv` says: values, facts of this machine, plan, and then act or show.
+
+    Returns the exit status, raises `ElasticError` for everything that is not a bug.
+    """
     line = resolve(argv, os.environ)
     for option, render in _SHOW.items():
         if line.values[option]:
@@ -97,7 +100,7 @@ def run(argv: Sequence[str]) -> int:
     facts = collect_facts(line, os.environ, role)
     if line.values[o.BACKEND] == "mpi" and started_ranks(os.environ) > 1:
         ranks = meet_ranks()
-        if ranks is None:
+        if ranks is None:  # rank 0 runs the job
             return int(ExitCode.OK)
         facts = msgspec.structs.replace(facts, ranks=ranks)
     plan = make_plan(line, facts)
@@ -121,7 +124,7 @@ def describe_agents(plan: LaunchPlan, environ: Mapping[str, str]) -> list[tuple[
     """Return (host, what would run there) for --dry-run; `HOST` stands for hosts to be found."""
     if isinstance(plan.hosts, JoinedHosts):
         return []
-    hosts = () if isinstance(plan.hosts, ScriptHosts) else plan.hosts.hosts
+    hosts = plan.hosts.hosts or ()
     backend = make_backend(plan.backend, plan.backend_job(environ, hosts))
 
     def describe(host: str) -> str:
@@ -180,14 +183,14 @@ def collect_facts(
     values = line.values
     cwd = working_folder()
     state_dir = values[o.STATE_DIR]
-    hostfile = values[o.HOSTFILE]
+    name, argument = choose_discovery(values) or ("", "")
     return Facts(
         run_id=values[o.RUN_ID] or new_run_id(time.time()),
         state_dir=str(Path(state_dir).absolute() if state_dir else default_state_dir(environ)),
         cwd=cwd,
         python=sys.executable,
         machine=this_machine(environ),
-        hostfile_text=None if hostfile is None else read_hostfile(hostfile),
+        hostfile_text=read_hostfile(argument) if name == HOSTFILE else None,
         environ=dict(environ),
         role=role,
         name=own_name(),

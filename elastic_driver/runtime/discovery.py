@@ -60,9 +60,11 @@ class FixedDiscovery:
 class HostfileDiscovery:
     """A hostfile, read anew each time, so that editing it grows or shrinks the job."""
 
-    def __init__(self, path: Path, *, default_slots: int = 1) -> None:
-        """Raises UsageError where the file cannot be read or parsed now."""
-        self._path, self._default_slots = path, default_slots
+    def __init__(
+        self, path: Path | str, *, default_slots: int = 1, timeout: float | None = None
+    ) -> None:
+        """Raises UsageError if the file cannot be read or parsed now; `timeout` is not needed."""
+        self._path, self._default_slots, self._timeout = Path(path), default_slots, timeout
         self._cancelled = threading.Event()
         self._text = ""
         try:
@@ -109,14 +111,19 @@ class HostfileDiscovery:
 class ScriptDiscovery:
     """A program of the user's that prints one host a line (contract as in horovodrun)."""
 
-    def __init__(self, path: Path, *, timeout: float, default_slots: int = 1) -> None:
-        """Raises UsageError where the file is no program that can be run."""
-        self._path = path.absolute()  # a later change of the working folder changes nothing
+    def __init__(self, path: Path | str, *, timeout: float, default_slots: int = 1) -> None:
+        """Raises UsageError if the file is no program that can be run."""
+        self._path = Path(path).absolute()  # a later change of the working folder changes nothing
         self._default_slots = default_slots
-        if not self._path.is_file():
-            raise UsageError(f"discovery script {path} does not exist or is not a file")
-        if not os.access(self._path, os.X_OK):
-            raise UsageError(f"discovery script {path} is not executable; try: chmod +x {path}")
+        if not self._path.exists():
+            raise UsageError(f"the discovery script {path} does not exist")
+        if self._path.is_dir():
+            raise UsageError(f"the discovery script {path} is a folder, not a file")
+        if not os.access(self._path, os.R_OK | os.X_OK):
+            raise UsageError(
+                f"the discovery script {path} is not executable; try chmod +x, and check that its "
+                "first line names its interpreter (#!/bin/sh)"
+            )
         self._probe = ScriptProbe(self._path, timeout=timeout, max_output=MAX_TEXT_BYTES)
 
     def find(self) -> Hosts:

@@ -18,7 +18,7 @@ _REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?\Z")
 _GPUS = re.compile(r"(?:[^:,()]+:)*([0-9]{1,6})(?:\([^)]*\))?\Z")
 
 
-class Allocation(Struct, frozen=True, kw_only=True):
+class SlurmAllocation(Struct, frozen=True, kw_only=True):
     """A Slurm job's nodes."""
 
     job_id: str
@@ -54,7 +54,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
         return tuple((node, share) for node in self.nodes)
 
 
-def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
+def read_allocation(environ: Mapping[str, str]) -> SlurmAllocation | None:
     """The allocation these variables describe, None where there is none.
 
     Raises UsageError where they make no sense.
@@ -68,7 +68,7 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
     nodes = tuple(name for name, _ in parse_hosts(nodelist, source="SLURM_JOB_NODELIST"))
     cpus = _for_each_node(environ, "SLURM_JOB_CPUS_PER_NODE", nodes)
     asked = "SLURM_NTASKS" in environ or "SLURM_NTASKS_PER_NODE" in environ
-    return Allocation(
+    return SlurmAllocation(
         job_id=job_id,
         nodes=nodes,
         # Without a wish for tasks Slurm counts one for each CPU, or one for each node.

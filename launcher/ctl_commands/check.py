@@ -17,12 +17,14 @@ from elastic_driver.policies.nodecheck.history import CheckHistory
 from elastic_driver.runtime.check_history import CheckHistoryFile
 from elastic_driver.runtime.host_lists import parse_hosts
 from elastic_driver.runtime.run_dir import RunDir
-from launcher.commandline.values import CommandLine, resolve, split
 from launcher.job import collect_facts
-from launcher.options import HELP, NETWORK_CHECK
+from launcher.options.table import HELP, NETWORK_CHECK
+from launcher.options.values import CommandLine, resolve, split
+from launcher.plan.hosts import JoinedHosts
 from launcher.plan.launch import make_plan
 from launcher.submit import nodecheck
-from launcher.submit.submit import backend_maker, bound_job, make_discovery
+from launcher.submit.discovery import make_discovery
+from launcher.submit.submit import backend_maker, bound_job
 
 _HISTORY = "--history"
 _HELP = """\
@@ -65,7 +67,7 @@ def check(words: list[str]) -> int:
     # The rest of a plan needs a command; it is not run.
     line = resolve([*options, NETWORK_CHECK.long, *named, "--", "true"], os.environ)
     plan = make_plan(line, collect_facts(line, os.environ))
-    if plan.node_check is None:
+    if plan.node_check is None or isinstance(plan.hosts, JoinedHosts):
         raise AssertionError("--network-check was given")
     discovery = make_discovery(plan.hosts)
     found = discovery.find()

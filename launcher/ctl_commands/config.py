@@ -9,9 +9,9 @@ import os
 from collections.abc import Sequence
 
 from elastic_driver.errors import UsageError
-from launcher.commandline.values import resolve
 from launcher.ctl_commands.show import table
-from launcher.options import OPTIONS
+from launcher.options.table import OPTIONS
+from launcher.options.values import resolve
 
 _USAGE = "usage: elasticctl config show [OPTIONS of elasticrun]"
 

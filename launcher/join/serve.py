@@ -18,7 +18,7 @@ from launcher.backends.local import LocalBackend
 from launcher.build_info import version
 from launcher.join.find_server import bind_address, own_address
 from launcher.join.secret import of_server
-from launcher.plan.joined import JoinedHosts
+from launcher.plan.hosts import JoinedHosts
 from launcher.plan.launch import LaunchPlan
 from launcher.submit.submit import run_driver
 
@@ -36,7 +36,7 @@ def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
         reserved=frozenset(own),
     )
     nodes = JoinedNodes(rules, of_server(hosts.token_file, hosts.run_id))
-    bound = bind_address(plan.bind[0])
+    bound = bind_address(plan.driver.bind_host)
 
     def starter(endpoint: str, token_file: Path) -> Backend:
         nodes.open(token_file)

@@ -1,8 +1,8 @@
-"""How the value of one option is read: words in, a typed value out.
+"""Readers for the values of options: words in, a typed value out.
 
-A `Kind` serves the command line, the environment and the configuration file alike, so a value
+A `ValueKind` serves the command line, the environment and the configuration file alike, so a value
 means the same wherever it stands. Readers are pure and raise `ValueError` with a phrase that
-completes "--option …"; `launcher.commandline.values` adds which option and where it stood.
+completes "--option …"; `launcher.options.values` adds which option and where it stood.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 from elastic_driver.settings import TfRoles
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Words = tuple[str, ...]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -28,8 +29,8 @@ _TF_MOST = {"chief": 1, "worker": 10**9, "ps": 10**9, "evaluator": 1}
 
 
 @dataclass(frozen=True)
-class Kind(Generic[T]):
-    """What a value looks like and how it is read.
+class ValueKind(Generic[T_co]):
+    """A form of value, and its reader.
 
     Attributes:
         read: turns the words of the option into its value.
@@ -38,25 +39,25 @@ class Kind(Generic[T]):
         repeat: every occurrence adds its words; otherwise the last one wins.
     """
 
-    read: Callable[[Words], T]
+    read: Callable[[Words], T_co]
     metavar: str
     words: int = 1
     repeat: bool = False
 
 
-def _one(read: Callable[[str], T], metavar: str) -> Kind[T]:
+def _one(read: Callable[[str], T], metavar: str) -> ValueKind[T]:
     def first(words: Words) -> T:
         if len(words) != 1:
             raise ValueError(f"takes one value, got {' '.join(words)!r}")
         return read(words[0])
 
-    return Kind(first, metavar)
+    return ValueKind(first, metavar)
 
 
 # ---- kinds -------------------------------------------------------------------------------
 
 
-def flag() -> Kind[bool]:
+def flag() -> ValueKind[bool]:
     """A switch; in the environment and in files: 1/true/yes/on or 0/false/no/off."""
 
     def read(words: Words) -> bool:
@@ -65,10 +66,10 @@ def flag() -> Kind[bool]:
             raise ValueError(f"is a switch: true or false, got {words[-1]!r}")
         return text in _TRUE
 
-    return Kind(read, "", words=0)
+    return ValueKind(read, "", words=0)
 
 
-def text(metavar: str) -> Kind[str]:
+def text(metavar: str) -> ValueKind[str]:
     """Any text that is not empty."""
 
     def read(word: str) -> str:
@@ -79,12 +80,12 @@ def text(metavar: str) -> Kind[str]:
     return _one(read, metavar)
 
 
-def whole(metavar: str = "N", least: int = 0) -> Kind[int]:
+def whole(metavar: str = "N", least: int = 0) -> ValueKind[int]:
     """A whole number of at least `least`."""
     return _one(lambda word: _whole(word, least), metavar)
 
 
-def whole_or(word_for_none: str) -> Kind[int | None]:
+def whole_or(word_for_none: str) -> ValueKind[int | None]:
     """A whole number from 0, or a word that leaves the choice to us (None)."""
 
     def read(word: str) -> int | None:
@@ -93,12 +94,12 @@ def whole_or(word_for_none: str) -> Kind[int | None]:
     return _one(read, f"N|{word_for_none}")
 
 
-def seconds(*, positive: bool = True) -> Kind[float]:
+def seconds(*, positive: bool = True) -> ValueKind[float]:
     """A duration in seconds."""
     return _one(lambda word: _seconds(word, positive=positive), "SECONDS")
 
 
-def seconds_range() -> Kind[tuple[float, float]]:
+def seconds_range() -> ValueKind[tuple[float, float]]:
     """Two durations, the second one not shorter than the first."""
 
     def read(words: Words) -> tuple[float, float]:
@@ -109,10 +110,10 @@ def seconds_range() -> Kind[tuple[float, float]]:
             raise ValueError(f"needs MIN <= MAX, got {low:g} {high:g}")
         return low, high
 
-    return Kind(read, "MIN MAX", words=2)
+    return ValueKind(read, "MIN MAX", words=2)
 
 
-def choice(*names: str) -> Kind[str]:
+def choice(*names: str) -> ValueKind[str]:
     """One of a few names."""
 
     def read(word: str) -> str:
@@ -123,7 +124,7 @@ def choice(*names: str) -> Kind[str]:
     return _one(read, "|".join(names))
 
 
-def node_range() -> Kind[tuple[int, int]]:
+def node_range() -> ValueKind[tuple[int, int]]:
     """`MIN:MAX`, or `N` for both (torchrun's --nnodes)."""
 
     def read(word: str) -> tuple[int, int]:
@@ -138,7 +139,7 @@ def node_range() -> Kind[tuple[int, int]]:
     return _one(read, "MIN[:MAX]")
 
 
-def node_workers() -> Kind[int | str]:
+def node_workers() -> ValueKind[int | str]:
     """A number of workers, or what to count: auto, cpu, gpu (torchrun's --nproc-per-node)."""
 
     def read(word: str) -> int | str:
@@ -147,7 +148,7 @@ def node_workers() -> Kind[int | str]:
     return _one(read, "N|auto|cpu|gpu")
 
 
-def endpoint() -> Kind[tuple[str, int]]:
+def endpoint() -> ValueKind[tuple[str, int]]:
     """`HOST:PORT` or `HOST` (port 0: any free one); IPv6 in brackets."""
 
     def read(word: str) -> tuple[str, int]:
@@ -159,7 +160,7 @@ def endpoint() -> Kind[tuple[str, int]]:
     return _one(read, "HOST:PORT")
 
 
-def variables() -> Kind[tuple[tuple[str, str | None], ...]]:
+def variables() -> ValueKind[tuple[tuple[str, str | None], ...]]:
     """`NAME=VALUE`, or `NAME` (None: its value here), as often as wanted; the last one counts."""
 
     def read(words: Words) -> tuple[tuple[str, str | None], ...]:
@@ -171,10 +172,10 @@ def variables() -> Kind[tuple[tuple[str, str | None], ...]]:
             found[name] = value if equals else None
         return tuple(found.items())
 
-    return Kind(read, "NAME[=VALUE]", repeat=True)
+    return ValueKind(read, "NAME[=VALUE]", repeat=True)
 
 
-def numbers(metavar: str) -> Kind[tuple[int, ...]]:
+def numbers(metavar: str) -> ValueKind[tuple[int, ...]]:
     """Whole numbers with commas between them."""
 
     def read(word: str) -> tuple[int, ...]:
@@ -183,7 +184,7 @@ def numbers(metavar: str) -> Kind[tuple[int, ...]]:
     return _one(read, metavar)
 
 
-def names(metavar: str) -> Kind[tuple[str, ...]]:
+def names(metavar: str) -> ValueKind[tuple[str, ...]]:
     """Names with commas between them."""
 
     def read(word: str) -> tuple[str, ...]:
@@ -195,7 +196,7 @@ def names(metavar: str) -> Kind[tuple[str, ...]]:
     return _one(read, metavar)
 
 
-def streams() -> Kind[str]:
+def streams() -> ValueKind[str]:
     """Which of stdout (1) and stderr (2): 0 to 3, or per local rank `0:1,1:3` (torchrun's form)."""
 
     def read(word: str) -> str:
@@ -208,7 +209,7 @@ def streams() -> Kind[str]:
     return _one(read, "0-3")
 
 
-def tf_roles() -> Kind[TfRoles]:
+def tf_roles() -> ValueKind[TfRoles]:
     """`chief=1,ps=2,worker=*,evaluator=1`: TensorFlow roles; `worker=*` is added if not there."""
 
     def read(word: str) -> TfRoles:

@@ -1,50 +1,50 @@
-"""What a command line amounts to: settings, workers' command, hosts. Pure; nothing is started.
+"""From the values of the options and the facts of this machine to a plan. Pure.
 
-`launcher.job` collects the facts of this machine, calls `make_plan`, and carries the plan out,
-or prints `LaunchPlan.render()` for --dry-run. A plan holds no secret: the values of `--env` are
-in the job's specification, and are not rendered.
+`launcher.job` collects the facts, calls `make_plan`, and carries the plan out or prints
+`LaunchPlan.render()` for --dry-run. The values of `--env` are in the job's specification, and are
+not rendered: they may be secrets.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import BackendJob
-from elastic_driver.runtime.host_lists import Hosts, parse_host_lines, parse_hosts
+from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.settings import Settings
-from launcher import options as o
-from launcher.backends.slurm_allocation import Allocation
-from launcher.commandline.values import CommandLine, Values
-from launcher.plan.forwarded import forwarded
-from launcher.plan.joined import JoinedHosts, joined_hosts, joining_note
-from launcher.plan.placing import (
+from launcher.backends.slurm_allocation import SlurmAllocation
+from launcher.options import table as o
+from launcher.options.values import CommandLine, OptionValues
+from launcher.plan.hosts import (
+    THIS_MACHINE,
+    FixedHosts,
+    HostSource,
+    JoinedHosts,
     check_alone,
     check_nodes,
     choose_allocation,
-    choose_host_option,
+    choose_hosts,
+    describe_hosts,
+    joined_hosts,
 )
 from launcher.plan.role import Serve
 from launcher.plan.sizes import (
+    JobSize,
     Machine,
-    Size,
-    Wish,
     bounds_of_hosts,
     decide_size,
     enough_hosts,
     read_wish,
     slots_of_a_host,
 )
-from launcher.plan.tensorflow import TF_PORTS, check_tf_roles, tf_roles, warm_processes
-
-THIS_MACHINE = "localhost"
+from launcher.plan.workers import check_tf_roles, forwarded, job_spec, tf_roles, worker_command
 
 
 class Facts(Struct, frozen=True):
@@ -55,42 +55,15 @@ class Facts(Struct, frozen=True):
     cwd: str
     python: str  # the interpreter that runs `script.py` and `-m module`
     machine: Machine
-    hostfile_text: str | None = None  # what stands in --hostfile, where one is given
+    hostfile_text: str | None = None  # the text of the hostfile, if one is given
     environ: dict[str, str] = {}
-    ranks: Hosts | None = None  # where mpirun has started us, a slot for each rank
+    ranks: Hosts | None = None  # if mpirun has started us: a slot for each rank
     role: Serve | None = None  # this node serves a job whose nodes join by themselves
-    name: str = THIS_MACHINE  # what it is called among them
-
-
-class FixedHosts(Struct, frozen=True):
-    """These hosts for the whole job, or as long as the Slurm job `allocation` has them."""
-
-    hosts: Hosts
-    source: str
-    allocation: str | None = None
-
-
-class FileHosts(Struct, frozen=True):
-    """A hostfile that is read again when it changes; `hosts` is what it says now."""
-
-    path: str
-    default_slots: int
-    hosts: Hosts
-
-
-class ScriptHosts(Struct, frozen=True):
-    """A program that prints the hosts there are."""
-
-    path: str
-    default_slots: int
-    timeout: float
-
-
-HostSource: TypeAlias = FixedHosts | FileHosts | ScriptHosts | JoinedHosts
+    name: str = THIS_MACHINE  # this node's name among them
 
 
 class NodeCheckPlan(Struct, frozen=True):
-    """How the nodes are to be checked before the job starts."""
+    """How the nodes are checked before the job starts."""
 
     performance: bool  # show bandwidth and latency
     stragglers: bool  # look for slow nodes
@@ -99,7 +72,7 @@ class NodeCheckPlan(Struct, frozen=True):
     every_slot: bool  # a process for each slot (a GPU each), not one for each host
 
     def describe(self) -> str:
-        """What is checked, in words."""
+        """Return what is checked, in words."""
         slow = "excluded" if self.exclude_stragglers else "named"
         return f"faulty hosts are excluded{f', slow ones {slow}' if self.stragglers else ''}"
 
@@ -109,53 +82,38 @@ class LaunchPlan(Struct, frozen=True):
 
     settings: Settings
     spec: JobSpec
+    driver: DriverOptions  # `bind_host` may still be a name
     hosts: HostSource
-    discovery_interval: float  # seconds
     backend: str
-    bind: tuple[str, int]  # where the rendezvous listens; port 0: any free one
+    agents: BackendJob  # what the backend is told, as far as the options say it
     state_dir: str
     verbosity: int  # -1 quiet, 0, 1 verbose
     log_format: str
-    debug: bool
-    ssh_port: int | None = None
-    ssh_identity_file: str | None = None
     node_check: NodeCheckPlan | None = None  # None: none was asked for
-    allocation: Allocation | None = None  # Slurm's, that the agents are started in
     forwarded: tuple[str, ...] = ()  # variables of this shell that other hosts' workers get
-    interfaces: tuple[str, ...] = ()  # that the workers and the rendezvous are to use
+    interfaces: tuple[str, ...] = ()  # for the workers and the rendezvous
     notes: tuple[str, ...] = ()
     origins: tuple[tuple[str, str, str], ...] = ()  # (option, value, who said so)
 
     def backend_job(self, environ: Mapping[str, str], hosts: Hosts = ()) -> BackendJob:
-        """Return what a backend is told, as far as it is known before the rendezvous is up."""
-        return BackendJob(
-            cwd=self.spec.cwd,
-            hosts=hosts,
-            grows=isinstance(self.hosts, ScriptHosts),
-            environ=environ,
-            heartbeat_timeout=self.settings.heartbeat_timeout,
-            ssh_port=self.ssh_port,
-            ssh_identity_file=self.ssh_identity_file,
-            allocation=None if self.allocation is None else self.allocation.job_id,
-        )
+        """Return what a backend is told before the rendezvous is up."""
+        return replace(self.agents, environ=environ, hosts=hosts)
 
     def render(self, *, origins: bool = False, agents: Sequence[tuple[str, str]] = ()) -> str:
         """Return the plan for people, one thing a line.
 
         With `origins` also who set which option; `agents`: what would run on which host.
         """
-        s, spec = self.settings, self.spec
+        s, spec, driver = self.settings, self.spec, self.driver
         most = "any number" if s.max_np is None else str(s.max_np)
-        bind = (
-            f"{self.bind[0]}:{self.bind[1]}" if self.bind[1] else f"{self.bind[0]}, any free port"
-        )
+        port = f":{driver.bind_port}" if driver.bind_port else ", any free port"
         lines = [
             ("command", shlex.join(spec.command)),
             ("in", spec.cwd),
             ("hosts", describe_hosts(self.hosts)),
             ("workers", f"start with {s.start_np}, go on with {s.min_np} or more, at most {most}"),
             ("backend", self.backend),
-            ("rendezvous", bind),
+            ("rendezvous", f"{driver.bind_host}{port}"),
             ("events", f"{self.state_dir}/{spec.run_id}/events.jsonl"),
             ("logs", spec.log_dir or "terminal only"),
         ]
@@ -168,213 +126,124 @@ class LaunchPlan(Struct, frozen=True):
                 lines.append((label, " ".join(names)))
         lines += [("note", note) for note in self.notes]
         if origins:
-            lines += [
-                ("set", f"{name} {value}  ({source})") for name, value, source in self.origins
-            ]
+            lines += [("set", f"{name} {value}  ({who})") for name, value, who in self.origins]
         return "\n".join(f"{label:<11} {text}" for label, text in lines)
 
 
 def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
-    """The plan for a command line.
+    """Return the plan for a command line.
 
     Raises:
         UsageError: options contradict each other, or there is no command (exit 64).
         ClusterError: the hosts listed can never be enough (exit 75).
     """
-    values = line.values
+    values, role = line.values, facts.role
     if values[o.QUIET] and values[o.VERBOSE]:
         raise UsageError("-q and -v contradict each other; keep one of them")
     allocation = None
-    if facts.role is None:
+    if role is None:
         check_alone(values, facts.environ)
         allocation = choose_allocation(values, facts.environ)
     machine = facts.machine if allocation is None else _node(allocation, facts.machine)
-    slots = slots_of_a_host(values, machine)
-    wish = read_wish(values, slots)
-    hosts: HostSource
-    if facts.role is not None:
-        hosts = joined_hosts(values, facts.name, facts.role, slots)
-        if slots is None and not facts.role.own and values.level(o.NNODES):
-            wish = replace(wish, most=None)  # nodes say how many workers they have
-    else:
-        hosts = _choose_hosts(values, facts, slots, wish, allocation)
-    capacity = None
-    if isinstance(hosts, FixedHosts | FileHosts):
-        capacity = sum(n for _, n in hosts.hosts)
-        if allocation is not None:
-            check_nodes(allocation, hosts.hosts, source_of(hosts))
-    size = decide_size(wish, capacity, describe_hosts(hosts))
-    settings = _settings(values, size, fixed_hosts=isinstance(hosts, FixedHosts))
-    if isinstance(hosts, FixedHosts):
-        enough_hosts(settings, sum(1 for _, n in hosts.hosts if n), describe_hosts(hosts))
-    check_tf_roles(settings)
-    interfaces = values[o.NETWORK_INTERFACES]
+    hosts, size = _hosts_and_size(values, facts, slots_of_a_host(values, machine), allocation)
+    settings = _settings(values, size, hosts)
     backend = "slurm" if allocation is not None else _backend(values, hosts)
     passed_on = {} if backend in ("local", "join") else forwarded(facts.environ)
-    spec, unset = _spec(values, settings, facts, worker_command(line.command, facts.python))
+    spec, unset = job_spec(
+        values,
+        settings,
+        run_id=facts.run_id,
+        command=worker_command(line.command, facts.python),
+        cwd=facts.cwd,
+        environ=facts.environ,
+    )
+    interfaces = values[o.NETWORK_INTERFACES]
+    notes = (*line.warnings, size.note, *unset, getattr(hosts, "note", ""))
     return LaunchPlan(
         settings=settings,
         spec=replace(spec, env={**passed_on, **spec.env}),
+        driver=_driver_options(values, role),
         hosts=hosts,
-        # Nodes that join are told of; whoever asks for them waits until there is news.
-        discovery_interval=0.0 if facts.role else values[o.DISCOVERY_INTERVAL],
         backend=backend,
-        allocation=allocation,
+        agents=BackendJob(
+            cwd=facts.cwd,
+            grows=hosts.hosts is None,
+            allocation=None if allocation is None else allocation.job_id,
+            **values.fields("backend"),
+        ),
         forwarded=tuple(name for name in passed_on if name not in spec.env),
-        ssh_port=values[o.SSH_PORT],
-        ssh_identity_file=values[o.SSH_IDENTITY_FILE],
         node_check=_node_check(values, machine),
         interfaces=() if interfaces is None else interfaces,
-        bind=(facts.role.host, facts.role.port) if facts.role else values[o.RDZV_ENDPOINT],
         state_dir=facts.state_dir,
         verbosity=values[o.VERBOSE] - values[o.QUIET],
         log_format=values[o.LOG_FORMAT],
-        debug=values[o.DEBUG],
-        notes=tuple(filter(None, (*line.warnings, size.note, *unset, joining_note(hosts)))),
+        notes=tuple(filter(None, notes)),
         origins=values.origins(),
     )
-
-
-def worker_command(command: tuple[str, ...], python: str) -> tuple[str, ...]:
-    """argv of a worker: scripts and modules by `python`, everything else as it stands."""
-    if not command:
-        raise UsageError("no command to run; say elasticrun [OPTIONS] -- script.py [ARGS…]")
-    if command[0] == "-m":
-        if len(command) == 1:
-            raise UsageError("-m needs the name of a module: elasticrun [OPTIONS] -m MODULE")
-        return (python, *command)
-    if not command[0]:
-        raise UsageError("the command is an empty word; is a shell variable not set?")
-    return (python, *command) if command[0].endswith(".py") else command
-
-
-def describe_hosts(hosts: HostSource) -> str:
-    """The hosts in words."""
-    if isinstance(hosts, ScriptHosts):
-        return f"found by {hosts.path}"
-    if isinstance(hosts, JoinedHosts):
-        return hosts.describe()
-    shown = ", ".join(f"{host}:{slots}" for host, slots in hosts.hosts[:8])
-    more = f" and {len(hosts.hosts) - 8} more" if len(hosts.hosts) > 8 else ""
-    return f"{shown}{more} ({source_of(hosts)})"
-
-
-def source_of(hosts: FixedHosts | FileHosts) -> str:
-    """Who names these hosts."""
-    return hosts.source if isinstance(hosts, FixedHosts) else hosts.path
 
 
 # ---- parts -------------------------------------------------------------------------------
 
 
-def _node(allocation: Allocation, here: Machine) -> Machine:
-    """What a node of the allocation has; this machine may be the one people log in on."""
+def _node(allocation: SlurmAllocation, here: Machine) -> Machine:
+    """Return what a node of the allocation has; this machine may be a login node."""
     return Machine(cpus=allocation.cpus or here.cpus, gpus=allocation.gpus)
 
 
-def _choose_hosts(
-    values: Values, facts: Facts, slots: int | None, wish: Wish, allocation: Allocation | None
-) -> HostSource:
-    """Where the option that counts says, else the allocation's nodes, else this machine."""
-    wanted = wish.most or wish.asked or wish.least
-    chosen = choose_host_option(values)
-    if chosen is None and facts.ranks is not None:
-        return FixedHosts(facts.ranks, "the ranks of mpirun")
-    if chosen is None and allocation is not None:
-        return FixedHosts(allocation.hosts(slots, wanted), allocation.source, allocation.job_id)
-    if chosen is o.HOST_DISCOVERY_SCRIPT:
-        return ScriptHosts(
-            path=str(values[o.HOST_DISCOVERY_SCRIPT]),
-            default_slots=slots or 1,
-            timeout=values[o.DISCOVERY_TIMEOUT],
+def _hosts_and_size(
+    values: OptionValues, facts: Facts, slots: int | None, allocation: SlurmAllocation | None
+) -> tuple[HostSource, JobSize]:
+    """Return where the job runs and with how many workers."""
+    wish, role = read_wish(values, slots), facts.role
+    hosts: HostSource
+    if role is not None:
+        hosts = joined_hosts(values, facts.name, role, slots)
+        if slots is None and not role.own and values.level(o.NNODES):
+            wish = replace(wish, most=None)  # nodes say how many workers they have
+    else:
+        hosts = choose_hosts(
+            values,
+            slots=slots,
+            wanted=wish.most or wish.asked or wish.least,
+            hostfile_text=facts.hostfile_text,
+            ranks=facts.ranks,
+            allocation=allocation,
         )
-    if chosen is o.HOSTS_LIST:
-        text = str(values[o.HOSTS_LIST])
-        return FixedHosts(parse_hosts(text, default_slots=slots or 1), "--hosts")
-    if chosen is o.HOSTFILE:
-        path = str(values[o.HOSTFILE])
-        text = facts.hostfile_text or ""
-        found = parse_host_lines(text, default_slots=slots or 1, source=path)
-        return FileHosts(path, slots or 1, found)
-    here = slots or wanted or 1
-    return FixedHosts(((THIS_MACHINE, here),), "this machine")
+    capacity = None
+    if not isinstance(hosts, JoinedHosts) and hosts.hosts is not None:
+        capacity = sum(n for _, n in hosts.hosts)
+        if allocation is not None:
+            check_nodes(allocation, hosts.hosts, hosts.source)
+    return hosts, decide_size(wish, capacity, describe_hosts(hosts))
 
 
-def _settings(values: Values, size: Size, *, fixed_hosts: bool) -> Settings:
+def _settings(values: OptionValues, size: JobSize, hosts: HostSource) -> Settings:
     least_hosts, most_hosts = bounds_of_hosts(values)
-    return Settings(
-        fixed_hosts=fixed_hosts,
+    settings = Settings(
+        fixed_hosts=isinstance(hosts, FixedHosts),
         start_np=size.start_np,
         min_np=size.min_np,
         max_np=size.max_np,
         start_min_np=size.start_min_np,
-        node_unit=values[o.NODE_UNIT],
         min_hosts=least_hosts,
         max_hosts=most_hosts,
-        reset_limit=values[o.RESET_LIMIT],
-        max_restarts=values[o.MAX_RESTARTS],
-        fruitless_restarts=values[o.FRUITLESS_RESTARTS],
-        host_failures=values[o.HOST_FAILURES],
-        host_failure_window=values[o.HOST_FAILURE_WINDOW],
-        blacklist_cooldown=values[o.BLACKLIST_COOLDOWN_RANGE],
-        elastic_timeout=values[o.ELASTIC_TIMEOUT],
-        start_timeout=values[o.START_TIMEOUT],
-        heartbeat_timeout=values[o.HEARTBEAT_TIMEOUT],
-        hang_timeout=values[o.HANG_TIMEOUT],
-        grace_period=values[o.GRACE_PERIOD],
-        stop_grace=values[o.STOP_GRACE],
-        last_call=values[o.LAST_CALL],
         tf_roles=tf_roles(values),
-        replace_slow=values[o.REPLACE_SLOW],
+        **values.fields("settings"),
     )
+    if isinstance(hosts, FixedHosts):
+        enough_hosts(settings, sum(1 for _, n in hosts.hosts if n), describe_hosts(hosts))
+    check_tf_roles(settings)
+    return settings
 
 
-def _spec(
-    values: Values, settings: Settings, facts: Facts, command: tuple[str, ...]
-) -> tuple[JobSpec, list[str]]:
-    """What the workers run, and remarks on variables that are not set."""
-    given = {
-        name: facts.environ.get(name, value) if value is None else value
-        for name, value in values[o.ENV]
-    }
-    unset = [
-        f"-x {name}: it is not set here, and is not passed on"
-        for name, value in given.items()
-        if value is None
-    ]
-    env = {name: value for name, value in given.items() if value is not None}
-    interfaces = values[o.NETWORK_INTERFACES]
-    if interfaces:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            env.setdefault(name, ",".join(interfaces))
-    virtual = values[o.VIRTUAL_WORKERS] or settings.max_np
-    if virtual is not None:
-        env[contract.VIRTUAL_WORKERS] = str(virtual)
-    if values[o.BALANCE]:
-        env[contract.BALANCE] = "1"
-    spec = JobSpec(
-        run_id=facts.run_id,
-        command=command,
-        cwd=facts.cwd,
-        env=env,
-        heartbeat_timeout=settings.heartbeat_timeout,
-        grace_period=settings.stop_grace,
-        max_restarts=settings.max_restarts or 0,
-        log_dir=values[o.LOG_DIR],
-        redirects=values[o.REDIRECTS],
-        tee=values[o.TEE],
-        local_ranks_filter=values[o.LOCAL_RANKS_FILTER],
-        timestamp=values[o.PREFIX_OUTPUT_WITH_TIMESTAMP],
-        warm=warm_processes(values),
-        preload=values[o.PRELOAD],
-        hang_timeout=settings.hang_timeout,
-        leave_notice=settings.grace_period,
-        slot_ports=0 if settings.tf_roles is None else TF_PORTS,
-    )
-    return spec, unset
+def _driver_options(values: OptionValues, role: Serve | None) -> DriverOptions:
+    host, port = (role.host, role.port) if role else values[o.RDZV_ENDPOINT]
+    options = DriverOptions(bind_host=host, bind_port=port, **values.fields("driver"))
+    # Nodes that join are reported at once: a question for hosts waits until there is news.
+    return replace(options, discovery_interval=0.0) if role else options
 
 
-def _node_check(values: Values, machine: Machine) -> NodeCheckPlan | None:
+def _node_check(values: OptionValues, machine: Machine) -> NodeCheckPlan | None:
     """Each of the four flags asks for the check; the later ones for more of it."""
     exclude = values[o.EXCLUDE_STRAGGLER]
     slow = values[o.STRAGGLER_DETECTION] or exclude
@@ -390,7 +259,7 @@ def _node_check(values: Values, machine: Machine) -> NodeCheckPlan | None:
     )
 
 
-def _backend(values: Values, hosts: HostSource) -> str:
+def _backend(values: OptionValues, hosts: HostSource) -> str:
     wanted = values[o.BACKEND]
     if isinstance(hosts, JoinedHosts):
         if wanted != "auto":

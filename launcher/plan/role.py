@@ -1,9 +1,9 @@
-"""What this node is in a job whose nodes start by themselves: it serves, joins, or neither.
+"""The role of this node in a job whose nodes start by themselves: it serves, joins, or neither.
 
-Pure: what has to be known of this machine is asked through `Look`. The spellings are our own
-(--serve, --join), and torchrun's: the same command with --rdzv-endpoint on every node, or
---node-rank, --master-addr and --master-port, or the variables that say the same (Kubeflow's
-PyTorchJob sets them, with WORLD_SIZE as the number of nodes).
+Pure: questions to this machine go through `Look`. The spellings are our own (--serve, --join) and
+torchrun's: the same command with --rdzv-endpoint on every node; or --node-rank, --master-addr and
+--master-port; or the variables that say the same (Kubeflow's PyTorchJob sets them, with WORLD_SIZE
+as the number of nodes).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from elastic_driver.errors import UsageError
-from launcher import options as o
-from launcher.commandline.values import Setting, Values
-from launcher.options import Option
+from launcher.options import table as o
+from launcher.options.record import Option
+from launcher.options.values import OptionValues, Setting
 
 RENDEZVOUS_PORT = 29400  # torchrun's default, and ours for --serve and --join
 MASTER_PORT = 29500  # torch's default for MASTER_PORT
@@ -40,23 +40,31 @@ class Join:
     port: int
 
 
+_HOST_OPTIONS: tuple[Option[Any], ...] = (
+    o.STANDALONE,
+    o.HOST_DISCOVERY,
+    o.HOST_DISCOVERY_SCRIPT,
+    o.HOSTS_LIST,
+    o.HOSTFILE,
+)
+
 Role: TypeAlias = Serve | Join | None
 
 
 @dataclass(frozen=True)
 class Look:
-    """What is asked of this machine."""
+    """Questions to this machine."""
 
     is_here: Callable[[str], bool]  # whether a host's name or address is this machine's
     can_bind: Callable[[str, int], bool]  # whether nobody listens at this port of it yet
 
 
-def decide_role(values: Values, environ: Mapping[str, str], look: Look) -> Role:
-    """The node's role; None: a job whose hosts, if any, are started from here.
+def decide_role(values: OptionValues, environ: Mapping[str, str], look: Look) -> Role:
+    """Return the node's role; None: a job whose hosts, if any, are started from here.
 
-    Raises UsageError where options contradict each other, or a variable makes no sense.
+    Raises UsageError if options contradict each other, or a variable makes no sense.
     """
-    hosts = _named_hosts(values)
+    hosts = host_options(values)
     if values[o.SERVE] or values[o.JOIN_AT] is not None:
         return _said(values, hosts)
     nodes = values[o.NNODES]
@@ -79,16 +87,16 @@ def decide_role(values: Values, environ: Mapping[str, str], look: Look) -> Role:
     return Join(host, port)
 
 
-def with_node_count(values: Values, environ: Mapping[str, str]) -> Values:
-    """The values with --nnodes as the environment says it, where nobody else sets the size.
+def with_node_count(values: OptionValues, environ: Mapping[str, str]) -> OptionValues:
+    """Return the values with --nnodes from the environment if nobody else sets the size.
 
-    Only where all that PyTorchJob sets is there, and this is no worker of another launcher.
+    Only if all that PyTorchJob sets is there, and this is no worker of another launcher.
     """
     sizes: tuple[Option[Any], ...] = (o.NNODES, o.NUM_PROC, o.MIN_NP, o.MAX_NP, o.STANDALONE)
     complete = "MASTER_ADDR" in environ and "WORLD_SIZE" in environ
     if not complete or any(map(values.level, sizes)) or _rank(environ) is None:
         return values
-    if values[o.SERVE] or values[o.JOIN_AT] is not None or _named_hosts(values):
+    if values[o.SERVE] or values[o.JOIN_AT] is not None or host_options(values):
         return values
     nodes = _number(environ, "WORLD_SIZE")
     if nodes < 2:
@@ -96,7 +104,7 @@ def with_node_count(values: Values, environ: Mapping[str, str]) -> Values:
     return values.replaced(o.NNODES, Setting((nodes, nodes), "WORLD_SIZE", 2))
 
 
-def _said(values: Values, hosts: list[Option[Any]]) -> Role:
+def _said(values: OptionValues, hosts: list[Option[Any]]) -> Role:
     if hosts:
         one = "--serve" if values[o.SERVE] else "--join"
         raise UsageError(f"{hosts[0].long} names hosts, and with {one} they join by themselves")
@@ -110,18 +118,15 @@ def _said(values: Values, hosts: list[Option[Any]]) -> Role:
     return Join(place[0], place[1] or RENDEZVOUS_PORT)
 
 
-def _named_hosts(values: Values) -> list[Option[Any]]:
-    kinds: tuple[Option[Any], ...] = (
-        o.STANDALONE,
-        o.HOST_DISCOVERY_SCRIPT,
-        o.HOSTS_LIST,
-        o.HOSTFILE,
-    )
-    return [option for option in kinds if values[option]]
+def host_options(values: OptionValues) -> list[Option[Any]]:
+    """Return the options that are given and say where to run."""
+    return [option for option in _HOST_OPTIONS if values[option]]
 
 
-def _master(values: Values, environ: Mapping[str, str], rank: int | None) -> tuple[str, int] | None:
-    """Where node 0 serves; None where nothing speaks of a node 0."""
+def _master(
+    values: OptionValues, environ: Mapping[str, str], rank: int | None
+) -> tuple[str, int] | None:
+    """Return where node 0 serves; None if nothing mentions a node 0."""
     host = values[o.MASTER_ADDR] or environ.get("MASTER_ADDR")
     if host is None:
         if values[o.NODE_RANK] is None or rank is None:
@@ -134,7 +139,7 @@ def _master(values: Values, environ: Mapping[str, str], rank: int | None) -> tup
 
 
 def _rank(environ: Mapping[str, str]) -> int | None:
-    """This node's number; RANK is a worker's where there is a LOCAL_RANK beside it."""
+    """Return this node's number; RANK is a worker's if there is a LOCAL_RANK beside it."""
     if "NODE_RANK" in environ:
         return _number(environ, "NODE_RANK")
     if "RANK" in environ and "LOCAL_RANK" not in environ:

@@ -18,8 +18,7 @@ from msgspec import Struct
 from elastic_driver.core.rules import units
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.settings import Settings
-from launcher.commandline.values import Values
-from launcher.options import (
+from launcher.options.table import (
     MAX_NP,
     MIN_NP,
     NNODES,
@@ -28,6 +27,7 @@ from launcher.options import (
     NUM_PROC,
     SLOTS_PER_HOST,
 )
+from launcher.options.values import OptionValues
 
 
 class Machine(Struct, frozen=True):
@@ -37,7 +37,7 @@ class Machine(Struct, frozen=True):
     gpus: int
 
 
-class Size(Struct, frozen=True):
+class JobSize(Struct, frozen=True):
     """The four numbers of `elastic_driver.settings.Settings`, and a remark for the user."""
 
     start_np: int
@@ -55,7 +55,7 @@ class Wish(Struct, frozen=True):
     most: int | None
 
 
-def slots_of_a_host(values: Values, machine: Machine) -> int | None:
+def slots_of_a_host(values: OptionValues, machine: Machine) -> int | None:
     """Slots of a host listed without a number; None where nothing was said.
 
     Raises UsageError for `--nproc-per-node gpu` where there is none.
@@ -75,7 +75,7 @@ def slots_of_a_host(values: Values, machine: Machine) -> int | None:
     return machine.cpus if workers == "cpu" else machine.gpus or machine.cpus
 
 
-def read_wish(values: Values, slots: int | None) -> Wish:
+def read_wish(values: OptionValues, slots: int | None) -> Wish:
     """Minimum, start and maximum as asked for; raises UsageError where they contradict."""
     nodes = values[NNODES]
     given = max((NUM_PROC, MIN_NP, MAX_NP), key=values.level)
@@ -95,7 +95,7 @@ def read_wish(values: Values, slots: int | None) -> Wish:
     return wish
 
 
-def bounds_of_hosts(values: Values) -> tuple[int, int | None]:
+def bounds_of_hosts(values: OptionValues) -> tuple[int, int | None]:
     """The fewest and the most hosts of a world (None: any number), by --nnodes and --node-unit.
 
     Raises UsageError where no number of hosts can be right.
@@ -124,7 +124,7 @@ def enough_hosts(settings: Settings, hosts: int, described: str) -> None:
         )
 
 
-def decide_size(wish: Wish, capacity: int | None, hosts: str) -> Size:
+def decide_size(wish: Wish, capacity: int | None, hosts: str) -> JobSize:
     """The numbers the job runs by.
 
     Args:
@@ -138,7 +138,7 @@ def decide_size(wish: Wish, capacity: int | None, hosts: str) -> Size:
     least = wish.least or 1
     if capacity is None:
         start = wish.asked or least
-        return Size(start, least, wish.most, wish.least)
+        return JobSize(start, least, wish.most, wish.least)
     start = wish.asked or max(min(capacity, wish.most or capacity), least)
     needed = wish.least or start
     if capacity < needed:
@@ -148,6 +148,6 @@ def decide_size(wish: Wish, capacity: int | None, hosts: str) -> Size:
         )
     most = wish.most or wish.asked
     if start <= capacity:
-        return Size(start, least, most, wish.least)
+        return JobSize(start, least, most, wish.least)
     note = f"starting with {capacity} workers instead of {start}: {hosts} has no more slots"
-    return Size(capacity, least, most, wish.least, note)
+    return JobSize(capacity, least, most, wish.least, note)

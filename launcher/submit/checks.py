@@ -21,9 +21,10 @@ import psutil
 from elastic_driver.errors import UsageError
 from launcher.backends.registry import make_backend
 from launcher.own_packages import find_shadow
-from launcher.plan.joined import JoinedHosts
-from launcher.plan.launch import LaunchPlan, ScriptHosts
+from launcher.plan.hosts import DiscoveredHosts, JoinedHosts
+from launcher.plan.launch import LaunchPlan
 from launcher.plan.sizes import Machine
+from launcher.submit.discovery import make_discovery
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
@@ -63,11 +64,10 @@ def check_plan(plan: LaunchPlan, environ: Mapping[str, str], *, create: bool) ->
     worker_environ = {**environ, **spec.env}
     _check_command(spec.command, cwd, worker_environ)
     _check_shadows(spec.command, cwd, worker_environ)
-    if isinstance(plan.hosts, ScriptHosts):
-        _check_discovery_script(cwd / plan.hosts.path)
+    if isinstance(plan.hosts, DiscoveredHosts):
+        make_discovery(plan.hosts)
     if not isinstance(plan.hosts, JoinedHosts):
-        hosts = () if isinstance(plan.hosts, ScriptHosts) else plan.hosts.hosts
-        make_backend(plan.backend, plan.backend_job(environ)).check(hosts)
+        make_backend(plan.backend, plan.backend_job(environ)).check(plan.hosts.hosts or ())
     if spec.log_dir is not None:
         _check_log_dir(cwd / spec.log_dir, create=create)
     if plan.backend == "local":  # other hosts may have other ones
@@ -143,18 +143,6 @@ def _python_path(cwd: Path, environ: Mapping[str, str]) -> list[Path]:
 
 
 # ---- files and interfaces ----------------------------------------------------------------
-
-
-def _check_discovery_script(path: Path) -> None:
-    if not path.exists():
-        raise UsageError(f"the discovery script {path} does not exist")
-    if path.is_dir():
-        raise UsageError(f"the discovery script {path} is a folder")
-    if not os.access(path, os.R_OK | os.X_OK):
-        raise UsageError(
-            f"the discovery script {path} is not executable; try chmod +x, and check that its "
-            "first line names its interpreter (#!/bin/sh)"
-        )
 
 
 def _check_log_dir(path: Path, *, create: bool) -> None:

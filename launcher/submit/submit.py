@@ -19,30 +19,19 @@ from msgspec.structs import replace
 from elastic_driver.core.events import JobLeaving
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
 from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend
-from elastic_driver.runtime.discovery import (
-    FixedDiscovery,
-    HostDiscovery,
-    HostfileDiscovery,
-    ScriptDiscovery,
-)
+from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
-from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.backends.registry import make_backend
 from launcher.backends.slurm_nodes import AllocationDiscovery
-from launcher.plan.joined import JoinedHosts
-from launcher.plan.launch import (
-    FileHosts,
-    FixedHosts,
-    HostSource,
-    LaunchPlan,
-    ScriptHosts,
-)
+from launcher.plan.hosts import JoinedHosts
+from launcher.plan.launch import LaunchPlan
 from launcher.submit.bind_address import choose_bind_host
+from launcher.submit.discovery import make_discovery
 from launcher.submit.nodecheck import WithoutHosts, check_before_training
 from launcher.submit.signals import handled
 
@@ -58,6 +47,8 @@ _SIGNALS = {
 
 def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     """Run the job; returns its exit status. Raises ElasticError where it cannot be started."""
+    if isinstance(plan.hosts, JoinedHosts):
+        raise AssertionError("launcher.join.serve runs such a job")
     discovery = source = make_discovery(plan.hosts)
     hosts = hosts_now(plan, discovery)
     job = bound_job(plan, hosts)
@@ -114,12 +105,7 @@ def run_driver(
         starter=starter,
         run_dir=run_dir,
         reporter=reporter,
-        options=DriverOptions(
-            bind_host=bind_host,
-            bind_port=plan.bind[1],
-            discovery_interval=plan.discovery_interval,
-            debug=plan.debug,
-        ),
+        options=replace(plan.driver, bind_host=bind_host),
         checks=checks,
         joined=joined,
     )
@@ -135,7 +121,7 @@ def hosts_now(plan: LaunchPlan, discovery: HostDiscovery) -> Hosts:
 
     A discovery that fails now is no mistake: the driver asks again.
     """
-    if plan.backend == "local" and isinstance(plan.hosts, ScriptHosts):
+    if plan.backend == "local" and plan.hosts.hosts is None:
         return ()
     try:
         return discovery.find()
@@ -147,7 +133,9 @@ def bound_job(plan: LaunchPlan, hosts: Hosts) -> BackendJob:
     """Return what backends are told, once it is decided where the rendezvous listens."""
     job = plan.backend_job(os.environ, hosts)
     look_up = make_backend(plan.backend, job).look_up
-    return replace(job, bind_host=choose_bind_host(plan.bind[0], hosts, plan.interfaces, look_up))
+    return replace(
+        job, bind_host=choose_bind_host(plan.driver.bind_host, hosts, plan.interfaces, look_up)
+    )
 
 
 def backend_maker(name: str, job: BackendJob) -> MakeBackend:
@@ -169,7 +157,7 @@ def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> Launch
     settings = plan.settings
     slots = sum(n for host, n in hosts if host not in problems)
     least = settings.start_np if settings.start_min_np is None else settings.start_min_np
-    if slots < least and not isinstance(plan.hosts, ScriptHosts):
+    if slots < least and plan.hosts.hosts is not None:
         raise ClusterError(
             f"{len(problems)} of {len(hosts)} hosts failed the check, see above; {slots} slots are "
             f"left and {least} are needed: repair the hosts, or lower --min-np"
@@ -177,21 +165,6 @@ def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> Launch
     if slots < least:
         return plan  # the script may find others before --start-timeout is over
     return replace(plan, settings=replace(settings, start_np=min(settings.start_np, slots)))
-
-
-def make_discovery(hosts: HostSource) -> HostDiscovery:
-    """The plan's source of hosts as the driver asks it."""
-    match hosts:
-        case JoinedHosts():
-            raise AssertionError("launcher.join.serve runs such a job")
-        case ScriptHosts(path=path, timeout=timeout, default_slots=slots):
-            return ScriptDiscovery(Path(path), timeout=timeout, default_slots=slots)
-        case FileHosts(path=path, default_slots=slots):
-            return HostfileDiscovery(Path(path), default_slots=slots)
-        case FixedHosts(hosts=fixed, allocation=job_id):
-            if job_id is None:
-                return FixedDiscovery(fixed)
-            return AllocationDiscovery(job_id, fixed, os.environ)
 
 
 @contextlib.contextmanager

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher.backends.slurm_allocation import Allocation, read_allocation
+from launcher.backends.slurm_allocation import SlurmAllocation, read_allocation
 
 JOB = {"SLURM_JOB_ID": "17"}
 
 
-def allocation(**more: str) -> Allocation:
+def allocation(**more: str) -> SlurmAllocation:
     found = read_allocation({**JOB, "SLURM_JOB_NODELIST": "n[1-2]", **more})
     assert found is not None
     return found
@@ -38,7 +38,7 @@ def test_outside_of_an_allocation_there_is_none() -> None:
 
 def test_older_names_are_read_too() -> None:
     found = read_allocation({"SLURM_JOBID": "3", "SLURM_NODELIST": "a,b"})
-    assert found == Allocation(job_id="3", nodes=("a", "b"))
+    assert found == SlurmAllocation(job_id="3", nodes=("a", "b"))
 
 
 def test_tasks_are_counted_only_where_somebody_asked_for_them() -> None:

@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
-from launcher.commandline.values import resolve
-from launcher.plan.launch import (
-    Facts,
-    FileHosts,
-    FixedHosts,
-    LaunchPlan,
-    ScriptHosts,
-    make_plan,
-)
+from launcher.options.values import resolve
+from launcher.plan.hosts import DiscoveredHosts, FixedHosts
+from launcher.plan.launch import Facts, LaunchPlan, make_plan
 from launcher.plan.sizes import Machine
 
 SCRIPT = ("--host-discovery-script", "./find.sh")
@@ -148,14 +142,14 @@ def test_a_short_list_that_is_enough_for_the_minimum_starts_without_waiting() ->
 
 def test_a_hostfile_is_read_with_the_default_slots() -> None:
     made = plan("--hostfile", "hf", "--slots-per-host", "2", hostfile="a\nb slots=3 # big\n\n")
-    assert made.hosts == FileHosts("hf", 2, (("a", 2), ("b", 3)))
+    assert made.hosts == DiscoveredHosts("hostfile", "hf", 2, 30.0, (("a", 2), ("b", 3)))
     assert made.settings.start_np == 5
 
 
 def test_a_discovery_script_carries_its_interval_and_deadline() -> None:
     made = plan(*SCRIPT, "--discovery-interval", "0.5", "--discovery-timeout", "3", "--slots", "2")
-    assert made.hosts == ScriptHosts("./find.sh", 2, 3.0)
-    assert made.discovery_interval == 0.5
+    assert made.hosts == DiscoveredHosts("script", "./find.sh", 2, 3.0)
+    assert made.driver.discovery_interval == 0.5
 
 
 def test_of_two_sources_of_hosts_the_nearer_one_counts() -> None:
@@ -289,7 +283,7 @@ NODES = FixedHosts((("n1", 2), ("n2", 2)), "Slurm job 17", "17")
 def test_inside_an_allocation_its_nodes_are_the_hosts(argv: tuple[str, ...]) -> None:
     made = plan(*argv, **IN_SLURM)
     assert (made.hosts, made.backend) == (NODES, "slurm")
-    assert made.allocation is not None
+    assert made.agents.allocation == "17"
 
 
 @pytest.mark.parametrize(

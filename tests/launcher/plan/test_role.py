@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher.commandline.values import resolve
+from launcher.options.values import resolve
 from launcher.plan.role import Join, Look, Role, Serve, decide_role, with_node_count
 
 ALL = "0.0.0.0"  # noqa: S104 - nothing is bound

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_driver.core.tf_config import WORKERS_ONLY
 from elastic_driver.errors import UsageError
-from launcher.plan.tensorflow import TF_PORTS
+from launcher.plan.workers import TF_PORTS
 from tests.launcher.plan.test_launch import plan
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher.commandline.values import resolve
+from launcher.options.values import resolve
 from launcher.plan.launch import Facts, make_plan
 from launcher.plan.sizes import Machine
 from launcher.submit.checks import check_plan, read_hostfile, this_machine
@@ -33,7 +33,8 @@ def refused(folder: Path, *argv: str, create: bool = False, **environ: str) -> s
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print('hi')\n")
     (tmp_path / "find.sh").write_text("#!/bin/sh\necho localhost\n")
     (tmp_path / "find.sh").chmod(0o755)

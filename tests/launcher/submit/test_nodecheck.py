@@ -16,7 +16,7 @@ from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.node_checks import CheckSettings
 from launcher import cli, ctl
-from launcher.commandline.values import resolve
+from launcher.options.values import resolve
 from launcher.plan.launch import Facts, NodeCheckPlan, make_plan
 from launcher.plan.sizes import Machine
 from launcher.submit import nodecheck

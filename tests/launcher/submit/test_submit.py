@@ -14,9 +14,10 @@ import pytest
 from elastic_driver.core.events import JobLeaving
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.driver import ElasticDriver
-from launcher.plan.launch import FileHosts, FixedHosts, ScriptHosts
+from launcher.plan.hosts import DiscoveredHosts, FixedHosts
 from launcher.submit.bind_address import numeric_address
-from launcher.submit.submit import make_discovery, stop_on_signals
+from launcher.submit.discovery import make_discovery
+from launcher.submit.submit import stop_on_signals
 from tests.support.job import elasticrun
 
 
@@ -107,8 +108,8 @@ def test_each_source_of_hosts_becomes_its_discovery(
     (tmp_path / "hosts").write_text("localhost slots=3\n")
     sources = (
         FixedHosts((("localhost", 2),), "--hosts"),
-        FileHosts("hosts", 1, ()),
-        ScriptHosts("./find.sh", 4, 30.0),
+        DiscoveredHosts("hostfile", "hosts", 1, 30.0, ()),
+        DiscoveredHosts("script", "./find.sh", 4, 30.0),
     )
     found = [make_discovery(source).find() for source in sources]
     assert found == [(("localhost", 2),), (("localhost", 3),), (("localhost", 4),)]

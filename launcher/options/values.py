@@ -1,7 +1,8 @@
-"""Which value every option has, and who said so: flags > environment > file > defaults.
+"""The value of every option, and its source: flags > environment > file > defaults.
 
-`launcher.job` calls `resolve` once. Nothing here opens a file or starts anything except reading
-the configuration file that was named; every mistake is a `UsageError` of one line.
+`launcher.job` calls `resolve` once. Only the configuration file that was named is opened; every
+mistake is a `UsageError` of one line. The file is flat YAML, read as nodes and not as YAML's own
+types: each value is read like a word of the command line (to YAML 1.1 `1:4` is the number 64).
 """
 
 from __future__ import annotations
@@ -13,24 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import yaml
+
 from elastic_driver.errors import UsageError
-from launcher.commandline.configfile import FileEntry, read_config
-from launcher.options import (
-    CONFIG_FILE,
-    ENV,
-    FOREIGN,
-    NEEDLESS,
-    OPTIONS,
-    PET_OPTIONS,
-    Option,
-)
 from launcher.options.kinds import Words
+from launcher.options.record import Option
+from launcher.options.table import CONFIG_FILE, ENV, FOREIGN, NEEDLESS, OPTIONS, PET_OPTIONS
 
 T = TypeVar("T")
 
 Layer = dict[Option[Any], tuple[Words, str]]  # option → its words, and where they stand
 
 _PREFIX = "ELASTICRUN_"
+MAX_BYTES = 1 << 20  # of a configuration file
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class Setting:
     level: int = 0  # 0 default, 1 file, 2 environment, 3 command line
 
 
-class Values:
+class OptionValues:
     """The value of every option: `values[MIN_NP]`; `source(MIN_NP)` says who set it."""
 
     def __init__(self, settings: Mapping[Option[Any], Setting]) -> None:
@@ -50,6 +46,15 @@ class Values:
 
     def __getitem__(self, option: Option[T]) -> T:
         return cast("T", self._settings[option].value)
+
+    def fields(self, struct: str) -> dict[str, Any]:
+        """Return the fields of `struct` (such as "settings") that options fill, by name."""
+        return {
+            path.partition(".")[2]: self[option]
+            for option in OPTIONS
+            for path in option.fills
+            if path.startswith(f"{struct}.")
+        }
 
     def source(self, option: Option[Any]) -> str:
         """Where the option's value came from."""
@@ -59,9 +64,9 @@ class Values:
         """How much its source counts: 0 default, 1 file, 2 environment, 3 command line."""
         return self._settings[option].level
 
-    def replaced(self, option: Option[T], setting: Setting) -> Values:
+    def replaced(self, option: Option[T], setting: Setting) -> OptionValues:
         """The same values but for this one."""
-        return Values({**self._settings, option: setting})
+        return OptionValues({**self._settings, option: setting})
 
     def origins(self) -> tuple[tuple[str, str, str], ...]:
         """(option, value, source) of everything that was set, in the order of the table."""
@@ -76,7 +81,7 @@ class Values:
 class CommandLine:
     """What was asked for: the options, the command to run (may be empty), and remarks to make."""
 
-    values: Values
+    values: OptionValues
     command: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -99,7 +104,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     for level, layer in enumerate((from_file, from_environment, from_argv), start=1):
         for option, (words, source) in layer.items():
             settings[option] = Setting(_read(option, words, source), source, level)
-    return CommandLine(Values(settings), command, (*remarks, *warnings))
+    return CommandLine(OptionValues(settings), command, (*remarks, *warnings))
 
 
 # ---- argv --------------------------------------------------------------------------------
@@ -240,3 +245,65 @@ def _shown(option: Option[Any], value: Any) -> str:
     if isinstance(value, tuple):
         return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ---- the file ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One line of the file: `text` for a scalar; `words` for a list or a mapping."""
+
+    key: str
+    line: int
+    text: str
+    words: tuple[str, ...] | None
+
+
+def read_config(path: Path) -> list[FileEntry]:
+    """The entries of a file, in its order.
+
+    Raises:
+        UsageError: the file cannot be read or is not a flat mapping; names file and line.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise UsageError(f"{path}: larger than {MAX_BYTES} bytes; is this a configuration?")
+        root = yaml.compose(data.decode(), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not UTF-8 text") from None
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UsageError(f"{path}{line}: not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())  # some of them take several lines
+        raise UsageError(f"{path}: not YAML: {problem}") from None
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"{path}: expected lines such as 'min-np: 2'")
+    return [_entry(path, key, value) for key, value in root.value]
+
+
+def _entry(path: Path, key: yaml.Node, value: yaml.Node) -> FileEntry:
+    line = key.start_mark.line + 1
+    if not isinstance(key, yaml.ScalarNode):
+        raise UsageError(f"{path} line {line}: expected the name of an option")
+    if isinstance(value, yaml.ScalarNode):
+        return FileEntry(key.value, line, value.value, None)
+    if isinstance(value, yaml.SequenceNode):
+        words = tuple(_scalar(path, item) for item in value.value)
+    else:
+        words = tuple(f"{_scalar(path, k)}={_scalar(path, v)}" for k, v in value.value)
+    return FileEntry(key.value, line, "", words)
+
+
+def _scalar(path: Path, node: yaml.Node) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        where = f"{path} line {node.start_mark.line + 1}"
+        raise UsageError(f"{where}: expected a plain value, found a nested one")
+    return str(node.value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from launcher.commandline.help import render_help
-from launcher.options import GROUPS, OPTIONS
+from launcher.options.help import render_help
+from launcher.options.table import GROUPS, OPTIONS
 
 
 def test_every_option_every_alias_and_every_group_is_there() -> None:

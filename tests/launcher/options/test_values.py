@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher import options as o
-from launcher.commandline.values import CommandLine, resolve, split
+from launcher.options import table as o
+from launcher.options.values import CommandLine, resolve, split
 
 
 def read(*argv: str, **environ: str) -> CommandLine:
@@ -121,7 +121,7 @@ def test_torchruns_long_word_for_a_module() -> None:
         (["--blacklist-cooldown-range", "9"], "needs a number of seconds, more than 0, got 'train"),
         (["--env", "1A"], "--env needs NAME=VALUE or NAME, got '1A'"),
         (["--env", "1A=2"], "--env needs NAME=VALUE or NAME, got '1A=2'"),
-        (["--backend", "k8s"], "--backend is one of auto, local, ssh, slurm, mpi, ray, got 'k8s'"),
+        (["--log-format", "xml"], "--log-format is one of text, json, got 'xml'"),
         (["--tee", "4"], "--tee is 0 (none), 1 (stdout), 2 (stderr), 3 (both)"),
         (["--rdzv-endpoint", "h:70000"], "--rdzv-endpoint needs HOST:PORT"),
         (["--rdzv-endpoint", "host:abc"], "--rdzv-endpoint needs HOST:PORT"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from launcher.options import GROUPS, OPTIONS, Option
+from launcher.options.record import Option
+from launcher.options.table import GROUPS, OPTIONS
 
 _INDENT = 6
 
