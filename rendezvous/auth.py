@@ -1,8 +1,8 @@
-"""The job's token: made once, kept in a file only its owner may read, sent with every request.
+"""The job's token: created once, kept in a file that only its owner may read.
 
-The launcher makes it, agents and workers are told the file's path, clients send it as
-`Authorization: Bearer <token>`. The token itself is never put into an argument list, an
-environment or a log.
+The launcher creates it, agents and workers get the file's path, and clients send it with every
+request as `Authorization: Bearer <token>`. The token itself never goes into an argument list,
+an environment variable or a log.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MAX_FILE_BYTES = 4096
 
 
 def make_token() -> str:
-    """A new random token of 256 bits, fit for a header."""
+    """Return a new random token of 256 bits, made of characters that fit into a header."""
     return secrets.token_urlsafe(_TOKEN_BYTES)
 
 
 def write_token_file(path: str | os.PathLike[str], token: str) -> Path:
-    """Write the token to `path`, mode 0600, whole or not at all; return the path.
+    """Write the token to `path` with mode 0600, as a whole or not at all; return the path.
 
-    Raises TokenError where the file cannot be written.
+    Raises TokenError if the file cannot be written.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -52,10 +52,10 @@ def write_token_file(path: str | os.PathLike[str], token: str) -> Path:
 
 
 def read_token_file(path: str | os.PathLike[str]) -> str:
-    """The token in `path`.
+    """Return the token in `path`.
 
-    Raises TokenError where the file is missing or empty, belongs to somebody else, or may be
-    read or written by group or others: a token others know protects nothing.
+    Raises TokenError if the file is missing or empty, belongs to another user, or may be read
+    or written by group or others: a token that others know protects nothing.
     """
     try:
         with open(path, encoding="ascii") as file:
@@ -82,19 +82,17 @@ def read_token_file(path: str | os.PathLike[str]) -> str:
 
 
 def bearer(token: str) -> str:
-    """The value of the Authorization header for this token."""
+    """Return the value of the Authorization header for this token."""
     return _SCHEME + token
 
 
-def is_authorized(header: str | None, token: str) -> bool:
-    """Whether an Authorization header carries this token, in time that tells nothing of it."""
+def is_authorized(header: str | None, tokens: Iterable[str]) -> bool:
+    """Return whether an Authorization header carries one of these tokens.
+
+    All tokens are compared, each in constant time, so that the time taken tells nothing.
+    """
     if header is None or header[: len(_SCHEME)].lower() != _SCHEME.lower():
         return False
-    given = header[len(_SCHEME) :].strip()
-    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())
-
-
-def is_authorized_by_any(header: str | None, tokens: Iterable[str]) -> bool:
-    """Whether the header carries one of these tokens; all are compared, for an even time."""
-    matches = [is_authorized(header, token) for token in tokens]
+    given = header[len(_SCHEME) :].strip().encode("utf-8", "surrogateescape")
+    matches = [hmac.compare_digest(given, token.encode()) for token in tokens]
     return any(matches)

@@ -1,9 +1,11 @@
-"""The blocking client of the rendezvous, for workers, tools and tests.
+"""The HTTP client of a driver, for workers, agents, `elasticctl` and tests.
 
-One client belongs to one thread at a time; only `abort` may come from another. It keeps one
-connection open, repeats a call under the same request id when the connection breaks, and gives
-up at the call's deadline. It survives a fork: the child opens a connection of its own.
-Never resolves names where the address is a number, and never uses a proxy.
+A call is repeated under the same request id until its deadline, whenever the connection breaks
+or the server says that it is stopping; every other answer is final. Any number of threads may
+call at once: each call has a connection of its own, which later calls use again. Code on an
+asyncio loop calls through `asyncio.to_thread` and ends pending calls with `abort`. After a fork
+the child opens connections of its own. A client never uses a proxy, and looks no name up if
+the address is a number. Times are seconds.
 """
 
 from __future__ import annotations
@@ -12,111 +14,129 @@ import contextlib
 import http.client
 import json
 import os
+import random
+import secrets
 import select
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
 
 from rendezvous.auth import AUTHORIZATION, bearer
-from rendezvous.calls import (
-    DEFAULT_TIMEOUT_S,
-    REQUEST_ID_HEADER,
-    STOPPING,
-    delays,
-    new_request_id,
-    parse_url,
-    put_batch,
-    raise_for,
-    raise_refused,
-    read_results,
-    time_for,
-    unreachable,
+from rendezvous.errors import (
+    AbortedError,
+    RefusedError,
+    RendezvousError,
+    RequestError,
+    SealedError,
+    UnauthorizedError,
+    UnreachableError,
+    WokenError,
 )
-from rendezvous.errors import AbortedError, RendezvousError, WokenError
 from rendezvous.wire import (
     BATCH_PATH,
     MAX_WAIT_S,
+    REQUEST_ID_HEADER,
     Add,
     Append,
+    Batch,
     Compared,
     CompareSet,
     Delete,
     DeletePrefix,
     Entries,
     Entry,
+    ErrorDetail,
     Get,
     Number,
     Operation,
-    Refused,
     Result,
     Set,
+    StoreRefusal,
     Watch,
     Written,
+    decode_error,
+    decode_reply,
+    encode,
 )
 
-CONNECT_S = 3.0  # for one attempt to connect; abort() cannot cut that short
-_CHUNK = 1024 * 1024
+DEFAULT_TIMEOUT_S = 10.0
+CONNECT_S = 3.0  # for one address to accept a connection
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+_CHUNK_BYTES = 1024 * 1024
+_STOPPING = 503  # the only status that is worth a repeat: a successor may take over
+_DATA = b"data: "  # of a server-sent event
 R = TypeVar("R")
 
 
 class RendezvousClient:
-    """A kept-alive connection to one rendezvous server.
+    """Connections to one driver.
 
-    `timeout`: seconds a call may take beyond the waits in it. Every call raises, besides what
-    its own description says: UnreachableError when the deadline passes without an answer,
-    UnauthorizedError for a wrong token, RequestError when the server finds fault with the
-    request, AbortedError after `abort`.
+    `timeout` is how long a call may take besides the waits in it; with `repeats=False` a call
+    is tried once. Every call raises, besides what its own description says: UnreachableError
+    when there is no answer before the deadline, UnauthorizedError for a wrong token,
+    RequestError when the server refuses the request, AbortedError after `abort`.
     """
 
-    def __init__(self, url: str, token: str, timeout: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self, url: str, token: str, timeout: float = DEFAULT_TIMEOUT_S, *, repeats: bool = True
+    ) -> None:
         parts = parse_url(url)
         self.url, self.timeout = url.rstrip("/"), timeout
         self.requests = 0  # attempts sent so far, for measurements
         self._host, self._port = str(parts.hostname), int(parts.port or 0)
-        self._token = token
-        self._connection: http.client.HTTPConnection | None = None
-        self._pid = os.getpid()
+        self._token, self._repeats = token, repeats
+        self._lock = threading.Lock()  # guards the next two
+        self._idle: list[http.client.HTTPConnection] = []
+        self._busy: set[http.client.HTTPConnection] = set()
         self._aborted = threading.Event()
-        self._lock = threading.Lock()  # guards the step from "not aborted" to "has a socket"
+        self._pid = os.getpid()
 
     def clone(self, timeout: float | None = None) -> RendezvousClient:
-        """Another client of the same server, for another thread; with a `timeout` of its own."""
-        return RendezvousClient(self.url, self._token, self.timeout if timeout is None else timeout)
+        """Return another client of the same server, with its own connections and `abort`."""
+        seconds = self.timeout if timeout is None else timeout
+        return RendezvousClient(self.url, self._token, seconds, repeats=self._repeats)
 
     # ---- the store -----------------------------------------------------------------------
 
     def batch(
         self, *operations: Operation, deadline: float | None = None, wake: int | None = None
     ) -> tuple[Result, ...]:
-        """Carry out operations in order; one result for each, `Refused` among them.
+        """Carry out operations in order; return one result for each, refusals included.
 
-        `deadline`: seconds from now in which the answer must be here, repeats included
-        (default: the waits in the batch plus the client's timeout). `wake`: a descriptor; when it
-        becomes readable before there is an answer, WokenError is raised.
+        `deadline` is the time for the answer to arrive, repeats included (default: the waits in
+        the batch plus the client's timeout). `wake` is a file descriptor: if it becomes readable
+        before the answer, WokenError is raised.
         """
-        expected = time_for(operations, self.timeout)
-        body = put_batch(operations)
-        within = expected if deadline is None else deadline
-        return read_results(self._call("POST", BATCH_PATH, body, within, expected, wake=wake))
+        expected = self.timeout + sum(o.wait for o in operations if isinstance(o, Get | Watch))
+        body = encode(Batch(operations, new_request_id()))
+        answer = self._call("POST", BATCH_PATH, body, deadline, expected=expected, wake=wake)
+        try:
+            return decode_reply(answer).results
+        except msgspec.DecodeError as error:
+            raise RendezvousError(f"{self.url} did not answer with a reply: {error}") from error
 
     def set(self, key: str, value: bytes, lease: float | None = None) -> int:
-        """Write a value, with `lease` (seconds) as a lease; return its revision."""
+        """Write a value, with a lease of `lease` seconds if given; return its revision."""
         return self._one(Set(key, value, lease), Written).revision
 
     def get(self, key: str, wait: float = 0.0, after: int = 0) -> Entry | None:
-        """Read a key; with `wait`, until its revision is above `after`, for so many seconds.
+        """Read a key, waiting at most `wait` seconds until its revision is above `after`.
 
-        None where the key is missing, or has nothing newer when the wait is over.
+        Returns None if the key is missing or has nothing newer when the wait is over.
         """
         found = self._one(Get((key,), min(wait, MAX_WAIT_S), after), Entries)
         return None if found.timed_out else found.entries.get(key)
 
     def watch(self, keys: dict[str, int], wait: float) -> dict[str, Entry]:
-        """Wait until one of the keys passes the revision beside it; the keys that have.
+        """Wait until a key passes the revision given for it; return the keys that have.
 
-        Empty when `wait` seconds (at most MAX_WAIT_S) are over.
+        Returns an empty dict after `wait` seconds (at most MAX_WAIT_S).
         """
         found = self._one(Watch(keys, min(wait, MAX_WAIT_S)), Entries)
         return {} if found.timed_out else found.entries
@@ -126,7 +146,7 @@ class RendezvousClient:
         return self._one(Add(key, amount), Number).number
 
     def append(self, key: str, value: bytes) -> int:
-        """Append to a value; return the revision."""
+        """Append to a value; return its revision."""
         return self._one(Append(key, value), Written).revision
 
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> Compared:
@@ -134,57 +154,81 @@ class RendezvousClient:
         return self._one(CompareSet(key, expected, desired), Compared)
 
     def delete(self, key: str) -> bool:
-        """Delete a key; whether it was there."""
+        """Delete a key; return whether it existed."""
         return self._one(Delete(key), Number).number > 0
 
     def delete_prefix(self, prefix: str, seal: bool = False) -> int:
-        """Delete every key below a prefix, with `seal` for good; return how many there were."""
+        """Delete every key below a prefix, for good with `seal`; return how many there were."""
         return self._one(DeletePrefix(prefix, seal), Number).number
 
     def _one(self, operation: Operation, kind: type[R]) -> R:
-        (result,) = self.batch(operation)
-        if isinstance(result, Refused):
-            raise_refused(result)
-        if not isinstance(result, kind):
-            raise RendezvousError(f"the rendezvous at {self.url} answered {result!r}")
-        return result
+        return expect(self.batch(operation)[0], kind)
 
-    # ---- other rooms' routes -------------------------------------------------------------
+    # ---- other routes of the driver ------------------------------------------------------
 
-    def post_json(self, path: str, body: bytes, deadline: float | None = None) -> bytes:
-        """POST a JSON document (as bytes); return the answer's body.
-
-        Repeats carry the same X-Request-Id, and the server answers an id once.
-        """
-        within = self.timeout if deadline is None else deadline
-        return self._call("POST", path, body, within, self.timeout)
+    def get_bytes(self, path: str, deadline: float | None = None) -> bytes:
+        """GET a path; return the answer's body."""
+        return self._call("GET", path, None, deadline)
 
     def get_json(self, path: str, deadline: float | None = None) -> Any:
         """GET a path; return the decoded JSON document."""
-        within = self.timeout if deadline is None else deadline
-        return json.loads(self._call("GET", path, None, within, self.timeout))
+        return json.loads(self.get_bytes(path, deadline))
+
+    def post_json(self, path: str, body: bytes, deadline: float | None = None) -> bytes:
+        """POST an encoded JSON document; return the answer's body.
+
+        Repeats carry the same X-Request-Id, and the server carries out an id once.
+        """
+        return self._call("POST", path, body, deadline)
 
     def put_json(self, path: str, body: bytes, deadline: float | None = None) -> None:
-        """PUT a JSON document (as bytes); repeats are harmless, a PUT being what it is."""
-        within = self.timeout if deadline is None else deadline
-        self._call("PUT", path, body, within, self.timeout)
+        """PUT an encoded JSON document; a repeat does no harm."""
+        self._call("PUT", path, body, deadline)
+
+    def follow(self, path: str, silence: float) -> Iterator[bytes]:
+        """Yield the data of the server-sent events at a path until the server ends the stream.
+
+        Raises UnreachableError after `silence` seconds without a byte. Nothing is repeated.
+        """
+        started = time.monotonic()
+        connection = self._take()
+        try:
+            self._connect(connection, started + self.timeout)
+            connection.sock.settimeout(silence)
+            connection.request("GET", path, headers=self._headers("text/event-stream"))
+            response = connection.getresponse()
+            if response.status >= 400:
+                raise self._error_of(response.status, response.read())
+            rest = b""
+            while piece := response.read1(_CHUNK_BYTES):  # a broken stream is an error here
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    if line.startswith(_DATA):
+                        yield line[len(_DATA) :].rstrip(b"\r")
+        except (OSError, http.client.HTTPException) as error:
+            raise UnreachableError(self.url, time.monotonic() - started, error) from error
+        finally:
+            self._put_back(connection, keep=False)
 
     # ---- life ----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the connection; a later call opens another."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        """Close the connections that no call is using; a later call opens new ones."""
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
 
     def abort(self) -> None:
-        """End the call that blocks another thread, and every later one, with AbortedError."""
+        """End the calls that block other threads, and every later one, with AbortedError."""
         self._aborted.set()
+        if self._pid != os.getpid():  # the sockets are shared with the parent, who needs them
+            return
+        self.close()
         with self._lock:
-            sock = self._connection.sock if self._connection is not None else None
-            if sock is not None and self._pid == os.getpid():
-                with contextlib.suppress(OSError):  # it is closed already
-                    sock.shutdown(socket.SHUT_RDWR)
+            for connection in self._busy:
+                if connection.sock is not None:
+                    with contextlib.suppress(OSError):  # it is closed already
+                        connection.sock.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> RendezvousClient:
         return self
@@ -204,112 +248,186 @@ class RendezvousClient:
         method: str,
         path: str,
         body: bytes | None,
-        within: float,
-        expected: float,
+        deadline: float | None,
         *,
+        expected: float | None = None,
         wake: int | None = None,
     ) -> bytes:
-        """The answer's body; repeats until `within` seconds are over.
+        """Return the answer's body; repeat until `deadline` seconds are over.
 
-        `expected`: seconds after which an attempt without an answer is given up and repeated.
+        `expected` is how long one attempt may take (default: the client's timeout).
         """
         started = time.monotonic()
-        until = started + within
-        headers = {AUTHORIZATION: bearer(self._token), "Content-Type": "application/json"}
+        expected = self.timeout if expected is None else expected
+        until = started + (expected if deadline is None else deadline)
+        headers = self._headers("application/json")
         if method == "POST":
             headers[REQUEST_ID_HEADER] = new_request_id()
-        pause = delays()
+        pauses = _pauses()
         while True:
-            self._check_usable()
-            reused = self._connection is not None
+            connection = self._take()
+            reused, status, answer = connection.sock is not None, _STOPPING, b""
+            cause: object = "the server is stopping"
             try:
                 attempt_until = min(until, time.monotonic() + expected)
-                status, data = self._attempt(method, path, body, headers, attempt_until, wake=wake)
+                if not reused:
+                    self._connect(connection, attempt_until)
+                _arm(connection, attempt_until)
+                self.requests += 1
+                connection.request(method, path, body, headers)
+                status, answer = self._read_answer(connection, attempt_until, wake)
             except (OSError, http.client.HTTPException) as error:
-                self.close()
-                cause: object = error or type(error).__name__
+                cause = error
             else:
-                if status != STOPPING:
-                    raise_for(status, data, self.url)
-                    return data
-                self.close()
-                cause, reused = "the server is stopping", False
-            now = time.monotonic()
-            # A kept connection may simply have been closed meanwhile: no need to pause.
-            delay = 0.0 if reused else next(pause)
-            if now + delay >= until:
-                self._check_usable()
-                raise unreachable(self.url, now - started, cause)
-            self._pause(delay, wake)
+                reused = False
+                if status != _STOPPING or not self._repeats:
+                    if status >= 400:
+                        raise self._error_of(status, answer)
+                    return answer
+            finally:
+                self._put_back(connection, keep=status != _STOPPING)
+            # The server may just have closed an idle connection: no need to pause.
+            pause = 0.0 if reused else next(pauses)
+            if time.monotonic() + pause >= until or not (self._repeats or reused):
+                self._check_not_aborted()
+                raise UnreachableError(self.url, time.monotonic() - started, cause)
+            self._pause(pause, wake)
+
+    def _read_answer(
+        self, connection: http.client.HTTPConnection, until: float, wake: int | None
+    ) -> tuple[int, bytes]:
+        """Return status and body; raise WokenError if `wake` is readable before the answer."""
+        if wake is not None:
+            answer = connection.sock.fileno()
+            ready = _readable(until - time.monotonic(), answer, wake)
+            if wake in ready and answer not in ready:
+                raise WokenError(f"woken before {self.url} answered")
+        response = connection.getresponse()
+        chunks: list[bytes] = []
+        while True:
+            _arm(connection, until)
+            chunk = response.read(_CHUNK_BYTES)
+            if not chunk:
+                return response.status, b"".join(chunks)
+            chunks.append(chunk)
 
     def _pause(self, seconds: float, wake: int | None) -> None:
         if wake is None:
             self._aborted.wait(seconds)
-        elif wake in _readable(seconds, wake):
+        elif _readable(seconds, wake):
             raise WokenError(f"woken while {self.url} did not answer")
 
-    def _check_usable(self) -> None:
-        if self._pid != os.getpid():
-            # A fork: the connection belongs to the parent. Closing our copy of its descriptor
-            # does not end it; the lock may have been held by a thread that is not here.
-            self._pid = os.getpid()
-            self._lock = threading.Lock()
-            self.close()
+    def _headers(self, accept: str) -> dict[str, str]:
+        return {
+            AUTHORIZATION: bearer(self._token),
+            "Accept": accept,
+            "Content-Type": "application/json",
+        }
+
+    def _check_not_aborted(self) -> None:
         if self._aborted.is_set():
-            raise AbortedError(f"the call to {self.url} was aborted by another thread")
+            raise AbortedError(f"the client of {self.url} was closed; make a new one")
 
-    def _attempt(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: dict[str, str],
-        until: float,
-        *,
-        wake: int | None,
-    ) -> tuple[int, bytes]:
-        connection = self._connection or self._connect(until)
-        self.requests += 1
-        _arm(connection, until)
-        connection.request(method, path, body, headers)
-        if wake is not None:
-            self._await_answer(connection, until, wake)
-        response = connection.getresponse()
-        chunks = []
-        while True:
-            _arm(connection, until)
-            chunk = response.read(_CHUNK)
-            if not chunk:
-                break
-            chunks.append(chunk)
-        if response.will_close:
-            self.close()
-        return response.status, b"".join(chunks)
+    # ---- connections ---------------------------------------------------------------------
 
-    def _await_answer(
-        self, connection: http.client.HTTPConnection, until: float, wake: int
-    ) -> None:
-        """Wait for an answer's first byte, or for `wake`; the answer comes first."""
-        if connection.sock is None:
-            return
-        answer = connection.sock.fileno()
-        ready = _readable(until - time.monotonic(), answer, wake)
-        if wake in ready and answer not in ready:
-            self.close()
-            raise WokenError(f"woken before {self.url} answered")
+    def _take(self) -> http.client.HTTPConnection:
+        """Return a connection for one call; it may have to be connected."""
+        if self._pid != os.getpid():
+            # A fork: the connections belong to the parent, and closing our copies of their
+            # descriptors does not end them. The lock may be held by a thread that is not here.
+            self._pid, self._lock = os.getpid(), threading.Lock()
+            for connection in (*self._idle, *self._busy):
+                connection.close()
+            self._idle, self._busy = [], set()
+        with self._lock:
+            self._check_not_aborted()
+            if self._idle:
+                connection = self._idle.pop()
+            else:
+                connection = http.client.HTTPConnection(self._host, self._port)
+            self._busy.add(connection)
+            return connection
 
-    def _connect(self, until: float) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection(self._host, self._port)
-        connection.timeout = min(CONNECT_S, max(0.001, until - time.monotonic()))
-        connection.connect()
-        with self._lock:  # from here on, abort() finds the socket
-            self._connection = connection
-        self._check_usable()
-        return connection
+    def _put_back(self, connection: http.client.HTTPConnection, *, keep: bool) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+            if keep and connection.sock is not None and not self._aborted.is_set():
+                self._idle.append(connection)
+            else:
+                connection.close()
+
+    def _connect(self, connection: http.client.HTTPConnection, until: float) -> None:
+        """Connect as `http.client` does, but so that `abort` finds the socket meanwhile."""
+        problem = OSError(f"{self._host} has no address")
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            self._host, self._port, type=socket.SOCK_STREAM
+        ):
+            connection.close()
+            connection.sock = socket.socket(family, kind, protocol)
+            connection.sock.settimeout(min(CONNECT_S, max(0.001, until - time.monotonic())))
+            try:
+                connection.sock.connect(address)
+            except OSError as error:
+                problem = error
+            else:
+                self._check_not_aborted()
+                connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return
+        connection.close()
+        raise problem
+
+    # ---- errors --------------------------------------------------------------------------
+
+    def _error_of(self, status: int, body: bytes) -> RendezvousError:
+        """Return the error that an answer with this status means."""
+        try:
+            detail = decode_error(body).error
+        except msgspec.DecodeError:
+            detail = ErrorDetail("http_error", f"status {status}", "does elasticrun listen there?")
+        if status == 401:
+            return UnauthorizedError(
+                f"the rendezvous at {self.url} refused our token: {detail.message}; it may serve "
+                "another job now, see that the token file is this job's"
+            )
+        return RequestError(self.url, status, detail.code, detail.message, detail.hint)
+
+
+def parse_url(url: str) -> SplitResult:
+    """Return the parts of `http://host:port`; raise ValueError for anything else."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname or parts.port is None:
+        raise ValueError(f"{url!r} is no rendezvous address; it looks like http://10.0.0.1:29400")
+    return parts
+
+
+def new_request_id() -> str:
+    """Return an id that no other request has."""
+    return secrets.token_hex(12)
+
+
+def expect(result: Result, kind: type[R]) -> R:
+    """Return a result of this kind; raise RefusedError or SealedError if it is a refusal."""
+    if isinstance(result, StoreRefusal):
+        error = SealedError if result.code == "sealed" else RefusedError
+        raise error(result.code, result.message)
+    if not isinstance(result, kind):
+        raise RendezvousError(f"the rendezvous answered {result!r}, not {kind.__name__}")
+    return result
+
+
+def _pauses() -> Iterator[float]:
+    """Yield the seconds before each next attempt: doubling up to a second, with jitter.
+
+    The jitter keeps thousands of clients of a restarted server from arriving together.
+    """
+    longest = FIRST_PAUSE_S
+    while True:
+        yield longest * random.uniform(0.5, 1.0)
+        longest = min(2 * longest, LONGEST_PAUSE_S)
 
 
 def _readable(seconds: float, *descriptors: int) -> list[int]:
-    """Those of the descriptors that can be read, or have ended, within so many seconds."""
+    """Return the descriptors that can be read, or have ended, within this time."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

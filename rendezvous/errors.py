@@ -1,11 +1,11 @@
-"""What can go wrong at the rendezvous, named by what the caller can do about it.
+"""The errors of the rendezvous, named by what the caller can do about them.
 
-Clients and server raise these and nothing else on purpose. Each message says what happened,
-to whom, and what to try. `exit_code` is what a command that gives up over it should return
-(sysexits.h: 75, the same command may succeed later; 64, the command is wrong; 70, a bug).
+Clients and server raise these and nothing else on purpose. Each message says what happened, to
+whom, and what to try. `exit_code` is what a command that gives up should return (sysexits.h:
+75, the same command may succeed later; 64, the command is wrong; 70, a bug).
 
-The base of all the project's errors lives here too, because imports point this way;
-`elastic_driver.errors` gives it out again and builds on it.
+The base of all the project's errors is here too, because imports point this way;
+`elastic_driver.errors` exports it again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class ElasticError(Exception):
 
 
 class RendezvousError(ElasticError):
-    """The rendezvous cannot be reached, refused us, or answered too late; base of the rest."""
+    """The rendezvous cannot be reached, refused a call, or answered too late; base of the rest."""
 
     exit_code: int = 75
 
 
 class AddressError(RendezvousError):
-    """The server cannot listen where it was told to."""
+    """The server cannot listen on the address or port it was given."""
 
 
 class TokenError(RendezvousError):
@@ -34,7 +34,14 @@ class TokenError(RendezvousError):
 
 
 class UnreachableError(RendezvousError):
-    """No answer within the deadline: nobody listens, the link is cut, or the server is too slow."""
+    """There was no answer before the deadline; `cause` is what happened to the last attempt."""
+
+    def __init__(self, url: str, waited: float, cause: object) -> None:
+        self.cause = cause or type(cause).__name__
+        super().__init__(
+            f"no answer from the rendezvous at {url} within {waited:.1f} s ({self.cause}); is the "
+            "driver still running, and can this host reach that address and port?"
+        )
 
 
 class UnauthorizedError(RendezvousError):
@@ -42,15 +49,16 @@ class UnauthorizedError(RendezvousError):
 
 
 class RequestError(RendezvousError):
-    """The server answered, and the answer is no (`status` 4xx or 5xx, `code` for programs)."""
+    """The server refused a request: `status` (4xx or 5xx), `code` for programs, and its words."""
 
-    def __init__(self, status: int, code: str, message: str, hint: str = "") -> None:
-        super().__init__(f"{message}; {hint}" if hint else message)
+    def __init__(self, url: str, status: int, code: str, message: str, hint: str = "") -> None:
+        advice = f"; {hint}" if hint else ""
+        super().__init__(f"the rendezvous at {url} answered {status} {code}: {message}{advice}")
         self.status, self.code, self.message, self.hint = status, code, message, hint
 
 
 class RefusedError(RendezvousError):
-    """The store refused an operation; nothing changed. `code` as in `wire.Refused`."""
+    """The store refused an operation; nothing changed. `code` is that of `wire.StoreRefusal`."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -62,12 +70,12 @@ class SealedError(RefusedError):
 
 
 class AbortedError(RendezvousError):
-    """Another thread called `abort()` on this client; it stays unusable."""
+    """`abort()` was called on this client; it can no longer be used."""
 
 
 class WokenError(RendezvousError):
-    """The descriptor that may end a call's wait has become readable; the call may be repeated."""
+    """The descriptor that may end a call's wait became readable; the call may be repeated."""
 
 
 class StoppedError(RendezvousError):
-    """The server was stopped, or was not started, when it was asked for something."""
+    """The server is stopped, or was never started."""

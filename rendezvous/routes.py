@@ -1,4 +1,4 @@
-"""The rendezvous' own HTTP routes, over a `StoreService`.
+"""The HTTP routes of the key-value store.
 
 | route | answer |
 |---|---|
@@ -8,9 +8,8 @@
 | `DELETE /v1/kv/{scope}/{key}` | 204, or 404 where there was nothing |
 | `POST /v1/kv:batch` | `wire.BatchReply` for `wire.Batch` |
 
-A GET whose wait runs out is answered 408 `timed_out`, which means what it says: ask again.
-What belongs to a sealed prefix is answered 410 `sealed`. In the store, scope and key are one
-name, `scope/key`.
+A GET whose wait runs out is answered 408 `timed_out`: ask again. Keys below a sealed prefix
+are answered 410 `sealed`. In the store, scope and key are one name, `scope/key`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import TypeVar
 from aiohttp import web
 
 from rendezvous.repeats import Repeats
-from rendezvous.replies import ReplyEncoder, reads_only
 from rendezvous.service import StoreService
 from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import (
@@ -36,9 +34,10 @@ from rendezvous.wire import (
     Get,
     Number,
     Operation,
-    Refused,
+    ReplyEncoder,
     Result,
     Set,
+    StoreRefusal,
     Written,
     decode_batch,
 )
@@ -64,25 +63,25 @@ class KVRoutes:
         app.router.add_delete(key, self.delete)
 
     async def health(self, _request: web.Request) -> web.Response:
-        """Somebody is here."""
+        """Answer that the server is up."""
         return web.Response(body=b'{"status":"ok"}', content_type=JSON)
 
     async def batch(self, request: web.Request) -> web.Response:
-        """Many operations at once; writes are carried out once however often they are sent."""
+        """Carry out many operations; a repeat of the same request changes nothing."""
         batch = await read_json(request, decode_batch)
-        if reads_only(batch):
-            body = self._encode_reply(await self._service.carry_out(batch.operations))
+        if batch.reads_only:
+            results = await self._service.carry_out(batch.operations)
         else:
-            body = await self._repeats.answer(batch.request_id, batch.operations)
-        return web.Response(body=body, content_type=JSON)
+            results = await self._repeats.results(batch.request_id, batch.operations)
+        return web.Response(body=self._encode_reply(results), content_type=JSON)
 
     async def get(self, request: web.Request) -> web.Response:
-        """One value as it was stored, at once or when it is newer than `after`."""
+        """Answer with a value as it was stored, at once or when it is newer than `after`."""
         key = _key(request)
         wait = _number(request, "wait", 0.0, MAX_WAIT_S, float)
         after = _number(request, "after", 0, 2**63, int)
         found = await self._one(Get((key,), wait, after))
-        assert isinstance(found, Entries)  # noqa: S101 - what the store answers to Get
+        assert isinstance(found, Entries)  # noqa: S101 - the answer to Get
         entry = found.entries.get(key)
         if found.timed_out:
             held = f"revision {entry.revision}" if entry else "nothing"
@@ -98,15 +97,15 @@ class KVRoutes:
         )
 
     async def put(self, request: web.Request) -> web.Response:
-        """Store the body as it is."""
+        """Store the body as it is, with a lease if one is given."""
         key = _key(request)
         lease = _number(request, "lease", 0.0, _MAX_LEASE_S, float) or None
         written = await self._one(Set(key, await request.read(), lease))
-        assert isinstance(written, Written)  # noqa: S101 - what the store answers to Set
+        assert isinstance(written, Written)  # noqa: S101 - the answer to Set
         return web.Response(status=204, headers={REVISION_HEADER: str(written.revision)})
 
     async def delete(self, request: web.Request) -> web.Response:
-        """Remove one key."""
+        """Delete one key."""
         key = _key(request)
         if await self._one(Delete(key)) == Number(0):
             raise Problem(404, "not_found", f"no key {key!r}")
@@ -114,7 +113,7 @@ class KVRoutes:
 
     async def _one(self, operation: Operation) -> Result:
         (result,) = await self._service.carry_out((operation,))
-        if isinstance(result, Refused):
+        if isinstance(result, StoreRefusal):
             raise Problem(_STATUS.get(result.code, 409), result.code, result.message)
         return result
 
@@ -129,7 +128,7 @@ def _key(request: web.Request) -> str:
 def _number(
     request: web.Request, name: str, default: _N, most: float, kind: Callable[[str], _N]
 ) -> _N:
-    """A number of the query string, from 0 to `most`."""
+    """Return a number of the query string; raise Problem 422 outside 0 … `most`."""
     text = request.query.get(name)
     if text is None:
         return default

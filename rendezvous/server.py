@@ -1,9 +1,8 @@
 """The rendezvous server: aiohttp on a thread of its own, around the key-value store.
 
-The driver starts one and publishes through `post` and `apply` without going over HTTP; agents
-and workers come over HTTP. Other rooms mount their routes with `routes`, behind the same token
-check. The constructor starts nothing; `start` binds in the caller's thread, so a port in use
-is the caller's error, at once.
+The driver starts one and publishes with `post` and `apply`, without HTTP; agents and workers use
+HTTP. Other rooms mount their routes with `routes`, behind the same token check. The constructor
+starts nothing; `start` binds in the caller's thread, so a port in use is an error there.
 
 Nothing here resolves names: the address is a number, and peers are never looked up.
 """
@@ -25,32 +24,31 @@ from types import TracebackType
 from aiohttp import web
 
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
+from rendezvous.fast_path import FastPath, Post
 from rendezvous.repeats import PostsOnce, Repeats
-from rendezvous.replies import ReplyEncoder
 from rendezvous.routes import KVRoutes
 from rendezvous.service import StoreService
-from rendezvous.shortcut import Post, Shortcut
 from rendezvous.web import guard
-from rendezvous.wire import MAX_BODY_BYTES, Operation, Result
+from rendezvous.wire import MAX_BODY_BYTES, Operation, ReplyEncoder, Result
 
 log = logging.getLogger(__name__)
 
 START_S = 10.0  # for the thread to come up, and to go down
 _TURNS = 4  # of the loop: accept, make the transport, tell the protocol, close
-LINGER_S = 1.0  # for handlers of other rooms to end by themselves when the server stops
+LINGER_S = 1.0  # for handlers of other rooms to end when the server stops
 BACKLOG = 4096  # connections that may arrive together while the loop is busy
-FILES = 65536  # connections, and what else the process has open
+FILES = 65536  # open files of the process, connections included
 KEEPALIVE_S = 600.0  # idle connections stay open: a client's next request finds one
 
 
 class RendezvousServer:
-    """Where a job's processes meet.
+    """The HTTP server of one job's rendezvous.
 
-    `host` is a numeric address, `port` 0 for any free one. `others` are taken like the token:
-    secrets that nodes know before they know it. `on_lease_expired(key)` is called on
-    the server's thread and must not block. `routes(app)` may add routes to the application;
-    those that are sent very often may be answered by `posts` as well, by path (see `shortcut`).
-    `first_revision`: see `KVStore`.
+    `host` is a numeric address, `port` 0 means any free one. `others` are accepted like the
+    token: secrets of nodes that do not know it yet. `on_lease_expired(key)` is called on the
+    server's thread and must not block. `routes(app)` may add routes to the application; `posts`
+    answers those that are sent very often, by path (see `fast_path`). `first_revision`: see
+    `KVStore`.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class RendezvousServer:
     # ---- life ----------------------------------------------------------------------------
 
     def start(self) -> RendezvousServer:
-        """Listen and serve; return self. Raises AddressError where listening is impossible."""
+        """Listen and serve; return self. Raises AddressError if it cannot listen."""
         if self._thread is not None:
             raise RuntimeError("a rendezvous server starts once")
         _allow_many_connections()
@@ -101,7 +99,7 @@ class RendezvousServer:
         return self
 
     def stop(self) -> None:
-        """Turn away who waits, close every connection, end the thread. May be called again."""
+        """Refuse pending requests, close all connections, end the thread. May be called again."""
         thread, loop, stop = self._thread, self._loop, self._stop
         if thread is None or loop is None or stop is None or not thread.is_alive():
             return
@@ -126,30 +124,27 @@ class RendezvousServer:
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
+        """Port it listens on; raises StoppedError before `start`."""
         if self._port is None:
             raise StoppedError("the rendezvous server was not started; call start() first")
         return self._port
 
     @property
     def url(self) -> str:
-        """`http://host:port`, for this machine: a wildcard address is shown as loopback."""
+        """Its `http://host:port`, with loopback in place of a wildcard address."""
         address = ipaddress.ip_address(self._host)
         if address.is_unspecified:
             address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
-        return (
-            f"http://[{address}]:{self.port}"
-            if address.version == 6
-            else (f"http://{address}:{self.port}")
-        )
+        host = f"[{address}]" if address.version == 6 else str(address)
+        return f"http://{host}:{self.port}"
 
     # ---- the driver's own access ---------------------------------------------------------
 
     def apply(self, operations: Sequence[Operation], timeout: float = 10.0) -> tuple[Result, ...]:
-        """Carry out a batch from any other thread, and wait for its results.
+        """Carry out a batch from another thread; return its results.
 
-        Raises RendezvousError after `timeout` seconds (nothing is left waiting then) and
-        StoppedError where the server is not running.
+        Raises RendezvousError after `timeout` seconds (the batch is given up then), StoppedError
+        if the server is not running.
         """
         service, loop = self._running()
         if threading.current_thread() is self._thread:
@@ -167,12 +162,12 @@ class RendezvousServer:
             raise StoppedError("the rendezvous server was stopped meanwhile") from error
 
     def post(self, operations: Sequence[Operation]) -> None:
-        """Carry out a batch soon, in the order of the calls; its results are dropped."""
+        """Carry out a batch soon, in the order of the calls, and drop its results."""
         service, loop = self._running()
         loop.call_soon_threadsafe(service.post, tuple(operations))
 
     async def carry_out(self, operations: Sequence[Operation]) -> tuple[Result, ...]:
-        """The same for handlers that run on the server's own loop."""
+        """Return the results of a batch, for handlers that run on the server's loop."""
         service, _ = self._running()
         return await service.carry_out(operations)
 
@@ -207,7 +202,7 @@ class RendezvousServer:
         self._stop = asyncio.Event()
         self._service = StoreService(self._on_lease_expired, self._first_revision)
         encode_reply, posts_once = ReplyEncoder(), PostsOnce()
-        repeats = Repeats(self._service, encode_reply)
+        repeats = Repeats(self._service)
         app = web.Application(
             middlewares=[guard(*self._tokens), posts_once.middleware()],
             client_max_size=MAX_BODY_BYTES,
@@ -219,14 +214,14 @@ class RendezvousServer:
             app,
             access_log=None,
             handle_signals=False,
-            handler_cancellation=True,  # a client that goes away leaves no waiter behind
+            handler_cancellation=True,  # the wait of a client that goes away ends
             keepalive_timeout=KEEPALIVE_S,
             shutdown_timeout=LINGER_S,
         )
         await runner.setup()
         general = runner.server
         assert general is not None  # noqa: S101 - it is set up
-        shortcut = Shortcut(
+        fast_path = FastPath(
             service=self._service,
             repeats=repeats,
             encode_reply=encode_reply,
@@ -237,29 +232,29 @@ class RendezvousServer:
         )
         loop, server = asyncio.get_running_loop(), None
         try:
-            server = await loop.create_server(shortcut.connection, sock=listener, backlog=BACKLOG)
+            server = await loop.create_server(fast_path.connection, sock=listener, backlog=BACKLOG)
             up.set_result(None)
             await self._stop.wait()
-            # Take no more connections, and have those under way arrive: one that finds its server
-            # closed fails an assertion of asyncio's and never frees its socket.
+            # Accept no more connections, and let those being accepted arrive: one that finds its
+            # server closed fails an assertion in asyncio and never frees its socket.
             loop.remove_reader(listener)
             await _turn()
         finally:
             if server is not None:
                 server.close()
             self._service.close()
-            shortcut.close()
+            fast_path.close()
             await runner.cleanup()
 
 
 async def _turn() -> None:
-    """Let the loop carry out what is due, and what follows from it."""
+    """Let the loop run its callbacks, and those that they schedule."""
     for _ in range(_TURNS):
         await asyncio.sleep(0)
 
 
 def _allow_many_connections() -> None:
-    """Raise the soft limit of open files: every client holds a connection, and 1024 is common."""
+    """Raise the soft limit of open files, often 1024: every client holds a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -267,7 +262,7 @@ def _allow_many_connections() -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises AddressError with what to do about it."""
+    """Return a listening socket; raise AddressError with advice if that is impossible."""
     try:
         family = socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6
     except ValueError:

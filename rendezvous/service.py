@@ -1,7 +1,7 @@
 """The store on an event loop: batches become awaitables, deadlines become timers.
 
-`RendezvousServer` owns one, on its thread; everything here runs on that loop and nowhere
-else. It decides nothing about keys (`store` does) and knows nothing of HTTP (`routes` does).
+`RendezvousServer` owns one service, on its thread; everything here runs on that loop. It decides
+nothing about keys (`store` does) and knows nothing about HTTP (`routes` does).
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from rendezvous.alarm import RENEWAL_S, Alarm
 from rendezvous.errors import StoppedError
-from rendezvous.store import Answered, KVStore, LeaseExpired, Outcome
+from rendezvous.store import Answered, KeyExpired, KVStore, Outcome
 from rendezvous.wire import Operation, Result
 
 log = logging.getLogger(__name__)
 
+RENEWAL_S = 1.0  # for lease renewals that wait in socket buffers to be read
+_HELD_UP_S = 0.5  # a timer this late means that the loop itself was held up
+
 Done = Callable[[tuple[Result, ...] | None], None]
-"""Takes the results of a batch, or None where the service was closed first."""
+"""Takes the results of a batch, or None if the service was closed first."""
 
 
 class StoreService:
-    """Carries out batches on the store and wakes those who wait.
+    """Carries out batches on the store and answers those that wait.
 
-    `on_lease_expired(key)` is called on the loop for each lease that ends; it must not block.
+    `on_lease_expired(key)` is called on the loop for each lease that expires; it must not block.
     """
 
     def __init__(
@@ -41,14 +43,14 @@ class StoreService:
 
     @property
     def waiting(self) -> int:
-        """How many batches wait for a key."""
+        """Number of batches that wait for a key."""
         return self._store.waiting
 
     def begin(self, operations: Sequence[Operation], done: Done) -> int:
         """Start a batch and return its ticket; `done` is called once, perhaps before that.
 
-        `cancel(ticket)` gives the batch up; `done` is then not called any more. Raises StoppedError
-        where the service is closed.
+        `cancel(ticket)` gives the batch up; `done` is then not called. Raises StoppedError if
+        the service is closed.
         """
         if self._closed:
             raise StoppedError("the rendezvous server is stopping; ask its successor")
@@ -63,7 +65,7 @@ class StoreService:
         return self._store.cancel(ticket) or ()
 
     async def carry_out(self, operations: Sequence[Operation]) -> tuple[Result, ...]:
-        """The results of a batch; a caller that is cancelled leaves no waiter behind."""
+        """Return the results of a batch; if the caller is cancelled, the batch is too."""
         answer: asyncio.Future[tuple[Result, ...] | None] = self._loop.create_future()
         ticket = self.begin(operations, into(answer))
         try:
@@ -72,12 +74,12 @@ class StoreService:
             self.cancel(ticket)
 
     def post(self, operations: Sequence[Operation]) -> None:
-        """Carry out a batch nobody waits for."""
+        """Carry out a batch and drop its results."""
         if not self._closed:
             self._deliver(self._store.submit(next(self._tickets), operations, self._loop.time()))
 
     def close(self) -> None:
-        """Turn away those who wait, and everyone from now on."""
+        """Refuse the batches that wait, and every later one."""
         self._closed = True
         self._alarm.off()
         answers, self._answers = self._answers, {}
@@ -92,11 +94,11 @@ class StoreService:
                     done = self._answers.pop(ticket, None)
                     if done is not None:
                         done(results)
-                case LeaseExpired(key=key):
-                    self._tell_lease_expired(key)
+                case KeyExpired(key=key):
+                    self._report_expired(key)
         self._alarm.set(self._store.next_deadline())
 
-    def _tell_lease_expired(self, key: str) -> None:
+    def _report_expired(self, key: str) -> None:
         if self._on_lease_expired is None:
             return
         try:
@@ -104,15 +106,15 @@ class StoreService:
         except Exception:
             log.exception("lease %s expired, but telling its listener failed", key)
 
-    def _expire(self, now: float, stood_still: float) -> None:
-        if stood_still:
-            self._store.postpone_leases(stood_still + RENEWAL_S)
-            log.warning("rendezvous stood still for %.1fs; leases postponed", stood_still)
+    def _expire(self, now: float, held_up: float) -> None:
+        if held_up:
+            self._store.postpone_leases(held_up + RENEWAL_S)
+            log.warning("rendezvous was held up for %.1fs; leases postponed", held_up)
         self._deliver(self._store.expire(now))
 
 
 def into(future: asyncio.Future[tuple[Result, ...] | None]) -> Done:
-    """What puts the results into a future, unless somebody has given that up."""
+    """Return a `Done` that sets this future's result, unless the future was cancelled."""
 
     def done(results: tuple[Result, ...] | None) -> None:
         if not future.done():
@@ -122,7 +124,43 @@ def into(future: asyncio.Future[tuple[Result, ...] | None]) -> Done:
 
 
 def results_of(answer: tuple[Result, ...] | None) -> tuple[Result, ...]:
-    """What `Done` was called with; raises StoppedError where that was None."""
+    """Return the results that `Done` was called with; raise StoppedError for None."""
     if answer is None:
         raise StoppedError("the rendezvous server was stopped")
     return answer
+
+
+class Alarm:
+    """One timer on the loop, for an owner of many deadlines.
+
+    Calls `ring(now, held_up)` on the loop, in the loop's time, once each time it is set. `held_up`
+    is usually 0, else the seconds for which the loop did not run (SIGSTOP, overload). Holders of
+    leases ran meanwhile, and their renewals could not be read: the owner postpones their leases
+    by `held_up` plus `RENEWAL_S`.
+    """
+
+    def __init__(self, ring: Callable[[float, float], None]) -> None:
+        self._ring = ring
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, deadline: float | None) -> None:
+        """Ring no later than `deadline`; None: nothing is due. Called on the loop.
+
+        An earlier timer stays: its ring finds nothing due, and the owner sets the alarm again.
+        """
+        if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
+            return
+        self.off()
+        self._timer = asyncio.get_running_loop().call_at(deadline, self._due, deadline)
+
+    def off(self) -> None:
+        """Do not ring."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _due(self, planned: float) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        late = now - planned
+        self._ring(now, late if late > _HELD_UP_S else 0.0)

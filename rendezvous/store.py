@@ -1,17 +1,17 @@
-"""The key-value store where processes meet: commands in, answers out.
+"""The key-value store where processes meet: operations in, results out.
 
-Decides what every operation of `wire` returns, who waits for what, and whose lease is over.
-`server` calls it from one thread and carries the answers to clients; nothing here reads a
-clock, blocks, or knows what keys mean. Times are seconds on the caller's monotonic clock.
+Decides what every operation of `wire` returns, which batch waits for which key, and which
+lease has expired. `service` calls it from one thread. Nothing here reads a clock, blocks, or
+knows what keys mean. Times are seconds on the caller's monotonic clock.
 
-A batch is carried out in order. Up to its first operation that has to wait nobody else comes
-in between; when that one's condition holds (or its time is up), the batch goes on.
+A batch is carried out in order. Up to its first operation that has to wait, no other batch
+comes in between; when that wait is over, the batch goes on.
 
 * Every write gets the next store-wide revision; a missing key counts as revision 0.
-* A lease belongs to the key: `Set` with `lease` starts or renews it, `Set` without ends it,
-  other writes leave it as it is, deletion ends it silently. Its end is decided by `expire`
-  alone, so a store whose owner was held up can `postpone_leases` first.
-* Sealed prefixes refuse writes and waits for as long as the store lives. Reads find nothing
+* A lease belongs to a key: `Set` with `lease` starts or renews it, `Set` without ends it, other
+  writes leave it as it is, deletion ends it without notice. Only `expire` lets a lease expire,
+  so a store whose owner was held up can call `postpone_leases` first.
+* Sealed prefixes refuse writes and waits as long as the store exists. Reads find nothing
   there, and deletions have nothing to delete.
 """
 
@@ -38,41 +38,41 @@ from rendezvous.wire import (
     Get,
     Number,
     Operation,
-    Refused,
     Result,
     Set,
+    StoreRefusal,
     Watch,
     Written,
 )
 
 _COUNTER_LIMIT = 2**63  # counters are what torch's stores hold: signed 64-bit
 _LONG_WAIT_S = 1.0
-_TICK_S = 0.125  # long waits end on a common tick: many together cost a fraction of one by one
-_SHARED_ANSWERS = 256  # different answers kept between two changes; many clients ask the same
+_TICK_S = 0.125  # long waits end on common ticks, because ending many at once is cheaper
+_SHARED_ANSWERS = 256  # answers kept between two changes, because many clients ask the same
 
 
 class Answered(Struct, frozen=True):
-    """The batch under `ticket` is done: one result for each of its operations."""
+    """A batch is done: one result for each of its operations."""
 
     ticket: Hashable
     results: tuple[Result, ...]
 
 
-class LeaseExpired(Struct, frozen=True):
-    """Nobody renewed the lease on `key` in time; the key is deleted."""
+class KeyExpired(Struct, frozen=True):
+    """The lease on `key` was not renewed in time; the key is deleted."""
 
     key: str
 
 
-Outcome = Answered | LeaseExpired
+Outcome = Answered | KeyExpired
 
 
-class _Batch:
-    """A batch on its way: what is done, and what it waits for.
+class _RunningBatch:
+    """A batch with the results it has so far, and what it waits for.
 
-    While it waits, `thresholds` holds the revision each key must pass, and `unmet` how many
-    more keys must do so (0 or less: the wait is over). Every key in `thresholds` has this
-    batch in the store's index, and `unmet` is kept up to date by each write to one of them.
+    While it waits, `thresholds` holds the revision that each key must pass, and `unmet` how many
+    more keys must do so (0 or less: the wait is over). The store's index lists this batch under
+    every key in `thresholds`, and each write to one of them updates `unmet`.
     """
 
     __slots__ = ("operations", "results", "thresholds", "ticket", "unmet")
@@ -90,24 +90,24 @@ class _Batch:
 
 
 class KVStore:
-    """Keys, values, revisions, leases and waiters.
+    """Keys, values, revisions, leases, and batches that wait.
 
-    `first_revision` is where revisions start. A store that takes over from another one is
-    given a larger number than that one ever reached, so that clients who wait for "anything
-    newer than what I saw" are not left waiting.
+    Revisions start at `first_revision`. A store that replaces another one gets a larger number
+    than that one ever reached, so that clients that wait for anything newer than what they saw
+    do not wait in vain.
     """
 
     def __init__(self, first_revision: int = 0) -> None:
         self._revision = first_revision
         self._data: dict[str, Entry] = {}
         self._leases: Deadlines[str] = Deadlines()
-        self._parked: dict[Hashable, _Batch] = {}
+        self._parked: dict[Hashable, _RunningBatch] = {}
         self._waits: Deadlines[Hashable] = Deadlines()  # tickets of parked batches
-        self._index: dict[str, dict[_Batch, None]] = {}  # who waits on a key, oldest first
-        self._runnable: deque[_Batch] = deque()  # new ones, and those whose wait was ended
-        self._woken: dict[_Batch, None] = {}  # parked ones whose condition came true
+        self._index: dict[str, dict[_RunningBatch, None]] = {}  # waiting on a key, oldest first
+        self._runnable: deque[_RunningBatch] = deque()  # new batches, and those resumed
+        self._woken: dict[_RunningBatch, None] = {}  # parked batches whose condition came true
         self._sealed: set[str] = set()
-        self._sealed_lengths: dict[int, None] = {}  # so that a check costs one look per length
+        self._sealed_lengths: dict[int, None] = {}  # a check costs one lookup per length
         self._shared: dict[tuple[tuple[str, ...], bool], Entries] = {}  # since the last change
         self._outcomes: list[Outcome] = []
 
@@ -116,12 +116,12 @@ class KVStore:
 
     @property
     def revision(self) -> int:
-        """The revision of the newest write."""
+        """Revision of the newest write."""
         return self._revision
 
     @property
     def waiting(self) -> int:
-        """How many batches are parked."""
+        """Number of batches that wait."""
         return len(self._parked)
 
     # ---- commands ------------------------------------------------------------------------
@@ -129,21 +129,21 @@ class KVStore:
     def submit(
         self, ticket: Hashable, operations: Sequence[Operation], now: float
     ) -> list[Outcome]:
-        """Carry out a batch; return every answer this leads to, others' included.
+        """Carry out a batch; return all outcomes, those of other batches included.
 
-        `ticket` names the batch until it is answered, exactly once, here or by a later call.
-        Raises ValueError where the ticket already names a batch that waits.
+        `ticket` names the batch until it is answered, exactly once, by this call or a later one.
+        Raises ValueError if a waiting batch already has this ticket.
         """
         if ticket in self._parked:
             raise ValueError(f"ticket {ticket!r} is already waiting")
-        self._runnable.append(_Batch(ticket, operations))
+        self._runnable.append(_RunningBatch(ticket, operations))
         return self._run(now)
 
     def cancel(self, ticket: Hashable) -> tuple[Result, ...] | None:
-        """Forget a parked batch; return the results of the operations it had carried out.
+        """Forget a waiting batch; return the results it had so far.
 
-        None where no such batch waits. The rest of its operations are never carried out;
-        who wants them done submits them again under another ticket.
+        Returns None if no such batch waits. The rest of its operations are not carried out,
+        unless they are submitted again under another ticket.
         """
         batch = self._parked.get(ticket)
         if batch is None:
@@ -152,28 +152,28 @@ class KVStore:
         return tuple(batch.results)
 
     def expire(self, now: float) -> list[Outcome]:
-        """End the leases and waits whose time has come; return what that leads to."""
+        """End the leases and waits that are due; return all outcomes."""
         for key in self._leases.due(now):
             self._delete(key)
-            self._outcomes.append(LeaseExpired(key))
+            self._outcomes.append(KeyExpired(key))
         for ticket in self._waits.due(now):
             batch = self._parked[ticket]
             self._resume(batch, self._found(tuple(batch.thresholds), timed_out=True))
         return self._run(now)
 
     def postpone_leases(self, seconds: float) -> None:
-        """Give every lease this much longer: the store's owner was held up, not the holders."""
+        """Extend every lease: the store's owner was held up, not the holders."""
         self._leases.postpone(seconds)
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do next; None: nothing is pending."""
+        """Return the time at which `expire` is due next, or None."""
         lease, wait = self._leases.next(), self._waits.next()
         return min((at for at in (lease, wait) if at is not None), default=None)
 
     # ---- running batches -----------------------------------------------------------------
 
     def _run(self, now: float) -> list[Outcome]:
-        """Carry on every batch that can go on, until none can; hand out what came of it."""
+        """Continue batches until all are done or wait; return the outcomes."""
         while self._runnable or self._woken:
             if self._runnable:
                 batch = self._runnable.popleft()
@@ -181,13 +181,13 @@ class KVStore:
                 batch = next(iter(self._woken))
                 del self._woken[batch]
                 if batch.unmet > 0:
-                    continue  # the batch that woke it has undone the condition since
+                    continue  # the batch that woke it has since undone the condition
                 self._unpark(batch)
             self._carry_on(batch, now)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def _carry_on(self, batch: _Batch, now: float) -> None:
+    def _carry_on(self, batch: _RunningBatch, now: float) -> None:
         while len(batch.results) < len(batch.operations):
             result = self._carry_out(batch.current, batch, now)
             if result is None:
@@ -195,8 +195,8 @@ class KVStore:
             batch.results.append(result)
         self._outcomes.append(Answered(batch.ticket, tuple(batch.results)))
 
-    def _carry_out(self, operation: Operation, batch: _Batch, now: float) -> Result | None:
-        """The operation's result, or None where the batch was parked to wait for it."""
+    def _carry_out(self, operation: Operation, batch: _RunningBatch, now: float) -> Result | None:
+        """Return the operation's result, or None if the batch now waits for it."""
         match operation:
             case Get(keys=keys, wait=wait, after=after):
                 return self._get(batch, dict.fromkeys(keys, after), wait, now)
@@ -221,17 +221,17 @@ class KVStore:
     # ---- waiting -------------------------------------------------------------------------
 
     def _get(
-        self, batch: _Batch, thresholds: dict[str, int], wait: float, now: float
+        self, batch: _RunningBatch, thresholds: dict[str, int], wait: float, now: float
     ) -> Result | None:
         keys = tuple(thresholds)
         unmet = sum(self._revision_of(key) <= after for key, after in thresholds.items())
         if unmet == 0 or wait <= 0:
-            # A plain read has no condition; one that names a revision says if it was reached.
+            # A read without `after` has no condition; one with it says if that was reached.
             return self._found(keys, timed_out=unmet > 0 and any(thresholds.values()))
         return self._park(batch, thresholds, unmet, _end_of_wait(now, wait))
 
     def _watch(
-        self, batch: _Batch, thresholds: dict[str, int], wait: float, now: float
+        self, batch: _RunningBatch, thresholds: dict[str, int], wait: float, now: float
     ) -> Result | None:
         if changed := self._changed(thresholds):
             return self._found(changed)
@@ -243,8 +243,8 @@ class KVStore:
         return tuple(k for k, after in thresholds.items() if self._revision_of(k) > after)
 
     def _park(
-        self, batch: _Batch, thresholds: dict[str, int], unmet: int, until: float
-    ) -> Refused | None:
+        self, batch: _RunningBatch, thresholds: dict[str, int], unmet: int, until: float
+    ) -> StoreRefusal | None:
         for key in thresholds:
             if refused := self._refuse_sealed(key):
                 return refused
@@ -255,7 +255,7 @@ class KVStore:
         self._waits.set(batch.ticket, until)
         return None
 
-    def _unpark(self, batch: _Batch) -> None:
+    def _unpark(self, batch: _RunningBatch) -> None:
         for key in batch.thresholds:
             waiters = self._index[key]
             del waiters[batch]
@@ -266,14 +266,14 @@ class KVStore:
         del self._parked[batch.ticket]
         self._waits.discard(batch.ticket)
 
-    def _resume(self, batch: _Batch, result: Result) -> None:
-        """The operation a parked batch waits for ends with this result; it can go on."""
+    def _resume(self, batch: _RunningBatch, result: Result) -> None:
+        """End the operation that a parked batch waits for with this result."""
         self._unpark(batch)
         batch.results.append(result)
         self._runnable.append(batch)
 
     def _found(self, keys: tuple[str, ...], timed_out: bool = False) -> Entries:
-        """What these keys hold; the same object for all who ask until something changes."""
+        """Return the keys' entries; the same object for all who ask until something changes."""
         entries = self._shared.get((keys, timed_out))
         if entries is None:
             if len(self._shared) >= _SHARED_ANSWERS:
@@ -303,11 +303,13 @@ class KVStore:
         try:
             number = int(text) + amount
         except ValueError:
-            return Refused("not_a_number", f"key {key!r} holds {text[:40]!r}, which is no number")
+            return StoreRefusal(
+                "not_a_number", f"key {key!r} holds {text[:40]!r}, which is no number"
+            )
         if not -_COUNTER_LIMIT <= number < _COUNTER_LIMIT:
-            return Refused("too_large", f"key {key!r}: the sum does not fit into 64 bits")
+            return StoreRefusal("too_large", f"key {key!r}: the sum does not fit into 64 bits")
         refused = self._write(key, str(number).encode())
-        return refused if isinstance(refused, Refused) else Number(number)
+        return refused if isinstance(refused, StoreRefusal) else Number(number)
 
     def _compare_set(self, key: str, expected: bytes | None, desired: bytes) -> Result:
         entry = self._data.get(key)
@@ -315,13 +317,13 @@ class KVStore:
         if held != expected:
             return self._refuse_sealed(key) or Compared(False, held)
         refused = self._write(key, desired)
-        return refused if isinstance(refused, Refused) else Compared(True, desired)
+        return refused if isinstance(refused, StoreRefusal) else Compared(True, desired)
 
-    def _write(self, key: str, value: bytes) -> Written | Refused:
+    def _write(self, key: str, value: bytes) -> Written | StoreRefusal:
         if refused := self._refuse_sealed(key):
             return refused
         if len(value) > MAX_VALUE_BYTES:
-            return Refused(
+            return StoreRefusal(
                 "too_large",
                 f"key {key!r}: {len(value)} bytes are over the limit of {MAX_VALUE_BYTES}",
             )
@@ -351,7 +353,7 @@ class KVStore:
         return Number(len(keys))
 
     def _tell_waiters(self, key: str, before: int, after: int) -> None:
-        """Key went from one revision to another (0: missing): recount those who wait on it."""
+        """Update `unmet` of the batches that wait for a key (revision 0: missing)."""
         self._shared.clear()
         for batch in self._index.get(key, ()):
             threshold = batch.thresholds[key]
@@ -359,7 +361,7 @@ class KVStore:
             if batch.unmet <= 0:
                 self._woken[batch] = None
 
-    def _refuse_sealed(self, key: str) -> Refused | None:
+    def _refuse_sealed(self, key: str) -> StoreRefusal | None:
         for length in self._sealed_lengths:
             if key[:length] in self._sealed:
                 return _sealed(key, key[:length])
@@ -367,10 +369,10 @@ class KVStore:
 
 
 def _end_of_wait(now: float, wait: float) -> float:
-    """When a wait is over; a long one not before the next tick."""
+    """Return the time at which a wait ends; a long one ends on a tick."""
     until = now + wait
     return until if wait < _LONG_WAIT_S else math.ceil(until / _TICK_S) * _TICK_S
 
 
-def _sealed(key: str, prefix: str) -> Refused:
-    return Refused("sealed", f"key {key!r}: everything below {prefix!r} is over and sealed")
+def _sealed(key: str, prefix: str) -> StoreRefusal:
+    return StoreRefusal("sealed", f"key {key!r}: everything below {prefix!r} is over and sealed")

@@ -1,8 +1,8 @@
-"""What every HTTP route has in common: the token is checked, errors have one shape.
+"""The parts that all HTTP routes share: the token check, and one shape for errors.
 
 Other rooms' handlers are mounted behind the same middleware. They read typed bodies with
-`read_json`, answer with `json_answer`, and raise `Problem` to answer with an error; what they
-raise by accident becomes a 500 that tells the client nothing but where to look.
+`read_json`, answer with `json_answer`, and raise `Problem` to answer with an error. Any other
+exception becomes a 500 that only tells the client where to look.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from aiohttp import web
 
-from rendezvous.auth import AUTHORIZATION, is_authorized_by_any
+from rendezvous.auth import AUTHORIZATION, is_authorized
 from rendezvous.errors import StoppedError
 from rendezvous.wire import HEALTH_PATH, ErrorBody, ErrorDetail, encode
 
@@ -34,7 +34,7 @@ _HINTS = {
 
 
 class Problem(Exception):
-    """A request that is answered with an error: status, stable code, message, what to try."""
+    """Answers a request with an error: status, code for programs, message, hint what to try."""
 
     def __init__(self, status: int, code: str, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -42,18 +42,18 @@ class Problem(Exception):
 
 
 def json_answer(document: msgspec.Struct, status: int = 200) -> web.Response:
-    """An answer with this document as its JSON body."""
+    """Return an answer with this document as its JSON body."""
     return web.Response(body=encode(document), status=status, content_type=JSON)
 
 
 def error_answer(problem: Problem) -> web.Response:
-    """The one shape errors have: `{"error": {code, message, hint}}`."""
+    """Return the answer for a problem: `{"error": {code, message, hint}}`."""
     detail = ErrorDetail(problem.code, problem.message, problem.hint)
     return json_answer(ErrorBody(detail), problem.status)
 
 
 async def read_json(request: web.Request, decode: Callable[[bytes], T]) -> T:
-    """The request's body, decoded; raises Problem 400 (no JSON) or 422 (JSON of another type)."""
+    """Return the decoded body; raise Problem 400 (not JSON) or 422 (JSON of another type)."""
     body = await request.read()
     try:
         return decode(body)
@@ -64,12 +64,12 @@ async def read_json(request: web.Request, decode: Callable[[bytes], T]) -> T:
 
 
 def guard(*tokens: str) -> Middleware:
-    """The middleware in front of every route: no token, no word; every error in one shape."""
+    """Return the middleware that refuses requests without a token and shapes all errors."""
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         header = request.headers.get(AUTHORIZATION)
-        if request.path != HEALTH_PATH and not is_authorized_by_any(header, tokens):
+        if request.path != HEALTH_PATH and not is_authorized(header, tokens):
             return _unauthorized(header)
         return await shape_errors(request, handler)
 
@@ -79,7 +79,7 @@ def guard(*tokens: str) -> Middleware:
 async def shape_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """The handler's answer, or the answer that stands for what it raised."""
+    """Return the handler's answer, or the answer for the exception it raised."""
     try:
         return await handler(request)
     except Problem as problem:

@@ -1,10 +1,10 @@
-"""The typed messages and paths of the rendezvous protocol.
+"""The messages and paths of the rendezvous protocol.
 
-One request carries a batch of operations, one reply carries their results in the same
-order. Everything is bounded here, so that a decoded message is a safe message. This module
-knows keys, values, revisions and leases, and nothing of ranks or training.
+A request carries a batch of operations, and its reply their results in the same order. All
+sizes are bounded here, so that a decoded message is safe to use. This module knows keys, values,
+revisions and leases, and nothing about ranks or training.
 
-Bytes travel as base64 in JSON (msgspec's encoding). Times are seconds.
+In JSON, bytes are base64 (msgspec's encoding). Times are seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_VALUE_BYTES = 16 * 1024 * 1024
 MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_OPERATIONS = 4096
 MAX_KEYS = 65536
-MAX_WAIT_S = 60.0  # a longer wait is a client's loop of waits, so a dead client is forgotten soon
+MAX_WAIT_S = 60.0  # longer waits are repeated by the client, so that a dead one is noticed
 
 KV_PREFIX = "/v1/kv"
 BATCH_PATH = "/v1/kv:batch"
@@ -27,6 +27,7 @@ EVENTS_PATH = "/v1/events"
 HEALTH_PATH = "/healthz"
 
 REVISION_HEADER = "X-Revision"
+REQUEST_ID_HEADER = "X-Request-Id"
 
 Key = Annotated[str, Meta(min_length=1, max_length=MAX_KEY_CHARS)]
 Value = Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)]
@@ -43,7 +44,7 @@ class Set(Struct, frozen=True, tag="set", forbid_unknown_fields=True):
 
 
 class Get(Struct, frozen=True, tag="get", forbid_unknown_fields=True):
-    """Read keys; with `wait`, first wait until every one of them has a revision above `after`."""
+    """Read keys; with `wait`, first wait until all of them have a revision above `after`."""
 
     keys: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=MAX_KEYS)]
     wait: Seconds = 0.0
@@ -51,7 +52,7 @@ class Get(Struct, frozen=True, tag="get", forbid_unknown_fields=True):
 
 
 class Watch(Struct, frozen=True, tag="watch", forbid_unknown_fields=True):
-    """Wait until any of these keys has a revision above the one named beside it (0: exists)."""
+    """Wait until one of the keys has a revision above the one given for it (0: it exists)."""
 
     keys: Annotated[dict[Key, int], Meta(min_length=1, max_length=MAX_OPERATIONS)]
     wait: Seconds = 0.0
@@ -72,7 +73,7 @@ class Append(Struct, frozen=True, tag="append", forbid_unknown_fields=True):
 
 
 class CompareSet(Struct, frozen=True, tag="compare_set", forbid_unknown_fields=True):
-    """Write `desired` if the value is `expected` (None: the key is missing); return what holds."""
+    """Write `desired` if the key holds `expected` (None: is missing); return what it holds now."""
 
     key: Key
     expected: Value | None
@@ -80,7 +81,7 @@ class CompareSet(Struct, frozen=True, tag="compare_set", forbid_unknown_fields=T
 
 
 class Delete(Struct, frozen=True, tag="delete", forbid_unknown_fields=True):
-    """Delete one key; a waiter on it keeps waiting."""
+    """Delete one key; batches that wait for it keep waiting."""
 
     key: Key
 
@@ -93,7 +94,7 @@ class DeletePrefix(Struct, frozen=True, tag="delete_prefix", forbid_unknown_fiel
 
 
 class Count(Struct, frozen=True, tag="count", forbid_unknown_fields=True):
-    """How many keys live below a prefix."""
+    """Count the keys below a prefix."""
 
     prefix: Annotated[str, Meta(max_length=MAX_KEY_CHARS)] = ""
 
@@ -102,17 +103,16 @@ Operation = Set | Get | Watch | Add | Append | CompareSet | Delete | DeletePrefi
 
 
 class Entry(Struct, frozen=True):
-    """A key's value and the store-wide revision of its last write."""
+    """The value of a key, and the store-wide revision of its last write."""
 
     value: bytes
     revision: int
 
 
 class Entries(Struct, frozen=True, tag="entries"):
-    """Answer to Get (in the order asked), Watch (the keys that changed): what was found.
+    """Answer to Get (in the order asked) and Watch (the keys that changed).
 
-    `timed_out` says that a wait ended before its condition held; `entries` then holds what
-    was there at that moment.
+    If `timed_out`, a wait ended before its condition held, and `entries` is what was there then.
     """
 
     entries: dict[str, Entry]
@@ -120,7 +120,7 @@ class Entries(Struct, frozen=True, tag="entries"):
 
 
 class Number(Struct, frozen=True, tag="number"):
-    """Answer to Add (the sum), Delete, DeletePrefix and Count (keys concerned)."""
+    """Answer to Add (the sum), Delete, DeletePrefix and Count (the number of keys)."""
 
     number: int
 
@@ -132,31 +132,36 @@ class Written(Struct, frozen=True, tag="written"):
 
 
 class Compared(Struct, frozen=True, tag="compared"):
-    """Answer to CompareSet: whether it was written, and the value that holds now."""
+    """Answer to CompareSet: whether it was written, and the value that the key holds now."""
 
     swapped: bool
     value: bytes | None
 
 
-class Refused(Struct, frozen=True, tag="refused"):
-    """An operation that was not carried out; nothing changed. `code` is stable, for programs."""
+class StoreRefusal(Struct, frozen=True, tag="refused"):
+    """Answer to an operation that was refused; nothing changed. `code` is for programs."""
 
     code: str  # sealed | not_a_number | too_large
     message: str
 
 
-Result = Entries | Number | Written | Compared | Refused
+Result = Entries | Number | Written | Compared | StoreRefusal
 
 
 class Batch(Struct, frozen=True, forbid_unknown_fields=True):
     """Operations carried out in order, atomically up to the first one that has to wait.
 
-    A repeat of the same `request_id` is answered with the first answer, so that a client
-    may safely repeat a request whose answer it lost.
+    A repeat with the same `request_id` gets the first answer, so that a client may repeat a
+    request whose answer it lost.
     """
 
     operations: Annotated[tuple[Operation, ...], Meta(min_length=1, max_length=MAX_OPERATIONS)]
     request_id: RequestId
+
+    @property
+    def reads_only(self) -> bool:
+        """Whether it changes nothing, so that a repeat may simply be carried out again."""
+        return all(isinstance(operation, Get | Watch | Count) for operation in self.operations)
 
 
 class BatchReply(Struct, frozen=True):
@@ -166,7 +171,7 @@ class BatchReply(Struct, frozen=True):
 
 
 class ErrorDetail(Struct, frozen=True):
-    """What went wrong, for a program (`code`), a reader (`message`) and what to try (`hint`)."""
+    """An error: `code` for programs, `message` for people, `hint` for what to try."""
 
     code: str
     message: str
@@ -174,7 +179,7 @@ class ErrorDetail(Struct, frozen=True):
 
 
 class ErrorBody(Struct, frozen=True):
-    """The body of every answer with status 4xx or 5xx."""
+    """Body of every answer with status 4xx or 5xx."""
 
     error: ErrorDetail
 
@@ -183,3 +188,39 @@ encode = msgspec.json.Encoder().encode
 decode_batch = msgspec.json.Decoder(Batch).decode
 decode_reply = msgspec.json.Decoder(BatchReply).decode
 decode_error = msgspec.json.Decoder(ErrorBody).decode
+
+
+class ReplyEncoder:
+    """Encodes batch replies, and once only what many clients are answered.
+
+    The store returns the same `Entries` object to all who ask the same until something changes,
+    so the same object means the same bytes. The objects are kept along with the bytes, so that
+    no other object gets the same id.
+    """
+
+    _KEPT = 8  # shared answers
+    _START, _END = b'{"results":[', b"]}"
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Entries, bytes]] = {}
+
+    def __call__(self, results: tuple[Result, ...]) -> bytes:
+        """Return `BatchReply(results)` as JSON; one shared object if one `Entries` is all."""
+        if len(results) == 1 and isinstance(results[0], Entries):
+            return self._alone(results[0])
+        return self._START + b",".join(map(self._part, results)) + self._END
+
+    def _part(self, result: Result) -> bytes | memoryview:
+        if not isinstance(result, Entries):
+            return encode(result)
+        return memoryview(self._alone(result))[len(self._START) : -len(self._END)]
+
+    def _alone(self, entries: Entries) -> bytes:
+        """Return the reply whose only result these entries are."""
+        known = self._kept.get(id(entries))
+        if known is None:
+            while len(self._kept) >= self._KEPT:
+                del self._kept[next(iter(self._kept))]
+            known = entries, self._START + encode(entries) + self._END
+            self._kept[id(entries)] = known
+        return known[1]

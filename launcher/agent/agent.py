@@ -1,10 +1,11 @@
 """The agent of one host: reads its orders, keeps its lease, and ends when it should.
 
-One asyncio loop and no threads of its own. It ends for one of these reasons, and each way it
-first stops its workers and then whatever they left behind: the driver orders it, a signal
-asks for it, or the driver is gone (its pipe closed, no answer within the heartbeat timeout, a
-token that is not known any more, keys that were sealed). A signal that announces the host's end
-(`host.leaving`) first lets the driver take the workers away in good order.
+One asyncio loop; requests to the driver block threads beside it. It ends for one of these
+reasons, and each way it first stops its workers and then whatever they left behind: the driver
+orders it, a signal asks for it, or the driver is gone (its pipe closed, no answer within the
+heartbeat timeout, a token that is not known any more, keys that were sealed). A signal that
+announces the host's end (`host.leaving`) first lets the driver take the workers away in good
+order.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WarmStarter
 from launcher.agent.workers import Workers
 from launcher.network import interface_of, meeting_point
-from rendezvous.aclient import AsyncRendezvousClient
+from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
-from rendezvous.wire import MAX_WAIT_S, Entries, Get, Refused, Set, Watch
+from rendezvous.wire import MAX_WAIT_S, Entries, Get, Set, StoreRefusal, Watch
 
 FIRST_CONTACT_S = 30.0  # the driver published the specification before it started us
 ORPHAN_GRACE_S = 5.0  # for workers whose driver is gone, or whose agent got a signal
@@ -102,13 +103,13 @@ class Agent:
             Console(2, "stderr", on_trouble=lambda _sentence: None),
         )
         self._err = consoles[1]
-        client = AsyncRendezvousClient(self._config.endpoint, self._token)
+        client = RendezvousClient(self._config.endpoint, self._token)
         try:
             with scratch_folder() as self._scratch:
                 ending = await self._live(client, consoles)
         finally:
             self._starter.close()
-            await client.close()
+            client.abort()
             for console in consoles:
                 await console.drain(LAST_WORDS_S)
                 console.close()
@@ -168,9 +169,7 @@ class Agent:
 
     # ---- its life ------------------------------------------------------------------------
 
-    async def _live(
-        self, client: AsyncRendezvousClient, consoles: tuple[Console, Console]
-    ) -> Ending:
+    async def _live(self, client: RendezvousClient, consoles: tuple[Console, Console]) -> Ending:
         spec = await self._first_contact(client)
         if isinstance(spec, Ending):
             return self._leave(spec)
@@ -225,11 +224,11 @@ class Agent:
             say=self._say,
         )
 
-    async def _first_contact(self, client: AsyncRendezvousClient) -> JobSpec | Ending:
+    async def _first_contact(self, client: RendezvousClient) -> JobSpec | Ending:
         """The job's specification, or what came before it."""
 
         async def read() -> JobSpec:
-            entry = await client.get(contract.JOB_SPEC, wait=FIRST_CONTACT_S)
+            entry = await asyncio.to_thread(client.get, contract.JOB_SPEC, FIRST_CONTACT_S)
             if entry is None:
                 raise RendezvousError(f"no {contract.JOB_SPEC} within {FIRST_CONTACT_S:.0f} s")
             return decode(JobSpec, entry.value)
@@ -302,7 +301,7 @@ class Agent:
 
     # ---- orders --------------------------------------------------------------------------
 
-    async def _obey(self, client: AsyncRendezvousClient, spec: JobSpec, workers: Workers) -> None:
+    async def _obey(self, client: RendezvousClient, spec: JobSpec, workers: Workers) -> None:
         """Renew the lease and wait for orders, in one request; carry them out one by one."""
         config, patience = self._config, spec.heartbeat_timeout
         lease = Set(contract.agent_lease(config.host, config.incarnation), lease=patience)
@@ -313,9 +312,11 @@ class Agent:
                 for n in range(1, ORDERS_AHEAD + 1)
             )
             watch = Watch({keys[0]: 0}, wait=min(patience / 3, MAX_WAIT_S))
-            answer = await client.batch(lease, watch, Get(keys), deadline=patience)
+            answer = await asyncio.to_thread(
+                client.batch, lease, watch, Get(keys), deadline=patience
+            )
             for result in answer:
-                if isinstance(result, Refused):
+                if isinstance(result, StoreRefusal):
                     raise RendezvousError(f"it has given this agent up ({result.message})")
             found = answer[-1].entries if isinstance(answer[-1], Entries) else {}
             for key in keys:

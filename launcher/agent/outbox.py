@@ -20,7 +20,7 @@ from elastic_driver.core.events import (
     WorkerStack,
     WorkerStarted,
 )
-from rendezvous.aclient import AsyncRendezvousClient
+from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 from rendezvous.wire import EVENTS_PATH
 
@@ -37,7 +37,7 @@ class Outbox:
     """
 
     def __init__(
-        self, client: AsyncRendezvousClient, patience: float, on_refused: Callable[[str], None]
+        self, client: RendezvousClient, patience: float, on_refused: Callable[[str], None]
     ) -> None:
         self._client, self._patience, self._on_refused = client, patience, on_refused
         self._queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
@@ -52,7 +52,7 @@ class Outbox:
             event = await self._queue.get()
             try:
                 body = msgspec.json.encode(event)
-                await self._client.post_json(EVENTS_PATH, body, deadline=self._patience)
+                await asyncio.to_thread(self._client.post_json, EVENTS_PATH, body, self._patience)
             except RequestError as error:
                 self._on_refused(f"the driver did not take {type(event).__name__}: {error}")
             finally:

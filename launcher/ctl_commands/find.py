@@ -17,7 +17,7 @@ import msgspec
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.run_dir import Endpoint
 from rendezvous.auth import read_token_file
-from rendezvous.calls import parse_url
+from rendezvous.client import parse_url
 
 PROBE_S = 2.0  # for a driver to take a connection
 

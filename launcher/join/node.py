@@ -130,7 +130,7 @@ class Node:
             finally:
                 await asyncio.to_thread(backend.close, 0.0)
                 await asyncio.to_thread(end_children, ORPHANS_S)  # agents' workers came to us
-                await membership.client.close()
+                part.close()
 
     def _secrets(self) -> tuple[str, ...]:
         plan = self._plan

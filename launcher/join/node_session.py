@@ -65,7 +65,7 @@ class Part:
     async def read_spec(self) -> JobSpec:
         """What the job runs."""
         try:
-            entry = await self._client.get(contract.JOB_SPEC, wait=GOODBYE_S)
+            entry = await asyncio.to_thread(self._client.get, contract.JOB_SPEC, GOODBYE_S)
         except RendezvousError as error:
             raise ServerLostError(str(error)) from error
         if entry is None:
@@ -128,6 +128,9 @@ class Part:
             except RendezvousError as error:
                 raise ServerLostError(f"lost the server: {error}") from None
             finally:
+                if not asking.done():  # end its request; the next one has a client of its own
+                    self._client.abort()
+                    self._client = self._client.clone()
                 asking.cancel()
                 news.cancel()
             for incarnation in ended:
@@ -141,7 +144,10 @@ class Part:
         ends = tuple(AgentEnd(n, reason[:MAX_REASON]) for n, reason in ended.items())
         request = AttendRequest(self._session, self._number, ends, min(MAX_WAIT_S, patience / 3))
         body = msgspec.json.encode(request)
-        return _decode_orders(await self._client.post_json(ATTEND_PATH, body, deadline=patience))
+        return _decode_orders(await self._post(ATTEND_PATH, body, patience))
+
+    async def _post(self, path: str, body: bytes, deadline: float) -> bytes:
+        return await asyncio.to_thread(self._client.post_json, path, body, deadline)
 
     def _obey(self, orders: NodeOrders) -> None:
         name = self._joined.name
@@ -178,7 +184,7 @@ class Part:
         body = {"reason": f"node {self._joined.name} got {number.name}", "deadline": notice}
         path = contract.DRAIN_PATH.format(host=self._joined.name)
         try:
-            await self._client.post_json(path, msgspec.json.encode(body), deadline=notice)
+            await self._post(path, msgspec.json.encode(body), notice)
         except RendezvousError:  # it does not use us any more, or is gone: nothing to wait for
             return
         with contextlib.suppress(asyncio.TimeoutError):
@@ -194,4 +200,8 @@ class Part:
         request = LeaveRequest(self._session, f"node {self._joined.name} has left: {reason}")
         with contextlib.suppress(RendezvousError):
             body = msgspec.json.encode(request)
-            await self._client.post_json(LEAVE_PATH, body, deadline=GOODBYE_S)
+            await self._post(LEAVE_PATH, body, GOODBYE_S)
+
+    def close(self) -> None:
+        """End pending requests and close the connections."""
+        self._client.abort()

@@ -18,7 +18,7 @@ import msgspec
 from elastic_driver.core.join_messages import JOIN_PATH, Joined, JoinRequest
 from elastic_driver.errors import ClusterError, UsageError
 from launcher.network import bracketed
-from rendezvous.aclient import AsyncRendezvousClient
+from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError, RequestError, UnauthorizedError
 
 ATTEMPT_S = 3.0  # for one address to answer
@@ -32,7 +32,7 @@ class Membership:
 
     joined: Joined
     url: str  # with a numeric address
-    client: AsyncRendezvousClient  # with the job's token
+    client: RendezvousClient  # with the job's token
 
 
 class WrongSecretError(UsageError):
@@ -120,9 +120,11 @@ class Server:
                 "give the same --run-id (--rdzv-id) on every node, or the same --token-file"
             )
         for secret in secrets:
-            client = AsyncRendezvousClient(url, secret, ATTEMPT_S)
+            client = RendezvousClient(url, secret, ATTEMPT_S)
             try:
-                body = await client.post_json(JOIN_PATH, msgspec.json.encode(wish))
+                body = await asyncio.to_thread(
+                    client.post_json, JOIN_PATH, msgspec.json.encode(wish)
+                )
                 joined = _decode_joined(body)
             except UnauthorizedError:
                 continue
@@ -131,8 +133,8 @@ class Server:
             except (RendezvousError, msgspec.DecodeError) as error:
                 return str(error)
             finally:
-                await client.close()
-            return Membership(joined, url, AsyncRendezvousClient(url, joined.token))
+                client.abort()
+            return Membership(joined, url, RendezvousClient(url, joined.token))
         raise WrongSecretError(
             f"the server at {self.place} does not know this node's secret: it serves another job, "
             "or --run-id (--rdzv-id) or --token-file differ from the server's"

@@ -78,9 +78,9 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_only_the_right_token_opens(header: str | None, allowed: bool) -> None:
-    assert is_authorized(header, "secret") is allowed
+    assert is_authorized(header, ["other", "secret"]) is allowed
 
 
 def test_what_clients_send_is_what_the_server_accepts() -> None:
     token = make_token()
-    assert is_authorized(bearer(token), token)
+    assert is_authorized(bearer(token), [token])

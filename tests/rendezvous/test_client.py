@@ -8,7 +8,7 @@ import time
 import pytest
 from aiohttp import web
 
-from rendezvous.client import RendezvousClient
+from rendezvous.client import CONNECT_S, RendezvousClient
 from rendezvous.errors import (
     AbortedError,
     RefusedError,
@@ -45,7 +45,7 @@ def test_a_clone_speaks_to_the_same_server_on_a_connection_of_its_own(
     client.set("a", b"1")
     with client.clone(timeout=3) as twin:
         assert twin.get("a") == Entry(b"1", 1)
-        assert twin._connection is not client._connection
+        assert twin._idle[0] is not client._idle[0]
         assert (twin.timeout, client.timeout) == (3, 10)
 
 
@@ -85,12 +85,31 @@ def test_a_wait_for_a_server_that_is_gone_ends_likewise() -> None:
 
 def test_calls_share_one_connection(server: RendezvousServer, client: RendezvousClient) -> None:
     client.set("a", b"")
-    connection = client._connection
+    (connection,) = client._idle
     for _ in range(20):
         client.get("a")
-    assert client._connection is connection
-    assert connection is not None
+    assert client._idle == [connection]
     assert connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_threads_call_at_once_on_connections_that_are_used_again(
+    server: RendezvousServer, client: RendezvousClient
+) -> None:
+    def wait(found: list[Entry | None]) -> None:
+        found.append(client.get("go", wait=20))
+
+    for revision in (1, 2):
+        found: list[Entry | None] = []
+        threads = [threading.Thread(target=wait, args=(found,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: waiting(server) == 3, "all wait")
+        assert client.set("go", b"") == revision
+        for thread in threads:
+            thread.join(10)
+        assert found == [Entry(b"", revision)] * 3
+        assert client.delete("go")
+        assert len(client._idle) == 4
 
 
 def test_refusals_are_errors_of_the_helpers_and_results_of_a_batch(
@@ -149,6 +168,65 @@ def test_a_server_that_accepts_and_says_nothing_is_given_up_at_the_deadline() ->
         assert 0.2 < time.monotonic() - started < 3
 
 
+def test_a_client_that_does_not_repeat_says_at_once_that_nobody_is_there() -> None:
+    started = time.monotonic()
+    url = f"http://127.0.0.1:{free_port()}"
+    with (
+        RendezvousClient(url, TOKEN, repeats=False) as client,
+        pytest.raises(UnreachableError, match="refused"),
+    ):
+        client.get("a")
+    assert time.monotonic() - started < 2
+
+
+def test_a_client_that_does_not_repeat_still_replaces_a_connection_that_was_closed(
+    server: RendezvousServer,
+) -> None:
+    with RendezvousClient(server.url, TOKEN, repeats=False) as client:
+        client.set("a", b"")
+        client._idle[0].sock.shutdown(socket.SHUT_RDWR)
+        assert client.get("a") == Entry(b"", 1)
+
+
+def streamed(*pieces: bytes, breaks: bool = False) -> RendezvousServer:
+    """A server with a stream of these pieces, which goes on until the server stops."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+        if breaks:
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    return RendezvousServer(
+        token=TOKEN, routes=lambda app: app.router.add_get("/events", handler) and None
+    )
+
+
+def test_the_events_of_a_stream_are_given_as_they_come_until_its_end() -> None:
+    with (
+        streamed(b"id: 1\nda", b"ta: one\n\n: comment\n\ndata: two\r\n\r\n") as server,
+        RendezvousClient(server.url, TOKEN) as client,
+    ):
+        assert list(client.follow("/events", silence=10)) == [b"one", b"two"]
+        with pytest.raises(RequestError, match="404 not_found"):
+            list(client.follow("/nothing", silence=10))
+
+
+def test_a_stream_that_breaks_is_named() -> None:
+    with (
+        streamed(b"data: one\n", breaks=True) as server,
+        RendezvousClient(server.url, TOKEN) as client,
+    ):
+        events = client.follow("/events", silence=10)
+        assert next(events) == b"one"
+        with pytest.raises(UnreachableError):
+            next(events)
+
+
 def test_a_server_that_comes_up_late_is_found() -> None:
     server = RendezvousServer(port=free_port(), token=TOKEN)
     found: list[int] = []
@@ -202,8 +280,7 @@ def test_a_connection_the_server_closed_meanwhile_is_opened_anew(
     server: RendezvousServer, client: RendezvousClient
 ) -> None:
     client.set("a", b"")
-    assert client._connection is not None
-    client._connection.sock.shutdown(socket.SHUT_RDWR)
+    client._idle[0].sock.shutdown(socket.SHUT_RDWR)
     assert client.get("a") == Entry(b"", 1)
 
 
@@ -268,20 +345,45 @@ def test_abort_ends_the_search_for_a_server_that_is_not_there() -> None:
     assert len(caught) == 1
 
 
+def test_abort_ends_a_connect_that_hangs() -> None:
+    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for one in (first, second):  # they fill the backlog, so that later ones are not accepted
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        client = RendezvousClient(f"http://127.0.0.1:{full.getsockname()[1]}", TOKEN, timeout=60)
+        caught: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                client.get("a")
+            except AbortedError as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        eventually(lambda: any(c.sock for c in client._busy), "the client connects")
+        time.sleep(0.1)
+        started = time.monotonic()
+        client.abort()
+        thread.join(10)
+        assert len(caught) == 1
+        assert time.monotonic() - started < CONNECT_S / 2
+
+
 def test_a_forked_child_opens_a_connection_of_its_own(
     server: RendezvousServer, client: RendezvousClient
 ) -> None:
     client.set("a", b"1")
-    assert client._connection is not None
-    mine = client._connection.sock.getsockname()
+    mine = client._idle[0].sock.getsockname()
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         # Nothing of the test runner may run here, whatever happens.
         try:
             client.add("n", 1)
-            assert client._connection is not None
-            os.write(write_end, str(client._connection.sock.getsockname()).encode())
+            os.write(write_end, str(client._idle[0].sock.getsockname()).encode())
         finally:
             os._exit(0)
     os.close(write_end)
@@ -291,7 +393,7 @@ def test_a_forked_child_opens_a_connection_of_its_own(
     assert theirs
     assert theirs != str(mine)
     assert client.get("n") == Entry(b"1", 2)
-    assert client._connection.sock.getsockname() == mine
+    assert client._idle[0].sock.getsockname() == mine
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "https://a:1", "http://a", "", "http://:80"])

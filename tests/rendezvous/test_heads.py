@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from rendezvous.heads import MAX_BODY_BYTES, Head, may_be_plain, read_head
+from rendezvous.fast_path import MAX_BODY_BYTES, PlainHead, may_be_plain, read_head
 
 LINES = {b"POST /v1/kv:batch HTTP/1.1\r\n": "/v1/kv:batch"}
 PLAIN = b"POST /v1/kv:batch HTTP/1.1\r\nHost: a:1\r\nAuthorization: Bearer t\r\nContent-Length: 12"
 
 
 def test_what_our_clients_send_is_plain() -> None:
-    assert read_head(PLAIN, LINES) == Head("/v1/kv:batch", "Bearer t", None, 12)
+    assert read_head(PLAIN, LINES) == PlainHead("/v1/kv:batch", "Bearer t", None, 12)
     more = PLAIN + b"\r\nx-REQUEST-id: 7f \r\nAccept-Encoding: identity\r\nConnection: Keep-Alive"
-    assert read_head(more, LINES) == Head("/v1/kv:batch", "Bearer t", "7f", 12)
+    assert read_head(more, LINES) == PlainHead("/v1/kv:batch", "Bearer t", "7f", 12)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import pytest
 from aiohttp import web
 
 from rendezvous.repeats import Limits, Repeats
-from rendezvous.replies import ReplyEncoder
 from rendezvous.server import RendezvousServer
 from rendezvous.service import StoreService
-from rendezvous.wire import Add, Get, Number, Set, decode_reply
+from rendezvous.wire import Add, Get, Number, Set
 from tests.rendezvous.common import TOKEN, eventually, request
 
 
@@ -20,7 +19,7 @@ def play(scene: Callable[[StoreService, Repeats], Awaitable[None]], **limits: fl
 
     async def main() -> None:
         service = StoreService()
-        repeats = Repeats(service, ReplyEncoder(), Limits(**limits))  # type: ignore[arg-type]
+        repeats = Repeats(service, Limits(**limits))  # type: ignore[arg-type]
         try:
             await asyncio.wait_for(scene(service, repeats), 20)
         finally:
@@ -42,10 +41,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_a_repeat_gets_the_first_answer_and_changes_nothing() -> None:
     async def scene(service: StoreService, repeats: Repeats) -> None:
-        first = await repeats.answer("id", [Add("n", 1)])
+        first = await repeats.results("id", [Add("n", 1)])
         await service.carry_out([Add("n", 10)])
-        assert await repeats.answer("id", [Add("n", 1)]) == first
-        assert await repeats.answer("other", [Add("n", 1)]) != first
+        assert await repeats.results("id", [Add("n", 1)]) == first
+        assert await repeats.results("other", [Add("n", 1)]) != first
         assert await total(service) == 12
 
     play(scene)
@@ -54,7 +53,7 @@ def test_a_repeat_gets_the_first_answer_and_changes_nothing() -> None:
 def test_a_repeat_joins_the_first_while_that_one_waits() -> None:
     async def scene(service: StoreService, repeats: Repeats) -> None:
         operations = [Add("n", 1), Get(("go",), wait=20), Add("n", 1)]
-        both = [asyncio.create_task(repeats.answer("id", operations)) for _ in range(2)]
+        both = [asyncio.create_task(repeats.results("id", operations)) for _ in range(2)]
         await until(lambda: service.waiting == 1)
         await service.carry_out([Set("go")])
         one, other = await asyncio.gather(*both)
@@ -67,16 +66,16 @@ def test_a_repeat_joins_the_first_while_that_one_waits() -> None:
 def test_a_request_whose_client_left_goes_on_where_it_stopped() -> None:
     async def scene(service: StoreService, repeats: Repeats) -> None:
         operations = [Add("n", 1), Get(("go",), wait=20), Add("n", 10)]
-        first = asyncio.create_task(repeats.answer("id", operations))
+        first = asyncio.create_task(repeats.results("id", operations))
         await until(lambda: service.waiting == 1)
         first.cancel()
         await asyncio.wait((first,))
         assert service.waiting == 0
-        repeat = asyncio.create_task(repeats.answer("id", operations))
+        repeat = asyncio.create_task(repeats.results("id", operations))
         await until(lambda: service.waiting == 1)
         assert await total(service) == 1
         await service.carry_out([Set("go")])
-        results = decode_reply(await repeat).results
+        results = await repeat
         assert (results[0], results[2]) == (Number(1), Number(11))
 
     play(scene)
@@ -85,14 +84,14 @@ def test_a_request_whose_client_left_goes_on_where_it_stopped() -> None:
 def test_one_of_two_clients_leaving_ends_nothing() -> None:
     async def scene(service: StoreService, repeats: Repeats) -> None:
         operations = [Add("n", 1), Get(("go",), wait=20)]
-        stays, leaves = (asyncio.create_task(repeats.answer("id", operations)) for _ in range(2))
+        stays, leaves = (asyncio.create_task(repeats.results("id", operations)) for _ in range(2))
         await until(lambda: service.waiting == 1)
         await asyncio.sleep(0)
         leaves.cancel()
         await asyncio.wait((leaves,))
         assert service.waiting == 1
         await service.carry_out([Set("go")])
-        assert decode_reply(await stays).results[0] == Number(1)
+        assert (await stays)[0] == Number(1)
 
     play(scene)
 
@@ -101,9 +100,9 @@ def test_one_of_two_clients_leaving_ends_nothing() -> None:
 def test_only_so_much_is_remembered(limits: dict[str, float]) -> None:
     async def scene(service: StoreService, repeats: Repeats) -> None:
         for n in range(50):
-            await repeats.answer(f"id{n}", [Add("n", 1)])
+            await repeats.results(f"id{n}", [Add("n", 1)])
         assert len(repeats) <= 5
-        await repeats.answer("id0", [Add("n", 1)])  # forgotten, so carried out anew
+        await repeats.results("id0", [Add("n", 1)])  # forgotten, so carried out anew
         assert await total(service) == 51
 
     play(scene, **limits)
@@ -112,11 +111,11 @@ def test_only_so_much_is_remembered(limits: dict[str, float]) -> None:
 def test_a_request_that_waits_is_not_forgotten() -> None:
     async def scene(service: StoreService, repeats: Repeats) -> None:
         operations = [Add("n", 1), Get(("go",), wait=20)]
-        first = asyncio.create_task(repeats.answer("id", operations))
+        first = asyncio.create_task(repeats.results("id", operations))
         await until(lambda: service.waiting == 1)
         for n in range(10):
-            await repeats.answer(f"id{n}", [Set("other")])
-        repeat = asyncio.create_task(repeats.answer("id", operations))
+            await repeats.results(f"id{n}", [Set("other")])
+        repeat = asyncio.create_task(repeats.results("id", operations))
         await asyncio.sleep(0)
         await service.carry_out([Set("go")])
         assert await first == await repeat

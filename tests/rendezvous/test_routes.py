@@ -9,7 +9,6 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rendezvous.replies import ReplyEncoder
 from rendezvous.server import RendezvousServer
 from rendezvous.web import Problem
 from rendezvous.wire import (
@@ -22,9 +21,10 @@ from rendezvous.wire import (
     Entry,
     Get,
     Number,
-    Refused,
+    ReplyEncoder,
     Result,
     Set,
+    StoreRefusal,
     Written,
     decode_reply,
     encode,
@@ -244,7 +244,7 @@ def test_a_client_that_goes_away_leaves_no_waiter(server: RendezvousServer) -> N
             st.builds(Number, st.integers(-5, 5)),
             st.builds(Written, st.integers(0, 5)),
             st.builds(Compared, st.booleans(), st.none() | st.binary()),
-            st.builds(Refused, st.text(), st.text()),
+            st.builds(StoreRefusal, st.text(), st.text()),
         ),
         max_size=20,
     ).map(tuple)

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 
 import pytest
 
-from rendezvous.store import Answered, KVStore, LeaseExpired, Outcome
+from rendezvous.store import Answered, KeyExpired, KVStore, Outcome
 from rendezvous.wire import (
     MAX_VALUE_BYTES,
     Add,
@@ -19,9 +19,9 @@ from rendezvous.wire import (
     Get,
     Number,
     Operation,
-    Refused,
     Result,
     Set,
+    StoreRefusal,
     Watch,
     Written,
 )
@@ -92,7 +92,7 @@ def test_a_counter_starts_at_zero_and_is_kept_as_text(bench: Bench) -> None:
 def test_adding_to_what_is_no_number_is_refused(bench: Bench, value: bytes, amount: int) -> None:
     bench.do(Set("n", value))
     (result,) = bench.do(Add("n", amount))
-    assert isinstance(result, Refused)
+    assert isinstance(result, StoreRefusal)
     assert result.code == "not_a_number"
     assert bench.do(Get(("n",)))[0].entries["n"] == Entry(value, 1)
 
@@ -100,14 +100,14 @@ def test_adding_to_what_is_no_number_is_refused(bench: Bench, value: bytes, amou
 def test_a_counter_stays_within_64_bits(bench: Bench) -> None:
     assert bench.do(Add("n", 2**63 - 1)) == (Number(2**63 - 1),)
     (result,) = bench.do(Add("n", 1))
-    assert isinstance(result, Refused)
+    assert isinstance(result, StoreRefusal)
     assert result.code == "too_large"
 
 
 def test_a_value_cannot_be_appended_beyond_the_limit(bench: Bench) -> None:
     bench.do(Set("a", b"x" * MAX_VALUE_BYTES))
     (result,) = bench.do(Append("a", b"y"))
-    assert isinstance(result, Refused)
+    assert isinstance(result, StoreRefusal)
     assert result.code == "too_large"
     assert len(bench.do(Get(("a",)))[0].entries["a"].value) == MAX_VALUE_BYTES
 
@@ -255,7 +255,7 @@ def test_a_write_costs_only_those_who_wait_for_that_key(bench: Bench) -> None:
 def test_a_lease_expires_once_and_takes_the_key_with_it(bench: Bench) -> None:
     bench.do(Set("lease", b"me", lease=5))
     assert bench.advance(4.9) == []
-    assert bench.advance(0.1) == [LeaseExpired("lease")]
+    assert bench.advance(0.1) == [KeyExpired("lease")]
     assert bench.do(Get(("lease",))) == (Entries({}),)
     assert bench.advance(100) == []
 
@@ -265,7 +265,7 @@ def test_a_renewed_lease_lives_on(bench: Bench) -> None:
     bench.advance(4)
     bench.do(Set("lease", b"", lease=5))
     assert bench.advance(4.9) == []
-    assert bench.advance(0.1) == [LeaseExpired("lease")]
+    assert bench.advance(0.1) == [KeyExpired("lease")]
 
 
 def test_setting_a_key_without_a_lease_makes_it_a_plain_key(bench: Bench) -> None:
@@ -284,7 +284,7 @@ def test_postponed_leases_expire_later(bench: Bench) -> None:
     bench.do(Set("lease", b"", lease=5))
     bench.store.postpone_leases(10)
     assert bench.advance(14.9) == []
-    assert bench.advance(0.1) == [LeaseExpired("lease")]
+    assert bench.advance(0.1) == [KeyExpired("lease")]
 
 
 # ---- sealing ---------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_a_sealed_prefix_refuses_writes_and_waits(bench: Bench) -> None:
         Watch({"elsewhere": 0, key: 0}, wait=5),
     ):
         (result,) = bench.do(operation)
-        assert isinstance(result, Refused), operation
+        assert isinstance(result, StoreRefusal), operation
         assert result.code == "sealed"
     assert bench.store.waiting == 0
     assert bench.do(Get((key,)), Delete(key), Count("rounds/7/")) == (
@@ -325,7 +325,7 @@ def test_waiters_below_a_prefix_that_is_sealed_are_refused_at_once(bench: Bench)
     bench.submit("other", Get(("rounds/8/a",), wait=60))
     outcomes = bench.submit("s", DeletePrefix("rounds/7/", seal=True))
     codes = {
-        o.ticket: [r.code for r in o.results if isinstance(r, Refused)]
+        o.ticket: [r.code for r in o.results if isinstance(r, StoreRefusal)]
         for o in outcomes
         if isinstance(o, Answered)
     }

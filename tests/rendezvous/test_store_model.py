@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rendezvous.store import Answered, KVStore, LeaseExpired, Outcome
+from rendezvous.store import Answered, KeyExpired, KVStore, Outcome
 from rendezvous.wire import (
     Add,
     Append,
@@ -22,9 +22,9 @@ from rendezvous.wire import (
     Get,
     Number,
     Operation,
-    Refused,
     Result,
     Set,
+    StoreRefusal,
     Watch,
     Written,
 )
@@ -71,7 +71,7 @@ class Model:
 
     def write(self, key: str, value: bytes) -> Result:
         if self.is_sealed(key):
-            return Refused("sealed", "")
+            return StoreRefusal("sealed", "")
         self.revision += 1
         self.data[key] = Entry(value, self.revision)
         return Written(self.revision)
@@ -107,7 +107,7 @@ class Model:
                     plain = isinstance(operation, Get) and operation.after == 0
                     return self.found(asked, one.until is not None or not plain)
                 if any(self.is_sealed(key) for key in operation.keys):
-                    return Refused("sealed", "")
+                    return StoreRefusal("sealed", "")
                 return None
             case Set(key=key, value=value, lease=lease):
                 result = self.write(key, value)
@@ -119,15 +119,15 @@ class Model:
             case Add(key=key, amount=amount):
                 old = self.data[key].value if key in self.data else b"0"
                 if not old.lstrip(b"-").isdigit():
-                    return Refused("not_a_number", "")
+                    return StoreRefusal("not_a_number", "")
                 result = self.write(key, str(int(old) + amount).encode())
-                return result if isinstance(result, Refused) else Number(int(old) + amount)
+                return result if isinstance(result, StoreRefusal) else Number(int(old) + amount)
             case Append(key=key, value=value):
                 return self.write(key, (self.data[key].value if key in self.data else b"") + value)
             case CompareSet(key=key, expected=expected, desired=desired):
                 held = self.data[key].value if key in self.data else None
                 if self.is_sealed(key):
-                    return Refused("sealed", "")
+                    return StoreRefusal("sealed", "")
                 if held == expected:
                     self.write(key, desired)
                     return Compared(True, desired)
@@ -158,7 +158,7 @@ class Model:
 
 def plain(results: tuple[Result, ...]) -> tuple[Result, ...]:
     """Results without the words of refusals."""
-    return tuple(Refused(r.code, "") if isinstance(r, Refused) else r for r in results)
+    return tuple(StoreRefusal(r.code, "") if isinstance(r, StoreRefusal) else r for r in results)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -176,7 +176,7 @@ class StoreMachine(RuleBasedStateMachine):
                 ticket = int(str(outcome.ticket))
                 assert ticket not in self.answered, "answered twice"
                 self.answered[ticket] = plain(outcome.results)
-        return [outcome.key for outcome in outcomes if isinstance(outcome, LeaseExpired)]
+        return [outcome.key for outcome in outcomes if isinstance(outcome, KeyExpired)]
 
     def settle(self) -> None:
         for one in list(self.model.waiting):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rendezvous.alarm import Alarm
+from rendezvous.service import Alarm
 
 pytestmark = pytest.mark.asyncio
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from rendezvous import shortcut
+from rendezvous import fast_path
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Add, Batch, Get, Number, Set, Watch, decode_reply, encode
@@ -223,8 +223,8 @@ def test_clients_that_do_not_read_hold_up_nobody_and_little_memory(
 def test_who_takes_nothing_or_never_ends_its_request_is_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shortcut, "STUCK_S", 0.3)
-    monkeypatch.setattr(shortcut, "SWEEP_S", 0.05)
+    monkeypatch.setattr(fast_path, "STUCK_S", 0.3)
+    monkeypatch.setattr(fast_path, "SWEEP_S", 0.05)
     with RendezvousServer(token=TOKEN) as server:
         server.apply([Set("k", bytes(8 << 20))])
         stuck, half, idle = Caller(server, receive_buffer=4096), Caller(server), Caller(server)

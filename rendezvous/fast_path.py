@@ -1,0 +1,357 @@
+"""The fast path for what all workers send all the time: batches, and events for the driver.
+
+Every connection begins here. A plain POST to one of a few paths is carried out and answered
+without aiohttp, which would take several times as long as the store
+(docs/adr/0010-a-short-way-for-hot-requests.md). Everything else, and everything that has to be
+refused (no token, a body that is no batch), goes to aiohttp with the bytes as they came, for the
+rest of the connection's life: one place refuses, and this one only says yes.
+
+A client that does not read costs little memory: an answer is written in pieces, the next one
+when the last has gone, and clients that get the same answer share its bytes. A client that
+takes nothing for `STUCK_S` seconds, or leaves a request half sent for as long, is cut off.
+Everything runs on the server's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+from msgspec import Struct
+
+from rendezvous.auth import AUTHORIZATION, is_authorized
+from rendezvous.errors import StoppedError
+from rendezvous.repeats import PostsOnce, Repeats
+from rendezvous.service import StoreService
+from rendezvous.wire import (
+    BATCH_PATH,
+    REQUEST_ID_HEADER,
+    Batch,
+    ErrorBody,
+    ErrorDetail,
+    ReplyEncoder,
+    Result,
+    decode_batch,
+    encode,
+)
+
+PIECE_BYTES = 64 * 1024  # of an answer in the memory of one connection, at most
+STUCK_S = 60.0
+IDLE_S = 600.0  # without a request; a client's next one opens a new connection
+SWEEP_S = 15.0
+MAX_HEAD_BYTES = 8192  # as in aiohttp
+MAX_BODY_BYTES = 256 * 1024  # larger ones are rare, and need not be quick
+_AHEAD_BYTES = MAX_HEAD_BYTES + MAX_BODY_BYTES  # that may arrive while a request is answered
+_END = b"\r\n\r\n"
+
+Post = Callable[[bytes], tuple[int, bytes] | None]
+"""Takes a POST's body, returns a status and a JSON document; None: aiohttp has to answer."""
+
+
+# ---- heads -------------------------------------------------------------------------------
+
+_LENGTH, _CONNECTION, _TOKEN, _ID = (
+    name.lower() for name in ("Content-Length", "Connection", AUTHORIZATION, REQUEST_ID_HEADER)
+)
+_IGNORED = ("host", "content-type", "accept", "accept-encoding", "user-agent")
+_KNOWN = frozenset((_LENGTH, _CONNECTION, _TOKEN, _ID, *_IGNORED))
+_FORBIDDEN = frozenset("\r\n\0")
+
+
+class PlainHead(Struct, frozen=True):
+    """The head of a plain POST, as far as it matters."""
+
+    path: str
+    authorization: str | None
+    request_id: str | None
+    length: int  # bytes of the body
+
+
+def may_be_plain(start: bytes, lines: Mapping[bytes, str]) -> bool:
+    """Return whether a request that begins like this may have one of these request lines."""
+    return any(start.startswith(line) or line.startswith(start) for line in lines)
+
+
+def read_head(head: bytes, lines: Mapping[bytes, str]) -> PlainHead | None:
+    """Return a request's head (given without its final empty line), or None if it is not plain.
+
+    A plain head has one of the request lines in `lines` (values are their paths) and the headers
+    that our clients send. None for anything unusual: aiohttp knows what to do about it.
+    """
+    first, *rest = head.split(b"\r\n")
+    path = lines.get(first + b"\r\n")
+    if path is None or not head.isascii():
+        return None
+    headers: dict[str, str] = {}
+    for line in rest:
+        name, colon, value = line.decode("ascii").partition(":")
+        name = name.lower()
+        if not colon or name not in _KNOWN or name in headers or not _FORBIDDEN.isdisjoint(value):
+            return None
+        headers[name] = value.strip(" \t")
+    length = headers.get(_LENGTH, "")
+    if not length.isdigit() or len(length) > 9 or int(length) > MAX_BODY_BYTES:
+        return None
+    if headers.get(_CONNECTION, "keep-alive").lower() != "keep-alive":
+        return None
+    return PlainHead(path, headers.get(_TOKEN), headers.get(_ID) or None, int(length))
+
+
+# ---- connections -------------------------------------------------------------------------
+
+
+class FastPath:
+    """What all connections share.
+
+    `posts` answers other rooms' POSTs, by path. `general()` makes the protocol that takes over
+    everything else. Needs a running loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        service: StoreService,
+        repeats: Repeats,
+        encode_reply: ReplyEncoder,
+        posts_once: PostsOnce,
+        posts: Mapping[str, Post],
+        tokens: Sequence[str],
+        general: Callable[[], asyncio.Protocol],
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.service, self.repeats, self.encode_reply = service, repeats, encode_reply
+        self.posts_once, self.posts, self.tokens = posts_once, posts, tokens
+        self.general = general
+        self.lines = {f"POST {path} HTTP/1.1\r\n".encode(): path for path in (BATCH_PATH, *posts)}
+        self.connections: set[FastConnection] = set()
+        self._sweep = self.loop.call_later(SWEEP_S, self._end_stuck)
+
+    def connection(self) -> FastConnection:
+        """Return the protocol of a new connection."""
+        return FastConnection(self)
+
+    def close(self) -> None:
+        """Close every connection once what is written has gone."""
+        self._sweep.cancel()
+        for connection in tuple(self.connections):
+            connection.close()
+
+    def _end_stuck(self) -> None:
+        now = self.loop.time()
+        for connection in tuple(self.connections):
+            connection.end_if_stuck(now)
+        self._sweep = self.loop.call_later(SWEEP_S, self._end_stuck)
+
+
+class FastConnection(asyncio.Protocol):
+    """One client's connection; its requests are answered one after the other."""
+
+    __slots__ = (
+        "_head",
+        "_inbox",
+        "_leave",
+        "_moved",
+        "_paused",
+        "_reading",
+        "_rest",
+        "_shared",
+        "_transport",
+        "_waits",
+    )
+
+    def __init__(self, shared: FastPath) -> None:
+        self._shared = shared
+        self._transport: asyncio.Transport
+        self._inbox = b""  # received, and not carried out yet
+        self._head: tuple[PlainHead, int] | None = None  # of the first request; start of its body
+        self._waits = False  # for the results of a request
+        self._leave: Callable[[], object] | None = None  # gives up that wait
+        self._rest: memoryview | None = None  # of the answer, not written yet
+        self._paused = False  # what was written has not all gone
+        self._reading = True
+        self._moved = shared.loop.time()  # when bytes last came or went
+
+    # ---- called by asyncio ---------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to serve a client."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - of a stream server
+        self._transport = transport
+        transport.set_write_buffer_limits(high=0)  # paused until everything has gone
+        self._shared.connections.add(self)
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """Give up what the client waits for."""
+        self._shared.connections.discard(self)
+        self._rest = None
+        if self._leave is not None:
+            self._leave()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes, up to a limit while a request is being answered."""
+        self._moved = self._shared.loop.time()
+        self._inbox = self._inbox + data if self._inbox else data
+        if not self._busy:
+            self._take_requests()
+        elif len(self._inbox) > _AHEAD_BYTES and self._reading:
+            self._reading = False
+            self._transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        """Stop: the client has not taken all that was written."""
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        """Go on: the client has taken all that was written."""
+        self._paused = False
+        self._moved = self._shared.loop.time()
+        self._write_rest()
+        self._take_requests()
+
+    # ---- requests ------------------------------------------------------------------------
+
+    @property
+    def _busy(self) -> bool:
+        return self._waits or self._paused or self._rest is not None
+
+    def _take_requests(self) -> None:
+        """Carry out the requests that have arrived, until one has to wait."""
+        while self._inbox and not self._busy and not self._transport.is_closing():
+            if self._head is None and not self._read_head():
+                return
+            assert self._head is not None  # noqa: S101 - just read
+            head, start = self._head
+            end = start + head.length
+            if len(self._inbox) < end:
+                break
+            if not self._carry_out(head, self._inbox[start:end]):
+                self._give_to_general()
+                return
+            self._inbox, self._head = self._inbox[end:], None
+        if not self._reading and not self._busy:
+            self._reading = True
+            self._transport.resume_reading()
+
+    def _read_head(self) -> bool:
+        """Read the next head; return False if it is incomplete, or went to aiohttp."""
+        lines, end = self._shared.lines, self._inbox.find(_END)
+        if end < 0 and len(self._inbox) <= MAX_HEAD_BYTES and may_be_plain(self._inbox, lines):
+            return False
+        head = read_head(self._inbox[:end], lines) if 0 <= end <= MAX_HEAD_BYTES else None
+        if head is None or not is_authorized(head.authorization, self._shared.tokens):
+            self._give_to_general()
+            return False
+        self._head = head, end + len(_END)
+        return True
+
+    def _carry_out(self, head: PlainHead, body: bytes) -> bool:
+        """Begin to answer; return False, with nothing done, if aiohttp has to answer."""
+        post = self._shared.posts.get(head.path)
+        if post is not None:
+            return self._post(post, head, body)
+        try:
+            batch = decode_batch(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return False
+        self._batch(batch)
+        return True
+
+    def _post(self, post: Post, head: PlainHead, body: bytes) -> bool:
+        once, request_id = self._shared.posts_once, head.request_id
+        if request_id is not None and once.knows(head.path, request_id):
+            return False
+        answer = post(body)
+        if answer is None:
+            return False
+        if request_id is not None:
+            once.remember(head.path, request_id, *answer, self._shared.loop.time())
+        self._write(*answer)
+        return True
+
+    def _batch(self, batch: Batch) -> None:
+        service, self._waits = self._shared.service, True
+        leave: Callable[[], object]
+        try:
+            if batch.reads_only:
+                leave = partial(service.cancel, service.begin(batch.operations, self._answer))
+            else:
+                leave = self._shared.repeats.ask(batch.request_id, batch.operations, self._answer)
+        except StoppedError:
+            self._answer(None)
+        else:
+            self._leave = leave if self._waits else None
+
+    def _answer(self, results: tuple[Result, ...] | None) -> None:
+        """Send the results of the batch, at once or after a wait."""
+        waited = self._leave is not None
+        self._waits, self._leave = False, None
+        if results is None:
+            self._write(503, _STOPPING)
+        else:
+            self._write(200, self._shared.encode_reply(results))
+        if waited and self._inbox:
+            self._shared.loop.call_soon(self._take_requests)
+
+    # ---- answers -------------------------------------------------------------------------
+
+    def _write(self, status: int, body: bytes) -> None:
+        head = _HEADS[status] % len(body)
+        if len(body) <= PIECE_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._rest = memoryview(body)
+            self._write_rest()
+
+    def _write_rest(self) -> None:
+        while self._rest is not None and not self._paused:
+            piece, rest = self._rest[:PIECE_BYTES], self._rest[PIECE_BYTES:]
+            self._rest = rest if rest else None
+            self._transport.write(piece)
+
+    # ---- the end -------------------------------------------------------------------------
+
+    def _give_to_general(self) -> None:
+        """Hand the connection to aiohttp, with what has arrived."""
+        self._shared.connections.discard(self)
+        general, arrived, self._inbox = self._shared.general(), self._inbox, b""
+        self._transport.set_write_buffer_limits()
+        self._transport.set_protocol(general)
+        if not self._reading:
+            self._reading = True
+            self._transport.resume_reading()
+        general.connection_made(self._transport)
+        general.data_received(arrived)
+
+    def close(self) -> None:
+        """Close the connection once what is written has gone."""
+        self._transport.close()
+
+    def end_if_stuck(self, now: float) -> None:
+        """Cut off a client that takes no answer or never ends its request; close an idle one."""
+        if self._waits:
+            return
+        still = now - self._moved
+        if (self._paused or self._inbox) and still > STUCK_S:
+            self._transport.abort()
+        elif still > IDLE_S:
+            self._transport.close()
+
+
+def _head_of(status: str) -> bytes:
+    return (
+        f"HTTP/1.1 {status}\r\nContent-Type: application/json; charset=utf-8\r\n"
+        "Content-Length: %d\r\n\r\n"
+    ).encode()
+
+
+_HEADS = {
+    200: _head_of("200 OK"),
+    202: _head_of("202 Accepted"),
+    503: _head_of("503 Service Unavailable"),
+}
+_STOPPING = encode(
+    ErrorBody(ErrorDetail("stopping", "the rendezvous server was stopped", "try again in a moment"))
+)
