@@ -201,9 +201,9 @@ def test_a_checkpoint_brings_back_what_was_not_done(shards: Shards) -> None:
     shards.done("a", shards.next("a"))
     open_shard = shards.next("a")
     with shards.client() as client:
-        saved = client._call("GET", "/v1/shards/d/checkpoint", None, 5.0, 5.0)
+        saved = client.get_bytes("/v1/shards/d/checkpoint")
         shards.done("a", open_shard)
-        client._call("PUT", "/v1/shards/d/checkpoint", saved, 5.0, 5.0)
+        client.put_json("/v1/shards/d/checkpoint", saved)
     assert shards.next("b")["shard"] == open_shard["shard"]
 
 
