@@ -1,4 +1,4 @@
-"""Requests over HTTP that a machine answers.
+"""Decisions and events that several machines have: requests over HTTP, keys of the store, events.
 
 A request comes to its machine as an event with a ticket; the machine decides a `Reply` with the
 same ticket, at once or later. `runtime.machine_api` keeps the connections.
@@ -6,11 +6,16 @@ same ticket, at once or later. `runtime.machine_api` keeps the connections.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
 from elastic_driver.core.decisions import CausedDecision
+from elastic_driver.core.events import Event
+
+MachineName: TypeAlias = Literal["job", "check", "stragglers", "shards", "tf"]
+Entries: TypeAlias = dict[str, tuple[bytes, int]]
+"""Values of the store with their revisions, by key."""
 
 
 class Rejection(Struct, frozen=True):
@@ -32,5 +37,39 @@ class Reply(CausedDecision, frozen=True, tag="reply"):
 class RequestDropped(Struct, frozen=True, tag="request_dropped"):
     """The client of this request has gone: nobody reads an answer."""
 
-    machine: Literal["shards", "tf"]
+    machine: MachineName
     ticket: int
+
+
+class ReadKeys(CausedDecision, frozen=True, tag="read_keys"):
+    """Read keys of the store for this machine; `KeysRead` answers."""
+
+    machine: MachineName
+    keys: tuple[str, ...]
+    reason: str
+
+
+class KeysRead(Struct, frozen=True, tag="keys_read"):
+    """The entries that `ReadKeys` has found; empty where the store did not answer in time.
+
+    `seconds`: how long the reading took, and the machine's handling of the last answer.
+    """
+
+    machine: MachineName
+    entries: Entries
+    seconds: float
+
+
+class PublishKey(CausedDecision, frozen=True, tag="publish_key"):
+    """Write a key of the store."""
+
+    key: str
+    value: bytes
+    reason: str
+
+
+class SendEvent(CausedDecision, frozen=True, tag="send_event"):
+    """Hand an event to another machine."""
+
+    event: Event
+    reason: str

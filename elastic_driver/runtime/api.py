@@ -49,7 +49,7 @@ from elastic_driver.errors import ExitCode
 from elastic_driver.runtime import metrics
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.joined import JoinedNodes
-from elastic_driver.runtime.machine_api import MachineRoutes, OpenRequests, PolicyEvent, call_on
+from elastic_driver.runtime.machine_api import MachineRoutes, OpenRequests, RequestEvent, call_on
 from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import EVENTS_PATH
 
@@ -108,7 +108,7 @@ class DriverPort(Protocol):
     def size_bounds(self) -> tuple[int, int | None]:
         """The fewest and (None: no limit) the most workers the job may have."""
 
-    def post(self, event: Request | PolicyEvent) -> bool:
+    def post(self, event: Request | RequestEvent) -> bool:
         """Put an event into the mailbox; False when it is full or the job is over."""
 
     def request_stop(self, reason: str, exit_code: int) -> None:

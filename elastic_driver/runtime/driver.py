@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -38,11 +38,11 @@ from elastic_driver.core.events import (
 from elastic_driver.core.job import Job
 from elastic_driver.core.machine import stamped
 from elastic_driver.errors import ClusterError, ExitCode
-from elastic_driver.policies.requests import RequestDropped
+from elastic_driver.policies.requests import KeysRead, MachineName
 from elastic_driver.policies.shards.datasets import DataSets
 from elastic_driver.policies.shards.messages import ShardBatch, ShardRequest, WorkerEnded
+from elastic_driver.policies.stragglers.machine import Stragglers
 from elastic_driver.policies.tf.cluster import TfCluster
-from elastic_driver.policies.tf.messages import TfRequest
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.backend import Backend, MakeBackend
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
@@ -56,6 +56,7 @@ from elastic_driver.runtime.mailbox import (
     MachineEvent,
     Mailbox,
     Message,
+    PolicyEvent,
     StatusAsked,
     StopNow,
 )
@@ -73,8 +74,6 @@ MAX_TOGETHER = 1000  # events that the core takes in at once
 SIGNAL_SLICE_S = 0.5  # the longest that a signal may go unheard
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
 _SPIN_GUARD_S = 0.01  # the least time between two ticks
-
-MachineName: TypeAlias = Literal["job", "shards", "tf"]
 
 
 class ElasticDriver:
@@ -111,13 +110,14 @@ class ElasticDriver:
         self._options = options or DriverOptions()
         self._checks, self._joined = checks, joined
         self._mailbox = Mailbox()
-        self._job = Job(settings)
+        self._job, self._stragglers = Job(settings), Stragglers()
         self._log = EventLog(run_dir.events_file, clock=time.time, on_broken=reporter.note)
         self._discovery = DiscoveryThread(
             discovery, interval=self._options.discovery_interval, post=self._mailbox.put
         )
         self._machines: dict[MachineName, Any] = {
             "job": self._job,
+            "stragglers": self._stragglers,
             "shards": DataSets(),
             "tf": TfCluster(settings.heartbeat_timeout),
         }
@@ -283,7 +283,6 @@ class ElasticDriver:
                 executor.execute(Announce("nodes_checked", self._checks.report.summary()))
             while (end := self._end) is None:
                 self._turn(executor)
-                executor.look_at_ranks()
             self._wind_down(end, executor)
         except BaseException:  # nothing may leave agents behind, and nothing is swallowed
             self._reporter.bug(traceback.format_exc())
@@ -305,7 +304,7 @@ class ElasticDriver:
 
     def _turn(self, executor: Executor, until: float | None = None) -> None:
         """Handle the next message, if one comes before a deadline, and all deadlines passed."""
-        known = (*self._deadlines.values(), executor.slow.due if self._end is None else until)
+        known = (*self._deadlines.values(), until)
         deadlines = [deadline for deadline in known if deadline is not None]
         timeout = None
         if deadlines:
@@ -326,7 +325,7 @@ class ElasticDriver:
         event: MachineEvent | None
         match message:
             case StatusAsked(reply):
-                reply(self._status(executor))
+                reply(self._status())
                 return
             case StopNow():
                 self._stop_now = True
@@ -347,12 +346,8 @@ class ElasticDriver:
         if isinstance(event, ShardRequest):
             together = self._mailbox.following((ShardRequest,), MAX_TOGETHER)
             self._decide("shards", ShardBatch((event, *together)), executor)
-        elif isinstance(event, TfRequest):
-            self._decide("tf", event, executor)
-        elif isinstance(event, RequestDropped):
+        elif isinstance(event, PolicyEvent):
             self._decide(event.machine, event, executor)
-        elif isinstance(event, WorkerEnded):
-            self._decide("shards", event, executor)
         elif self._end is not None:
             if isinstance(event, WorkerExited):
                 executor.worker_exited_late(event)
@@ -370,7 +365,10 @@ class ElasticDriver:
         self._events += 1
         # A journal writes the event here: numbered and timed, before anything follows from it.
         machine = self._machines[name]
-        decisions = stamped(machine.handle(event, time.monotonic()), self._events)
+        now = time.monotonic()
+        decisions = stamped(machine.handle(event, now), self._events)
+        if isinstance(event, KeysRead):
+            executor.look_seconds = time.monotonic() - now
         self._deadlines[name] = machine.deadline()
         if self._options.debug:
             violated = invariants.check(machine) if name == "job" else machine.check()
@@ -407,7 +405,7 @@ class ElasticDriver:
         while not self._stop_now and executor.agents and time.monotonic() < deadline:
             self._turn(executor, deadline)
 
-    def _status(self, executor: Executor) -> bytes:
+    def _status(self) -> bytes:
         """The run, the core's picture of the job, and what was measured, as one JSON object."""
         document = {
             "run_id": self._spec.run_id,
@@ -415,10 +413,12 @@ class ElasticDriver:
             "started": self._began,
             "command": self._spec.command,
             **msgspec.to_builtins(self._job.snapshot(time.monotonic())),
-            **executor.picture(),
+            "step": self._stragglers.step,
+            "slow": self._stragglers.status(),
+            "events": self._log.counts(),
             "node_check": None if self._checks is None else self._checks.report,
         }
-        document["counters"]["false_alarms"] = executor.slow.false_alarms
+        document["counters"]["false_alarms"] = self._stragglers.false_alarms
         return msgspec.json.encode(document)
 
 

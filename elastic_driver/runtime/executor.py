@@ -7,10 +7,10 @@ the store of those that are gone. Decides nothing.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -55,17 +55,21 @@ from elastic_driver.core.events import (
     WorkerStepped,
 )
 from elastic_driver.errors import assert_never
-from elastic_driver.policies.requests import Reply
+from elastic_driver.policies.requests import KeysRead, PublishKey, ReadKeys, Reply, SendEvent
+from elastic_driver.policies.stragglers.machine import RoundPublished
 from elastic_driver.runtime.backend import Backend
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.host_checks import HostChecks
+from elastic_driver.runtime.mailbox import MachineEvent
 from elastic_driver.runtime.reporter import Reporter
-from elastic_driver.runtime.slow_ranks import READ_S, SlowRanks
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Delete, DeletePrefix, Entries, Get, Operation, Set, Written
 
+AnyDecision: TypeAlias = Decision | Reply | ReadKeys | PublishKey | SendEvent
+
+READ_S = 1.0  # for the store to answer a `ReadKeys`
 KEPT_ORDERS = 4096  # of one agent; it reads them as they come, and is never that far behind
 FRESH_S = 0.1  # for the workers to say how far they are, when a boundary is to be named
 UNREACHABLE_STEP = 2**53
@@ -106,7 +110,7 @@ class Executor:
         on_agent_ended: Callable[[AgentLost], None],
         heartbeat_timeout: float,
         checks: HostChecks | None,
-        post: Callable[[Event], None],
+        post: Callable[[MachineEvent], None],
         answer: Callable[[Sequence[Reply]], None],
     ) -> None:
         """`post` hands an event to the core. It and `on_agent_ended` may be called by any thread,
@@ -123,29 +127,26 @@ class Executor:
         self._exit_codes: dict[str, tuple[int, bool]] = {}  # of the event being handled
         self._last_event: Announce | None = None
         self.tails = HeldTails()
-        apply = functools.partial(server.apply, timeout=READ_S)
-        self.slow = SlowRanks(apply, time.monotonic, post)
+        self.look_seconds = 0.0  # that the machine needed for the last `KeysRead`
 
     @property
     def agents(self) -> tuple[AgentRecord, ...]:
         """The agents whose processes have not ended."""
         return tuple(self._agents.values())
 
-    def picture(self) -> dict[str, object]:
-        """What the status document says of things that the core does not know."""
-        return {
-            "step": self.slow.step,
-            "slow": self.slow.status(),
-            "events": self._log.counts(),
-        }
-
     # ---- decisions -----------------------------------------------------------------------
 
-    def execute(self, decision: Decision | Reply) -> None:  # noqa: PLR0912 - a case for each
+    def execute(self, decision: AnyDecision) -> None:  # noqa: PLR0912 - a case for each
         """Carry out one decision; `EndJob` is the driver's to carry out."""
         match decision:
             case Reply():
                 self._replies.append(decision)
+            case ReadKeys():
+                self._read_keys(decision)
+            case PublishKey(key=key, value=value):
+                self._server.post([Set(key, value)])
+            case SendEvent(event=event):
+                self._post(event)
             case StartAgent():
                 self._start_agent(decision)
             case StopAgent():
@@ -223,7 +224,7 @@ class Executor:
 
     def _publish_world(self, world: World) -> None:
         self._world = world
-        self.slow.enter(world)
+        self._post(RoundPublished(world))
         for member in world.members:
             if member.worker in self._workers:
                 record = self._workers[member.worker]
@@ -231,7 +232,18 @@ class Executor:
         self._server.post([Set(contract.JOB_WORLD, encode_world(world))])
         self._show(self.tails.world_published(world.round))
 
-    # ---- notices -------------------------------------------------------------------------
+    # ---- reading -------------------------------------------------------------------------
+
+    def _read_keys(self, decision: ReadKeys) -> None:
+        began, entries = time.monotonic(), {}
+        try:
+            (found,) = self._server.apply([Get(decision.keys)], timeout=READ_S)
+        except RendezvousError:  # the store has too much to do: the machine asks again
+            found = None
+        if isinstance(found, Entries):
+            entries = {key: (entry.value, entry.revision) for key, entry in found.entries.items()}
+        seconds = time.monotonic() - began + self.look_seconds
+        self._post(KeysRead(decision.machine, entries, seconds))
 
     def _ask_progress(self, decision: AskProgress) -> None:
         """Read how far the workers are, and post it as an event.
@@ -344,13 +356,6 @@ class Executor:
                 self._server.post([DeletePrefix(contract.worker_prefix(worker))])
             return WorkerLost(worker, silent)
         return None
-
-    def look_at_ranks(self) -> None:
-        """Tell of ranks that have become slow, or no longer are, when it is time to look."""
-        due = self.slow.due
-        if due is not None and time.monotonic() >= due:
-            for event in self.slow.look():
-                self._tell(event)
 
     def job_ended(self, end: EndJob) -> None:
         """Log and show the end, after everything else has been said."""

@@ -50,7 +50,7 @@ from elastic_driver.policies.tf.messages import (
 )
 from rendezvous.web import JSON, Problem, json_answer, read_json
 
-PolicyEvent = ShardRequest | TfRequest | RequestDropped
+RequestEvent = ShardRequest | TfRequest | RequestDropped
 T = TypeVar("T")
 _SHARDS = "/v1/shards/{dataset:[^/:]+}"
 _MAX_ADDRESS = 300
@@ -73,7 +73,7 @@ class OpenRequests:
     `post` puts an event into the driver's mailbox; False when nobody takes it.
     """
 
-    def __init__(self, post: Callable[[PolicyEvent], bool]) -> None:
+    def __init__(self, post: Callable[[RequestEvent], bool]) -> None:
         self._post = post
         self._tickets = count(1)
         self._open: dict[int, asyncio.Future[bytes | None]] = {}

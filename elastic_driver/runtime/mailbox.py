@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from elastic_driver.core.events import AgentLost, Event
-from elastic_driver.policies.requests import RequestDropped
+from elastic_driver.policies.requests import KeysRead, RequestDropped
 from elastic_driver.policies.shards.messages import ShardRequest, WorkerEnded
+from elastic_driver.policies.stragglers.machine import RoundPublished
 from elastic_driver.policies.tf.messages import TfRequest
 
 
@@ -43,7 +44,11 @@ class StopNow:
     """Somebody has asked for the job's end a second time: no more grace for anyone."""
 
 
-MachineEvent: TypeAlias = Event | ShardRequest | WorkerEnded | TfRequest | RequestDropped
+PolicyEvent: TypeAlias = (
+    ShardRequest | WorkerEnded | TfRequest | RequestDropped | KeysRead | RoundPublished
+)
+"""Events that name their machine: each has a `machine`."""
+MachineEvent: TypeAlias = Event | PolicyEvent
 Message: TypeAlias = MachineEvent | LeaseLapsed | AgentEnded | StatusAsked | StopNow
 M = TypeVar("M")
 

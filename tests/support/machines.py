@@ -9,7 +9,7 @@ from elastic_driver.core.events import Tick
 from elastic_driver.policies.requests import Reply
 from elastic_driver.policies.shards.datasets import DataSets
 from elastic_driver.policies.tf.cluster import TfCluster
-from elastic_driver.runtime.machine_api import MachineRoutes, OpenRequests, PolicyEvent
+from elastic_driver.runtime.machine_api import MachineRoutes, OpenRequests, RequestEvent
 from rendezvous.server import RendezvousServer
 
 
@@ -17,7 +17,7 @@ def serve(machine: DataSets | TfCluster, token: str, port: int = 0) -> Rendezvou
     """Return a server, not yet started, whose requests this machine answers."""
     timers: list[asyncio.TimerHandle] = []
 
-    def handle(event: PolicyEvent | Tick) -> bool:
+    def handle(event: RequestEvent | Tick) -> bool:
         decisions = machine.handle(event, time.monotonic())  # type: ignore[arg-type]
         requests.answer(decision for decision in decisions if isinstance(decision, Reply))
         for timer in timers:

@@ -200,11 +200,15 @@ class ShardRequest(Struct, frozen=True, tag="shard_request"):
 class ShardBatch(Struct, frozen=True, tag="shard_batch"):
     """Requests that came together, handled as one event."""
 
+    machine: ClassVar[Literal["shards"]] = "shards"
+
     requests: tuple[ShardRequest, ...]
 
 
 class WorkerEnded(Struct, frozen=True, tag="worker_ended"):
     """A worker of the job has ended: it was lost for this reason, or (None) as planned."""
+
+    machine: ClassVar[Literal["shards"]] = "shards"
 
     worker: str
     reason: str | None
