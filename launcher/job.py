@@ -22,9 +22,9 @@ from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.backends.registry import BACKENDS, entry_points, make_backend
 from launcher.build_info import render_version, version
-from launcher.join.find_server import look
 from launcher.join.identity import claim_port, own_name
 from launcher.join.secret import read_secret
+from launcher.join.serve_address import look
 from launcher.options import table as o
 from launcher.options.help import render_help
 from launcher.options.record import Option

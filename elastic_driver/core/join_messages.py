@@ -1,8 +1,8 @@
-"""What a node that joins by itself says to the driver, and what it is told.
+"""Messages and store keys between the driver and nodes that join by themselves.
 
-Sent by `launcher.join.node` to the routes of `runtime.joined`, each a POST with one of
-these as its body and its answer. Pure data (JSON by msgspec), bounded where it comes over the
-wire. Times are seconds.
+A node reports to the driver with one route (`NODES_PATH`) and is answered with `Joined`. From then
+on it is a client of the ordinary store: it renews `node_lease` and waits for `node_order` to
+change. Pure data (JSON by msgspec), bounded where it comes over the wire. Times are seconds.
 """
 
 from __future__ import annotations
@@ -11,74 +11,61 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-JOIN_PATH = "/v1/nodes:join"
-ATTEND_PATH = "/v1/nodes:attend"
-LEAVE_PATH = "/v1/nodes:leave"
+NODES_PATH = "/v1/nodes"
+NODES_PREFIX = "nodes/"
 
 Name = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Token = Annotated[str, Meta(min_length=1, max_length=64)]
+Token = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[^/]*$")]
 Text = Annotated[str, Meta(max_length=2000)]
-Number = Annotated[int, Meta(ge=0, le=2**53)]
 
 
-class JoinRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """A node offers itself.
+class NodeReport(Struct, frozen=True, forbid_unknown_fields=True):
+    """A node's report: it is there, its agent has ended, or it leaves.
 
-    `machine` tells machines of one name apart; `session` is random, one for each start of the
-    node's process; `slots` None: as many as the server says.
+    `machine` tells machines of one name apart. `session` is random and new for each time a node
+    joins. `slots` None: as many as the server says. `ended` is the incarnation of an agent that
+    has ended, for this `reason`; 0: none has. With `leaves` the node goes, for this `reason`.
     """
 
     name: Name
     machine: Token
     session: Token
-    version: Token  # of elastic-driver there
+    version: Token  # of elastic-driver on the node
     slots: Annotated[int, Meta(ge=1, le=65536)] | None = None
+    ended: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    leaves: bool = False
+    reason: Text = ""
 
 
 class Joined(Struct, frozen=True):
-    """The node is taken: what the job calls it, and what its agents need."""
+    """The driver's answer to a report: what the job calls the node, and what its agents need."""
 
     name: str
     run_id: str
     token: str  # the job's own; whoever may join may know it
     heartbeat_timeout: float
-    leave_notice: float  # how long leaving in good order may take
-
-
-class AgentEnd(Struct, frozen=True, forbid_unknown_fields=True):
-    """One of the node's agents has ended, for this reason."""
-
-    incarnation: Number
-    reason: Text
-
-
-class AttendRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The node lives, knows the orders up to `known`, and waits for newer ones."""
-
-    session: Token
-    known: Number = 0
-    ended: Annotated[tuple[AgentEnd, ...], Meta(max_length=1000)] = ()
-    wait: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
 
 
 class JobOver(Struct, frozen=True):
-    """The job has ended with this exit status."""
+    """The end of the job, with its exit status."""
 
     exit_code: int
     reason: str
 
 
-class NodeOrders(Struct, frozen=True):
-    """What is to be so on the node: agents to run, and the end of it all."""
+class NodeOrder(Struct, frozen=True):
+    """The value of `node_order`: the agent that the driver wants on the node."""
 
-    number: int  # grows with every change
-    started: tuple[int, ...] = ()  # incarnations whose agents are to run, unless they ended
-    killed: tuple[int, ...] = ()  # of these: to be killed at once
-    over: JobOver | None = None
+    incarnation: int = 0  # to run as soon as the one before it has ended; 0: none
+    killed: int = 0  # this incarnation, and all before it, end at once
+    over: JobOver | None = None  # the node ends everything and leaves
 
 
-class LeaveRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The node goes; its agents have ended."""
+def node_lease(session: str) -> str:
+    """Return the key of the lease that a node renews while it lives."""
+    return f"{NODES_PREFIX}{session}/lease"
 
-    session: Token
-    reason: Text
+
+def node_order(session: str) -> str:
+    """Return the key of the node's `NodeOrder`."""
+    return f"{NODES_PREFIX}{session}/order"

@@ -12,7 +12,7 @@
 | `POST /v1/stacks` | 202; every worker is asked where it stands: event `stacks_collected` |
 | `POST /v1/stop` | 202; the job ends with status 143; asked a second time, at once |
 | `/v1/shards/…`, `/v1/tf/…` | see `runtime.machine_api` |
-| `/v1/nodes:…` | see `runtime.joined` |
+| `/v1/nodes` | see `runtime.joined` |
 
 Handlers run on the server's loop, decode and bound what arrives, and hand it on; every
 decision about the job is taken on the driver's mailbox thread. Errors have the form of

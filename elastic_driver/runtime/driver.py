@@ -236,12 +236,14 @@ class ElasticDriver:
                 self._options.bind_port,
                 token=token,
                 others=() if self._joined is None else self._joined.secrets,
-                on_lease_expired=lambda key: self._mailbox.put(LeaseLapsed(key)),
+                on_lease_expired=self._lease_lapsed,
                 routes=routes.add_to,
                 posts={EVENTS_PATH: routes.take_event},
             )
             self._server.start()
             self._server.apply([Set(contract.JOB_SPEC, encode(self._spec))])
+            if self._joined is not None:
+                self._joined.open(self._server, token)
         except OSError as error:
             _cannot_start(f"{error.filename or self._run_dir.path}: {error.strerror}", error)
         except RendezvousError as error:
@@ -259,6 +261,12 @@ class ElasticDriver:
             post=self._mailbox.put,
             answer=routes.requests.answer,
         )
+
+    def _lease_lapsed(self, key: str) -> None:
+        """Pass an expired lease on; called by the server's thread."""
+        if self._joined is not None:
+            self._joined.lease_expired(key)
+        self._mailbox.put(LeaseLapsed(key))
 
     def _close_all(self) -> None:
         """Free every resource, whatever state it is in; the last thing the driver does."""

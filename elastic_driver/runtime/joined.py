@@ -1,111 +1,107 @@
-"""Nodes that start by themselves and join: a source of hosts and a starter of agents in one.
+"""Nodes that start by themselves and join: a host discovery and a backend in one.
 
-A node posts that it is there, and from then on waits for orders in long-polls, which also show
-that it lives. To the driver it is a host like any other: this object answers `find()` with the
-nodes there are, and starts an agent by telling its node to. A node that is silent for the
-heartbeat timeout, leaves, or joins anew is no host any more, and its agents are lost.
+A node reports that it is there, and is a host like any other from then on: `find` lists it, and
+`start` writes the wanted incarnation into the store, where the node waits for it. The node lives as
+long as it renews its lease in the store. When the lease expires, or the node leaves or joins
+again, it is no host any more and its agents are lost. The server's own node, where it trains too,
+is the first host; an ordinary backend starts its agents.
 
-The table of nodes is guarded by a lock: routes run on the server's loop, `find` on the discovery
-thread, `start` and `kill` on the driver's mailbox thread. Waiting requests are woken on the loop.
-Times are seconds.
+A lock guards the table: routes and leases run on the server's thread, `find` on the discovery
+thread, `start` and `kill` on the driver's thread. Times are seconds.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 from aiohttp import web
 
 from elastic_driver.core.join_messages import (
-    ATTEND_PATH,
-    JOIN_PATH,
-    LEAVE_PATH,
-    AttendRequest,
+    NODES_PATH,
+    NODES_PREFIX,
     JobOver,
     Joined,
-    JoinRequest,
-    LeaveRequest,
-    NodeOrders,
+    NodeOrder,
+    NodeReport,
+    node_lease,
+    node_order,
 )
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import Backend, OnLost
 from elastic_driver.runtime.host_lists import Hosts
-from rendezvous.auth import read_token_file
+from rendezvous.errors import StoppedError
+from rendezvous.server import RendezvousServer
 from rendezvous.web import Problem, json_answer, read_json
+from rendezvous.wire import DeletePrefix, Operation, Set
 
-LOOK_S = 0.5  # discovery looks this often though nothing has changed
-TOLD_S = 3.0  # for the nodes to hear how the job has ended
+LOOK_S = 0.5  # `find` returns this often although nothing has changed
+LEAVE_S = 3.0  # the time in which nodes learn how the job has ended
 MAX_NODES = 100_000
-_LATE = 0.2  # of the heartbeat timeout: a timer that is later than this was held up itself
 
-_decode_join = msgspec.json.Decoder(JoinRequest).decode
-_decode_attend = msgspec.json.Decoder(AttendRequest).decode
-_decode_leave = msgspec.json.Decoder(LeaveRequest).decode
+_decode_report = msgspec.json.Decoder(NodeReport).decode
 
 
 @dataclass(eq=False)
-class _Node:
-    """One node's process, from its join to its end."""
+class _JoinedNode:
+    """One membership of a node: from a join to its end."""
 
     name: str
-    offer: JoinRequest
+    offer: NodeReport
     slots: int
-    agents: dict[int, OnLost] = field(default_factory=dict)  # ordered, and not known to be gone
-    killed: set[int] = field(default_factory=set)
-    number: int = 1
-    told: bool = False  # how the job has ended
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    silence: asyncio.TimerHandle | None = None
+    agents: dict[int, OnLost] = field(default_factory=dict)  # started, and not known to be gone
+    killed: int = 0  # the newest incarnation that was
 
 
 @dataclass(frozen=True)
 class NodeRules:
-    """What every node that joins has to keep to."""
+    """The settings that every node has to keep to."""
 
     run_id: str
     version: str  # of elastic-driver, the same everywhere
     heartbeat_timeout: float
-    leave_notice: float
     default_slots: int
-    reserved: frozenset[str] = frozenset()  # names that no node gets
 
 
 class JoinedNodes(Backend):
-    """Hosts that join by themselves (a `HostDiscovery` and a `Backend` of the driver)."""
+    """Hosts that join by themselves (a `HostDiscovery` and a `Backend` of the driver).
 
-    def __init__(self, rules: NodeRules, secrets: tuple[str, ...] = ()) -> None:
-        """`secrets`: with any of these in place of the job's token a node may join."""
-        self._rules, self.secrets = rules, secrets
+    Args:
+        rules: the settings of the job that concern nodes.
+        secrets: a node may join with any of these in place of the job's token.
+        own: the server's own node, if it trains too. Set `own_starter` before its first `start`.
+    """
+
+    def __init__(self, rules: NodeRules, secrets: tuple[str, ...] = (), own: Hosts = ()) -> None:
+        self._rules, self.secrets, self._own = rules, secrets, dict(own)
+        self.own_starter: Backend | None = None
         self._lock = threading.Condition()
-        self._nodes: dict[str, _Node] = {}  # by session
+        self._nodes: dict[str, _JoinedNode] = {}  # by session
         self._changed = True  # since the last `find`
         self._cancelled = False
-        self._token: str | None = None
+        self._server: RendezvousServer | None = None
+        self._token = ""
         self._over: JobOver | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
-    def open(self, token_file: Path) -> None:
-        """The rendezvous is up, and the job's token written: nodes may join from now on."""
-        token = read_token_file(token_file)
+    def open(self, server: RendezvousServer, token: str) -> None:
+        """Let nodes join from now on: the rendezvous is up, and the job's token is written."""
         with self._lock:
-            self._token = token
+            self._server, self._token = server, token
 
     # ---- HostDiscovery -------------------------------------------------------------------
 
     def find(self) -> Hosts:
-        """The nodes there are, in the order in which they joined; returns when that changes."""
+        """Return the hosts in the order in which they joined, as soon as that has changed."""
         with self._lock:
             self._lock.wait_for(lambda: self._changed or self._cancelled, LOOK_S)
             if self._cancelled:
                 raise ClusterError("the search for nodes was cancelled")
             self._changed = False
-            return tuple((node.name, node.slots) for node in self._nodes.values())
+            joined = ((node.name, node.slots) for node in self._nodes.values())
+            return (*self._own.items(), *joined)
 
     def cancel(self) -> None:
         """See `HostDiscovery.cancel`."""
@@ -113,179 +109,133 @@ class JoinedNodes(Backend):
             self._cancelled = True
             self._lock.notify_all()
 
-    # ---- Backend --------------------------------------------------------------------
+    # ---- Backend -------------------------------------------------------------------------
 
     def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
         """See `Backend.start`."""
+        if self.own_starter is not None and host in self._own:
+            self.own_starter.start(host, incarnation, on_lost)
+            return
         with self._lock:
             node = self._named(host)
             if node is not None:
                 node.agents[incarnation] = on_lost
-                self._tell(node)
+                self._publish(node)
                 return
         on_lost(f"node {host} has left")
 
     def kill(self, host: str, incarnation: int) -> None:
-        """See `Backend.kill`; a node that is silent has lost its agents when it is dropped."""
+        """See `Backend.kill`; a silent node has lost its agents when it is given up."""
+        if self.own_starter is not None and host in self._own:
+            self.own_starter.kill(host, incarnation)
+            return
         with self._lock:
             node = self._named(host)
             if node is not None and incarnation in node.agents:
-                node.killed.add(incarnation)
-                self._tell(node)
+                node.killed = incarnation
+                self._publish(node)
 
     def job_ends(self, exit_code: int, reason: str) -> None:
-        """Tell every node how the job has ended; each then ends what is left there, and leaves."""
+        """Publish how the job has ended; each node then ends what it still runs, and leaves."""
         with self._lock:
-            self._over = JobOver(exit_code, reason)
+            self._over = self._over or JobOver(exit_code, reason)
             for node in self._nodes.values():
-                self._tell(node)
+                self._publish(node)
 
     def close(self, grace: float) -> None:
-        """See `Backend.close`: the nodes end their agents once they know of the job's end."""
+        """See `Backend.close`: nodes end their agents themselves when the job is over."""
+        began = time.monotonic()
+        self.job_ends(1, "the driver was closed")
+        if self.own_starter is not None:
+            self.own_starter.close(grace)
+        left = max(grace - (time.monotonic() - began), LEAVE_S)
         with self._lock:
-            if self._over is None:
-                self._over = JobOver(1, "the driver was closed")
-                for node in self._nodes.values():
-                    self._tell(node)
-            self._lock.wait_for(
-                lambda: all(node.told for node in self._nodes.values()), max(grace, TOLD_S)
-            )
+            self._lock.wait_for(lambda: not self._nodes, left)
 
-    def _named(self, name: str) -> _Node | None:
+    def _named(self, name: str) -> _JoinedNode | None:
         return next((node for node in self._nodes.values() if node.name == name), None)
 
-    def _tell(self, node: _Node) -> None:
-        """Have the node's request answered, from any thread."""
-        node.number += 1
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the server has stopped
-                self._loop.call_soon_threadsafe(node.news.set)
+    def _publish(self, node: _JoinedNode) -> None:
+        order = NodeOrder(max(node.agents, default=0), node.killed, self._over)
+        self._store(Set(node_order(node.offer.session), msgspec.json.encode(order)))
 
-    # ---- routes --------------------------------------------------------------------------
+    def _store(self, operation: Operation) -> None:
+        if self._server is not None:
+            with contextlib.suppress(StoppedError):
+                self._server.post([operation])
+
+    # ---- what nodes report ---------------------------------------------------------------
 
     def add_to(self, app: web.Application) -> None:
-        """Mount the routes."""
-        app.router.add_post(JOIN_PATH, self.post_join)
-        app.router.add_post(ATTEND_PATH, self.post_attend)
-        app.router.add_post(LEAVE_PATH, self.post_leave)
+        """Mount the route."""
+        app.router.add_post(NODES_PATH, self.post_report)
 
-    async def post_join(self, request: web.Request) -> web.Response:
-        """A node offers itself."""
-        wish = await read_json(request, _decode_join)
+    async def post_report(self, request: web.Request) -> web.Response:
+        """Take in a node, the end of its agents, or its leaving."""
+        report = await read_json(request, _decode_report)
+        with self._lock:
+            node = self._nodes.get(report.session)
+            if node is None:
+                node, lost = self._join(report)
+            elif report.leaves:
+                lost = self._remove(node)
+            else:
+                ended = [n for n in node.agents if n <= report.ended]
+                lost = [node.agents.pop(n) for n in ended]
+        for on_lost in lost:
+            on_lost(report.reason or f"node {node.name} has joined anew")
         rules = self._rules
-        if wish.version != rules.version:
+        return json_answer(Joined(node.name, rules.run_id, self._token, rules.heartbeat_timeout))
+
+    def lease_expired(self, key: str) -> None:
+        """Give up the node whose lease this was, if it is one; called by the server's thread."""
+        with self._lock:
+            node = self._nodes.get(key.removeprefix(NODES_PREFIX).removesuffix("/lease"))
+            if node is None:
+                return
+            lost = self._remove(node)
+        for on_lost in lost:
+            silence = f"{self._rules.heartbeat_timeout:g} s"
+            on_lost(f"node {node.name} was not heard from for {silence}")
+
+    # ---- the table, with the lock held ---------------------------------------------------
+
+    def _join(self, offer: NodeReport) -> tuple[_JoinedNode, list[OnLost]]:
+        """Enter a node; return it and the agents of the process that it follows."""
+        rules = self._rules
+        if offer.ended or offer.leaves:
+            raise Problem(410, "not_joined", "the job does not know this node", "join again")
+        if offer.version != rules.version:
             raise Problem(
                 409,
                 "other_version",
-                f"elastic-driver {wish.version} is installed on {wish.name}, {rules.version} here",
+                f"{offer.name} has elastic-driver {offer.version}, and the server {rules.version}",
                 "install the same version everywhere",
             )
-        self._loop = asyncio.get_running_loop()
-        with self._lock:
-            if self._over is not None or self._token is None:
-                raise Problem(503, "not_accepting", "the job begins or ends", "try again later")
-            if len(self._nodes) >= MAX_NODES:
-                raise Problem(409, "too_many", f"{MAX_NODES} nodes have joined already")
-            token = self._token
-            orphans = self._take_over(wish)
-            node = _Node(self._free_name(wish), wish, wish.slots or rules.default_slots)
-            self._nodes[wish.session] = node
-            self._change()
-        _lose(orphans, f"node {wish.name} has joined anew")
-        self._watch(node)
-        return json_answer(
-            Joined(node.name, rules.run_id, token, rules.heartbeat_timeout, rules.leave_notice)
-        )
+        if self._over is not None or self._server is None:
+            raise Problem(503, "not_accepting", "the job begins or ends", "try again later")
+        if len(self._nodes) >= MAX_NODES:
+            raise Problem(409, "too_many", f"{MAX_NODES} nodes have joined already")
+        lost: list[OnLost] = []
+        for known in list(self._nodes.values()):
+            if (known.offer.name, known.offer.machine) == (offer.name, offer.machine):
+                lost = self._remove(known)
+        taken = {node.name for node in self._nodes.values()} | self._own.keys()
+        names = (offer.name if n == 1 else f"{offer.name}-{n}" for n in range(1, len(taken) + 2))
+        name = next(name for name in names if name not in taken)
+        node = _JoinedNode(name, offer, offer.slots or rules.default_slots)
+        self._nodes[offer.session] = node
+        self._store(Set(node_lease(offer.session), lease=rules.heartbeat_timeout))
+        self._change()
+        return node, lost
 
-    async def post_attend(self, request: web.Request) -> web.Response:
-        """A node lives, tells of ended agents, and waits for orders."""
-        told = await read_json(request, _decode_attend)
-        node = self._known(told.session)
-        self._watch(node)
-        for end in told.ended:
-            with self._lock:
-                on_lost = node.agents.pop(end.incarnation, None)
-                node.killed.discard(end.incarnation)
-            if on_lost is not None:
-                on_lost(end.reason)
-        if node.number == told.known:
-            node.news.clear()
-            wait = min(told.wait, self._rules.heartbeat_timeout / 3)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(node.news.wait(), wait)
-        with self._lock:
-            answer = NodeOrders(
-                node.number, tuple(node.agents), tuple(sorted(node.killed)), self._over
-            )
-            if self._over is not None:
-                node.told = True
-                self._lock.notify_all()
-        return json_answer(answer)
-
-    async def post_leave(self, request: web.Request) -> web.Response:
-        """A node goes."""
-        told = await read_json(request, _decode_leave)
-        node = self._known(told.session)
-        self._drop(node, told.reason)
-        return json_answer(NodeOrders(node.number))
-
-    def _known(self, session: str) -> _Node:
-        with self._lock:
-            node = self._nodes.get(session)
-        if node is None:
-            raise Problem(410, "not_joined", "the job does not know this node", "join again")
-        return node
-
-    # ---- the table -----------------------------------------------------------------------
+    def _remove(self, node: _JoinedNode) -> list[OnLost]:
+        """Forget a node and refuse its keys; return whom to tell of its agents."""
+        del self._nodes[node.offer.session]
+        self._store(DeletePrefix(f"{NODES_PREFIX}{node.offer.session}/", seal=True))
+        self._change()
+        return list(node.agents.values())
 
     def _change(self) -> None:
         self._changed = True
         self._lock.notify_all()
-
-    def _take_over(self, wish: JoinRequest) -> list[OnLost]:
-        """Remove the entry of the process that this one follows: the same name and machine."""
-        for session, node in list(self._nodes.items()):
-            known = node.offer
-            if (known.name, known.machine) == (wish.name, wish.machine) or session == wish.session:
-                return self._remove(node)
-        return []
-
-    def _free_name(self, wish: JoinRequest) -> str:
-        taken = {node.name for node in self._nodes.values()} | self._rules.reserved
-        names = (wish.name if n == 1 else f"{wish.name}-{n}" for n in range(1, len(taken) + 2))
-        return next(name for name in names if name not in taken)
-
-    def _remove(self, node: _Node) -> list[OnLost]:
-        """Forget a node; whom to tell of its agents. The lock is held."""
-        if self._nodes.get(node.offer.session) is not node:
-            return []
-        del self._nodes[node.offer.session]
-        if node.silence is not None:
-            node.silence.cancel()
-        self._change()
-        return list(node.agents.values())
-
-    def _drop(self, node: _Node, reason: str) -> None:
-        with self._lock:
-            orphans = self._remove(node)
-        _lose(orphans, reason)
-
-    def _watch(self, node: _Node) -> None:
-        """On the loop: the node was heard of just now; drop it when it has been silent for long."""
-        if node.silence is not None:
-            node.silence.cancel()
-        loop, patience = asyncio.get_running_loop(), self._rules.heartbeat_timeout
-        due = loop.time() + patience
-
-        def silent() -> None:
-            if loop.time() > due + _LATE * patience:  # we stood still, not the node
-                self._watch(node)
-                return
-            self._drop(node, f"node {node.name} was not heard of for {patience:g} s")
-
-        node.silence = loop.call_at(due, silent)
-
-
-def _lose(orphans: list[Callable[[str], None]], reason: str) -> None:
-    for on_lost in orphans:
-        on_lost(reason)

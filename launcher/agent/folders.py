@@ -29,7 +29,7 @@ _BEGUN = "keeper.begun"  # its name before that
 
 
 @contextlib.contextmanager
-def held_folder(folder: Path) -> Iterator[None]:
+def held_folder(folder: Path) -> Iterator[Path]:
     """Make the folder, for this user alone, hold it as long as this lasts, and remove it."""
     folder.mkdir(mode=0o700)
     try:
@@ -38,7 +38,7 @@ def held_folder(folder: Path) -> Iterator[None]:
             lock.write(str(os.getpid()))
             lock.flush()
             os.rename(folder / _BEGUN, folder / _LOCK)
-            yield
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

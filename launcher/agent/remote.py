@@ -97,17 +97,20 @@ def _detach() -> None:
     os.close(null)
 
 
+def start_agent(
+    arguments: Sequence[str], token_file: Path, cwd: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start an agent that ends with this process, since its stdin is a pipe that only we hold."""
+    argv = [sys.executable, "-m", "launcher.agent", *arguments]
+    argv += ["--token-file", str(token_file), "--orphan-file", str(token_file), "--lifeline"]
+    env = {**os.environ, contract.TOKEN_FILE: str(token_file)}
+    return subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.PIPE, start_new_session=True)
+
+
 def _keep(name: str, folder: Path, token: str, arguments: Sequence[str]) -> int:
     token_file = write_token_file(folder / _TOKEN, token)
     become_subreaper()
-    argv = [sys.executable, "-m", "launcher.agent", *arguments]
-    argv += ["--token-file", str(token_file), "--orphan-file", str(token_file), "--lifeline"]
-    agent = subprocess.Popen(
-        argv,
-        env={**os.environ, contract.TOKEN_FILE: str(token_file)},
-        stdin=subprocess.PIPE,  # the lifeline
-        start_new_session=True,
-    )
+    agent = start_agent(arguments, token_file)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda received, _frame: agent.send_signal(received))
     try:

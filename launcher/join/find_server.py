@@ -1,69 +1,111 @@
-"""Whether this machine is the one that nodes know as the server, and where it then listens."""
+"""The way from a node to the job's server: found by name, joined with a secret, within a deadline.
+
+The server's name is looked up again for each attempt, because the server may come back elsewhere.
+Agents get a numeric address, so that nothing is looked up later. Times are seconds.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import socket
+import time
+from collections.abc import Callable
 
-import psutil
+import msgspec
 
-from launcher.backends.addresses import is_this_machine
-from launcher.network import SOMEWHERE, address_towards, is_loopback
-from launcher.plan.role import ANYWHERE, Look
+from elastic_driver.core.join_messages import NODES_PATH, Joined, NodeReport
+from elastic_driver.errors import ClusterError, UsageError
+from launcher.network import bracketed
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import RendezvousError, RequestError, UnauthorizedError
 
-
-def look() -> Look:
-    """This machine, as deciding about its role wants to know it."""
-    return Look(is_here, can_bind)
-
-
-def is_here(host: str) -> bool:
-    """Whether a name or address is this machine's, also by a name server's word."""
-    return is_this_machine(host) or any(map(is_this_machine, _addresses(host)))
+ATTEMPT_S = 3.0  # the time for one address to answer
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
+decode_joined = msgspec.json.Decoder(Joined).decode
 
 
-def can_bind(host: str, port: int) -> bool:
-    """Whether this machine could serve there now."""
-    address = bind_address(host)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((address, port))
-        probe.listen()
-        return True
-    return False
+class JobServer:
+    """The server of a job, as a node knows it.
 
-
-def bind_address(host: str) -> str:
-    """The numeric address to listen on for nodes that know the server by this name.
-
-    A name that leads elsewhere (a service's), or to loopback though it is not `localhost` (Debian
-    gives a machine's own name 127.0.1.1), does not say which: then it is every address.
+    Args:
+        host: its name or address.
+        port: where it listens.
+        secrets: returns what this node may show at this moment.
+        say: shows a sentence to the user.
     """
-    if host in ANYWHERE or is_loopback(host):
-        return "127.0.0.1" if host == "localhost" else host
-    own = [a for a in _addresses(host) if is_this_machine(a) and not is_loopback(a)]
-    return own[0] if own else ANYWHERE[0]
 
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secrets: Callable[[], tuple[str, ...]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._host, self._port, self._secrets, self._say = host, port, secrets, say
+        self.place = f"{bracketed(host)}:{port}"
 
-def _addresses(host: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    def join(self, offer: NodeReport, patience: float, option: str) -> tuple[str, Joined]:
+        """Wait until the server takes this node in; return its numeric URL and its answer.
 
+        Raises ClusterError when it has not answered within `patience` seconds (`option` sets
+        them), and UsageError where it refuses this node for good.
+        """
+        until = time.monotonic() + patience
+        pause, said = FIRST_PAUSE_S, False
+        while True:
+            found = self._attempt(offer)
+            if not isinstance(found, str):
+                return found
+            if time.monotonic() + pause > until:
+                raise ClusterError(
+                    f"no server at {self.place} within {patience:g} s ({option}): {found}; is it "
+                    "started, and can this host reach that port?"
+                )
+            if not said:
+                said = True
+                self._say(f"waiting for the server at {self.place}, {patience:g} s at most")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
-def own_address(bound: str) -> str | None:
-    """Where workers of other nodes reach those of the server's; None: there is only loopback."""
-    if not ipaddress.ip_address(bound).is_unspecified:
-        return None if is_loopback(bound) else bound
-    found = address_towards(SOMEWHERE)
-    if found is not None:
-        return found
-    for entries in psutil.net_if_addrs().values():
-        for entry in entries:
-            if entry.family == socket.AF_INET and not is_loopback(entry.address):
-                return str(entry.address)
-    return None
+    def _attempt(self, offer: NodeReport) -> tuple[str, Joined] | str:
+        """Try every address of the server; return the problem where none takes this node in."""
+        try:
+            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            return f"{self._host} has no address: {error.strerror}"
+        problem = f"{self._host} has no address"
+        for address in dict.fromkeys(str(entry[4][0]) for entry in found):
+            url = f"http://{bracketed(address)}:{self._port}"
+            try:
+                socket.create_connection((address, self._port), ATTEMPT_S).close()
+                return url, self._offer(url, offer)
+            except TimeoutError:
+                problem = f"{address} does not answer"
+            except (OSError, RendezvousError, msgspec.DecodeError) as error:
+                problem = getattr(error, "strerror", None) or str(error)
+        return problem
+
+    def _offer(self, url: str, offer: NodeReport) -> Joined:
+        """Offer this node, with one secret after the other."""
+        secrets = self._secrets()
+        if not secrets:
+            raise UsageError(
+                f"the server at {self.place} is up, but nothing tells it that this node may join: "
+                "give the same --run-id (--rdzv-id) on every node, or the same --token-file"
+            )
+        for secret in secrets:
+            with RendezvousClient(url, secret, ATTEMPT_S) as client:
+                try:
+                    return decode_joined(client.post_json(NODES_PATH, msgspec.json.encode(offer)))
+                except UnauthorizedError:
+                    continue
+                except RequestError as error:
+                    if error.status == 409:
+                        raise UsageError(str(error)) from None
+                    raise ClusterError(
+                        f"what answers at {self.place} takes in no nodes ({error.code}); start it "
+                        "with --serve, or with --nnodes of more than 1 and --rdzv-endpoint"
+                    ) from None
+        raise UsageError(
+            f"the server at {self.place} does not know this node's secret: it serves another job, "
+            "or --run-id (--rdzv-id) or --token-file differ from the server's"
+        )

@@ -1,48 +1,74 @@
-"""One node that joins a job: waits for its server, runs the agents it is told to, and leaves.
+"""A node that joins a job by itself: it finds the server and runs the agents the driver wants.
 
-The node is the parent of its agents, by way of the local backend, so what holds on the driver's
-own machine holds here: nothing outlives this process. Workers' lines appear on this terminal.
-It ends with the job's exit status; a first signal has its workers leave at a step boundary, a
-second one ends them at once. When the server is gone, agents end by themselves within the
-heartbeat timeout, and the node waits for the server to come back.
+The node is a self-started agent with a restart loop. It renews a lease in the driver's store and
+waits there for its order (`NodeOrder`): when an agent has ended, the node runs the next
+incarnation, or leaves with the job's exit status. The agents are ordinary ones. The node is their
+parent and adopts what they leave behind, so that nothing outlives it; workers' lines appear on its
+terminal.
 
-One asyncio loop; the local backend's thread tells it of agents' ends. Times are seconds.
+A first signal goes on to the agent as a notice, so that its workers leave at a step boundary; a
+second one ends everything at once. When the server is gone, the node ends its agent and waits for
+the server to come back. One thread. Times are seconds.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
 import secrets
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_driver.core.documents import JobSpec
-from elastic_driver.core.join_messages import JoinRequest
-from elastic_driver.errors import UsageError
-from launcher.agent.folders import held_folder, sweep
-from launcher.agent.processes import end_children
-from launcher.backends.local import LocalBackend
+import msgspec
+from msgspec.structs import replace
+
+from elastic_driver import contract
+from elastic_driver.core.documents import JobSpec, decode
+from elastic_driver.core.join_messages import (
+    NODES_PATH,
+    Joined,
+    NodeOrder,
+    NodeReport,
+    node_lease,
+    node_order,
+)
+from elastic_driver.errors import ExitCode, UsageError
+from launcher.agent.folders import held_folder, sweep, sweep_scratch
+from launcher.agent.processes import become_subreaper, end_children
+from launcher.agent.remote import start_agent
+from launcher.backends.base import PACKAGE_ROOT, agent_arguments, describe_end
 from launcher.build_info import version
+from launcher.join.find_server import JobServer
 from launcher.join.identity import claim_name, machine_id
-from launcher.join.node_session import Part, ServerLostError
 from launcher.join.secret import of_node
-from launcher.join.server import Membership, Server
+from launcher.submit.signals import handled
 from rendezvous.auth import write_token_file
+from rendezvous.client import RendezvousClient, expect
+from rendezvous.errors import (
+    RendezvousError,
+    RequestError,
+    SealedError,
+    UnauthorizedError,
+    WokenError,
+)
+from rendezvous.wire import MAX_WAIT_S, Entries, Entry, Set, Watch, Written
 
 FOLDER_PREFIX = "elastic-join-"
-ORPHANS_S = 5.0  # for processes whose agent is gone to be gone too
+ORPHANS_S = 5.0  # the time for processes whose agent is gone to end too
+GOODBYE_S = 2.0  # the time for the server to take note that we leave
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_decode_order = msgspec.json.Decoder(NodeOrder).decode
 
 
 @dataclass(frozen=True)
 class JoinPlan:
-    """What a node is told on its command line."""
+    """The options of a node on its command line."""
 
     host: str
     port: int
@@ -52,18 +78,36 @@ class JoinPlan:
     state_dir: Path
     start_timeout: float
     elastic_timeout: float
-    command: tuple[str, ...] = ()  # what was typed here; the server's counts
+    command: tuple[str, ...] = ()  # the command typed here; the server's is the one that runs
     quiet: bool = False
 
     def render(self) -> str:
-        """The plan for people."""
+        """Return the plan as text for people."""
         slots = "as many as the server says" if self.slots is None else str(self.slots)
         return f"joins       {self.host}:{self.port}\nworkers     {slots}"
 
+    def say(self, sentence: str) -> None:
+        """Show a sentence on stderr, unless --quiet was given."""
+        if not self.quiet:
+            print(f"elasticrun: {sentence}", file=sys.stderr, flush=True)
+
+
+class _ServerLostError(Exception):
+    """The server is gone, or does not know this node any more."""
+
+
+class _SignalledError(BaseException):
+    """A signal came while the node was looking for its server."""
+
 
 def join(plan: JoinPlan) -> int:
-    """Take part in the job until it ends or this node is told to leave; the exit status."""
-    return asyncio.run(Node(plan).run())
+    """Take part in the job until it ends or this node is told to leave; return the exit status.
+
+    Raises ElasticError for what people have to mend.
+    """
+    node = Node(plan)
+    with handled((*_SIGNALS, signal.SIGCHLD), node.on_signal):
+        return node.run()
 
 
 class Node:
@@ -71,77 +115,168 @@ class Node:
 
     def __init__(self, plan: JoinPlan) -> None:
         self._plan = plan
-        self._session = secrets.token_hex(16)
-        self._server = Server(plan.host, plan.port, self._secrets, self._say)
-        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        self._searching = True
+        self._signals: deque[int] = deque()
+        self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._leaving = 0  # the signal for which we leave
+        self._agent: subprocess.Popen[bytes] | None = None
 
-    async def run(self) -> int:
-        """The whole life; the exit status. Raises ElasticError for what people have to mend."""
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                loop.add_signal_handler(number, self._signals.put_nowait, number)
-        with claim_name(self._server.place) as name:
-            wish = JoinRequest(name, machine_id(), self._session, version(), self._plan.slots)
-            patience, option = self._plan.start_timeout, "--start-timeout"
+    def on_signal(self, number: int) -> None:
+        """Stop searching for the server, or wake the loop that runs agents."""
+        if number != signal.SIGCHLD:
+            if self._searching:
+                raise _SignalledError(number)
+            self._signals.append(number)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._waker, b"x")
+
+    def run(self) -> int:
+        """Join, and join again each time the server was lost; return the exit status."""
+        plan = self._plan
+        become_subreaper()
+        server = JobServer(plan.host, plan.port, self._secrets, plan.say)
+        patience, option = plan.start_timeout, "--start-timeout"
+        with claim_name(server.place) as name:
             while True:
-                joining = asyncio.create_task(self._server.join(wish, patience, option))
-                signalled = await self._unless_signalled(joining)
-                if signalled is not None:
-                    return 128 + signalled
+                session = secrets.token_hex(16)
+                offer = NodeReport(name, machine_id(), session, version(), plan.slots)
                 try:
-                    return await self._take_part(joining.result())
-                except ServerLostError as error:
-                    self._say(str(error))
-                patience, option = self._plan.elastic_timeout, "--elastic-timeout"
-
-    async def _unless_signalled(self, task: asyncio.Task[Membership]) -> signal.Signals | None:
-        """Wait for the task; the signal that came before its end, if one did."""
-        signalled = asyncio.create_task(self._signals.get())
-        await asyncio.wait((task, signalled), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            signalled.cancel()
-            return None
-        task.cancel()
-        await asyncio.wait((task,))
-        return signalled.result()
-
-    async def _take_part(self, membership: Membership) -> int:
-        joined = membership.joined
-        sweep(FOLDER_PREFIX)
-        folder = Path(tempfile.gettempdir(), FOLDER_PREFIX + secrets.token_hex(8))
-        with held_folder(folder):
-            token_file = write_token_file(folder / "token", joined.token)
-            backend = LocalBackend(
-                membership.url, token_file, orphan_files=(token_file,), joined=True
-            )
-            part = Part(membership, backend, self._session, self._say)
-            try:
-                spec = await part.read_spec()
-                check_spec(spec, self._plan.command, self._say)
-                count = self._plan.slots
-                slots = "" if count is None else f", {count} slot{'' if count == 1 else 's'}"
-                run = f"run {joined.run_id} at {self._server.place}"
-                self._say(f"joined {run} as {joined.name}{slots}")
-                return await part.live(self._signals)
-            except UsageError:
-                await part.say_goodbye("this host cannot run the job")
-                raise
-            finally:
-                await asyncio.to_thread(backend.close, 0.0)
-                await asyncio.to_thread(end_children, ORPHANS_S)  # agents' workers came to us
-                part.close()
+                    url, joined = server.join(offer, patience, option)
+                    self._searching = False
+                except _SignalledError as error:
+                    return 128 + int(error.args[0])
+                try:
+                    with RendezvousClient(url, joined.token, joined.heartbeat_timeout) as client:
+                        return self._take_part(client, joined, offer, server.place)
+                except _ServerLostError as error:
+                    plan.say(str(error))
+                self._searching = True
+                patience, option = plan.elastic_timeout, "--elastic-timeout"
 
     def _secrets(self) -> tuple[str, ...]:
         plan = self._plan
         return of_node(plan.token_file, plan.run_id, plan.state_dir, plan.port)
 
-    def _say(self, sentence: str) -> None:
-        if not self._plan.quiet:
-            print(f"elasticrun: {sentence}", file=sys.stderr, flush=True)
+    def _take_part(
+        self, client: RendezvousClient, joined: Joined, offer: NodeReport, place: str
+    ) -> int:
+        """Run the job's agents until the job or our part in it ends; return the exit status."""
+        plan, reason = self._plan, "this host cannot run the job"
+        sweep(FOLDER_PREFIX)
+        with held_folder(Path(tempfile.gettempdir(), FOLDER_PREFIX + offer.session)) as folder:
+            token_file = write_token_file(folder / "token", joined.token)
+            try:
+                check_spec(_read_spec(client), plan)
+                slots = f", {plan.slots} slot{'s' * (plan.slots != 1)}" if plan.slots else ""
+                plan.say(f"joined run {joined.run_id} at {place} as {joined.name}{slots}")
+                code = self._run_agents(client, joined, offer, token_file)
+                number = self._leaving
+                reason = f"it got {signal.Signals(number).name}" if number else "the job is over"
+                return code
+            except RendezvousError as error:
+                reason = ""
+                if self._leaving:
+                    return 128 + self._leaving
+                raise _ServerLostError(_why_lost(error)) from None
+            finally:
+                self._end_agent()
+                if reason:
+                    reason = f"node {joined.name} has left: {reason}"
+                    with contextlib.suppress(RendezvousError):
+                        _report(client, replace(offer, leaves=True, reason=reason), GOODBYE_S)
+
+    def _run_agents(
+        self, client: RendezvousClient, joined: Joined, offer: NodeReport, token_file: Path
+    ) -> int:
+        """Run one incarnation after the other, as ordered; return the exit status."""
+        order, revision, incarnation = NodeOrder(), 0, 0
+        lease = Set(node_lease(offer.session), lease=joined.heartbeat_timeout)
+        while True:
+            entry = _newer(client, lease, node_order(offer.session), revision, self._wake)
+            if entry is not None:
+                order, revision = _decode_order(entry.value), entry.revision
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 4096)
+            if order.over is not None:
+                if order.over.exit_code != ExitCode.OK:
+                    status = f"exit status {order.over.exit_code}"
+                    self._plan.say(f"the job has ended with {status}: {order.over.reason}")
+                return order.over.exit_code
+            if self._agent is not None and order.killed >= incarnation:
+                self._agent.kill()
+            if self._agent is not None and self._agent.poll() is not None:
+                reason = describe_end(joined.name, self._end_agent())
+                _report(client, replace(offer, ended=incarnation, reason=reason))
+            if self._told_to_leave():
+                return 128 + self._leaving
+            if self._agent is None and order.incarnation > incarnation:
+                incarnation = order.incarnation
+                arguments = agent_arguments(client.url, joined.name, incarnation)
+                self._agent = start_agent(arguments, token_file, cwd=PACKAGE_ROOT)
+
+    def _told_to_leave(self) -> bool:
+        """Pass a first signal on to the agent; return whether to go now."""
+        while self._signals:
+            number = self._signals.popleft()
+            if self._leaving:
+                return True
+            self._leaving = number
+            if self._agent is not None:
+                self._plan.say(f"got {signal.Signals(number).name}; once more: leave at once")
+                self._agent.send_signal(signal.SIGTERM)
+        return bool(self._leaving) and self._agent is None
+
+    def _end_agent(self) -> int:
+        """Kill what is left of our agent and below it; return the agent's exit status."""
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return 0
+        agent.kill()
+        code = agent.wait()
+        if agent.stdin is not None:
+            agent.stdin.close()
+        end_children(ORPHANS_S)
+        sweep_scratch()
+        return code
 
 
-def check_spec(spec: JobSpec, typed: tuple[str, ...], say: Callable[[str], None]) -> None:
+def _newer(
+    client: RendezvousClient, lease: Set, key: str, revision: int, wake: int
+) -> Entry | None:
+    """Renew the lease, and wait for a value newer than `revision`; None: there is none yet."""
+    patience = client.timeout
+    watch = Watch({key: revision}, min(MAX_WAIT_S, patience / 3))
+    try:
+        renewed, found = client.batch(lease, watch, deadline=patience, wake=wake)
+    except WokenError:
+        return None
+    expect(renewed, Written)
+    entries = expect(found, Entries)
+    return None if entries.timed_out else entries.entries[key]
+
+
+def _why_lost(error: RendezvousError) -> str:
+    match error:
+        case UnauthorizedError():
+            return "another run is served there now"
+        case SealedError() | RequestError():
+            return "the server has given this node up"
+        case _:
+            return f"lost the server: {error}"
+
+
+def _report(client: RendezvousClient, report: NodeReport, deadline: float | None = None) -> None:
+    client.post_json(NODES_PATH, msgspec.json.encode(report), deadline=deadline)
+
+
+def _read_spec(client: RendezvousClient) -> JobSpec:
+    entry = client.get(contract.JOB_SPEC, wait=GOODBYE_S)
+    if entry is None:
+        raise RendezvousError("it has no job")
+    return decode(JobSpec, entry.value)
+
+
+def check_spec(spec: JobSpec, plan: JoinPlan) -> None:
     """Raise UsageError where this host cannot run the job; say if it is not what was typed."""
     program = spec.command[0]
     if not os.path.isdir(spec.cwd):
@@ -154,5 +289,5 @@ def check_spec(spec: JobSpec, typed: tuple[str, ...], say: Callable[[str], None]
             f"the job runs {program}, which cannot be executed on this host; install the same "
             "Python at the same path on every node"
         )
-    if typed and typed != spec.command:
-        say(f"the job runs what its server was told: {shlex.join(spec.command)}")
+    if plan.command and plan.command != spec.command:
+        plan.say(f"the job runs what its server was told: {shlex.join(spec.command)}")
