@@ -21,12 +21,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from rendezvous import wire
 from rendezvous.auth import AUTHORIZATION, bearer
 from rendezvous.errors import (
     AbortedError,
@@ -37,32 +37,6 @@ from rendezvous.errors import (
     UnauthorizedError,
     UnreachableError,
     WokenError,
-)
-from rendezvous.wire import (
-    BATCH_PATH,
-    MAX_WAIT_S,
-    REQUEST_ID_HEADER,
-    Add,
-    Append,
-    Batch,
-    Compared,
-    CompareSet,
-    Delete,
-    DeletePrefix,
-    Entries,
-    Entry,
-    ErrorDetail,
-    Get,
-    Number,
-    Operation,
-    Result,
-    Set,
-    StoreRefusal,
-    Watch,
-    Written,
-    decode_error,
-    decode_reply,
-    encode,
 )
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -105,63 +79,65 @@ class RendezvousClient:
     # ---- the store -----------------------------------------------------------------------
 
     def batch(
-        self, *operations: Operation, deadline: float | None = None, wake: int | None = None
-    ) -> tuple[Result, ...]:
+        self, *operations: wire.Operation, deadline: float | None = None, wake: int | None = None
+    ) -> tuple[wire.Result, ...]:
         """Carry out operations in order; return one result for each, refusals included.
 
         `deadline` is the time for the answer to arrive, repeats included (default: the waits in
         the batch plus the client's timeout). `wake` is a file descriptor: if it becomes readable
         before the answer, WokenError is raised.
         """
-        expected = self.timeout + sum(o.wait for o in operations if isinstance(o, Get | Watch))
-        body = encode(Batch(operations, new_request_id()))
-        answer = self._call("POST", BATCH_PATH, body, deadline, expected=expected, wake=wake)
+        expected = self.timeout + sum(
+            o.wait for o in operations if isinstance(o, wire.Get | wire.Watch)
+        )
+        body = wire.encode(wire.KVBatch(operations, new_request_id()))
+        answer = self._call("POST", wire.BATCH_PATH, body, deadline, expected=expected, wake=wake)
         try:
-            return decode_reply(answer).results
+            return wire.decode_reply(answer).results
         except msgspec.DecodeError as error:
             raise RendezvousError(f"{self.url} did not answer with a reply: {error}") from error
 
     def set(self, key: str, value: bytes, lease: float | None = None) -> int:
         """Write a value, with a lease of `lease` seconds if given; return its revision."""
-        return self._one(Set(key, value, lease), Written).revision
+        return self._one(wire.Set(key, value, lease), wire.Written).revision
 
-    def get(self, key: str, wait: float = 0.0, after: int = 0) -> Entry | None:
+    def get(self, key: str, wait: float = 0.0, after: int = 0) -> wire.Entry | None:
         """Read a key, waiting at most `wait` seconds until its revision is above `after`.
 
         Returns None if the key is missing or has nothing newer when the wait is over.
         """
-        found = self._one(Get((key,), min(wait, MAX_WAIT_S), after), Entries)
+        found = self._one(wire.Get((key,), min(wait, wire.MAX_WAIT_S), after), wire.Entries)
         return None if found.timed_out else found.entries.get(key)
 
-    def watch(self, keys: dict[str, int], wait: float) -> dict[str, Entry]:
+    def watch(self, keys: dict[str, int], wait: float) -> dict[str, wire.Entry]:
         """Wait until a key passes the revision given for it; return the keys that have.
 
         Returns an empty dict after `wait` seconds (at most MAX_WAIT_S).
         """
-        found = self._one(Watch(keys, min(wait, MAX_WAIT_S)), Entries)
+        found = self._one(wire.Watch(keys, min(wait, wire.MAX_WAIT_S)), wire.Entries)
         return {} if found.timed_out else found.entries
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; return the sum."""
-        return self._one(Add(key, amount), Number).number
+        return self._one(wire.Add(key, amount), wire.Number).number
 
     def append(self, key: str, value: bytes) -> int:
         """Append to a value; return its revision."""
-        return self._one(Append(key, value), Written).revision
+        return self._one(wire.Append(key, value), wire.Written).revision
 
-    def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> Compared:
+    def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> wire.Compared:
         """Write `desired` if the key holds `expected` (None: is missing)."""
-        return self._one(CompareSet(key, expected, desired), Compared)
+        return self._one(wire.CompareSet(key, expected, desired), wire.Compared)
 
     def delete(self, key: str) -> bool:
         """Delete a key; return whether it existed."""
-        return self._one(Delete(key), Number).number > 0
+        return self._one(wire.Delete(key), wire.Number).number > 0
 
     def delete_prefix(self, prefix: str, seal: bool = False) -> int:
         """Delete every key below a prefix, for good with `seal`; return how many there were."""
-        return self._one(DeletePrefix(prefix, seal), Number).number
+        return self._one(wire.DeletePrefix(prefix, seal), wire.Number).number
 
-    def _one(self, operation: Operation, kind: type[R]) -> R:
+    def _one(self, operation: wire.Operation, kind: type[R]) -> R:
         return expect(self.batch(operation)[0], kind)
 
     # ---- other routes of the driver ------------------------------------------------------
@@ -198,7 +174,7 @@ class RendezvousClient:
             connection.request("GET", path, headers=self._headers("text/event-stream"))
             response = connection.getresponse()
             if response.status >= 400:
-                raise self._error_of(response.status, response.read())
+                self._checked(response.status, response.read())
             rest = b""
             while piece := response.read1(_CHUNK_BYTES):  # a broken stream is an error here
                 *lines, rest = (rest + piece).split(b"\n")
@@ -233,12 +209,7 @@ class RendezvousClient:
     def __enter__(self) -> RendezvousClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- one call ------------------------------------------------------------------------
@@ -262,36 +233,47 @@ class RendezvousClient:
         until = started + (expected if deadline is None else deadline)
         headers = self._headers("application/json")
         if method == "POST":
-            headers[REQUEST_ID_HEADER] = new_request_id()
+            headers[wire.REQUEST_ID_HEADER] = new_request_id()
+        request = method, path, body, headers
         pauses = _pauses()
         while True:
             connection = self._take()
-            reused, status, answer = connection.sock is not None, _STOPPING, b""
-            cause: object = "the server is stopping"
-            try:
-                attempt_until = min(until, time.monotonic() + expected)
-                if not reused:
-                    self._connect(connection, attempt_until)
-                _arm(connection, attempt_until)
-                self.requests += 1
-                connection.request(method, path, body, headers)
-                status, answer = self._read_answer(connection, attempt_until, wake)
-            except (OSError, http.client.HTTPException) as error:
-                cause = error
-            else:
-                reused = False
+            reused = connection.sock is not None
+            attempt_until = min(until, time.monotonic() + expected)
+            status, answer = self._attempt(connection, request, attempt_until, wake)
+            if isinstance(answer, bytes):
                 if status != _STOPPING or not self._repeats:
-                    if status >= 400:
-                        raise self._error_of(status, answer)
-                    return answer
-            finally:
-                self._put_back(connection, keep=status != _STOPPING)
+                    return self._checked(status, answer)
+                answer, reused = "the server is stopping", False
             # The server may just have closed an idle connection: no need to pause.
             pause = 0.0 if reused else next(pauses)
             if time.monotonic() + pause >= until or not (self._repeats or reused):
                 self._check_not_aborted()
-                raise UnreachableError(self.url, time.monotonic() - started, cause)
+                raise UnreachableError(self.url, time.monotonic() - started, answer)
             self._pause(pause, wake)
+
+    def _attempt(
+        self,
+        connection: http.client.HTTPConnection,
+        request: tuple[str, str, bytes | None, dict[str, str]],
+        until: float,
+        wake: int | None,
+    ) -> tuple[int, object]:
+        """Send the request once; return status and body, or 0 and an error."""
+        status = 0
+        try:
+            if connection.sock is None:
+                self._connect(connection, until)
+            _arm(connection, until)
+            self.requests += 1
+            connection.request(*request)
+            status, answer = self._read_answer(connection, until, wake)
+        except (OSError, http.client.HTTPException) as error:
+            return 0, error
+        else:
+            return status, answer
+        finally:
+            self._put_back(connection, keep=status not in (0, _STOPPING))
 
     def _read_answer(
         self, connection: http.client.HTTPConnection, until: float, wake: int | None
@@ -378,18 +360,22 @@ class RendezvousClient:
 
     # ---- errors --------------------------------------------------------------------------
 
-    def _error_of(self, status: int, body: bytes) -> RendezvousError:
-        """Return the error that an answer with this status means."""
+    def _checked(self, status: int, body: bytes) -> bytes:
+        """Return the body of a success; raise the error that another status means."""
+        if status < 400:
+            return body
         try:
-            detail = decode_error(body).error
+            detail = wire.decode_error(body).error
         except msgspec.DecodeError:
-            detail = ErrorDetail("http_error", f"status {status}", "does elasticrun listen there?")
+            detail = wire.ErrorDetail(
+                "http_error", f"status {status}", "does elasticrun listen there?"
+            )
         if status == 401:
-            return UnauthorizedError(
+            raise UnauthorizedError(
                 f"the rendezvous at {self.url} refused our token: {detail.message}; it may serve "
                 "another job now, see that the token file is this job's"
             )
-        return RequestError(self.url, status, detail.code, detail.message, detail.hint)
+        raise RequestError(self.url, status, detail.code, detail.message, detail.hint)
 
 
 def parse_url(url: str) -> SplitResult:
@@ -405,9 +391,9 @@ def new_request_id() -> str:
     return secrets.token_hex(12)
 
 
-def expect(result: Result, kind: type[R]) -> R:
+def expect(result: wire.Result, kind: type[R]) -> R:
     """Return a result of this kind; raise RefusedError or SealedError if it is a refusal."""
-    if isinstance(result, StoreRefusal):
+    if isinstance(result, wire.StoreRefusal):
         error = SealedError if result.code == "sealed" else RefusedError
         raise error(result.code, result.message)
     if not isinstance(result, kind):

@@ -16,26 +16,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 from msgspec import Struct
 
+from rendezvous import wire
 from rendezvous.auth import AUTHORIZATION, is_authorized
 from rendezvous.errors import StoppedError
 from rendezvous.repeats import PostsOnce, Repeats
 from rendezvous.service import StoreService
-from rendezvous.wire import (
-    BATCH_PATH,
-    REQUEST_ID_HEADER,
-    Batch,
-    ErrorBody,
-    ErrorDetail,
-    ReplyEncoder,
-    Result,
-    decode_batch,
-    encode,
-)
 
 PIECE_BYTES = 64 * 1024  # of an answer in the memory of one connection, at most
 STUCK_S = 60.0
@@ -53,7 +44,7 @@ Post = Callable[[bytes], tuple[int, bytes] | None]
 # ---- heads -------------------------------------------------------------------------------
 
 _LENGTH, _CONNECTION, _TOKEN, _ID = (
-    name.lower() for name in ("Content-Length", "Connection", AUTHORIZATION, REQUEST_ID_HEADER)
+    name.lower() for name in ("Content-Length", "Connection", AUTHORIZATION, wire.REQUEST_ID_HEADER)
 )
 _IGNORED = ("host", "content-type", "accept", "accept-encoding", "user-agent")
 _KNOWN = frozenset((_LENGTH, _CONNECTION, _TOKEN, _ID, *_IGNORED))
@@ -102,29 +93,26 @@ def read_head(head: bytes, lines: Mapping[bytes, str]) -> PlainHead | None:
 # ---- connections -------------------------------------------------------------------------
 
 
+@dataclass(kw_only=True, eq=False)
 class FastPath:
-    """What all connections share.
+    """What all connections share; needs a running loop.
 
     `posts` answers other rooms' POSTs, by path. `general()` makes the protocol that takes over
-    everything else. Needs a running loop.
+    everything else.
     """
 
-    def __init__(
-        self,
-        *,
-        service: StoreService,
-        repeats: Repeats,
-        encode_reply: ReplyEncoder,
-        posts_once: PostsOnce,
-        posts: Mapping[str, Post],
-        tokens: Sequence[str],
-        general: Callable[[], asyncio.Protocol],
-    ) -> None:
+    service: StoreService
+    repeats: Repeats
+    encode_reply: wire.ReplyEncoder
+    posts_once: PostsOnce
+    posts: Mapping[str, Post]
+    tokens: Sequence[str]
+    general: Callable[[], asyncio.Protocol]
+
+    def __post_init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.service, self.repeats, self.encode_reply = service, repeats, encode_reply
-        self.posts_once, self.posts, self.tokens = posts_once, posts, tokens
-        self.general = general
-        self.lines = {f"POST {path} HTTP/1.1\r\n".encode(): path for path in (BATCH_PATH, *posts)}
+        paths = (wire.BATCH_PATH, *self.posts)
+        self.lines = {f"POST {path} HTTP/1.1\r\n".encode(): path for path in paths}
         self.connections: set[FastConnection] = set()
         self._sweep = self.loop.call_later(SWEEP_S, self._end_stuck)
 
@@ -147,19 +135,6 @@ class FastPath:
 
 class FastConnection(asyncio.Protocol):
     """One client's connection; its requests are answered one after the other."""
-
-    __slots__ = (
-        "_head",
-        "_inbox",
-        "_leave",
-        "_moved",
-        "_paused",
-        "_reading",
-        "_rest",
-        "_shared",
-        "_transport",
-        "_waits",
-    )
 
     def __init__(self, shared: FastPath) -> None:
         self._shared = shared
@@ -252,7 +227,7 @@ class FastConnection(asyncio.Protocol):
         if post is not None:
             return self._post(post, head, body)
         try:
-            batch = decode_batch(body)
+            batch = wire.decode_batch(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
         self._batch(batch)
@@ -270,7 +245,7 @@ class FastConnection(asyncio.Protocol):
         self._write(*answer)
         return True
 
-    def _batch(self, batch: Batch) -> None:
+    def _batch(self, batch: wire.KVBatch) -> None:
         service, self._waits = self._shared.service, True
         leave: Callable[[], object]
         try:
@@ -283,7 +258,7 @@ class FastConnection(asyncio.Protocol):
         else:
             self._leave = leave if self._waits else None
 
-    def _answer(self, results: tuple[Result, ...] | None) -> None:
+    def _answer(self, results: tuple[wire.Result, ...] | None) -> None:
         """Send the results of the batch, at once or after a wait."""
         waited = self._leave is not None
         self._waits, self._leave = False, None
@@ -352,6 +327,8 @@ _HEADS = {
     202: _head_of("202 Accepted"),
     503: _head_of("503 Service Unavailable"),
 }
-_STOPPING = encode(
-    ErrorBody(ErrorDetail("stopping", "the rendezvous server was stopped", "try again in a moment"))
+_STOPPING = wire.encode(
+    wire.ErrorBody(
+        wire.ErrorDetail("stopping", "the rendezvous server was stopped", "try again in a moment")
+    )
 )

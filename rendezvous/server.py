@@ -19,7 +19,6 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
 
 from aiohttp import web
 
@@ -114,12 +113,7 @@ class RendezvousServer:
     def __enter__(self) -> RendezvousServer:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
@@ -201,35 +195,7 @@ class RendezvousServer:
     async def _serve(self, listener: socket.socket, up: concurrent.futures.Future[None]) -> None:
         self._stop = asyncio.Event()
         self._service = StoreService(self._on_lease_expired, self._first_revision)
-        encode_reply, posts_once = ReplyEncoder(), PostsOnce()
-        repeats = Repeats(self._service)
-        app = web.Application(
-            middlewares=[guard(*self._tokens), posts_once.middleware()],
-            client_max_size=MAX_BODY_BYTES,
-        )
-        KVRoutes(self._service, repeats, encode_reply).add_to(app)
-        if self._routes is not None:
-            self._routes(app)
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            handle_signals=False,
-            handler_cancellation=True,  # the wait of a client that goes away ends
-            keepalive_timeout=KEEPALIVE_S,
-            shutdown_timeout=LINGER_S,
-        )
-        await runner.setup()
-        general = runner.server
-        assert general is not None  # noqa: S101 - it is set up
-        fast_path = FastPath(
-            service=self._service,
-            repeats=repeats,
-            encode_reply=encode_reply,
-            posts_once=posts_once,
-            posts=self._posts,
-            tokens=self._tokens,
-            general=general,
-        )
+        runner, fast_path = await self._set_up(self._service)
         loop, server = asyncio.get_running_loop(), None
         try:
             server = await loop.create_server(fast_path.connection, sock=listener, backlog=BACKLOG)
@@ -245,6 +211,37 @@ class RendezvousServer:
             self._service.close()
             fast_path.close()
             await runner.cleanup()
+
+    async def _set_up(self, service: StoreService) -> tuple[web.AppRunner, FastPath]:
+        """Return aiohttp with all routes, and the fast path in front of it."""
+        encode_reply, repeats, posts_once = ReplyEncoder(), Repeats(service), PostsOnce()
+        app = web.Application(
+            middlewares=[guard(*self._tokens), posts_once.middleware()],
+            client_max_size=MAX_BODY_BYTES,
+        )
+        KVRoutes(service, repeats, encode_reply).add_to(app)
+        if self._routes is not None:
+            self._routes(app)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            handler_cancellation=True,  # the wait of a client that goes away ends
+            keepalive_timeout=KEEPALIVE_S,
+            shutdown_timeout=LINGER_S,
+        )
+        await runner.setup()
+        assert runner.server is not None  # noqa: S101 - it is set up
+        fast_path = FastPath(
+            service=service,
+            repeats=repeats,
+            encode_reply=encode_reply,
+            posts_once=posts_once,
+            posts=self._posts,
+            tokens=self._tokens,
+            general=runner.server,
+        )
+        return runner, fast_path
 
 
 async def _turn() -> None:

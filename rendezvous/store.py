@@ -23,27 +23,8 @@ from collections.abc import Hashable, Sequence
 
 from msgspec import Struct
 
+from rendezvous import wire
 from rendezvous.deadlines import Deadlines
-from rendezvous.wire import (
-    MAX_VALUE_BYTES,
-    Add,
-    Append,
-    Compared,
-    CompareSet,
-    Count,
-    Delete,
-    DeletePrefix,
-    Entries,
-    Entry,
-    Get,
-    Number,
-    Operation,
-    Result,
-    Set,
-    StoreRefusal,
-    Watch,
-    Written,
-)
 
 _COUNTER_LIMIT = 2**63  # counters are what torch's stores hold: signed 64-bit
 _LONG_WAIT_S = 1.0
@@ -55,7 +36,7 @@ class Answered(Struct, frozen=True):
     """A batch is done: one result for each of its operations."""
 
     ticket: Hashable
-    results: tuple[Result, ...]
+    results: tuple[wire.Result, ...]
 
 
 class KeyExpired(Struct, frozen=True):
@@ -77,15 +58,15 @@ class _RunningBatch:
 
     __slots__ = ("operations", "results", "thresholds", "ticket", "unmet")
 
-    def __init__(self, ticket: Hashable, operations: Sequence[Operation]) -> None:
+    def __init__(self, ticket: Hashable, operations: Sequence[wire.Operation]) -> None:
         self.ticket = ticket
         self.operations = operations
-        self.results: list[Result] = []
+        self.results: list[wire.Result] = []
         self.thresholds: dict[str, int] = {}
         self.unmet = 0
 
     @property
-    def current(self) -> Operation:
+    def current(self) -> wire.Operation:
         return self.operations[len(self.results)]
 
 
@@ -99,7 +80,7 @@ class KVStore:
 
     def __init__(self, first_revision: int = 0) -> None:
         self._revision = first_revision
-        self._data: dict[str, Entry] = {}
+        self._data: dict[str, wire.Entry] = {}
         self._leases: Deadlines[str] = Deadlines()
         self._parked: dict[Hashable, _RunningBatch] = {}
         self._waits: Deadlines[Hashable] = Deadlines()  # tickets of parked batches
@@ -108,7 +89,7 @@ class KVStore:
         self._woken: dict[_RunningBatch, None] = {}  # parked batches whose condition came true
         self._sealed: set[str] = set()
         self._sealed_lengths: dict[int, None] = {}  # a check costs one lookup per length
-        self._shared: dict[tuple[tuple[str, ...], bool], Entries] = {}  # since the last change
+        self._shared: dict[tuple[tuple[str, ...], bool], wire.Entries] = {}  # since the last change
         self._outcomes: list[Outcome] = []
 
     def __len__(self) -> int:
@@ -127,7 +108,7 @@ class KVStore:
     # ---- commands ------------------------------------------------------------------------
 
     def submit(
-        self, ticket: Hashable, operations: Sequence[Operation], now: float
+        self, ticket: Hashable, operations: Sequence[wire.Operation], now: float
     ) -> list[Outcome]:
         """Carry out a batch; return all outcomes, those of other batches included.
 
@@ -139,7 +120,7 @@ class KVStore:
         self._runnable.append(_RunningBatch(ticket, operations))
         return self._run(now)
 
-    def cancel(self, ticket: Hashable) -> tuple[Result, ...] | None:
+    def cancel(self, ticket: Hashable) -> tuple[wire.Result, ...] | None:
         """Forget a waiting batch; return the results it had so far.
 
         Returns None if no such batch waits. The rest of its operations are not carried out,
@@ -195,34 +176,36 @@ class KVStore:
             batch.results.append(result)
         self._outcomes.append(Answered(batch.ticket, tuple(batch.results)))
 
-    def _carry_out(self, operation: Operation, batch: _RunningBatch, now: float) -> Result | None:
+    def _carry_out(
+        self, operation: wire.Operation, batch: _RunningBatch, now: float
+    ) -> wire.Result | None:
         """Return the operation's result, or None if the batch now waits for it."""
         match operation:
-            case Get(keys=keys, wait=wait, after=after):
+            case wire.Get(keys=keys, wait=wait, after=after):
                 return self._get(batch, dict.fromkeys(keys, after), wait, now)
-            case Watch(keys=thresholds, wait=wait):
+            case wire.Watch(keys=thresholds, wait=wait):
                 return self._watch(batch, thresholds, wait, now)
-            case Set(key=key, value=value, lease=lease):
+            case wire.Set(key=key, value=value, lease=lease):
                 return self._set(key, value, None if lease is None else now + lease)
-            case Add(key=key, amount=amount):
+            case wire.Add(key=key, amount=amount):
                 return self._add(key, amount)
-            case Append(key=key, value=value):
+            case wire.Append(key=key, value=value):
                 entry = self._data.get(key)
                 return self._write(key, (entry.value if entry else b"") + value)
-            case CompareSet(key=key, expected=expected, desired=desired):
+            case wire.CompareSet(key=key, expected=expected, desired=desired):
                 return self._compare_set(key, expected, desired)
-            case Delete(key=key):
-                return Number(int(self._delete(key)))
-            case DeletePrefix(prefix=prefix, seal=seal):
+            case wire.Delete(key=key):
+                return wire.Number(int(self._delete(key)))
+            case wire.DeletePrefix(prefix=prefix, seal=seal):
                 return self._delete_prefix(prefix, seal)
-            case Count(prefix=prefix):
-                return Number(sum(key.startswith(prefix) for key in self._data))
+            case wire.Count(prefix=prefix):
+                return wire.Number(sum(key.startswith(prefix) for key in self._data))
 
     # ---- waiting -------------------------------------------------------------------------
 
     def _get(
         self, batch: _RunningBatch, thresholds: dict[str, int], wait: float, now: float
-    ) -> Result | None:
+    ) -> wire.Result | None:
         keys = tuple(thresholds)
         unmet = sum(self._revision_of(key) <= after for key, after in thresholds.items())
         if unmet == 0 or wait <= 0:
@@ -232,7 +215,7 @@ class KVStore:
 
     def _watch(
         self, batch: _RunningBatch, thresholds: dict[str, int], wait: float, now: float
-    ) -> Result | None:
+    ) -> wire.Result | None:
         if changed := self._changed(thresholds):
             return self._found(changed)
         if wait <= 0:
@@ -244,7 +227,7 @@ class KVStore:
 
     def _park(
         self, batch: _RunningBatch, thresholds: dict[str, int], unmet: int, until: float
-    ) -> StoreRefusal | None:
+    ) -> wire.StoreRefusal | None:
         for key in thresholds:
             if refused := self._refuse_sealed(key):
                 return refused
@@ -266,20 +249,20 @@ class KVStore:
         del self._parked[batch.ticket]
         self._waits.discard(batch.ticket)
 
-    def _resume(self, batch: _RunningBatch, result: Result) -> None:
+    def _resume(self, batch: _RunningBatch, result: wire.Result) -> None:
         """End the operation that a parked batch waits for with this result."""
         self._unpark(batch)
         batch.results.append(result)
         self._runnable.append(batch)
 
-    def _found(self, keys: tuple[str, ...], timed_out: bool = False) -> Entries:
+    def _found(self, keys: tuple[str, ...], timed_out: bool = False) -> wire.Entries:
         """Return the keys' entries; the same object for all who ask until something changes."""
         entries = self._shared.get((keys, timed_out))
         if entries is None:
             if len(self._shared) >= _SHARED_ANSWERS:
                 self._shared.clear()
             held = {key: self._data[key] for key in keys if key in self._data}
-            entries = self._shared[keys, timed_out] = Entries(held, timed_out)
+            entries = self._shared[keys, timed_out] = wire.Entries(held, timed_out)
         return entries
 
     # ---- writing -------------------------------------------------------------------------
@@ -288,50 +271,50 @@ class KVStore:
         entry = self._data.get(key)
         return entry.revision if entry else 0
 
-    def _set(self, key: str, value: bytes, lease_ends: float | None) -> Result:
+    def _set(self, key: str, value: bytes, lease_ends: float | None) -> wire.Result:
         result = self._write(key, value)
-        if isinstance(result, Written):
+        if isinstance(result, wire.Written):
             if lease_ends is None:
                 self._leases.discard(key)
             else:
                 self._leases.set(key, lease_ends)
         return result
 
-    def _add(self, key: str, amount: int) -> Result:
+    def _add(self, key: str, amount: int) -> wire.Result:
         entry = self._data.get(key)
         text = entry.value if entry else b"0"
         try:
             number = int(text) + amount
         except ValueError:
-            return StoreRefusal(
+            return wire.StoreRefusal(
                 "not_a_number", f"key {key!r} holds {text[:40]!r}, which is no number"
             )
         if not -_COUNTER_LIMIT <= number < _COUNTER_LIMIT:
-            return StoreRefusal("too_large", f"key {key!r}: the sum does not fit into 64 bits")
+            return wire.StoreRefusal("too_large", f"key {key!r}: the sum does not fit into 64 bits")
         refused = self._write(key, str(number).encode())
-        return refused if isinstance(refused, StoreRefusal) else Number(number)
+        return refused if isinstance(refused, wire.StoreRefusal) else wire.Number(number)
 
-    def _compare_set(self, key: str, expected: bytes | None, desired: bytes) -> Result:
+    def _compare_set(self, key: str, expected: bytes | None, desired: bytes) -> wire.Result:
         entry = self._data.get(key)
         held = entry.value if entry else None
         if held != expected:
-            return self._refuse_sealed(key) or Compared(False, held)
+            return self._refuse_sealed(key) or wire.Compared(False, held)
         refused = self._write(key, desired)
-        return refused if isinstance(refused, StoreRefusal) else Compared(True, desired)
+        return refused if isinstance(refused, wire.StoreRefusal) else wire.Compared(True, desired)
 
-    def _write(self, key: str, value: bytes) -> Written | StoreRefusal:
+    def _write(self, key: str, value: bytes) -> wire.Written | wire.StoreRefusal:
         if refused := self._refuse_sealed(key):
             return refused
-        if len(value) > MAX_VALUE_BYTES:
-            return StoreRefusal(
+        if len(value) > wire.MAX_VALUE_BYTES:
+            return wire.StoreRefusal(
                 "too_large",
-                f"key {key!r}: {len(value)} bytes are over the limit of {MAX_VALUE_BYTES}",
+                f"key {key!r}: {len(value)} bytes are over the limit of {wire.MAX_VALUE_BYTES}",
             )
         self._revision += 1
         before = self._revision_of(key)
-        self._data[key] = Entry(value, self._revision)
+        self._data[key] = wire.Entry(value, self._revision)
         self._tell_waiters(key, before, self._revision)
-        return Written(self._revision)
+        return wire.Written(self._revision)
 
     def _delete(self, key: str) -> bool:
         entry = self._data.pop(key, None)
@@ -340,7 +323,7 @@ class KVStore:
             self._tell_waiters(key, entry.revision, 0)
         return entry is not None
 
-    def _delete_prefix(self, prefix: str, seal: bool) -> Result:
+    def _delete_prefix(self, prefix: str, seal: bool) -> wire.Result:
         keys = [key for key in self._data if key.startswith(prefix)]
         for key in keys:
             self._delete(key)
@@ -350,7 +333,7 @@ class KVStore:
             for key in [key for key in self._index if key.startswith(prefix)]:
                 for batch in list(self._index.get(key, ())):
                     self._resume(batch, _sealed(key, prefix))
-        return Number(len(keys))
+        return wire.Number(len(keys))
 
     def _tell_waiters(self, key: str, before: int, after: int) -> None:
         """Update `unmet` of the batches that wait for a key (revision 0: missing)."""
@@ -361,7 +344,7 @@ class KVStore:
             if batch.unmet <= 0:
                 self._woken[batch] = None
 
-    def _refuse_sealed(self, key: str) -> StoreRefusal | None:
+    def _refuse_sealed(self, key: str) -> wire.StoreRefusal | None:
         for length in self._sealed_lengths:
             if key[:length] in self._sealed:
                 return _sealed(key, key[:length])
@@ -374,5 +357,7 @@ def _end_of_wait(now: float, wait: float) -> float:
     return until if wait < _LONG_WAIT_S else math.ceil(until / _TICK_S) * _TICK_S
 
 
-def _sealed(key: str, prefix: str) -> StoreRefusal:
-    return StoreRefusal("sealed", f"key {key!r}: everything below {prefix!r} is over and sealed")
+def _sealed(key: str, prefix: str) -> wire.StoreRefusal:
+    return wire.StoreRefusal(
+        "sealed", f"key {key!r}: everything below {prefix!r} is over and sealed"
+    )

@@ -20,23 +20,8 @@ from typing import TypeVar
 
 from torch.distributed import DistStoreError, Store
 
+from rendezvous import wire
 from rendezvous.client import RendezvousClient, expect
-from rendezvous.wire import (
-    MAX_OPERATIONS,
-    Add,
-    Append,
-    Compared,
-    CompareSet,
-    Count,
-    Delete,
-    Entries,
-    Get,
-    Number,
-    Operation,
-    Result,
-    Set,
-    Written,
-)
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)  # as torch's own stores
 WAIT_S = 30.0  # for one request; longer waits are repeated, so that a dead client is noticed
@@ -70,7 +55,7 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self._one(Set(self._prefix + key, _bytes(value)), Written)
+        self._one(wire.Set(self._prefix + key, _bytes(value)), wire.Written)
 
     def get(self, key: str) -> bytes:
         """Wait for a key; return its value."""
@@ -87,24 +72,25 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether every key exists now."""
         asked = tuple(dict.fromkeys(self._prefix + key for key in keys))
-        return not asked or len(self._one(Get(asked), Entries).entries) == len(asked)
+        return not asked or len(self._one(wire.Get(asked), wire.Entries).entries) == len(asked)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Write many values with one request; no reader sees only some of them."""
         sets = [
-            Set(self._prefix + key, _bytes(value)) for key, value in zip(keys, values, strict=True)
+            wire.Set(self._prefix + key, _bytes(value))
+            for key, value in zip(keys, values, strict=True)
         ]
-        for start in range(0, len(sets), MAX_OPERATIONS):
-            for result in self._batch(*sets[start : start + MAX_OPERATIONS]):
-                expect(result, Written)
+        for start in range(0, len(sets), wire.MAX_OPERATIONS):
+            for result in self._batch(*sets[start : start + wire.MAX_OPERATIONS]):
+                expect(result, wire.Written)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter (missing: 0); return the sum."""
-        return self._one(Add(self._prefix + key, amount), Number).number
+        return self._one(wire.Add(self._prefix + key, amount), wire.Number).number
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to a value (missing: empty)."""
-        self._one(Append(self._prefix + key, _bytes(value)), Written)
+        self._one(wire.Append(self._prefix + key, _bytes(value)), wire.Written)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write `desired` if the key holds `expected`; return what it holds now.
@@ -113,20 +99,20 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
         returned if the key is missing and something else was expected.
         """
         name, old, new = self._prefix + key, _bytes(expected), _bytes(desired)
-        swaps: tuple[Operation, ...] = (CompareSet(name, old, new),)
+        swaps: tuple[wire.Operation, ...] = (wire.CompareSet(name, old, new),)
         if not old:
-            swaps = (CompareSet(name, None, new), *swaps)
-        held = [expect(result, Compared) for result in self._batch(*swaps)]
+            swaps = (wire.CompareSet(name, None, new), *swaps)
+        held = [expect(result, wire.Compared) for result in self._batch(*swaps)]
         swapped = next((one for one in held if one.swapped), held[-1])
         return old if swapped.value is None else swapped.value
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return whether it existed."""
-        return self._one(Delete(self._prefix + key), Number).number > 0
+        return self._one(wire.Delete(self._prefix + key), wire.Number).number > 0
 
     def num_keys(self) -> int:
         """Return the number of keys."""
-        return self._one(Count(self._prefix), Number).number
+        return self._one(wire.Count(self._prefix), wire.Number).number
 
     # PrefixStore calls these two by their C++ names, the others by their Python names.
     deleteKey = delete_key  # noqa: N815
@@ -166,7 +152,7 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
         until = time.monotonic() + timeout.total_seconds()
         while True:
             left = max(0.0, until - time.monotonic())
-            found = self._one(Get(names, wait=min(WAIT_S, left)), Entries)
+            found = self._one(wire.Get(names, wait=min(WAIT_S, left)), wire.Entries)
             if len(found.entries) == len(set(names)):
                 return [found.entries[name].value for name in names]
             if time.monotonic() >= until:
@@ -177,11 +163,11 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
                     "write them are late or gone"
                 )
 
-    def _one(self, operation: Operation, kind: type[R]) -> R:
+    def _one(self, operation: wire.Operation, kind: type[R]) -> R:
         return expect(self._batch(operation)[0], kind)
 
-    def _batch(self, *operations: Operation) -> tuple[Result, ...]:
-        longest = sum(o.wait for o in operations if isinstance(o, Get))
+    def _batch(self, *operations: wire.Operation) -> tuple[wire.Result, ...]:
+        longest = sum(o.wait for o in operations if isinstance(o, wire.Get))
         within = longest + max(self._client.timeout, self.timeout.total_seconds())
         return self._client.batch(*operations, deadline=within)
 

@@ -20,6 +20,7 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_OPERATIONS = 4096
 MAX_KEYS = 65536
 MAX_WAIT_S = 60.0  # longer waits are repeated by the client, so that a dead one is noticed
+MAX_LEASE_S = 86400.0
 
 KV_PREFIX = "/v1/kv"
 BATCH_PATH = "/v1/kv:batch"
@@ -40,7 +41,7 @@ class Set(Struct, frozen=True, tag="set", forbid_unknown_fields=True):
 
     key: Key
     value: Value = b""
-    lease: Annotated[float, Meta(gt=0.0, le=86400.0)] | None = None
+    lease: Annotated[float, Meta(gt=0.0, le=MAX_LEASE_S)] | None = None
 
 
 class Get(Struct, frozen=True, tag="get", forbid_unknown_fields=True):
@@ -148,7 +149,7 @@ class StoreRefusal(Struct, frozen=True, tag="refused"):
 Result = Entries | Number | Written | Compared | StoreRefusal
 
 
-class Batch(Struct, frozen=True, forbid_unknown_fields=True):
+class KVBatch(Struct, frozen=True, forbid_unknown_fields=True):
     """Operations carried out in order, atomically up to the first one that has to wait.
 
     A repeat with the same `request_id` gets the first answer, so that a client may repeat a
@@ -185,7 +186,7 @@ class ErrorBody(Struct, frozen=True):
 
 
 encode = msgspec.json.Encoder().encode
-decode_batch = msgspec.json.Decoder(Batch).decode
+decode_batch = msgspec.json.Decoder(KVBatch).decode
 decode_reply = msgspec.json.Decoder(BatchReply).decode
 decode_error = msgspec.json.Decoder(ErrorBody).decode
 

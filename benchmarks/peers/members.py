@@ -22,8 +22,8 @@ from elastic_driver.core.events import WorkerReady
 from rendezvous.wire import (
     BATCH_PATH,
     EVENTS_PATH,
-    Batch,
     Entries,
+    KVBatch,
     Operation,
     Result,
     Set,
@@ -77,7 +77,7 @@ class Member:
             await self._batch(lease, sign, *(told if trains else ()), watch)
 
     async def _batch(self, *operations: Operation) -> tuple[Result, ...]:
-        body = encode(Batch(operations, uuid.uuid4().hex))
+        body = encode(KVBatch(operations, uuid.uuid4().hex))
         return decode_reply(await self._post(BATCH_PATH, body)).results
 
     async def _post(self, path: str, body: bytes, *, request_id: bool = False) -> bytes:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.run_dir import default_state_dir
-from launcher.ctl_commands.connection import DriverConnection
+from launcher.ctl_commands.connection import JobConnection
 from launcher.ctl_commands.find import Where, find
 
 
@@ -42,8 +42,8 @@ def _hyphenated(word: str) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
-def connect(given: argparse.Namespace) -> DriverConnection:
+def connect(given: argparse.Namespace) -> JobConnection:
     """A connection to the job that the options name; raises ElasticError where there is none."""
     state_dir = given.state_dir or default_state_dir(os.environ)
     where = Where(state_dir.absolute(), given.run_id, given.endpoint, given.token_file)
-    return DriverConnection(find(where))
+    return JobConnection(find(where))

@@ -20,7 +20,7 @@ TIMEOUT_S = 10.0
 SILENCE_S = 60.0  # in a stream; the driver sends a comment every 15 s
 
 
-class DriverConnection:
+class JobConnection:
     """Sends requests to the driver of one job; each is tried once."""
 
     def __init__(self, target: Target) -> None:

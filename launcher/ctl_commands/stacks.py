@@ -14,7 +14,7 @@ from elastic_driver.contract import STACKS_PATH
 from elastic_driver.core.decisions import StackGroup
 from elastic_driver.errors import ClusterError
 from launcher.ctl_commands.arguments import connect, make_parser, parse
-from launcher.ctl_commands.connection import DriverConnection
+from launcher.ctl_commands.connection import JobConnection
 from launcher.ctl_commands.show import printable
 from rendezvous.wire import EVENTS_PATH
 
@@ -60,7 +60,7 @@ def stacks(words: Sequence[str]) -> int:
     return 0
 
 
-def _await_answer(connection: DriverConnection, since: int) -> Collected:
+def _await_answer(connection: JobConnection, since: int) -> Collected:
     """The next event that tells stacks; the driver waits a second or two for the workers."""
     for line in connection.follow(f"{EVENTS_PATH}?since={since}"):
         event = msgspec.json.decode(line, type=Collected)

@@ -12,7 +12,7 @@ import pytest
 from rendezvous import fast_path
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import Add, Batch, Get, Number, Set, Watch, decode_reply, encode
+from rendezvous.wire import Add, Get, KVBatch, Number, Set, Watch, decode_reply, encode
 from tests.rendezvous.common import TOKEN, error_of, eventually, request, waiting
 
 POST = "/v1/told"
@@ -46,7 +46,7 @@ def head(path: str, length: int, token: str = TOKEN, more: str = "") -> bytes:
 
 def batch(*operations: object, number: int = 0) -> bytes:
     """A whole batch request."""
-    body = encode(Batch(operations, f"id{number}"))  # type: ignore[arg-type]
+    body = encode(KVBatch(operations, f"id{number}"))  # type: ignore[arg-type]
     return head("/v1/kv:batch", len(body)) + body
 
 
@@ -143,7 +143,7 @@ def test_a_post_is_taken_once_however_often_it_is_sent(
 def test_nothing_is_done_without_the_token(
     server: RendezvousServer, told: list[bytes], token: str
 ) -> None:
-    body = encode(Batch((Set("k", b"v"),), "id"))
+    body = encode(KVBatch((Set("k", b"v"),), "id"))
     for path in ("/v1/kv:batch", POST):
         with Caller(server) as caller:
             caller.send(head(path, len(body), token) + body)

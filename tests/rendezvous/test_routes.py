@@ -13,13 +13,13 @@ from rendezvous.server import RendezvousServer
 from rendezvous.web import Problem
 from rendezvous.wire import (
     MAX_BODY_BYTES,
-    Batch,
     BatchReply,
     Compared,
     DeletePrefix,
     Entries,
     Entry,
     Get,
+    KVBatch,
     Number,
     ReplyEncoder,
     Result,
@@ -117,7 +117,7 @@ def test_what_is_sealed_is_gone(server: RendezvousServer) -> None:
 
 
 def test_a_batch_is_answered_in_order(server: RendezvousServer) -> None:
-    batch = Batch((Set("a", b"\xff"), Get(("a",)), Set("b", b"")), "id1")
+    batch = KVBatch((Set("a", b"\xff"), Get(("a",)), Set("b", b"")), "id1")
     status, _, body = request(server, "POST", "/v1/kv:batch", encode(batch))
     assert status == 200
     assert decode_reply(body).results == (
