@@ -1,8 +1,8 @@
 """Training with a fixed global batch, whatever the number of workers.
 
-The job is written for N virtual workers, each one micro-batch an optimizer step. What a step
-trains follows from (seed, epoch, step, virtual worker) alone; the real workers of the moment
-share the virtual ones. `FixedBatch` cuts the data into such steps, hands each worker its
+The job is written for N virtual workers; each trains one micro-batch in an optimizer step. The
+samples of a step follow from (seed, epoch, step, virtual worker) alone, and the real workers of the
+moment share the virtual ones. `FixedBatch` cuts the data into such steps, hands each worker its
 micro-batches, and leaves the whole step's gradient in `parameter.grad` on every rank:
 
     batches = elastic.FixedBatch(dataset, 32, model=model, virtual_workers=8)
@@ -20,13 +20,13 @@ micro-batches, and leaves the whole step's gradient in `parameter.grad` on every
                 scheduler.step()                      # one tick a step, as on one machine
                 state.commit()
 
-The model need not be wrapped; what `elastic.wrap` made of it may be called, and is silent then.
-FixedBatch communicates once a step, when the inner loop ends, and that is why clipping,
+The model need not be wrapped. The result of `elastic.wrap(model)` may be called too; it does not
+communicate then. FixedBatch communicates once a step, when the inner loop ends. So clipping,
 `GradScaler` (`scaler.scale(loss).backward()`, then `unscale_`, `step`, `update` after the inner
 loop) and schedulers see what they would see on one machine with the whole batch.
 
 **The gradient** is the mean over the step's *samples*, if the loss is a mean over the micro-batch:
-virtual worker v counts with (its samples) / (the step's samples). In a full step that is
+virtual worker v has the weight (its samples) / (the step's samples). In a full step that is
 the mean over the N micro-batches. The last step of an epoch may be short: its samples are spread
 evenly over as few virtual workers as can hold them, and the others have none in that step.
 """
@@ -43,10 +43,9 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_driver import contract
 from elastic_driver.batch.microbatches import allocate_microbatches, virtual_ranges
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.batching.division import Division
-from elastic_driver.worker.batching.exact import fix_kernels, seed_everything
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
-from elastic_driver.worker.batching.schedule import Schedule, load
+from elastic_driver.worker.batching.loader import EpochPlan, fix_kernels, load, seed_everything
+from elastic_driver.worker.batching.shares import BalancedShares
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.world.wrapping import without_ddp_sync
 
@@ -54,120 +53,111 @@ __all__ = ["BatchState", "FixedBatch", "Step"]
 
 
 class BatchState(TypedDict):
-    """What a commit keeps of a `FixedBatch`."""
+    """The part of a `FixedBatch` that a commit keeps."""
 
     samples: int  # length of the data set
     seed: int
-    virtual_workers: int  # 0: not settled yet
+    virtual_workers: int  # 0: not known yet
     micro_batch_size: int
     epoch: int
     step: int  # steps of this epoch that are trained
 
 
-class _Round:
+class _BatchPass:
     """One iteration over the steps of an epoch, by one world."""
 
     def __init__(self, batches: FixedBatch) -> None:
-        self._batches = batches
-        self.rank, size = rank_and_size()
-        self.schedule = batches.schedule()
+        self.batches, self.sums = batches, batches.sums
+        self._rank, size = rank_and_size()
+        self.plan = batches.plan()
         self.steps = range(batches.step, len(batches))
-        self.sums = batches.sums
-        self.model = batches.model
-        self.division = batches.division
-        self.deterministic = batches.deterministic
-        self._share(batches.shares_of(self.rank, size), batches.step)
+        self._use(batches.shares_of(self._rank, size), batches.step)
 
-    def _share(self, shares: Sequence[int], first: int) -> None:
+    def _use(self, shares: Sequence[int], first: int) -> None:
         """Train by these shares from step `first` on."""
-        self.ranges = virtual_ranges(shares)
-        self.mine = self.ranges[self.rank]
+        self._ranges = virtual_ranges(shares)
+        self.mine = self._ranges[self._rank]
         self.loader = load(
-            self._batches.dataset,
-            self.schedule,
+            self.batches.dataset,
+            self.plan,
             range(first, self.steps.stop),
             self.mine,
-            seeded=self.deterministic,
-            options=self._batches.loader_options,
+            seeded=self.batches.deterministic,
+            options=self.batches.loader_options,
         )
 
     def begin(self, step: Step) -> None:
-        """All ranks begin this step."""
-        if self.division is not None:
-            self.division.begin(step.number, self.sums.device)
-        self.sums.begin(self.ranges, step.weights, self.rank)
+        """Begin this step, on all ranks."""
+        if self.batches.balanced_shares is not None:
+            self.batches.balanced_shares.begin(step.number, self.sums.device)
+        self.sums.begin(self._ranges, step.weights, self._rank)
 
     def finish(self, step: Step) -> None:
         """Collective: sum the gradients; the next step may have other shares."""
         self.sums.finish()
-        shares = self.division.finish() if self.division is not None else None
+        balanced = self.batches.balanced_shares
+        shares = balanced.finish() if balanced is not None else None
         if shares is not None and step.number + 1 in self.steps:
-            self._share(shares, step.number + 1)
+            self._use(shares, step.number + 1)
 
     def seed(self, step: int, virtual_worker: int) -> None:
-        """In deterministic mode: what chance does next depends on this micro-batch alone."""
-        if self.deterministic:
-            seed_everything(self.schedule.seed, self.schedule.epoch, step, virtual_worker)
-
-    def abandon(self, step: Step) -> None:
-        """Undo what a half-done step did to the model, unless training has gone on since."""
-        if self._batches.current is step:
-            self.sums.abandon()
+        """In deterministic mode, make chance depend on this micro-batch alone."""
+        if self.batches.deterministic:
+            seed_everything(self.plan.seed, self.plan.epoch, step, virtual_worker)
 
 
 class Step:
     """One optimizer step of the fixed global batch; iterate it once for this worker's part.
 
     Attributes:
-        epoch, number: which step of which epoch, from 0.
+        epoch, number: number of the epoch, and of the step in it, from 0.
         samples: samples of the whole step, over all workers.
-        weights: what part of them each virtual worker has; only those that have any.
-        summed: whether the gradients are in place, which is when the inner loop has ended.
+        weights: each virtual worker's fraction of the samples; only of those that have any.
+        summed: whether the gradients are in place; true once the inner loop has ended.
     """
 
-    def __init__(self, turn: _Round, number: int) -> None:
-        counts = turn.schedule.counts(number)
-        self.epoch, self.number = turn.schedule.epoch, number
+    def __init__(self, batch_pass: _BatchPass, number: int) -> None:
+        counts = batch_pass.plan.counts(number)
+        self.epoch, self.number = batch_pass.plan.epoch, number
         self.samples = sum(counts)
         self.summed = False
-        self._turn = turn
-        self.weights = [count / self.samples for count in counts if count]  # by virtual worker
-        self._mine = [v for v in turn.mine if counts[v]]
+        self.weights = [count / self.samples for count in counts if count]
+        self._pass = batch_pass
+        self._mine = [v for v in batch_pass.mine if counts[v]]
         self._begun = False
 
     def __len__(self) -> int:
-        """Micro-batches of this worker in this step; 0 for a standby."""
+        """Return the number of this worker's micro-batches in this step; 0 for a standby."""
         return len(self._mine)
 
     def __iter__(self) -> Iterator[Any]:
-        """Each micro-batch as the collate function made it; call `backward()` once for each.
+        """Yield each micro-batch as the collate function made it; call `backward()` once for each.
 
-        Asking for more after the last one sums the gradients, which every rank takes part in.
+        Asking for more after the last one sums the gradients; every rank takes part in that.
         """
         if self._begun:
             raise UsageError(f"{self} was iterated twice; it can be trained only once")
         self._begun = True
-        self._turn.begin(self)
+        turn, sums = self._pass, self._pass.sums
+        turn.begin(self)
         try:
-            with without_ddp_sync(self._turn.model):
-                yield from self._micro_batches(self._turn.sums)
-            self._turn.finish(self)
+            with without_ddp_sync(turn.batches.model):
+                for virtual_worker in self._mine:
+                    micro_batch = next(turn.loader)
+                    turn.seed(self.number, virtual_worker)
+                    sums.before(virtual_worker)
+                    yield micro_batch
+                    sums.after(virtual_worker)
+            turn.finish(self)
         except BaseException:  # a broken world, or the loop was left
-            self._turn.abandon(self)
+            if turn.batches.current is self:  # else training has gone on since
+                sums.abandon()
             raise
-        self._turn.seed(self.number, len(self._turn.schedule.counts(self.number)))
+        turn.seed(self.number, turn.plan.virtual_workers)  # until the next step
         self.summed = True
 
-    def _micro_batches(self, sums: StepSum) -> Iterator[Any]:
-        for virtual_worker in self._mine:
-            micro_batch = next(self._turn.loader)
-            self._turn.seed(self.number, virtual_worker)
-            sums.before(virtual_worker)
-            yield micro_batch
-            sums.after(virtual_worker)
-
     def require_summed(self, what: str) -> None:
-        """Raise `UsageError` naming `what` was done before the inner loop had ended."""
+        """Raise `UsageError`, with `what` was done too early, if the inner loop has not ended."""
         if not self.summed:
             raise UsageError(
                 f"{what} before the gradients of {self} were summed; "
@@ -181,32 +171,37 @@ class Step:
 class FixedBatch:
     """Iterates a data set in optimizer steps of virtual_workers × micro_batch_size samples.
 
-    Every rank makes the same number of steps, so nobody waits at the end of an epoch. Progress is
-    the number of steps trained: it moves when the optimizer steps, and resumes in the middle
-    of an epoch with any other number of workers. Iterating again after an epoch is done starts the
-    next; after a rejoin it goes on with what is left of the current one, be it nothing.
+    Every rank makes the same number of steps, so no rank waits at the end of an epoch. Progress is
+    the number of steps trained: it moves when the optimizer steps, and training resumes in the
+    middle of an epoch with any other number of workers. Iterating again after an epoch is done
+    starts the next one. After a rejoin it continues with what is left of the current epoch, even
+    if that is nothing.
 
     Each step starts without gradients; `zero_grad()` may be called but need not be.
 
     Args:
         dataset: map-style data set.
         micro_batch_size: samples of one virtual worker in one step.
-        model: the module to train, not what `elastic.wrap` made of it; that may be called in the
-            loop all the same. (A DistributedDataParallel made by hand may not.)
-        virtual_workers: N; None takes the job's `--virtual-workers`, and outside of a job the
-            number of workers when training starts.
+        model: the module to train, not the result of `elastic.wrap`; that may be called in the
+            loop, while a DistributedDataParallel made by hand may not.
+        virtual_workers: N, the micro-batches of a full step. None takes the job's
+            `--virtual-workers`, and outside of a job the number of workers when training starts.
         seed, shuffle: the order of each epoch; the same on every worker.
         drop_last: leave out the short last step of an epoch.
-        deterministic: weights, buffers and optimizer state come out with the same bits for
-            every number of workers and every history of failures. Chance is seeded per
-            micro-batch, kernels are deterministic ones, gradients are added in a fixed order.
-            Costs about log₂ N copies of the gradients.
-        threads: intra-op threads in deterministic mode; the bits depend on them, so they are
-            not left to the machine.
-        shares: micro-batches of each rank from (N, number of workers), equal on every rank.
-        balance: let the driver share them instead, by what they cost each rank; it may move some
-            after any step. None: as the job says (`--balance`).
+        deterministic: give weights, buffers and optimizer state the same bits for every number of
+            workers and every history of failures. Chance is seeded per micro-batch, kernels are
+            deterministic, gradients are added in a fixed order. Costs memory for about log₂ N
+            copies of the gradients.
+        threads: intra-op threads in deterministic mode. The bits depend on them, so they do not
+            depend on the machine.
+        shares: returns the micro-batches of each rank from (N, number of workers); the same on
+            every rank.
+        balance: let the driver share the micro-batches instead, by the time they take on each
+            rank; it may move some after any step. None: as the job says (`--balance`).
         collate_fn, num_workers, **loader: as for `torch.utils.data.DataLoader`.
+
+    Raises `UsageError` for a data set without a length, a model that is no plain module, and counts
+    below 1.
     """
 
     def __init__(
@@ -234,13 +229,13 @@ class FixedBatch:
         self.deterministic = deterministic
         self.shares = shares
         balanced = os.environ.get(contract.BALANCE) == "1" if balance is None else balance
-        self.division = Division() if balanced else None
+        self.balanced_shares = BalancedShares() if balanced else None
         self.loader_options = {"collate_fn": collate_fn, "num_workers": num_workers, **loader}
         self.model = model
         self.sums: StepSum = ExactSum(model) if deterministic else PlainSum(model)
         self.epoch = 0
         self.step = 0
-        self.current: Step | None = None  # the one in training
+        self.current: Step | None = None  # the step in training
         self._named = virtual_workers if virtual_workers is not None else _from_environment()
         if self._named is not None:
             allocate_microbatches(self._named, 1)  # raises where it is no count
@@ -251,18 +246,18 @@ class FixedBatch:
 
     @property
     def virtual_workers(self) -> int:
-        """N: how many micro-batches a full step has; settled when training starts."""
+        """N, the micro-batches of a full step; fixed when training starts."""
         return self._virtual_workers or rank_and_size()[1]
 
     def shares_of(self, rank: int, size: int) -> list[int]:
-        """Micro-batches of each rank as this one, of `size`, begins to train."""
-        if self.division is not None:
-            return self.division.enter(rank, size, self.virtual_workers)
+        """Return the micro-batches of each of `size` ranks, as this one begins to train."""
+        if self.balanced_shares is not None:
+            return self.balanced_shares.enter(rank, size, self.virtual_workers)
         return self.shares(self.virtual_workers, size)
 
-    def schedule(self) -> Schedule:
-        """Which samples the steps of the current epoch are made of."""
-        return Schedule(
+    def plan(self) -> EpochPlan:
+        """Return the samples of each step of the current epoch."""
+        return EpochPlan(
             samples=len(self.dataset),
             virtual_workers=self.virtual_workers,
             micro_batch_size=self.micro_batch_size,
@@ -272,27 +267,27 @@ class FixedBatch:
         )
 
     def __len__(self) -> int:
-        """Optimizer steps of one epoch."""
+        """Return the number of optimizer steps of one epoch."""
         whole, rest = divmod(len(self.dataset), self.virtual_workers * self.micro_batch_size)
         return whole + (1 if rest and not self.drop_last else 0)
 
     def __iter__(self) -> Iterator[Step]:
-        """The steps left in this epoch (of the next one, if this one is done)."""
+        """Yield the steps left in this epoch, or those of the next one if this one is done."""
         if self.step >= len(self) and not self._rejoined:
             self._start(self.epoch + 1)
         self._rejoined = False
         self._virtual_workers = self.virtual_workers
-        turn = _Round(self)
-        for number in turn.steps:
-            step = self.current = Step(turn, number)
+        batch_pass = _BatchPass(self)
+        for number in batch_pass.steps:
+            step = self.current = Step(batch_pass, number)
             yield step
             step.require_summed("the loop went on")
             self.step = number + 1  # also where a GradScaler skipped the optimizer's step
 
     def advance(self) -> None:
-        """The optimizer has stepped: the current step is trained.
+        """Count the current step as trained: the optimizer has stepped.
 
-        Called by the state after each optimizer step, on every rank; harmless to repeat.
+        The state calls it after each optimizer step, on every rank. A second call changes nothing.
         Raises `UsageError` inside the loop over a step's micro-batches.
         """
         if self.current is not None:
@@ -311,11 +306,11 @@ class FixedBatch:
         self.reset()
 
     def reset(self) -> None:
-        """The world has changed: the next iteration shares what is left among its workers."""
+        """Share what is left among the workers of the new world, from the next iteration on."""
         self.current, self._rejoined = None, True
 
     def state_dict(self) -> BatchState:
-        """The progress, equal on every rank at a step boundary: six numbers."""
+        """Return the progress, equal on every rank at a step boundary: six numbers."""
         return BatchState(
             samples=len(self.dataset),
             seed=self.seed,
@@ -326,7 +321,7 @@ class FixedBatch:
         )
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from another worker's progress.
+        """Continue from another worker's progress.
 
         Raises `UsageError` where the steps would not be the same: other data, other sizes.
         """
@@ -337,7 +332,7 @@ class FixedBatch:
             if state[name] != value:
                 raise UsageError(
                     f"the saved progress has {name}={state[name]}, this script {value}; "
-                    "its steps would be others: use the same, or start without this state"
+                    "its steps would differ: use the same, or start without this state"
                 )
         self.seed = state["seed"]
         self._virtual_workers = state["virtual_workers"] or None
@@ -346,7 +341,7 @@ class FixedBatch:
 
 
 def _from_environment() -> int | None:
-    """`--virtual-workers` as the job gives it to its workers."""
+    """Return `--virtual-workers` as the job gives it to its workers."""
     text = os.environ.get(contract.VIRTUAL_WORKERS, "")
     if not text:
         return None
@@ -356,7 +351,7 @@ def _from_environment() -> int | None:
 
 
 def _check(dataset: Any, micro_batch_size: int, model: Any) -> None:
-    """Refuse what would fail later and less clearly."""
+    """Raise `UsageError` for arguments that would fail later and less clearly."""
     if not hasattr(dataset, "__len__"):
         raise UsageError(
             f"FixedBatch needs a data set with a length and {type(dataset).__name__} has none; "

@@ -1,16 +1,19 @@
-"""Which samples this worker trains, so that an epoch trains each one exactly once.
+"""The samples that this worker trains, so that an epoch trains each one exactly once.
 
 `ElasticSampler` goes into `DataLoader(sampler=…)` and into `TorchState(sampler=…)`; the state
 calls `advance()` after each optimizer step, `reset()` after a rejoin, and keeps `state_dict()` with
 each commit.
 
-**Why it is built like this.** The order of an epoch follows from (seed, epoch) alone. The world
-consumes it from the front: whatever its size, k samples trained by each of W workers are the next
-k·W positions. So the whole progress is one number, the *position*: it is equal on every rank, it
-is a few bytes to commit or send, and after a resize everything behind it, and nothing else, is
-shared among the new workers. The position moves when the optimizer steps, by what the loop has
-received until then; prefetching, gradient accumulation, a short last batch and several
-optimizers make no difference.
+The order of an epoch follows from (seed, epoch) alone. The world consumes it from the front:
+whatever its size, k samples trained by each of W workers are the next k·W positions. So the whole
+progress is one number, the *position*: it is equal on every rank, it is a few bytes to commit or
+send, and after a resize everything behind it, and nothing else, is shared among the new workers.
+
+A loader draws indices ahead of the loop (`num_workers`, `prefetch_factor`), so the indices that
+were drawn do not tell what was trained. The batches that the loop has *received* when the
+optimizer steps do. torch has no public hook for either, so `find_loader_pass` finds the loader that
+iterates a sampler, and `LoaderPass` reads its count of batches. Prefetching, gradient
+accumulation, a short last batch and several optimizers make no difference.
 
 Positions and lengths are samples. No list of indices is ever made.
 """
@@ -18,21 +21,25 @@ Positions and lengths are samples. No list of indices is ever made.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sized
-from typing import TypedDict
+from types import FrameType
+from typing import Any, TypedDict
 
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from elastic_driver.batch.permutation import Permutation, mix
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.batching.delivery import Delivery, find_delivery
 from elastic_driver.worker.current import rank_and_size
 
 __all__ = ["ElasticSampler", "SamplerState"]
 
+_FRAMES = 6  # sampler ← batch sampler ← _next_index ← _next_data ← __next__; more is not a loader
+
 
 class SamplerState(TypedDict):
-    """What a commit keeps of a sampler."""
+    """The part of a sampler that a commit keeps."""
 
     samples: int  # length of the data set
     seed: int
@@ -41,50 +48,87 @@ class SamplerState(TypedDict):
     replayed: int  # samples trained twice in this epoch, to give each rank the same number
 
 
-class _Pass:
+class LoaderPass:
+    """One pass of a `DataLoader`: its batch size, and how many samples it has delivered.
+
+    It keeps a weak reference only, so that the end of the user's loop ends the loader's workers.
+    """
+
+    def __init__(self, iterator: Any, batches: BatchSampler) -> None:
+        self.batch_size: int = batches.batch_size
+        self.drop_last: bool = batches.drop_last
+        self._iterator = weakref.ref(iterator)
+
+    def samples(self) -> int | None:
+        """Return the samples handed to the loop, a short last batch as a full one.
+
+        None after the end of the loop.
+        """
+        iterator = self._iterator()
+        return None if iterator is None else iterator._num_yielded * self.batch_size
+
+
+def find_loader_pass(frame: FrameType | None, sampler: Sampler[int]) -> LoaderPass | None:
+    """Return the pass of the loader for which `frame` called `iter(sampler)`, None without one.
+
+    `frame` is the caller of `Sampler.__iter__`: torch's `BatchSampler`, called by the
+    iterator of a `DataLoader`.
+    """
+    batches = frame.f_locals.get("self") if frame is not None else None
+    if not isinstance(batches, BatchSampler) or batches.sampler is not sampler:
+        return None
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, _BaseDataLoaderIter) and hasattr(caller, "_num_yielded"):
+            return LoaderPass(caller, batches)
+        frame = frame.f_back
+    return None
+
+
+class _SamplerPass:
     """One iteration over what is left of an epoch, by one world."""
 
-    def __init__(self, start: int, samples: int, delivery: Delivery | None) -> None:
+    def __init__(self, start: int, samples: int, loader: LoaderPass | None) -> None:
         self.start = start
         self.rank, self.size = rank_and_size()
         self.remaining = samples - start
         self.length = -(-self.remaining // self.size)  # of each rank, padding included
-        self.usable = self.length  # of these, what the loader will hand out
-        if delivery is not None and delivery.drop_last:
-            self.usable -= self.length % delivery.batch_size
-        self.delivery = delivery
+        self.usable = self.length  # of these, as many as the loader will hand out
+        if loader is not None and loader.drop_last:
+            self.usable -= self.length % loader.batch_size
+        self.loader = loader
         self.drawn = 0
         self.trained = 0  # by each rank
 
     def trains(self, count: int) -> None:
-        """Each rank has trained `count` samples of this pass, counted from its start."""
+        """Record that each rank has trained `count` samples of this pass, from its start."""
         self.trained = max(self.trained, min(count, self.usable))
-
-    @property
-    def finished(self) -> bool:
-        """Everything this pass was to train is trained."""
-        return self.trained >= self.usable
 
 
 class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follow torch
-    """A sampler that never trains a sample twice nor leaves one out when workers come and go.
+    """A sampler that trains each sample once, also when workers come and go.
 
     Each rank yields the same number of samples, so that no rank waits for others at the end of
-    an epoch; where they do not divide evenly, the last ones are repeated (`replayed` counts them).
+    an epoch. If they do not divide evenly, the last ones are repeated (`replayed` counts them).
 
         sampler = elastic.ElasticSampler(dataset)
         loader = DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=4)
         state = elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
 
-    Iterating again after an epoch is done starts the next one; after a rejoin it goes on with what
-    is left of the current one, be it nothing. A loop may also name its epochs by `set_epoch`.
+    Iterating again after an epoch is done starts the next one. After a rejoin it continues with
+    what is left of the current epoch, even if that is nothing. A loop may also name its epochs
+    by `set_epoch`.
 
     Args:
         dataset: anything with a length.
-        shuffle: whether an epoch has a random order; else the order of the data set.
+        shuffle: whether each epoch has a random order; else it has the order of the data set.
         seed: of all epochs' orders; the same on every worker.
-        batch_size: samples each rank trains in one optimizer step. Needed only where
-            the loader is not a torch `DataLoader`, or the loop fetches ahead of itself.
+        batch_size: samples that each rank trains in one optimizer step. Needed only where
+            the loader is not a torch `DataLoader`, or the loop itself fetches batches ahead.
+
+    Raises `UsageError` for a data set without a length, and for a batch size below 1.
     """
 
     def __init__(
@@ -102,27 +146,23 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; give the samples of one step, from 1")
         self.samples = len(dataset)
-        self.shuffle = shuffle
-        self.seed = seed
-        self.batch_size = batch_size
-        self.epoch = 0
-        self.position = 0
-        self.replayed = 0
+        self.shuffle, self.seed, self.batch_size = shuffle, seed, batch_size
+        self.epoch = self.position = self.replayed = 0
         self._replayed_before = 0  # in earlier passes over this epoch
-        self._pass: _Pass | None = None
+        self._pass: _SamplerPass | None = None
         self._rejoined = False
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's share of what is left of the epoch (of the next one, if this one is done)."""
+        """Return this rank's share of what is left of the epoch, or of the next one."""
         if self._is_over():
             self._start(self.epoch + 1)
         self._rejoined = False
         self._replayed_before = self.replayed
-        delivery = find_delivery(sys._getframe(1), self)
-        self._pass = _Pass(self.position, self.samples, delivery)
+        loader = find_loader_pass(sys._getframe(1), self)
+        self._pass = _SamplerPass(self.position, self.samples, loader)
         return self._draw(self._pass)
 
-    def _draw(self, share: _Pass) -> Iterator[int]:
+    def _draw(self, share: _SamplerPass) -> Iterator[int]:
         order = Permutation(self.samples, mix(self.seed, self.epoch)) if self.shuffle else None
         for turn in range(share.length):
             offset = (share.rank + turn * share.size) % share.remaining  # wraps into the padding
@@ -131,7 +171,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             yield order[position] if order is not None else position
 
     def __len__(self) -> int:
-        """Samples of this rank in the current pass, or in the one that would start now."""
+        """Return the samples of this rank in the current pass, or in one that would start now."""
         if self._pass is not None and not self._is_over():
             return self._pass.length
         left = self.samples if self._is_over() else self.samples - self.position
@@ -139,24 +179,27 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         return (left + size - 1) // size
 
     def _is_over(self) -> bool:
-        """Whether the next iteration belongs to the next epoch."""
+        """Return whether the next iteration belongs to the next epoch."""
         if self._rejoined or self.samples == 0:
             return False
-        return self.position >= self.samples or (self._pass is not None and self._pass.finished)
+        share = self._pass
+        return self.position >= self.samples or (
+            share is not None and share.trained >= share.usable
+        )
 
     def advance(self) -> None:
-        """The optimizer has stepped: what the loop has received until now is trained.
+        """Count what the loop has received until now as trained: the optimizer has stepped.
 
-        Called by the state after each step, on every rank; harmless to repeat within a step.
-        Raises `UsageError` where nothing tells how much a step trained.
+        The state calls it after each step, on every rank. A second call in a step changes nothing.
+        Raises `UsageError` where nothing tells how many samples a step trains.
         """
         share = self._pass
         if share is None:
             return  # a step that used none of this sampler's data
         if self.batch_size is not None:
             share.trains(share.trained + self.batch_size)
-        elif share.delivery is not None:
-            received = share.delivery.samples()
+        elif share.loader is not None:
+            received = share.loader.samples()
             if received is None and share.drawn == share.length:
                 received = share.length  # the step of a loop's leftover, after its end
             if received is not None:
@@ -169,15 +212,16 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         self._move(share)
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Batch `batch_idx` of this loop (from 0) with `batch_size` samples is trained.
+        """Record that batch `batch_idx` of this loop (from 0), of `batch_size` samples, is trained.
 
-        Horovod's way of telling. It is not needed with a torch `DataLoader`, and does no harm.
+        Horovod's samplers need this call. Here it is not needed with a torch `DataLoader`, and
+        does no harm.
         """
         if self._pass is not None:
             self._pass.trains((batch_idx + 1) * batch_size)
             self._move(self._pass)
 
-    def _move(self, share: _Pass) -> None:
+    def _move(self, share: _SamplerPass) -> None:
         trained = share.trained * share.size
         self.position = share.start + min(trained, share.remaining)
         self.replayed = self._replayed_before + max(0, trained - share.remaining)
@@ -194,11 +238,11 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         self._pass, self._rejoined = None, False
 
     def reset(self) -> None:
-        """The world has changed: the next iteration shares what is left among its workers."""
+        """Share what is left among the workers of the new world, from the next iteration on."""
         self._pass, self._rejoined = None, True
 
     def state_dict(self) -> SamplerState:
-        """The progress, equal on every rank at a step boundary: five numbers."""
+        """Return the progress, equal on every rank at a step boundary: five numbers."""
         return SamplerState(
             samples=self.samples,
             seed=self.seed,
@@ -208,7 +252,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         )
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from another sampler's progress.
+        """Continue from another sampler's progress.
 
         Raises `UsageError` if it was made for a data set of another length.
         """
@@ -217,7 +261,6 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
                 f"the sampler's state is of a data set of {state['samples']} samples, this one has "
                 f"{self.samples}; give every worker the same data, or start without this state"
             )
-        self.seed = state["seed"]
-        self.epoch, self.position = state["epoch"], state["position"]
-        self.replayed = state["replayed"]
+        self.seed, self.epoch = state["seed"], state["epoch"]
+        self.position, self.replayed = state["position"], state["replayed"]
         self.reset()

@@ -17,7 +17,7 @@ from elastic_driver import contract
 from elastic_driver.batch.microbatches import allocate_microbatches, virtual_ranges
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.batches import FixedBatch
-from elastic_driver.worker.batching.schedule import Schedule
+from elastic_driver.worker.batching.loader import EpochPlan
 
 
 def numbers(samples: int) -> list[Tensor]:
@@ -56,17 +56,14 @@ def train(batches: FixedBatch, model: nn.Module, steps: int = 10**9) -> list[lis
 def test_what_a_step_is_made_of_does_not_depend_on_the_number_of_workers(
     samples: int, virtual_workers: int, micro_batch_size: int, workers: int
 ) -> None:
-    schedule = Schedule(samples, virtual_workers, micro_batch_size, shuffle=True, seed=3, epoch=1)
-    steps = range(-(-samples // schedule.batch))
-    alone = {
-        batch.identity: list(batch)
-        for batch in schedule.micro_batches(steps, range(virtual_workers))
-    }
+    plan = EpochPlan(samples, virtual_workers, micro_batch_size, shuffle=True, seed=3, epoch=1)
+    steps = range(-(-samples // (virtual_workers * micro_batch_size)))
+    alone = dict(plan.micro_batches(steps, range(virtual_workers)))
     shared: dict[tuple[int, ...], list[int]] = {}
     for mine in virtual_ranges(allocate_microbatches(virtual_workers, workers)):
-        for batch in schedule.micro_batches(steps, mine):
-            assert batch.identity not in shared
-            shared[batch.identity] = list(batch)
+        for identity, batch in plan.micro_batches(steps, mine):
+            assert identity not in shared
+            shared[identity] = batch
     assert shared == alone
     assert Counter(index for batch in shared.values() for index in batch) == Counter(range(samples))
 

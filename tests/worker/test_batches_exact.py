@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from elastic_driver.batch.microbatches import allocate_weighted
 from elastic_driver.core.documents import Allocation
 from elastic_driver.worker.batches import FixedBatch
-from elastic_driver.worker.batching.division import Division
+from elastic_driver.worker.batching.shares import BalancedShares
 from tests.support.gloo import run_ranks
 
 VIRTUAL_WORKERS = 8
@@ -174,7 +174,7 @@ def train(exact: bool, options: dict[str, Any]) -> Trained:
     training = Training(exact, **options)
     gifts = Gifts() if options.get("balance") else None
     if gifts is not None:
-        training.batches.division = Division(gifts.newest, every=1)
+        training.batches.balanced_shares = BalancedShares(gifts.newest, every=1)
     done = list(training.steps())
     assert done == list(range(len(training.batches)))
     if gifts is not None:

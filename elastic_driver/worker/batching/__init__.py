@@ -1,1 +1,1 @@
-"""What `batches` is made of: whose micro-batches, in which order, how gradients add up."""
+"""The work behind `batches`: loading micro-batches, sharing them, summing their gradients."""

@@ -1,4 +1,4 @@
-"""How a model's gradients and buffers travel: many tensors as few flat ones.
+"""Gradients and buffers of a model as a few flat tensors, in which they travel.
 
 `batching.gradients` fills buckets, adds them over the workers and empties them again. Nothing here
 communicates or decides weights. Sizes are elements unless a name says bytes.
@@ -7,12 +7,10 @@ communicates or decides weights. Sizes are elements unless a name says bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-
-__all__ = ["BUCKET_BYTES", "Bucket", "BufferChanges", "make_buckets"]
 
 BUCKET_BYTES = 25 * 1024 * 1024  # DistributedDataParallel's default
 
@@ -20,8 +18,8 @@ BUCKET_BYTES = 25 * 1024 * 1024  # DistributedDataParallel's default
 class Bucket:
     """Tensors of one dtype and device that travel as one flat tensor.
 
-    Behind the values stands one flag each: whether the entry was there at all. A parameter
-    that no micro-batch used keeps `grad=None`, as without us: optimizers skip it.
+    Behind the values stands one flag each: whether the entry has a value at all. A parameter
+    that no micro-batch used keeps `grad=None`, as in plain torch: optimizers skip it.
     """
 
     def __init__(self, entries: Sequence[int], tensors: Sequence[Tensor]) -> None:
@@ -33,13 +31,13 @@ class Bucket:
         self.length = sum(self._sizes) + len(self._entries)
 
     def empty(self, length: int) -> Tensor:
-        """A new flat tensor of the bucket's dtype and device."""
+        """Return a new flat tensor of the bucket's dtype and device."""
         return self._like.new_empty(length)
 
     def flatten(
         self, tensors: Sequence[Tensor | None], weight: float = 1, room: int | None = None
     ) -> Tensor:
-        """weight · (this bucket's tensors, one behind the other), then the flags: (length,).
+        """Return weight · (this bucket's tensors, one behind the other), then the flags: (length,).
 
         With `room` for more elements the rest is 0.
         """
@@ -50,86 +48,80 @@ class Bucket:
             self._like.new_zeros(size) if (tensor := tensors[entry]) is None else tensor.reshape(-1)
             for entry, size in zip(self._entries, self._sizes, strict=True)
         ]
-        *places, flags = flat[: self.length].split_with_sizes([*self._sizes, len(present)])
         if weight == 1:
             torch.cat([*values, self._flags(present)], out=flat[: self.length])
             return flat
+        *places, flags = self._split(flat)
         for place, value in zip(places, values, strict=True):
             torch.mul(value, weight, out=place)  # copies and weighs in one pass over memory
         flags.copy_(self._flags(present))
         return flat
 
     def _flags(self, present: tuple[bool, ...]) -> Tensor:
-        """These flags as a tensor; nearly always those of the last time."""
+        """Return these flags as a tensor; nearly always those of the last time."""
         if self._known is None or self._known[0] != present:
             self._known = present, self._like.new_tensor(present)
         return self._known[1]
 
-    def unflatten(self, flat: Tensor) -> list[tuple[int, Tensor | None]]:
-        """(entry, its view into `flat`, or None where nobody had it) of each tensor."""
-        *views, flags = flat[: self.length].split_with_sizes([*self._sizes, len(self._entries)])
+    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Return the views of the values in `flat`, and that of the flags."""
+        views: tuple[Tensor, ...] = flat[: self.length].split_with_sizes(
+            [*self._sizes, len(self._entries)]
+        )
+        return views
+
+    def unflatten(self, flat: Tensor, found: list[Tensor | None]) -> None:
+        """Put into `found`, by entry, the view of each tensor that any worker had."""
+        *views, flags = self._split(flat)
         present = [flag != 0 for flag in flags.tolist()]
-        return [
-            (entry, view.view(shape) if there else None)
-            for entry, view, shape, there in zip(
-                self._entries, views, self._shapes, present, strict=True
-            )
-        ]
+        for entry, view, shape, there in zip(
+            self._entries, views, self._shapes, present, strict=True
+        ):
+            found[entry] = view.view(shape) if there else None
 
 
-def make_buckets(tensors: Sequence[Tensor], limit: int) -> list[Bucket]:
-    """Buckets of at most `limit` bytes (a larger tensor alone), in the tensors' order."""
-    groups: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
-    for entry, tensor in enumerate(tensors):
-        key = (tensor.dtype, tensor.device)
-        size = tensor.numel() * tensor.element_size()
-        if key not in groups or filled[key] + size > limit:
-            groups.setdefault(key, []).append([])
-            filled[key] = 0
-        groups[key][-1].append(entry)
-        filled[key] += size
-    return [Bucket(entries, tensors) for lists in groups.values() for entries in lists]
+def make_buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[Bucket]:
+    """Return buckets that are full at `limit` bytes, as `DistributedDataParallel` makes them."""
+    groups, _ = dist._compute_bucket_assignment_by_size(list(tensors), [limit])
+    return [Bucket(entries, tensors) for entries in groups]
 
 
 class BufferChanges:
-    """A model's buffers: their values at the start of a step, and what micro-batches change.
+    """The buffers of a model: their values when a step starts, and how micro-batches change them.
 
     All of one kind travel as one flat tensor. Counters and flags (BatchNorm's
     `num_batches_tracked`) are counted as 64-bit integers, apart from those that move by a mean.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        kinds: dict[tuple[Any, torch.device], list[Tensor]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for buffer in model.buffers():
             kind = buffer.dtype if _floats(buffer) else torch.int64
             kinds.setdefault((kind, buffer.device), []).append(buffer)
-        groups = [_BufferGroup(dtype, buffers) for (dtype, _), buffers in kinds.items()]
-        self._moving = [group for group in groups if _floats(group.start)]
-        self._counting = [group for group in groups if not _floats(group.start)]
+        self._groups = [_BufferGroup(dtype, buffers) for (dtype, _), buffers in kinds.items()]
+        self._moving = [group for group in self._groups if _floats(group.start)]
+        self._counting = [group for group in self._groups if not _floats(group.start)]
         self._counts: list[Tensor] = []
         self._touched = False
 
     def values(self) -> list[Tensor]:
-        """Per kind of floating-point buffer, all values in one flat tensor: (elements,)."""
+        """Return, per kind of floating-point buffer, all values in one flat tensor: (elements,)."""
         return [group.start for group in self._moving]
 
     def begin(self) -> None:
-        """Note the values at the start of the step."""
-        for group in self._moving + self._counting:
+        """Record the values at the start of the step."""
+        for group in self._groups:
             group.begin()
-        self._counts = []
-        self._touched = False
+        self._counts, self._touched = [], False
 
     def rewind(self) -> None:
-        """Put the noted values back, if a micro-batch may have changed them."""
-        if self._touched:
-            for group in self._moving + self._counting:
-                group.rewind()
+        """Put the recorded values back, if a micro-batch may have changed them."""
+        for group in self._groups if self._touched else ():
+            torch._foreach_copy_(group.buffers, group.places)
         self._touched = True
 
     def changes(self, virtual_worker: int) -> list[Tensor]:
-        """What this micro-batch has changed, in new tensors of the layout of `values`.
+        """Return the changes by this micro-batch, in new tensors of the layout of `values`.
 
         Counters count virtual worker 0 only: one step adds what one micro-batch adds.
         """
@@ -138,35 +130,35 @@ class BufferChanges:
         return [group.change() for group in self._moving]
 
     def counts(self) -> list[Tensor]:
-        """This worker's part of what the step adds to the counters: integers, to be summed."""
+        """Return this worker's part of the step's increments of counters: integers, to be summed.
+
+        They are zeros on all workers but the one of virtual worker 0.
+        """
         return self._counts or [torch.zeros_like(group.start) for group in self._counting]
 
     def apply(self, changes: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
         """Set the buffers to their values at the start plus these sums over all workers."""
         self._touched = True
-        for group, change in zip(self._moving, changes, strict=True):
-            group.move(change)
-        for group, count in zip(self._counting, counts, strict=True):
-            group.move(count)
+        for group, change in zip(
+            [*self._moving, *self._counting], [*changes, *counts], strict=True
+        ):
+            torch._foreach_copy_(group.buffers, group.shaped(group.start + change))
 
 
 class _BufferGroup:
-    """The buffers of one kind on one device: `start` has their values when the step began."""
+    """The buffers of one kind on one device; `start` has their values when the step began."""
 
     def __init__(self, dtype: torch.dtype, buffers: Sequence[Tensor]) -> None:
-        self._dtype, self._buffers = dtype, list(buffers)
+        self._dtype, self.buffers = dtype, list(buffers)
         self._sizes = [buffer.numel() for buffer in buffers]
         self.start = self._flat()
-        self._places = self._shaped(self.start)
+        self.places = self.shaped(self.start)
         self._finite = False
 
     def begin(self) -> None:
-        torch._foreach_copy_(self._places, self._buffers)
-        # A difference of two infinities (masks) is no number: look out for them once a step.
+        torch._foreach_copy_(self.places, self.buffers)
+        # The difference of two infinities (in masks) is no number: look for them once a step.
         self._finite = not _floats(self.start) or bool(torch.isfinite(self.start).all())
-
-    def rewind(self) -> None:
-        torch._foreach_copy_(self._buffers, self._places)
 
     def change(self) -> Tensor:
         flat = self._flat()
@@ -174,15 +166,12 @@ class _BufferGroup:
             return flat.sub_(self.start)
         return torch.where(flat == self.start, 0, flat - self.start)
 
-    def move(self, change: Tensor) -> None:
-        torch._foreach_copy_(self._buffers, self._shaped(self.start + change))
-
     def _flat(self) -> Tensor:
-        return torch.cat([buffer.reshape(-1) for buffer in self._buffers]).to(self._dtype)
+        return torch.cat([buffer.reshape(-1) for buffer in self.buffers]).to(self._dtype)
 
-    def _shaped(self, flat: Tensor) -> list[Tensor]:
+    def shaped(self, flat: Tensor) -> list[Tensor]:
         values = flat.split_with_sizes(self._sizes)
-        return [value.view(b.shape) for value, b in zip(values, self._buffers, strict=True)]
+        return [value.view(b.shape) for value, b in zip(values, self.buffers, strict=True)]
 
 
 def _floats(tensor: Tensor) -> bool:

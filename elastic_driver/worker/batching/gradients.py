@@ -1,16 +1,16 @@
-"""Turns the micro-batches' gradients into the gradient of the step, the same on every rank.
+"""Sums the gradients of micro-batches to the gradient of the step, the same on every rank.
 
-`worker.batches` brackets each micro-batch with `before()` and `after()` and ends the step with
-`finish()`; then every `parameter.grad` is the weighted sum Σ wᵥ·gᵥ over all virtual workers v of
-the job. Nothing is communicated before `finish()`. A rank without micro-batches takes part with
-nothing to add, so ranks may have different shares, none included.
+`worker.batches` calls `before()` and `after()` around each micro-batch, and `finish()` at the end
+of the step. Then every `parameter.grad` is the weighted sum Σ wᵥ·gᵥ over all virtual workers v of
+the job. Nothing is communicated before `finish()`. Ranks may have different shares; a rank without
+micro-batches takes part and adds nothing.
 
 Buffers (BatchNorm's running statistics) follow the same rule: each micro-batch starts from the
-step's first value; a floating-point buffer then moves by the weighted sum of the changes, a
-counter by virtual worker 0's change. So buffers, too, depend on the step alone.
+buffer's value when the step began. A floating-point buffer then moves by the weighted sum of the
+changes, a counter by virtual worker 0's change. So buffers, too, depend on the step alone.
 
-Two ways to add: `PlainSum` (all-reduce; the last bits depend on the number of workers) and
-`ExactSum` (a fixed tree; they do not). Both use torch's default process group.
+There are two ways to add: `PlainSum` (all-reduce; the last bits depend on the number of workers)
+and `ExactSum` (a fixed tree; they do not). Both use torch's default process group.
 """
 
 from __future__ import annotations
@@ -25,51 +25,51 @@ from torch import Tensor, nn
 
 from elastic_driver.batch.microbatches import Block, TreeSum, finish_tree, tree_blocks
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.batching.buckets import BUCKET_BYTES, Bucket, BufferChanges, make_buckets
+from elastic_driver.worker.batching.buckets import Bucket, BufferChanges, make_buckets
 
-__all__ = ["ExactSum", "PlainSum", "StepSum"]
+Entries = list[Tensor | None]
+"""Gradients, None where there is none, then the changes of floating-point buffers."""
 
 
 class StepSum(ABC):
-    """What both ways of adding share: the layout, and putting the result in place.
+    """The base of both ways to add: the layout, and putting the result in place."""
 
-    What is added is a list of *entries*: the gradients, None where there is none, then the
-    changes of the floating-point buffers.
-    """
-
-    def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
         if not self._parameters:
             raise UsageError("FixedBatch was given a model without trainable parameters")
         self._buffers = BufferChanges(model)
-        self._buckets = make_buckets([*self._parameters, *self._buffers.values()], bucket_bytes)
+        self._buckets = make_buckets([*self._parameters, *self._buffers.values()])
 
     @property
     def device(self) -> torch.device:
-        """Where the gradients are, and what else travels with them."""
+        """The device of the gradients and of what travels with them."""
         device: torch.device = self._parameters[0].device
         return device
 
     def begin(self, ranges: Sequence[range], weights: Sequence[float], rank: int) -> None:
-        """Start a step of these micro-batches' weights; `ranges[r]` are rank r's of them."""
+        """Start a step without gradients.
+
+        `weights` are those of all its micro-batches; `ranges[r]` are the indices of rank r's.
+        """
         leaves = len(weights)
         self._ranges = [range(min(r.start, leaves), min(r.stop, leaves)) for r in ranges]
-        self._weights, self._rank = weights, rank
+        self._mine, self._weights = self._ranges[rank], weights
         self._drop_gradients()
         self._buffers.begin()
 
     def abandon(self) -> None:
-        """The step was left half done: put the buffers back to where it started."""
+        """Put the buffers back to where the step started: it was left half done."""
         self._buffers.rewind()
         self._drop_gradients()
 
     def before(self, virtual_worker: int) -> None:  # noqa: ARG002 - PlainSum needs it
-        """The micro-batch of this virtual worker is about to be run."""
+        """Prepare for the micro-batch of this virtual worker."""
         self._buffers.rewind()
 
     @abstractmethod
     def after(self, virtual_worker: int) -> None:
-        """The backward pass of this virtual worker's micro-batch is done."""
+        """Take over the gradients of this virtual worker's micro-batch, after its backward pass."""
 
     def finish(self) -> None:
         """Collective: leave the sums in `parameter.grad` and in the buffers."""
@@ -86,37 +86,35 @@ class StepSum(ABC):
         self._buffers.apply(changes, counts)
 
     @abstractmethod
-    def _sum(self) -> list[Tensor | None]:
-        """Collective: the entries of the whole step."""
+    def _sum(self) -> Entries:
+        """Collective: return the entries of the whole step."""
 
     @property
     def _shared(self) -> bool:
         """Whether there are other workers to add with."""
         return len(self._ranges) > 1
 
-    def _gradients(self) -> list[Tensor | None]:
+    def _gradients(self) -> Entries:
         return [parameter.grad for parameter in self._parameters]
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _unflatten(self, flats: Sequence[Tensor]) -> list[Tensor | None]:
-        """The entries in the summed buckets."""
-        found = dict(
-            pair
-            for bucket, flat in zip(self._buckets, flats, strict=True)
-            for pair in bucket.unflatten(flat)
-        )
-        return [found[entry] for entry in range(len(found))]
+    def _unflatten(self, flats: Sequence[Tensor]) -> Entries:
+        """Return the entries in the summed buckets."""
+        found: Entries = [None] * (len(self._parameters) + len(self._buffers.values()))
+        for bucket, flat in zip(self._buckets, flats, strict=True):
+            bucket.unflatten(flat, found)
+        return found
 
 
 class PlainSum(StepSum):
     """Sums by all-reduce; the gradients need no more memory than the buckets.
 
-    autograd adds this rank's micro-batches into `parameter.grad`, as in any accumulation. Where
-    the next weight differs, the sum so far is rescaled, and one multiplication at the end
-    applies the last weight.
+    autograd adds this rank's micro-batches into `parameter.grad`, as in any accumulation. If the
+    next weight differs, the sum so far is rescaled; one multiplication at the end applies the
+    last weight.
     """
 
     def begin(self, ranges: Sequence[range], weights: Sequence[float], rank: int) -> None:
@@ -126,7 +124,7 @@ class PlainSum(StepSum):
         self._changes: list[Tensor] = []
 
     def before(self, virtual_worker: int) -> None:
-        """Bring the sum so far to the scale of the next micro-batch."""
+        """Rescale the sum so far to the weight of the next micro-batch."""
         super().before(virtual_worker)
         weight = self._weights[virtual_worker]
         if weight != self._weight:
@@ -134,7 +132,7 @@ class PlainSum(StepSum):
             self._weight = weight
 
     def after(self, virtual_worker: int) -> None:
-        """Add the buffers' changes; autograd has added the gradients itself."""
+        """Add the changes of buffers; autograd has added the gradients itself."""
         changes = self._buffers.changes(virtual_worker)
         if self._changes:
             for total, change in zip(self._changes, changes, strict=True):
@@ -142,12 +140,10 @@ class PlainSum(StepSum):
         else:
             self._changes = changes
 
-    def _entries(self) -> list[Tensor | None]:
-        if self._changes:
-            return [*self._gradients(), *self._changes]
-        return [*self._gradients(), *(None for _ in self._buffers.values())]
+    def _entries(self) -> Entries:
+        return [*self._gradients(), *(self._changes or [None] * len(self._buffers.values()))]
 
-    def _sum(self) -> list[Tensor | None]:
+    def _sum(self) -> Entries:
         entries = _dense(self._entries())
         if not self._shared:
             _scale(entries, self._weight)
@@ -160,23 +156,22 @@ class PlainSum(StepSum):
 
 
 class ExactSum(StepSum):
-    """Sums in the fixed binary tree of `batch.microbatches`: the same bits for every number of
-    workers.
+    """Sums in the fixed binary tree of `batch.microbatches`, with the same bits on any world size.
 
-    Each rank keeps O(log N) partial sums of its own leaves. At the end the ranks share a
-    bucket's elements among them: each receives its part of everybody's partial sums (one
-    all-to-all), finishes the tree there, and an all-gather gives the result to all. Every
-    element is thus added by one rank only, in an order that names no rank.
+    Each rank keeps O(log N) partial sums of its own leaves. At the end each rank is given one part
+    of a bucket's elements: it receives that part of everybody's partial sums (one all-to-all),
+    finishes the tree, and an all-gather gives the result to all. So every element is added by one
+    rank only, in an order that does not depend on the ranks.
 
-    Leaves are weighed against the step's first one, whose weight the root is multiplied with:
-    in a full step, all alike, no leaf need be scaled. The tree adds the very tensors that autograd
-    made; nothing is copied before it travels.
+    Leaves are weighed relative to the step's first one, and the root is multiplied with the weight
+    of that: in a full step no leaf has to be scaled. The tree adds the tensors that autograd made;
+    nothing is copied before it is sent.
     """
 
     def begin(self, ranges: Sequence[range], weights: Sequence[float], rank: int) -> None:
         """Start a step without gradients."""
         super().begin(ranges, weights, rank)
-        self._tree: TreeSum[list[Tensor | None]] = TreeSum(self._ranges[rank].start, _add_entries)
+        self._tree: TreeSum[Entries] = TreeSum(self._mine.start, _add_entries)
 
     def after(self, virtual_worker: int) -> None:
         """Take the gradients and changes as the next leaf."""
@@ -185,7 +180,7 @@ class ExactSum(StepSum):
         _scale(leaf, self._weights[virtual_worker] / self._weights[0])
         self._tree.push(leaf)
 
-    def _sum(self) -> list[Tensor | None]:
+    def _sum(self) -> Entries:
         own = {block: _dense(entries) for block, entries in self._tree.blocks()}
         del self._tree
         if self._shared:
@@ -195,19 +190,19 @@ class ExactSum(StepSum):
         return root
 
     def _exchange(self, own: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
-        """Each bucket's root of the tree, from this rank's partial sums and the others'.
+        """Return each bucket's root of the tree, from this rank's partial sums and the others'.
 
-        All buckets travel at the same time: a small one costs no more than its waiting.
+        All buckets travel at the same time, so that a small one costs hardly any waiting.
         """
         blocks = [tree_blocks(leaves) for leaves in self._ranges]
-        exchanges = [_Exchange(bucket, own, blocks) for bucket in self._buckets]
+        exchanges = [_BucketExchange(bucket, own, blocks) for bucket in self._buckets]
         for exchange in exchanges:
             exchange.finish_part(len(self._weights), self._weights[0])
         return [exchange.whole() for exchange in exchanges]
 
 
-class _Exchange:
-    """One bucket on its way; the constructor sends this rank's partial sums out."""
+class _BucketExchange:
+    """The exchange of one bucket; the constructor begins to send this rank's partial sums."""
 
     def __init__(
         self,
@@ -230,17 +225,17 @@ class _Exchange:
         self._work.wait()
         names = [block for theirs in self._blocks for block in theirs]
         parts = dict(zip(names, self._received.view(-1, self._chunk).unbind(), strict=True))
-        self._root = finish_tree(parts, leaves, _add).mul_(weight)
+        self._root = finish_tree(parts, leaves, Tensor.add_).mul_(weight)
         self._work = _all_gather(_as_bytes(self._whole), _as_bytes(self._root), async_op=True)
 
     def whole(self) -> Tensor:
-        """The summed bucket."""
+        """Return the summed bucket."""
         self._work.wait()
         return self._whole[: self._bucket.length]
 
 
 def _by_receiver(flats: Sequence[Tensor], size: int) -> Tensor:
-    """The first of `size` parts of each of these, then the second of each, and so on."""
+    """Return the first of `size` parts of each of these, then the second of each, and so on."""
     if len(flats) == 1:
         return flats[0]
     return torch.stack([flat.view(size, -1) for flat in flats], dim=1).view(-1)
@@ -252,15 +247,15 @@ def _scale(entries: Sequence[Tensor | None], factor: float) -> None:
         torch._foreach_mul_(present, factor)
 
 
-def _dense(entries: list[Tensor | None]) -> list[Tensor | None]:
-    """The same entries; raises `UsageError` where one is sparse."""
+def _dense(entries: Entries) -> Entries:
+    """Return the same entries; raises `UsageError` where one is sparse."""
     if any(entry is not None and entry.layout != torch.strided for entry in entries):
         raise UsageError("FixedBatch cannot add sparse gradients; use Embedding(sparse=False)")
     return entries
 
 
-def _add_entries(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    """The sum, in the memory of either."""
+def _add_entries(left: Entries, right: Entries) -> Entries:
+    """Return the sum, in the memory of either."""
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if pairs:
         torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
@@ -277,10 +272,6 @@ def _add_entries(left: list[Tensor | None], right: list[Tensor | None]) -> list[
 
 # torch 2.13 renamed it; the older name warns there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _add(left: Tensor, right: Tensor) -> Tensor:
-    return left.add_(right)
 
 
 def _all_to_all(received: Tensor, receive: Sequence[int], sent: Tensor, send: Sequence[int]) -> Any:

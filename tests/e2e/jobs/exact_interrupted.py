@@ -8,12 +8,12 @@ from pathlib import Path
 import elastic_driver as elastic
 from elastic_driver.core.documents import Allocation
 from elastic_driver.worker import batches
-from elastic_driver.worker.batching.division import Division
+from elastic_driver.worker.batching.shares import BalancedShares
 
 BEGUN = 8  # steps that come first
 
 
-class Interrupted(Division):
+class Interrupted(BalancedShares):
     """Hears of new shares by itself, in round 1, and does not survive telling the others."""
 
     def __init__(self):
@@ -28,5 +28,5 @@ class Interrupted(Division):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-batches.Division = Interrupted
+batches.BalancedShares = Interrupted
 runpy.run_path(str(Path(__file__).with_name("exact.py")))

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from elastic_driver.core.documents import Allocation
-from elastic_driver.worker.batching.division import EVERY, Division
+from elastic_driver.worker.batching.shares import EVERY, BalancedShares
 from tests.support.gloo import run_ranks
 
 CPU = torch.device("cpu")
@@ -18,15 +18,15 @@ HEARD_AT = {3: (6, 1, 1), 9: (1, 1, 6), 10: (2, 2, 4), 21: (9, 9, 9)}
 def shares_by_step(rank: int, size: int) -> list[list[int]]:
     """What is in force in each step; what rank 0 hears in some steps, and others never do."""
     heard: list[Allocation] = []
-    division = Division(lambda: heard[-1] if heard else None)
-    found = [division.enter(rank, size, 8)]
+    shares = BalancedShares(lambda: heard[-1] if heard else None)
+    found = [shares.enter(rank, size, 8)]
     for step in range(STEPS):
         if rank == 0 and step in HEARD_AT:
             heard.append(Allocation(0, HEARD_AT[step], "a test"))
-        division.begin(step, CPU)
-        found.append(division.finish() or found[-1])
-    assert division.enter(rank, size, 8) == found[-1], "the next epoch goes on with them"
-    assert division.enter(rank, size, 9) == [3, 3, 3], "another batch has nothing to do with them"
+        shares.begin(step, CPU)
+        found.append(shares.finish() or found[-1])
+    assert shares.enter(rank, size, 8) == found[-1], "the next epoch goes on with them"
+    assert shares.enter(rank, size, 9) == [3, 3, 3], "another batch has nothing to do with them"
     return found
 
 
@@ -40,13 +40,13 @@ def test_every_rank_takes_new_shares_over_at_the_same_step(tmp_path: Path) -> No
 
 
 def test_alone_a_worker_trains_everything() -> None:
-    division = Division(lambda: Allocation(0, (8,), "a test"))
-    assert division.enter(0, 1, 8) == [8]
-    division.begin(0, CPU)
-    assert division.finish() is None
+    shares = BalancedShares(lambda: Allocation(0, (8,), "a test"))
+    assert shares.enter(0, 1, 8) == [8]
+    shares.begin(0, CPU)
+    assert shares.finish() is None
 
 
 def test_what_was_given_to_another_round_is_not_for_this_one() -> None:
-    division = Division(lambda: Allocation(7, (1, 7), "a test"))
-    division.enter(0, 2, 8)
-    assert division._news() is None
+    shares = BalancedShares(lambda: Allocation(7, (1, 7), "a test"))
+    shares.enter(0, 2, 8)
+    assert shares._next_shares() is None

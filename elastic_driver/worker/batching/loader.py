@@ -1,0 +1,185 @@
+"""The samples of each micro-batch of an epoch, and the loader that fetches them.
+
+A micro-batch follows from (seed, epoch, step, virtual worker) alone; it makes no difference which
+worker fetches it, and how far ahead. `worker.batches` asks.
+
+In deterministic mode chance follows from the same numbers: the model's (dropout) and the data
+set's (augmentation, collating), in whichever loader process that runs. Python's, NumPy's and
+torch's global generators are seeded; NumPy's only where the script has loaded it. The same bits
+further need the same kernels: the same build of torch, kind of device, and number of intra-op
+threads. `fix_kernels` sets what can be set.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from elastic_driver.batch.microbatches import sample_counts
+from elastic_driver.batch.permutation import FACTOR, Permutation, mix
+
+_AHEAD = 4096  # samples whose positions are shuffled together, which costs a tenth for each
+_DATA = 1  # makes the data set's randomness differ from the model's
+_LOW = (1 << 32) - 1
+
+Identity = tuple[int, int, int, int]
+"""(seed, epoch, step, virtual worker) of a micro-batch."""
+
+
+class EpochPlan(Struct, frozen=True):
+    """An epoch cut into steps, and steps into micro-batches. Counts are samples."""
+
+    samples: int
+    virtual_workers: int
+    micro_batch_size: int
+    shuffle: bool
+    seed: int
+    epoch: int
+
+    def counts(self, step: int) -> list[int]:
+        """Return the samples of each virtual worker in this step."""
+        batch = self.virtual_workers * self.micro_batch_size
+        left = self.samples - step * batch
+        return sample_counts(min(batch, left), self.virtual_workers, self.micro_batch_size)
+
+    def micro_batches(self, steps: range, mine: range) -> Iterator[tuple[Identity, list[int]]]:
+        """Yield identity and indices of every non-empty micro-batch of virtual workers `mine`."""
+        order = Permutation(self.samples, mix(self.seed, self.epoch)) if self.shuffle else None
+        spans = self._spans(steps, mine)
+        while ahead := list(islice(spans, max(1, _AHEAD // self.micro_batch_size))):
+            positions = [position for _, span in ahead for position in span]
+            indices = iter(positions if order is None else shuffled(order, positions))
+            for identity, span in ahead:
+                yield identity, list(islice(indices, len(span)))
+
+    def _spans(self, steps: range, mine: range) -> Iterator[tuple[Identity, range]]:
+        """Yield identity and positions in the epoch's order of each of these micro-batches."""
+        for step in steps:
+            counts = self.counts(step)
+            start = step * self.virtual_workers * self.micro_batch_size + sum(counts[: mine.start])
+            for virtual_worker in mine:
+                positions = range(start, start + counts[virtual_worker])
+                start = positions.stop
+                if positions:
+                    yield (self.seed, self.epoch, step, virtual_worker), positions
+
+
+def load(
+    dataset: Any,
+    plan: EpochPlan,
+    steps: range,
+    mine: range,
+    *,
+    seeded: bool,
+    options: Mapping[str, Any],
+) -> Iterator[Any]:
+    """Return the collated micro-batches of virtual workers `mine` in these steps, in order.
+
+    `seeded`: augmentations depend on the micro-batch alone. `options` go to `DataLoader`. The
+    process's global generators are not drawn from.
+    """
+    generator = torch.Generator()
+    generator.manual_seed(mix(plan.seed, plan.epoch, steps.start, mine.start) >> 1)
+    batches = plan.micro_batches(steps, mine)
+    loader = DataLoader(
+        _SeededData(dataset) if seeded else dataset,
+        batch_sampler=batches if seeded else (indices for _, indices in batches),
+        generator=generator,
+        **options,
+    )
+    return iter(loader)
+
+
+class _SeededData(Dataset[Any]):  # type: ignore[misc]  # mypy does not follow torch
+    """A data set whose random augmentations depend on the micro-batch alone."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, micro_batch: tuple[Identity, list[int]]) -> Any:
+        """Fetch the samples of one micro-batch, which then is collated under its seed too."""
+        identity, indices = micro_batch
+        seed_everything(_DATA, *identity)
+        fetch = getattr(self._dataset, "__getitems__", None)
+        if fetch is not None:
+            return fetch(indices)
+        return [self._dataset[index] for index in indices]
+
+
+# ---- deterministic mode ------------------------------------------------------------------
+
+
+def fix_kernels(threads: int) -> None:
+    """Let torch use deterministic kernels only, on this many intra-op threads.
+
+    An operation without a deterministic kernel then raises torch's own error, which names it.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    # Would fill every new tensor before it is written to, and matters only to scripts that read
+    # memory they never wrote: https://docs.pytorch.org/docs/stable/deterministic.html
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+    torch.set_num_threads(threads)
+
+
+def seed_everything(*identity: int) -> None:
+    """Seed all global generators of this process from whole numbers."""
+    seed = mix(*identity)
+    random.seed(seed)
+    # Not torch.manual_seed: for each kind of device that was not used yet it formats a traceback,
+    # to seed it later, which costs more than a small micro-batch.
+    torch.default_generator.manual_seed(seed)
+    for device in (torch.cuda, torch.xpu):
+        if device.is_initialized():
+            device.manual_seed_all(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed & 0xFFFFFFFF)
+
+
+# ---- `batch.permutation` for many positions at once --------------------------------------
+
+
+def shuffled(order: Permutation, positions: Sequence[int]) -> list[int]:
+    """Return `[order[p] for p in positions]`, computed by torch at a tenth of the cost.
+
+    Tensors of 64-bit integers overflow as the cipher's arithmetic does, but are signed, so
+    numbers from 0 to 2⁶⁴ − 1 are computed in two halves.
+    """
+    found = _encipher(order, torch.tensor(positions, dtype=torch.int64))
+    while bool((outside := found >= order.size).any()):
+        found[outside] = _encipher(order, found[outside])
+    values: list[int] = found.tolist()
+    return values
+
+
+def _encipher(order: Permutation, index: Tensor) -> Tensor:
+    a, b = order.sides
+    left, right = index // b, index % b
+    for first, second in order.keys:
+        left = (left + _hash(right, first, a)) % a
+        right = (right + _hash(left, second, b)) % b
+    return left * b + right
+
+
+def _hash(value: Tensor, key: int, modulus: int) -> Tensor:
+    """Return the hash of each value, as an unsigned number, modulo `modulus`."""
+    value = (value + _signed(key)) * _signed(FACTOR)
+    value = (value ^ ((value >> 32) & _LOW)) * _signed(FACTOR)
+    low, high = (value ^ (value >> 32)) & _LOW, (value >> 32) & _LOW
+    return (high % modulus * ((_LOW + 1) % modulus) + low % modulus) % modulus
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
