@@ -31,7 +31,7 @@ LONGEST_S = 1800.0
 
 
 def main() -> int:
-    """Run those asked for, or all; 1 where one failed."""
+    """Run the named benchmarks, or all; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
     parser.add_argument("--thorough", action="store_true", help="more samples; takes an hour")

@@ -1,12 +1,12 @@
-"""A worker that becomes slow in mid-training: what `--balance` gives back of the lost throughput.
+"""A worker becomes slow in mid-training: the throughput that `--balance` restores.
 
     python -m benchmarks.balance [--workers 4] [--case MS,SHARE,FACTOR …] [--turns 2] [--seconds 6]
 
-Each worker has a fixed part of a processor (a cgroup quota, as root), so that what one loses the
-others do not gain. Then one is given a FACTOR-th of that. A case is how long a micro-batch
-computes, what part of a processor each worker has, and how much slower one becomes. Three
-throughputs are taken within seconds of each other, from one job in each turn: undisturbed, slowed
-until work is moved, and afterwards.
+Each worker has a fixed part of a processor (a cgroup quota, as root), so that the others do not
+gain when one loses. Then one is given a FACTOR-th of that. A case is the computing time of a
+micro-batch (MS), each worker's part of a processor (SHARE), and the FACTOR. Three throughputs are
+measured within seconds of each other, from one job in each turn: undisturbed, slowed until work is
+moved, and afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAME = "elasticrun --balance"
 
 
 def throughput(system: System, since: float, until: float) -> float:
-    """Steps per second of the first worker between two moments (unix seconds)."""
+    """Return the steps per second of the first worker between two moments (unix seconds)."""
     times = [r["t"] for r in system.records() if r["rank"] == 0 and since <= r["t"] <= until]
     if len(times) < 3:
         raise RuntimeError(f"{len(times)} steps between {since} and {until}: measure for longer")
@@ -34,7 +34,7 @@ def throughput(system: System, since: float, until: float) -> float:
 
 
 def moves(system: System) -> list[dict[str, Any]]:
-    """The events `work_moved` so far."""
+    """Return the events `work_moved` so far."""
     found = []
     for path in system.records_dir.glob("*/events.jsonl"):
         lines = path.read_text().splitlines(keepends=True)
@@ -45,7 +45,7 @@ def moves(system: System) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Case:
-    """Milliseconds of a processor for a micro-batch, each worker's share, how slow one becomes."""
+    """Milliseconds of a processor for a micro-batch, each worker's share, and the slow-down."""
 
     work_ms: float
     share: float
@@ -53,18 +53,18 @@ class Case:
 
     @classmethod
     def parse(cls, words: str) -> Case:
-        """From `MS,SHARE,FACTOR`."""
+        """Return the case written as `MS,SHARE,FACTOR`."""
         return cls(*map(float, words.split(",")))
 
     def __str__(self) -> str:
         return f"{self.work_ms:g} ms at {self.share:g} of a processor, {self.factor:g} x slower"
 
 
-CASES = (Case(3.0, 0.25, 3.0), Case(1.0, 0.2, 4.0))  # the latter with large fixed costs beside it
+CASES = (Case(3.0, 0.25, 3.0), Case(1.0, 0.2, 4.0))  # the second has large fixed costs as well
 
 
 def one_turn(case: Case, options: argparse.Namespace) -> tuple[float, float, float, float]:
-    """Steps a second undisturbed, slowed and balanced; seconds until work was moved."""
+    """Return steps a second undisturbed, slowed and balanced; seconds until work was moved."""
     workers = options.workers
     flags = ("--virtual-workers", str(VIRTUAL_PER_WORKER * workers), "--balance")
     env = {"HOW": "fixed", "WORK_MS": str(case.work_ms)}
@@ -88,7 +88,7 @@ def one_turn(case: Case, options: argparse.Namespace) -> tuple[float, float, flo
 
 
 def measure(case: Case, options: argparse.Namespace) -> list[Figure]:
-    """The figures of one case, turn by turn."""
+    """Return the figures of one case, turn by turn."""
     turns = [one_turn(case, options) for _ in range(options.turns)]
     undisturbed, slow, balanced, took = zip(*turns, strict=True)
     recovered = [(c - b) / (a - b) for a, b, c, _ in turns]
@@ -102,7 +102,7 @@ def measure(case: Case, options: argparse.Namespace) -> list[Figure]:
 
 
 def main() -> None:
-    """Measure case by case."""
+    """Measure all cases and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--case", type=Case.parse, action="append", metavar="MS,SHARE,FACTOR")

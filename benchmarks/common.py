@@ -1,7 +1,7 @@
-"""What every benchmark shares: medians with spread, one table, one JSON file, the machine's name.
+"""Shared by all benchmarks: medians with spread, the table, the JSON file, the machine's name.
 
-Absolute times on a shared machine say little, so each benchmark runs its peers in turn in the same
-run and prints ratios beside the times.
+Absolute times on a shared machine say little, so each benchmark runs its peers in turn, in the same
+run, and prints ratios beside the times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 @dataclass(frozen=True)
 class Figure:
-    """Samples of one figure for one system; `unit` is what the numbers are in."""
+    """Samples of one figure for one system; `unit` is the unit of the numbers."""
 
     system: str
     figure: str
@@ -37,7 +37,7 @@ class Figure:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return a description of the machine."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),

@@ -1,15 +1,14 @@
-"""What exactness costs: FixedBatch and its deterministic mode against DistributedDataParallel.
+"""The cost of exactness: FixedBatch and its deterministic mode against DistributedDataParallel.
 
-All ways train the same model on the same number of samples a step, in the same processes, in turn
-(block by block), so that a busy machine slows them alike. Ratios are taken within a block, and
+All four ways train the same model on the same number of samples a step, in the same processes, in
+turn (block by block), so that a busy machine slows them alike. Ratios are taken within a block, and
 their median is the figure.
 
     python -m benchmarks.exact [--ranks 2] [--blocks 15] [--steps 20] [--models digits wide]
 
-On a machine that others use too, look at the processor's time as well: waiting for a turn is not
-in it. `accumulation` is what one writes by hand: DDP, with `no_sync()` for all micro-batches but
-the last.
-`one batch` is DDP with the rank's whole share as a single batch.
+On a machine that others use too, read the processor's time as well: it does not contain waiting
+for the processor. `accumulation` is the loop written by hand: DDP, with `no_sync()` for all
+micro-batches but the last. `one batch` is DDP with the rank's whole share as a single batch.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ PAIRS = (
     ("deterministic", "one batch"),
 )
 Epochs = Iterator[None]
-Times = dict[str, list[tuple[float, float]]]  # seconds a step by the clock, and of the processor
+Times = dict[str, list[tuple[float, float]]]  # seconds a step, by the clock and of the processor
 
 
 def digits() -> tuple[nn.Module, TensorDataset]:
-    """The model of examples/digits_exact.py; random images, for only time counts here."""
+    """The model of examples/digits_exact.py; random images, since only time counts."""
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.BatchNorm2d(16),
@@ -66,7 +65,7 @@ def wide() -> tuple[nn.Module, TensorDataset]:
 
 
 def by_hand(model: nn.Module, data: TensorDataset, micro: int, ranks: int) -> Epochs:
-    """Optimizer steps of a loop written by hand."""
+    """Make the optimizer steps of a loop written by hand."""
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     parts = VIRTUAL * MICRO // ranks // micro
@@ -88,11 +87,11 @@ def by_hand(model: nn.Module, data: TensorDataset, micro: int, ranks: int) -> Ep
 
 
 def fixed(model: nn.Module, data: TensorDataset, deterministic: bool) -> Epochs:
-    """Optimizer steps of a FixedBatch."""
+    """Make the optimizer steps of a FixedBatch."""
     batches = FixedBatch(
         data, MICRO, model=model, virtual_workers=VIRTUAL, deterministic=deterministic
     )
-    torch.use_deterministic_algorithms(False)  # for the other ways; set where it counts
+    torch.use_deterministic_algorithms(False)  # for the other ways
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     while True:
         for step in batches:
@@ -103,7 +102,7 @@ def fixed(model: nn.Module, data: TensorDataset, deterministic: bool) -> Epochs:
 
 
 def measure(rank: int, ranks: int, store: str, args: argparse.Namespace, results: mp.Queue) -> None:
-    """One rank: every way in turn, block by block."""
+    """Run every way in turn, block by block, as one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     for name in args.models:

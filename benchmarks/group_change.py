@@ -1,9 +1,9 @@
-"""Leaving one process group and building the next, with 2 … 16 local ranks; and a thousand times.
+"""Time to leave a process group and build the next, with 2 … 16 local ranks, and 1,000 times.
 
 Each rank tears down the group it is in and builds another over the rendezvous, as `worker.world`
 does at a change of the world, up to its first all-reduce. The peer is torch's own way in the same
 processes: `destroy_process_group` and `init_process_group` over a TCPStore. Afterwards two ranks
-change groups 1,000 times in one process, and what that left behind is counted.
+change groups 1,000 times in one process, and the memory, threads and descriptors left are counted.
 
     python -m benchmarks.group_change [--ranks 2,4,8,16] [--changes 15] [--many 1000]
 """
@@ -38,7 +38,7 @@ from rendezvous.torch_store import HTTPStore
 
 CONTEXT = multiprocessing.get_context("fork")
 TIMEOUT = timedelta(seconds=120)
-WARM_UP = 5  # changes before the first count, in which lazy things are made
+WARM_UP = 5  # changes before the first count: some things are made at first use
 Place: TypeAlias = tuple[int, str, int]  # port of our rendezvous, its token, TCPStore's port
 
 
@@ -97,7 +97,7 @@ class Torchs:
         dist.destroy_process_group()
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing: torch has closed its group."""
 
 
 def change_often(
@@ -107,7 +107,7 @@ def change_often(
     size: int,
     rounds: range,
 ) -> list[float]:
-    """Seconds of each change, from before leaving to after the first all-reduce."""
+    """Return the seconds of each change, from before leaving to after the first all-reduce."""
     ways = make(place, rank, size)
     took = []
     one = torch.ones(1)
@@ -128,7 +128,7 @@ def change_often(
 
 
 def compare(pipe: Connection, rank: int, size: int, changes: int) -> None:
-    """A rank: torch's changes and ours in turn, twice."""
+    """Make torch's changes and ours in turn, twice, as one rank."""
     torch.set_num_threads(1)
     os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"
     place = pipe.recv()
@@ -143,7 +143,7 @@ def compare(pipe: Connection, rank: int, size: int, changes: int) -> None:
 
 
 def usage() -> dict[str, float]:
-    """What this process holds: MiB resident, threads, open descriptors."""
+    """Return MiB resident, threads and open descriptors of this process."""
     gc.collect()
     me = psutil.Process()
     return {
@@ -154,7 +154,7 @@ def usage() -> dict[str, float]:
 
 
 def change_very_often(pipe: Connection, rank: int, size: int, changes: int) -> None:
-    """A rank: many changes in one process, its belongings before and after."""
+    """Make many changes as one rank; report memory, threads and descriptors around them."""
     torch.set_num_threads(1)
     os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"
     place = pipe.recv()
@@ -166,7 +166,7 @@ def change_very_often(pipe: Connection, rank: int, size: int, changes: int) -> N
 
 
 def in_ranks(work: Callable[..., None], size: int, changes: int) -> list[Any]:
-    """Run `work` in so many forked processes; what each sent back."""
+    """Run `work` in so many forked processes; return what each sent back."""
     pipes, processes = [], []
     for rank in range(size):  # before any thread is started here
         ours, theirs = CONTEXT.Pipe()
@@ -194,7 +194,7 @@ def in_ranks(work: Callable[..., None], size: int, changes: int) -> list[Any]:
 
 
 def alone(work: Callable[..., None], size: int, changes: int) -> list[Any]:
-    """`in_ranks` in a process of its own: each measurement forks a parent without threads."""
+    """Call `in_ranks` in its own process: each measurement then forks a parent without threads."""
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=lambda: theirs.send(in_ranks(work, size, changes)))
     process.start()

@@ -1,6 +1,6 @@
 """SIGSTOP one of three workers: time until the survivors finish their next step.
 
-The heartbeat timeout is part of it: the figure to read is what comes on top.
+The heartbeat timeout is part of it; the interesting figure is the time beyond it.
 
     python -m benchmarks.hang [--stops N] [--heartbeat S]
 """
@@ -17,7 +17,7 @@ from benchmarks.systems import System, elasticrun
 
 
 def one_stop(system: System) -> float:
-    """Seconds from SIGSTOP to the last survivor's next finished step."""
+    """Return the seconds from SIGSTOP to the last survivor's next finished step."""
     pids = system.until(lambda: system.training(3), "3 workers training")
     reached = max(r["step"] for r in system.records()) + 30
     system.until(lambda: max(r["step"] for r in system.records()) >= reached, "more steps")
@@ -38,7 +38,7 @@ def one_stop(system: System) -> float:
 
 
 def main() -> None:
-    """Stop workers one after the other."""
+    """Stop workers one after the other; print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stops", type=int, default=5)
     parser.add_argument("--heartbeat", type=float, default=2.0, help="seconds")

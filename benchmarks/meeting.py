@@ -1,13 +1,14 @@
-"""Members meet at a driver: time until all know their ranks and peers; and what idle ones cost.
+"""Members meet at a driver: time until all know their ranks and peers, and the cost of idle ones.
 
 A whole driver (mailbox, core, rendezvous, event log) runs in a process of its own; members are
-real clients, each with a connection, in two more (a process each would measure the machine), saying
-READY and waiting for the world. One peer is torch's TCPStore, where as many C++ clients set their
-record and read everybody's; the other is torchrun's rendezvous. Then 1,000 members rest, beating
-as idle and as training workers do, while the driver's processor time and memory are taken.
+real clients, each with a connection, in two more processes (one process each would measure the
+machine). They report READY and wait for the world. One peer is torch's TCPStore, where as many C++
+clients set their record and read everybody's; the other is torchrun's rendezvous. Then 1,000
+members send heartbeats as idle and as training workers do, while the driver's processor time and
+memory are measured.
 
-TCPStore looks up the names of its clients as they connect, which takes it minutes where no name
-server answers; connecting is not part of the figure, but of the patience: --peers-most.
+TCPStore looks up the names of its clients as they connect, which takes minutes where no name server
+answers. Connecting is not part of the figure; --peers-most bounds the time it takes.
 
     python -m benchmarks.meeting [--members 8,64,256,1024] [--simulated 1000,10000] [--idle 1000]
 """
@@ -50,7 +51,7 @@ MEET = "n members know ranks and peers"
 
 @contextlib.contextmanager
 def driver_for(members: int) -> Iterator[tuple[int, int, str]]:
-    """A driver that expects so many workers: (pid, port, token)."""
+    """Run a driver that expects so many workers; gives (pid, port, token)."""
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
         argv = [sys.executable, "-m", "benchmarks.peers.driver", str(members), folder]
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -71,7 +72,7 @@ def driver_for(members: int) -> Iterator[tuple[int, int, str]]:
 
 
 def names(members: int) -> list[str]:
-    """The workers the driver expects."""
+    """Return the workers that the driver expects."""
     return [f"h{i // SLOTS}.{i % SLOTS}.1" for i in range(members)]
 
 
@@ -79,7 +80,7 @@ def names(members: int) -> list[str]:
 
 
 def host_members(pipe: Connection, mine: list[str], port: int, token: str, rests: bool) -> None:
-    """Connect, say so, meet at the word, say when that was done; then rest until told to end."""
+    """Connect, meet when told to, report when that was done; then idle until told to end."""
 
     async def live() -> None:
         members = await connected(mine, port, token)
@@ -99,9 +100,9 @@ def host_members(pipe: Connection, mine: list[str], port: int, token: str, rests
 
 
 class Met(NamedTuple):
-    """All members have met."""
+    """The result of one meeting of all members."""
 
-    took: float  # seconds from the word to the last one
+    took: float  # seconds from the start signal to the last one
     spent: float  # seconds of the driver's processor meanwhile
     driver: psutil.Process
     pipes: list[Connection]  # to the processes that hold the members
@@ -109,7 +110,7 @@ class Met(NamedTuple):
 
 @contextlib.contextmanager
 def meeting(members: int, rests: bool) -> Iterator[Met]:
-    """Have so many members meet."""
+    """Have so many members meet; gives the result."""
     with driver_for(members) as (pid, port, token):
         pipes, processes = [], []
         everybody = names(members)
@@ -150,7 +151,7 @@ def _processor_time(process: psutil.Process) -> float:
 
 
 def host_tcp_clients(pipe: Connection, ranks: list[int], size: int, port: int) -> None:
-    """As many TCPStore clients, a thread each: set a record, read everybody's."""
+    """Run TCPStore clients, a thread each: each sets its record and reads everybody's."""
     keys = [f"member/{rank}" for rank in range(size)]
     pipe.recv()
     stores = [
@@ -179,7 +180,7 @@ def host_tcp_clients(pipe: Connection, ranks: list[int], size: int, port: int) -
 def meet_at_tcp_store(
     members: int, host: Callable[[Connection, list[int], int, int], None] = host_tcp_clients
 ) -> float:
-    """Seconds for so many TCPStore clients to gather everybody's record, or what `host` does."""
+    """Return the seconds in which so many TCPStore clients gather all records, or `host` meets."""
     count = min(PROCESSES, members)
     pipes, processes = [], []
     port_pipe, server_end = CONTEXT.Pipe()
@@ -193,7 +194,7 @@ def meet_at_tcp_store(
         processes[-1].start()
         pipes.append(ours)
     try:
-        for pipe in pipes:  # one after the other: many connections at once take it minutes
+        for pipe in pipes:  # one after the other: many connections at once take minutes
             pipe.send("connect")
             pipe.recv()
         began = time.time()
@@ -217,7 +218,7 @@ def _serve_tcp_store(pipe: Connection) -> None:
 
 
 def meetings(sizes: list[int], repeats: int, peers_most: int, agents_most: int) -> list[Figure]:
-    """Ours, TCPStore's and torchrun's in turn, for each size; theirs up to so many."""
+    """Measure ours, TCPStore's and torchrun's in turn, for each size; theirs up to a limit."""
     figures = []
     for size in sizes:
         ours, theirs, agents = [], [], []
@@ -238,7 +239,7 @@ def meetings(sizes: list[int], repeats: int, peers_most: int, agents_most: int) 
 
 
 def costs_of_many(sizes: list[int], repeats: int) -> list[Figure]:
-    """The driver's processor time for each member, for very many."""
+    """Measure the driver's processor time for each member, for very many members."""
     figures = []
     for size in sizes:
         took, spent, memory = [], [], 0.0
@@ -256,7 +257,7 @@ def costs_of_many(sizes: list[int], repeats: int) -> list[Figure]:
 
 
 def cost_of_resting(members: int, trains: bool) -> list[Figure]:
-    """Processor share and memory of a driver whose workers only beat."""
+    """Measure processor share and memory of a driver whose workers only send heartbeats."""
     with meeting(members, rests=True) as met:
         for pipe in met.pipes:
             pipe.send(trains)

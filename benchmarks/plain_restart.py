@@ -20,8 +20,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     kills = parser.parse_args().kills
     env = {"STEP_MS": str(STEP_MS)}
-    # A plain script reports no steps, so kills one after the other look like a script that only
-    # fails; torchrun is given its restarts too.
+    # A plain script reports no steps, so repeated kills look like a script that only fails: both
+    # systems are allowed many restarts.
     flags = ("--fruitless-restarts", "100", "--host-failures", "100")
     figures = []
     for start in (

@@ -1,7 +1,7 @@
 """Kill one of three workers: time to the survivors' next step, and to full size again.
 
 Peers: the in-process floor, and torchrun (one node; 1:2 nodes), interleaved in one run. For a
-restart-based peer, "next step" is everybody's next step, for it has no survivors.
+restart-based peer, "next step" is the next step of all workers, since it has no survivors.
 
     python -m benchmarks.recovery [--kills N]
 """
@@ -21,7 +21,7 @@ NEXT, FULL, ALL = "kill → survivors' next step", "kill → full size", "kill �
 
 
 def one_kill(system: System, size: int, dice: random.Random) -> tuple[float, float]:
-    """Seconds to the survivors' next step and to a step at full size, after one kill."""
+    """Return the seconds to the survivors' next step and to a step at full size, after one kill."""
     pids = system.until(lambda: system.training(size), f"{size} workers training")
     settled = max(r["step"] for r in system.records()) + dice.randrange(20, 60)
     system.until(lambda: max(r["step"] for r in system.records()) >= settled, "more steps")
@@ -52,7 +52,7 @@ def one_kill(system: System, size: int, dice: random.Random) -> tuple[float, flo
 def measure(
     start: Callable[[], contextlib.AbstractContextManager[System]], size: int, kills: int
 ) -> tuple[str, list[float], list[float], str]:
-    """The samples of one system; a peer that hangs is reported as such."""
+    """Return the samples of one system; a peer that hangs is reported as such."""
     dice = random.Random(7)
     nexts: list[float] = []
     fulls: list[float] = []

@@ -1,4 +1,4 @@
-"""A host appears while two workers train: how long they stand still, and how soon it takes part.
+"""A host appears while two workers train: their longest pause, and the time until it takes part.
 
 "Longest gap" is the longest time between two finished steps of a healthy rank in the seconds
 around the growth, less the step time itself; "host appears → first step with it" counts from the
@@ -24,7 +24,7 @@ JOIN = "host appears → first step with it"
 
 
 class Hosts:
-    """A discovery script whose answer changes at will."""
+    """A discovery script with an answer that the benchmark sets."""
 
     def __init__(self, folder: Path) -> None:
         self.listing = folder / "hosts"
@@ -33,7 +33,7 @@ class Hosts:
         self.script.chmod(0o755)
 
     def answer(self, *hosts: str) -> float:
-        """Print these lines from now on; returns when, in unix seconds."""
+        """Have the script print these lines from now on; return the time, in unix seconds."""
         fresh = self.listing.with_suffix(".new")
         fresh.write_text("".join(f"{host}\n" for host in hosts))
         fresh.replace(self.listing)
@@ -41,7 +41,7 @@ class Hosts:
 
 
 def longest_gap(system: System, pids: set[int], since: float, until: float) -> float:
-    """The longest time between two finished steps of one of these ranks, less the step time."""
+    """Return the longest time between two steps of one of these ranks, less the step time."""
     worst = 0.0
     for pid in pids:
         times = [r["t"] for r in system.records() if r["pid"] == pid and since <= r["t"] <= until]

@@ -1,7 +1,7 @@
-"""What `commit()` adds to a step, and a step under elasticrun against plain DDP under torchrun.
+"""The cost of `commit()`, and a step under elasticrun against plain DDP under torchrun.
 
 One job of two workers under elasticrun trains in blocks, every other one without commits, so that
-both kinds meet the same moments of a busy machine. torchrun runs the same steps between two such
+both kinds run at the same moments of a busy machine. torchrun runs the same steps between two such
 jobs. A ratio of 1.01 is one percent; the time of `commit()` alone is measured as well.
 
     python -m benchmarks.step_time [--blocks N] [--step-ms 10]
@@ -36,7 +36,7 @@ Block = dict[str, Any]
 
 
 def elastic_worker(blocks: int) -> list[Block]:
-    """Blocks with and without commits in turn; the step time of each, and that of a commit."""
+    """Train blocks with and without commits in turn; return step and commit times of each."""
     model, optimizer = make_model()
     state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
     done: list[Block] = []
@@ -66,7 +66,7 @@ def elastic_worker(blocks: int) -> list[Block]:
 
 
 def plain_worker(blocks: int) -> list[Block]:
-    """The same steps with DDP alone."""
+    """Train the same steps with DDP alone."""
     dist.init_process_group("gloo")
     model, optimizer = make_model()
     ddp = DistributedDataParallel(model)
@@ -84,7 +84,7 @@ def plain_worker(blocks: int) -> list[Block]:
 
 
 def work() -> None:
-    """A worker's whole life: train, write down the blocks."""
+    """Train as one worker, and write the blocks to a file."""
     torch.set_num_threads(1)
     blocks = int(os.environ["BLOCKS"])
     train = elastic_worker if os.environ["HOW"] == "elastic" else plain_worker
@@ -97,7 +97,7 @@ def work() -> None:
 
 
 def blocks_of(how: str, step_ms: float, blocks: int) -> list[Block]:
-    """The blocks of one rank of a job of two workers."""
+    """Return the blocks of one rank of a job of two workers."""
     starters = {
         "elastic": ["launcher.cli", "-np", "2", "--state-dir", "{records}", "--"],
         "plain": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
@@ -115,7 +115,7 @@ def blocks_of(how: str, step_ms: float, blocks: int) -> list[Block]:
 
 
 def main() -> None:
-    """Both systems in turn, three times; print the table."""
+    """Measure both systems in turn, three times; print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=8, help="of each kind and job")
     parser.add_argument("--step-ms", type=float, default=10.0)

@@ -1,6 +1,6 @@
-"""The systems a benchmark compares, each started on the same training script and ended cleanly.
+"""The systems that benchmarks compare, each running the same training script.
 
-A `System` is a running job that writes step records; the benchmarks only look at those and at
+A `System` is a running job that writes step records; the benchmarks only read those and look at
 the processes. Only processes started here are signalled, each by its pid.
 """
 
@@ -36,7 +36,7 @@ class System:
     records_dir: Path
 
     def records(self) -> list[dict[str, Any]]:
-        """All step records so far, by time."""
+        """Return all step records so far, by time."""
         found = []
         for path in self.records_dir.glob("*.jsonl"):
             lines = path.read_text().splitlines(keepends=True)
@@ -44,7 +44,7 @@ class System:
         return sorted(found, key=lambda r: float(r["t"]))
 
     def training(self, size: int) -> set[int]:
-        """Live pids that finished steps together in the newest round of that size, or nothing."""
+        """Return the live pids that finished steps together in the newest round of that size."""
         records = self.records()
         if not records:
             return set()
@@ -54,7 +54,7 @@ class System:
         return alive if len(alive) == size else set()
 
     def until(self, look: Callable[[], T], what: str, within: float = 90.0) -> T:
-        """The first truthy answer; raises TimeoutError with the tail of the output."""
+        """Return the first true answer; raises TimeoutError with the tail of the output."""
         deadline = time.monotonic() + within
         while not (value := look()):
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -64,7 +64,7 @@ class System:
         return value
 
     def end(self) -> None:
-        """Let it stop, then make sure that nothing of it is left."""
+        """Terminate the job, then kill what is left of it."""
         with contextlib.suppress(psutil.NoSuchProcess):
             family = [*psutil.Process(self.process.pid).children(recursive=True)]
             self.process.terminate()
@@ -79,7 +79,7 @@ class System:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on at this moment."""
+    """Return a TCP port on which nobody listens at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -87,7 +87,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(name: str, argv: list[str], env: dict[str, str], *, count: int = 1) -> Iterator[System]:
-    """Start a system; with `count` > 1 the same command that often (torchrun's nodes)."""
+    """Start a system; with `count` > 1 its command that many times (torchrun's nodes)."""
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
         records = Path(folder)
         full = {
@@ -121,13 +121,13 @@ def running(name: str, argv: list[str], env: dict[str, str], *, count: int = 1) 
 def elasticrun(
     workers: int, *, how: str = "elastic", flags: tuple[str, ...] = (), env: dict[str, str]
 ) -> contextlib.AbstractContextManager[System]:
-    """Our own, on the elastic or the plain training script."""
+    """Start elasticrun on the elastic or the plain training script."""
     argv = [sys.executable, "-m", "launcher.cli", "-np", str(workers), "--state-dir", "{records}"]
     return running(f"elasticrun ({how})", [*argv, *flags, "--", TRAIN], {"HOW": how, **env})
 
 
 def torchrun(workers: int, env: dict[str, str]) -> contextlib.AbstractContextManager[System]:
-    """torchrun on one node, at its best: no shared TCPStore between attempts."""
+    """Start torchrun on one node, in its fastest form: no TCPStore shared between attempts."""
     argv = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(workers), "--max-restarts", "100", "--monitor-interval", "0.1"),
@@ -138,7 +138,7 @@ def torchrun(workers: int, env: dict[str, str]) -> contextlib.AbstractContextMan
 
 
 def torchrun_nodes(workers: int, env: dict[str, str]) -> contextlib.AbstractContextManager[System]:
-    """torchrun with 1:2 nodes on this machine, `workers` split over the two."""
+    """Start torchrun with 1:2 nodes on this machine, `workers` split over the two."""
     argv = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
@@ -151,13 +151,13 @@ def torchrun_nodes(workers: int, env: dict[str, str]) -> contextlib.AbstractCont
 
 
 def floor(workers: int, step_ms: float) -> contextlib.AbstractContextManager[System]:
-    """The in-process floor."""
+    """Start the in-process floor."""
     script = str(ROOT / "benchmarks" / "peers" / "floor.py")
     return running("floor", [sys.executable, script, "{records}", str(workers), str(step_ms)], {})
 
 
 def kill(pid: int) -> float:
-    """SIGKILL; when, in unix seconds."""
+    """Kill a process with SIGKILL; return the time, in unix seconds."""
     now = time.time()
     os.kill(pid, signal.SIGKILL)
     return now

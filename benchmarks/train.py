@@ -1,4 +1,4 @@
-"""The training script every benchmark runs: the same model, step and records for each system.
+"""The training script of all benchmarks: the same model, step and records for each system.
 
     HOW=elastic   under elasticrun, with the elastic API
     HOW=fixed     the same, with a fixed batch whose micro-batches take WORK_MS of a processor
@@ -6,7 +6,7 @@
 
 Each finished step becomes a JSON line {t, step, round, rank, size, pid} in $RECORDS/<pid>.jsonl. A
 plain script saves a snapshot each step, as scripts for torchrun have to. STATE_MB adds parameters
-that take no part in the step, so that the state to transfer has the wished size.
+that no step uses, so that the state to transfer has the wanted size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STATE_MB = float(os.environ.get("STATE_MB", "0"))
 
 
 def one_step(ddp: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Forward, backward and update, stretched to STEP_S seconds."""
+    """Make one step (forward, backward, update) that takes STEP_S seconds."""
     started = time.perf_counter()
     optimizer.zero_grad()
     ddp(torch.randn(8, 64)).pow(2).mean().backward()
@@ -40,7 +40,7 @@ def one_step(ddp: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def record(file, step: int, number: int, rank: int, size: int) -> None:
-    """Note that this process has finished `step`."""
+    """Record that this process has finished `step`."""
     place = {"round": number, "rank": rank, "size": size}
     line = {"t": time.time(), "step": step, **place, "pid": os.getpid()}
     file.write(json.dumps(line) + "\n")
@@ -48,7 +48,7 @@ def record(file, step: int, number: int, rank: int, size: int) -> None:
 
 
 def ballast() -> torch.nn.Module:
-    """Frozen parameters of STATE_MB megabytes: a newcomer receives them, no step touches them."""
+    """Return frozen parameters of STATE_MB megabytes: newcomers receive them, no step uses them."""
     module = torch.nn.Module()
     for index in range(max(0, round(STATE_MB / 4))):
         block = torch.nn.Parameter(torch.zeros(1024, 1024), requires_grad=False)
@@ -57,7 +57,7 @@ def ballast() -> torch.nn.Module:
 
 
 def plain() -> None:
-    """As for torchrun: resume from the snapshot, train, save a snapshot each step."""
+    """Train as for torchrun: resume from the snapshot, save a snapshot each step."""
     dist.init_process_group("gloo")
     model, optimizer = make_model()
     snapshot = RECORDS / "snapshot.pt"
@@ -67,7 +67,7 @@ def plain() -> None:
         model.load_state_dict(saved["model"])
         step = saved["step"]
     ddp = DistributedDataParallel(model)
-    # Agents of torchrun count restarts each for itself, and none that follow a change of the nodes.
+    # Each agent of torchrun counts its own restarts, and none that follow a change of the nodes.
     world = torch.tensor(time.time_ns() // 1_000_000)
     dist.all_reduce(world, dist.ReduceOp.MAX)
     with (RECORDS / f"{os.getpid()}.jsonl").open("a") as file:
@@ -83,7 +83,7 @@ def plain() -> None:
 
 
 def elastic_main() -> None:
-    """With the elastic API: state in memory, a commit each step."""
+    """Train with the elastic API: state in memory, a commit each step."""
     model, optimizer = make_model()
     more = {"ballast": ballast()} if STATE_MB else {}
     state = elastic.TorchState(model=model, optimizer=optimizer, step=0, **more)
@@ -102,7 +102,7 @@ def elastic_main() -> None:
 
 
 def fixed() -> None:
-    """With a fixed batch: epoch after epoch of micro-batches that each take WORK_S seconds."""
+    """Train with a fixed batch, of micro-batches that each take WORK_S seconds."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = elastic.FixedBatch(torch.randn(4096, 64), 1, model=model)

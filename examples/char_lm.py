@@ -2,8 +2,8 @@
 
     elasticrun -np 2 --max-np 4 examples/char_lm.py --epochs 1
 
-Nothing is downloaded: the text is the source of the modules this interpreter came with. The loop
-is the one of digits.py, with a learning-rate schedule in the state besides.
+Nothing is downloaded: the text is the source code of the modules in this interpreter's library. The
+loop is the one of digits.py; the state also has a learning-rate schedule.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 
 import elastic_driver as elastic
 
-WINDOW = 64  # characters a prediction may look back
+WINDOW = 64  # a prediction sees at most so many characters before it
 VOCABULARY = 128  # ASCII; everything else becomes "?"
 
 
 def library_text(limit: int) -> Tensor:
-    """The first `limit` characters of the standard library's modules, as a tensor of bytes."""
+    """Return the first `limit` characters of the standard library, as a tensor of bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -34,7 +34,7 @@ def library_text(limit: int) -> Tensor:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive stretches of the text, each with the same stretch one character later."""
+    """Consecutive windows of the text, each with the same window one character later."""
 
     def __init__(self, text: Tensor) -> None:
         self.text = text
@@ -43,8 +43,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return (len(self.text) - 1) // WINDOW
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        stretch = self.text[index * WINDOW : (index + 1) * WINDOW + 1].long()
-        return stretch[:-1], stretch[1:]
+        window = self.text[index * WINDOW : (index + 1) * WINDOW + 1].long()
+        return window[:-1], window[1:]
 
 
 class CharModel(nn.Module):
@@ -68,7 +68,7 @@ class CharModel(nn.Module):
 
 
 def write(model: nn.Module, start: str, length: int) -> str:
-    """Let the model go on from `start`."""
+    """Return the text with which the model continues `start`."""
     model.eval()
     generator = torch.Generator().manual_seed(0)
     text = torch.tensor([list(start.encode())])

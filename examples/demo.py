@@ -1,8 +1,8 @@
 """`make demo`: three workers learn handwritten digits, one is killed, and the job goes on.
 
-Starts `elasticrun` on digits.py, sends SIGKILL to a worker in the middle, and says at the end
-what happened. Every figure is read from what the workers wrote down while they trained, and from
-the job's event log.
+Starts `elasticrun` on digits.py, sends SIGKILL to a worker in the middle, and prints a summary at
+the end. Every figure comes from the lines that the workers wrote while they trained, and from the
+job's event log.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True)
-class Step:
-    """One finished step of one worker, as digits.py wrote it down."""
+class RecordedStep:
+    """One finished step of one worker, as digits.py recorded it."""
 
     t: float
     step: int
@@ -37,27 +37,27 @@ class Step:
     pid: int
 
 
-def read_steps(folder: Path) -> list[Step]:
-    """All steps so far, by time; a line that is still being written is left for later."""
+def read_steps(folder: Path) -> list[RecordedStep]:
+    """Return all steps so far, by time, without a line that is still being written."""
     lines = [
         line
         for path in folder.glob("*.jsonl")
         for line in path.read_text().splitlines(keepends=True)
         if line.endswith("\n")
     ]
-    return sorted((Step(**json.loads(line)) for line in lines), key=lambda step: step.t)
+    return sorted((RecordedStep(**json.loads(line)) for line in lines), key=lambda step: step.t)
 
 
 def started_pids(events: Path) -> list[int]:
-    """Processes of the workers, in the order in which the event log has them."""
+    """Return the process ids of the workers, in the order of the event log."""
     if not events.exists():
         return []
     lines = [line for line in events.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return [e["pid"] for e in map(json.loads, lines) if e["event"] == "worker_started"]
 
 
-def choose_victim(events: Path, records: Path, after: int) -> Step | None:
-    """The newest step of the last started worker, once all three have done `after` steps."""
+def choose_victim(events: Path, records: Path, after: int) -> RecordedStep | None:
+    """Return the newest step of the last started worker, once all three have done `after`."""
     steps = read_steps(records)
     newest = {step.pid: step for step in steps}
     done = Counter(step.pid for step in steps)
@@ -67,16 +67,16 @@ def choose_victim(events: Path, records: Path, after: int) -> Step | None:
     return None
 
 
-def kill(victim: Step) -> Step:
-    """SIGKILL, which no process can refuse; returns the victim with the time of it."""
+def kill(victim: RecordedStep) -> RecordedStep:
+    """Kill a worker with SIGKILL; return its newest step with the time of the kill."""
     print(f"\n>>> kill -9 {victim.pid}: rank {victim.rank}, after step {victim.step}\n", flush=True)
     now = time.time()
     os.kill(victim.pid, signal.SIGKILL)
     return replace(victim, t=now)
 
 
-def watch(job: subprocess.Popen[bytes], folder: Path, run: Path, after: int) -> Step | None:
-    """Echo the job's output until it ends, and kill a worker on the way."""
+def watch(job: subprocess.Popen[bytes], folder: Path, run: Path, after: int) -> RecordedStep | None:
+    """Print the job's output until it ends, and kill a worker on the way."""
     victim = None
     deadline = time.monotonic() + DEADLINE_S
     with (folder / "output").open() as output:
@@ -94,7 +94,7 @@ def watch(job: subprocess.Popen[bytes], folder: Path, run: Path, after: int) -> 
 
 @dataclass(frozen=True)
 class Summary:
-    """What happened, from the workers' records alone."""
+    """The course of the job, from the workers' records alone."""
 
     sizes: list[int]  # numbers of workers, one after the other
     survivors: int
@@ -106,11 +106,11 @@ class Summary:
 
     @property
     def as_promised(self) -> bool:
-        """Shrunk and grew back, with every step done exactly once."""
+        """Whether the job shrank and grew back, with every step done exactly once."""
         return self.sizes == [3, 2, 3] and (self.lost, self.repeated) == (0, 0)
 
     def lines(self) -> list[tuple[str, str]]:
-        """For people."""
+        """Return the label and the text of each line to print."""
         pause, full = ("never" if s is None else f"{s:.2f} s" for s in (self.pause_s, self.full_s))
         return [
             ("workers", " -> ".join(map(str, self.sizes))),
@@ -120,8 +120,8 @@ class Summary:
         ]
 
 
-def summarise(steps: list[Step], victim: Step) -> Summary:
-    """Read the records; what the victim did in its last round died with it and does not count."""
+def summarise(steps: list[RecordedStep], victim: RecordedStep) -> Summary:
+    """Sum up the records; the victim's steps of its last round were lost with it."""
     after = [step for step in steps if step.round > victim.round]
     survivors = {s.pid for s in steps if s.round == victim.round} - {victim.pid}
     resumed: dict[int, float] = {}

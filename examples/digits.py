@@ -1,11 +1,11 @@
 """Handwritten digits on a small convolutional network, with workers that may come and go.
 
     elasticrun -np 3 examples/digits.py --epochs 10
-    python examples/digits.py                       # works alone, too
+    python examples/digits.py                       # one worker, without elasticrun
 
-The data (1,797 images of 8 x 8 pixels) come with scikit-learn; nothing is downloaded. While it
-trains, `kill -9` one of the workers, and watch the others go on. What makes a plain training
-loop elastic is marked with (1) to (4).
+The data (1,797 images of 8 x 8 pixels) come with scikit-learn; nothing is downloaded. Kill a
+worker with `kill -9` while it trains, and the others go on. The lines that make a plain training
+loop elastic are marked with (1) to (4).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import elastic_driver as elastic
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """(train, test), the same split on every worker."""
+    """Return (train, test), the same split on every worker."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="samples a step on each worker")
-    parser.add_argument("--checkpoints", type=Path, help="a folder to keep them in and go on from")
+    parser.add_argument("--checkpoints", type=Path, help="folder for checkpoints, to resume from")
     parser.add_argument("--record", type=Path, help="write a line for each step into this folder")
     return parser.parse_args()
 
@@ -67,7 +67,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 sampler = elastic.ElasticSampler(train_set, shuffle=True, seed=0)
 loader = DataLoader(train_set, batch_size=args.batch_size, sampler=sampler)
 
-# (1) Everything that has to survive; plain values are welcome. Checkpoints outlive all workers.
+# (1) Everything that has to survive, plain values too. Checkpoints outlive all workers.
 durable = {"checkpoint_dir": args.checkpoints, "every": 200} if args.checkpoints else {}
 state = elastic.TorchState(
     model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0, **durable
@@ -75,7 +75,7 @@ state = elastic.TorchState(
 
 
 def record() -> None:
-    """One line for each finished step, for whoever wants to measure (examples/demo.py)."""
+    """Write a line for each finished step, for measurements (examples/demo.py)."""
     if args.record is not None:
         line = {
             "t": time.time(),

@@ -1,4 +1,4 @@
-"""The same weights, to the last bit, on any number of workers that come and go as they like.
+"""The same weights, to the last bit, on any number of workers, whenever they come and go.
 
     python examples/digits_exact.py
     elasticrun -np 3 examples/digits_exact.py       # kill -9 a worker while it trains

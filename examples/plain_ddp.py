@@ -1,4 +1,4 @@
-"""A torchrun script as it is, without a word of elastic-driver: env://, DDP, a checkpoint.
+"""An ordinary torchrun script, which does not import elastic-driver: env://, DDP, a checkpoint.
 
     elasticrun -np 2 examples/plain_ddp.py --checkpoint /tmp/plain.pt
     torchrun --nproc-per-node 2 examples/plain_ddp.py --checkpoint /tmp/plain.pt
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Whole or not at all: a reader never sees half a file."""
+    """Write a checkpoint, whole or not at all: a reader never sees half a file."""
     draft = path.with_suffix(".new")
     torch.save({"step": step, "model": model.state_dict(), "opt": optimizer.state_dict()}, draft)
     draft.replace(path)
@@ -61,8 +61,8 @@ def main() -> None:
     args = parser.parse_args()
 
     dist.init_process_group("gloo")  # RANK, WORLD_SIZE, MASTER_ADDR … come from the launcher
-    # A function of its own, so that the DistributedDataParallel object is gone before its group
-    # is: the other way round torch 2.13 may lock up at exit, whatever has launched the script.
+    # In a function of its own, so that the DistributedDataParallel object ends before its group:
+    # in the other order torch 2.13 may lock up at exit, under any launcher.
     train(args.steps, args.checkpoint)
     dist.destroy_process_group()
 

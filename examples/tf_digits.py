@@ -1,11 +1,11 @@
 """Handwritten digits with Keras under MultiWorkerMirroredStrategy, on workers that come and go.
 
     elasticrun -np 2 --tf-config examples/tf_digits.py --backup /shared/digits
-    python examples/tf_digits.py                    # works alone, too
+    python examples/tf_digits.py                    # one worker, without elasticrun
 
 Needs TensorFlow with Keras 2 (`pip install tensorflow-cpu tf-keras scikit-learn`), in the Python
 that runs elasticrun, or in another: `elasticrun … -- /path/to/python examples/tf_digits.py`. The
-data come with scikit-learn. Nothing here speaks to elastic-driver. When workers come or go, all
+data come with scikit-learn. The script does not import elastic-driver. When workers come or go, all
 are started again with a new TF_CONFIG, and BackupAndRestore goes on after the last finished epoch;
 the folder it writes to must be one that every host sees.
 """

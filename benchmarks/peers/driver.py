@@ -1,8 +1,8 @@
 """A whole driver without agents, for members that a benchmark simulates.
 
-Its hosts' agents say that they are up and nothing else, so that the driver expects N workers,
-h0.0.1 to h<k>.7.1, eight a host. Prints a JSON line with the endpoint and the token's file once it
-expects them, and runs until its stdin closes.
+The agents of its hosts report that they are up and nothing else, so that the driver expects N
+workers, h0.0.1 to h<k>.7.1, eight a host. It then prints a JSON line with the endpoint and the token's
+file, and runs until its stdin closes.
 
     python -m benchmarks.peers.driver N FOLDER
 """
@@ -25,11 +25,11 @@ from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import Settings
 
-SLOTS = 8  # a host's
+SLOTS = 8  # of each host
 
 
 class SilentAgents:
-    """Starts nothing; `asked` says which agents the driver wants."""
+    """A backend that starts nothing; `asked` has the agents that the driver wants."""
 
     def __init__(self) -> None:
         self.asked: SimpleQueue[tuple[str, int]] = SimpleQueue()
@@ -43,14 +43,14 @@ class SilentAgents:
         self.asked.put((host, incarnation))
 
     def kill(self, host: str, incarnation: int) -> None:
-        """There is nothing to kill."""
+        """Do nothing: there is no process."""
 
     def close(self, grace: float) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is no connection."""
 
 
 def main() -> None:
-    """Bring the driver to where it waits for its workers' READY, say so, and stay."""
+    """Run the driver until it waits for its workers' READY, report that, and stay."""
     count, folder = int(sys.argv[1]), Path(sys.argv[2])
     agents = SilentAgents()
     driver = ElasticDriver(

@@ -1,4 +1,4 @@
-"""The floor: the least a job of this kind can do after a loss, without hosts, policy or an API.
+"""The floor: the least work after a loss, without hosts, policy or an API.
 
 A parent that has imported torch forks workers. They train with DDP over gloo, meeting at a
 TCPStore under a prefix for each epoch. When a worker is killed, the parent publishes the next
@@ -28,7 +28,7 @@ TIMEOUT = timedelta(seconds=30)
 
 
 def make_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """The training script's model: 1 M parameters and Adam."""
+    """Return the training script's model: 1 M parameters and Adam."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(
         torch.nn.Linear(64, 1000), torch.nn.Tanh(), torch.nn.Linear(1000, 1000), torch.nn.Tanh()
@@ -37,7 +37,7 @@ def make_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def warm_up() -> None:
-    """One step in the parent, so that no child pays for torch's lazy imports."""
+    """Make one step in the parent, so that no child pays for torch's lazy imports."""
     torch.set_num_threads(1)
     model, optimizer = make_model()
     model(torch.zeros(2, 64)).sum().backward()
@@ -75,7 +75,7 @@ def worker(name: int, port: int, records: Path, step_s: float, epoch: int) -> No
 
 
 def sync(model: torch.nn.Module, step: int) -> int:
-    """Everybody takes the state of rank 0, the oldest."""
+    """Give all ranks the state of rank 0, the oldest."""
     position = torch.tensor([step])
     dist.broadcast(position, 0)
     for parameter in model.parameters():
@@ -84,7 +84,7 @@ def sync(model: torch.nn.Module, step: int) -> int:
 
 
 def train(model, optimizer, step, epoch, size, step_s, file, store) -> int:
-    """Steps until a peer is lost (RuntimeError) or a newcomer waits at an agreed step."""
+    """Train until a peer is lost (RuntimeError) or a newcomer waits at an agreed step."""
     ddp = DistributedDataParallel(model)
     leave = torch.zeros(1)
     while True:

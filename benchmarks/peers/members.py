@@ -1,7 +1,8 @@
-"""Simulated workers: each speaks the real protocol on a connection of its own, and does no more.
+"""Simulated workers: each speaks the real protocol on its own connection, and does nothing else.
 
-A member says READY and waits for the world it is in; `rest` lets it beat on like an idle worker.
-Plain asyncio streams, so that many fit into one process and little of what is measured is theirs.
+A member reports READY and waits for the world it is in; `rest` lets it send heartbeats like an idle
+worker. They use plain asyncio streams, so that many fit into one process and take little of the
+measured time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from rendezvous.wire import (
 
 WAIT_S = 60.0
 LONGEST_WAIT_S = 2.0  # of a training worker
-SAMPLES = 16  # measured steps that each beat of it tells of
+SAMPLES = 16  # measured steps in each of its heartbeats
 CONNECTING = 64  # at a time
 
 
@@ -54,7 +55,7 @@ class Member:
         )
 
     async def meet(self) -> int:
-        """Say READY, wait for the world; its size, once we know our place among whom."""
+        """Report READY and wait for the world; return its size, once rank and peers are known."""
         ready = WorkerReady(self.name, 0, -1, True, "started")
         await self._post(EVENTS_PATH, msgspec.json.encode(ready), request_id=True)
         (found,) = await self._batch(Watch({contract.JOB_WORLD: 0}, WAIT_S))
@@ -64,11 +65,11 @@ class Member:
         return world.size
 
     async def rest(self, heartbeat_timeout: float, trains: bool) -> None:
-        """Beat as an idle or a training worker does, until cancelled."""
+        """Send heartbeats as an idle or a training worker does, until cancelled."""
         wait = LONGEST_WAIT_S if trains else heartbeat_timeout / 3
         lease = Set(contract.worker_lease(self.name), b"", heartbeat_timeout)
         sign = Set(contract.worker_half_lease(self.name), b"", heartbeat_timeout / 2)
-        await asyncio.sleep(random.random() * wait)  # those that started together drift apart
+        await asyncio.sleep(random.random() * wait)  # members that started together drift apart
         for step in itertools.count(1):
             samples = tuple(Sample(step + n, 0.01, 0.01) for n in range(SAMPLES))
             progress = Progress(1, step, 0.01, samples)
@@ -97,7 +98,7 @@ class Member:
 
 
 async def connected(names: Iterable[str], port: int, token: str) -> list[Member]:
-    """Members with open connections."""
+    """Return members with open connections."""
     members = [Member(name, port, token) for name in names]
     gate = asyncio.Semaphore(CONNECTING)
 

@@ -1,8 +1,8 @@
-"""torchrun's own rendezvous: as many agents, a thread each, wait for each other.
+"""torchrun's own rendezvous: agents, a thread each, wait for each other.
 
 `DynamicRendezvousHandler` over the c10d backend, as `torchrun --rdzv-backend=c10d` uses it: each
-agent writes itself into one shared state by compare-and-set until all are there. Neither workers
-nor process groups are part of it.
+agent adds itself to one shared state by compare-and-set until all are there. The figure contains
+neither workers nor process groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMIT = timedelta(seconds=120)
 
 
 def host_agents(pipe: Connection, ranks: list[int], size: int, port: int) -> None:
-    """Connect, say so, meet at the word, say when the last of these knew its rank."""
+    """Connect, meet when told to, and report when the last of these agents knew its rank."""
     pipe.recv()
     handlers = [_handler(size, port) for _ in ranks]
     gate, done = threading.Event(), []
@@ -42,7 +42,7 @@ def host_agents(pipe: Connection, ranks: list[int], size: int, port: int) -> Non
     for thread in threads:
         thread.join(LIMIT.total_seconds())
     pipe.send(max(done) if len(done) == len(ranks) else None)
-    pipe.recv()  # agents hold the rendezvous' server and beat on until all have met
+    pipe.recv()  # agents hold the rendezvous' server and send heartbeats until all have met
 
 
 def _handler(size: int, port: int) -> DynamicRendezvousHandler:

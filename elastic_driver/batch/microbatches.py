@@ -1,40 +1,32 @@
-"""Who trains which part of a fixed global batch, and in which order its gradients are added.
+"""The division of a fixed global batch among workers, and the order in which gradients are added.
 
-A job is written for N *virtual workers*, each one micro-batch an optimizer step. The N₀ real
-workers of the moment share them as contiguous ranges, so the step is the same whatever N₀ is.
-`worker.batches` asks; nothing here touches data, tensors or processes. Counts are micro-batches
+A job is written for N *virtual workers*; each trains one micro-batch in an optimizer step. The N₀
+real workers of the moment share them as contiguous ranges, so the step is the same for every N₀.
+`worker.batches` calls it; nothing here uses data, tensors or processes. Counts are micro-batches
 unless said otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from math import isfinite
 from typing import Generic, TypeVar
 
 from elastic_driver.errors import UsageError
 
-__all__ = [
-    "Block",
-    "TreeSum",
-    "allocate_microbatches",
-    "allocate_weighted",
-    "finish_tree",
-    "sample_counts",
-    "virtual_ranges",
-]
-
 Block = tuple[int, int]
-"""A node of the summation tree, (level, index): its leaves start at index·2^level."""
+"""A node of the summation tree, (level, index): its first leaf is index·2^level."""
 
 T = TypeVar("T")
 
 
 def allocate_microbatches(virtual_workers: int, workers: int) -> list[int]:
-    """Micro-batches per real worker, by rank: as equal as whole numbers allow, larger ones first.
+    """Return the micro-batches of each real worker, by rank: as equal as possible, larger first.
 
-    mᵢ = ⌊N/N₀⌋ + 1 for i < N mod N₀, else ⌊N/N₀⌋: (8, 3) → [3, 3, 2], (7, 2) → [4, 3]. With more
-    workers than micro-batches the last ones get 0: they are standbys that train nothing.
+    With N `virtual_workers` and N₀ `workers`, rank i gets ⌊N/N₀⌋ + 1 if i < N mod N₀, else ⌊N/N₀⌋:
+    (8, 3) → [3, 3, 2], (7, 2) → [4, 3]. The sum is N. With more workers than
+    micro-batches the last ones get 0 and train nothing.
 
     Raises `UsageError` unless both are positive whole numbers.
     """
@@ -44,10 +36,10 @@ def allocate_microbatches(virtual_workers: int, workers: int) -> list[int]:
 
 
 def allocate_weighted(virtual_workers: int, speeds: Sequence[float]) -> list[int]:
-    """Micro-batches per real worker in proportion to measured speeds (any unit, one per rank).
+    """Return the micro-batches of each real worker, in proportion to `speeds` (any unit, by rank).
 
-    Everybody gets one as far as they go; the rest follows the speeds by the method of the
-    largest remainder (Hamilton), a tie goes to the lower rank. Equal speeds give the same
+    Each worker gets at least one, as far as they suffice; the rest follows the speeds by the method
+    of the largest remainder (Hamilton's), a tie goes to the lower rank. Equal speeds give the same
     shares as `allocate_microbatches`. The sum is always `virtual_workers`.
 
     Raises `UsageError` for no workers, or a speed that is not a positive finite number.
@@ -68,13 +60,13 @@ def allocate_weighted(virtual_workers: int, speeds: Sequence[float]) -> list[int
 
 
 def _largest_remainder(total: int, speeds: Sequence[float]) -> list[int]:
-    """Shares that sum to `total`, each at least 1; `total` is at least the number of speeds."""
+    """Return shares of at least 1 that sum to `total`, which is at least the number of speeds."""
     largest = max(speeds)  # scaling first: the sum of huge speeds must not overflow
     scaled = [speed / largest for speed in speeds]
     whole = sum(scaled)
     quotas = [total * speed / whole for speed in scaled]
     shares = [max(1, int(quota)) for quota in quotas]
-    while sum(shares) > total:  # the guaranteed 1 of slow workers is paid by the best served
+    while sum(shares) > total:  # slow workers got a guaranteed 1: take it from the best served
         over = max(
             (rank for rank, share in enumerate(shares) if share > 1),
             key=lambda rank: (shares[rank] - quotas[rank], rank),
@@ -93,21 +85,19 @@ def _require_counts(virtual_workers: int, workers: int) -> None:
 
 
 def virtual_ranges(shares: Sequence[int]) -> list[range]:
-    """The contiguous virtual workers of each rank: [3, 3, 2] → 0–2, 3–5, 6–7."""
-    ranges: list[range] = []
-    start = 0
-    for share in shares:
-        ranges.append(range(start, start + share))
-        start += share
-    return ranges
+    """Return the contiguous virtual workers of each rank: [3, 3, 2] → 0–2, 3–5, 6–7."""
+    stops = accumulate(shares)
+    return [range(stop - share, stop) for stop, share in zip(stops, shares, strict=True)]
 
 
 def sample_counts(samples: int, virtual_workers: int, micro_batch_size: int) -> list[int]:
-    """How a step's samples are spread over the virtual workers, none above `micro_batch_size`.
+    """Return the samples of each virtual worker in a step, none above `micro_batch_size`.
 
-    A full step gives each a full micro-batch. The short last step of an epoch is spread evenly
-    over the first virtual workers, over no more of them than needed: micro-batches of a single
-    sample, which BatchNorm refuses, come up only where they cannot be avoided.
+    In a full step each has a full micro-batch. The short last step of an epoch is spread evenly
+    over the first virtual workers, as few as can hold it: so micro-batches of a single sample,
+    which BatchNorm does not accept, are as rare as possible.
+
+    Raises `ValueError` for more samples than one step holds.
     """
     busy = -(-samples // micro_batch_size)
     if busy > virtual_workers:
@@ -120,9 +110,9 @@ class TreeSum(Generic[T]):
     """Adds contiguous leaves of a fixed binary tree as they come, keeping O(log leaves) sums.
 
     The tree over leaves 0 … n−1 is the aligned one: node (level, index) is the sum of its two
-    children at level − 1. Whoever holds leaves [a, b) can finish exactly the nodes that lie
-    inside, so each addition of the whole tree is made with the same two operands however the
-    leaves are spread: floating-point sums come out with the same bits.
+    children at level − 1. A rank that holds leaves [a, b) can finish exactly the nodes that lie
+    inside. So each addition of the whole tree has the same two operands, whichever rank makes it,
+    and floating-point sums have the same bits.
     """
 
     def __init__(self, first_leaf: int, add: Callable[[T, T], T]) -> None:
@@ -141,12 +131,12 @@ class TreeSum(Generic[T]):
         self._stack.append((block, value))
 
     def blocks(self) -> list[tuple[Block, T]]:
-        """The maximal finished nodes and their sums, from left to right."""
+        """Return the largest finished nodes and their sums, from left to right."""
         return list(self._stack)
 
 
 def tree_blocks(leaves: range) -> list[Block]:
-    """The nodes `TreeSum` ends with for these leaves, so that peers know what will arrive."""
+    """Return the nodes that `TreeSum` ends with for these leaves: peers know what will arrive."""
     tree: TreeSum[None] = TreeSum(leaves.start, lambda _left, _right: None)
     for _ in leaves:
         tree.push(None)
@@ -154,9 +144,9 @@ def tree_blocks(leaves: range) -> list[Block]:
 
 
 def finish_tree(parts: Mapping[Block, T], leaves: int, add: Callable[[T, T], T]) -> T:
-    """The root's sum from everybody's blocks, over `leaves` leaves in all (at least 1).
+    """Return the sum of the root from all ranks' blocks, over `leaves` leaves in all (at least 1).
 
-    A node whose right half lies beyond the last leaf is its left child. Raises `KeyError`
+    A node whose right half lies beyond the last leaf equals its left child. Raises `KeyError`
     with the missing leaf where the parts do not cover the tree.
     """
 

@@ -1,8 +1,8 @@
 """A seeded shuffle of any number of things that takes no memory.
 
-A data set of 10⁹ samples has a shuffled order without a list of 10⁹ indices: the place of
-each one is computed by a small cipher over 0 … n−1. Samplers and the shard ledger ask it;
-it is for spreading samples, never for secrets.
+A data set of 10⁹ samples is shuffled without a list of 10⁹ indices: the position of each one is
+computed by a small cipher over 0 … n−1. Samplers and the shard ledger use it; it is for spreading
+samples, never for secrets.
 
 The cipher is the alternating Feistel network of Black and Rogaway, "Ciphers with arbitrary
 finite domains" (CT-RSA 2002): an index is written as (left, right) in mixed radix a × b ≥ n,
@@ -13,19 +13,17 @@ from __future__ import annotations
 
 from math import isqrt
 
-__all__ = ["FACTOR", "Permutation", "mix"]
-
 _ROUNDS = 8
-_ROUNDS_IF_SMALL = 24  # few distinct round functions exist on few elements: take more of them
+_ROUNDS_IF_SMALL = 24  # few elements have few distinct round functions, so more are needed
 _SMALL = 256
 _MASK = (1 << 64) - 1
-FACTOR = 0xD6E8FEB86659FD93  # of the hash
+FACTOR = 0xD6E8FEB86659FD93  # the multiplier of the hash
 
 
 def mix(*numbers: int) -> int:
-    """A well-mixed 64-bit number from whole numbers; the same everywhere and for ever.
+    """Return a well-mixed 64-bit number from whole numbers, the same on every machine and version.
 
-    (The finaliser of SplitMix64, chained.) Used to derive seeds: mix(seed, epoch, …).
+    It is the finaliser of SplitMix64, chained. Used to derive seeds: mix(seed, epoch, …).
     """
     state = 0x9E3779B97F4A7C15
     for number in numbers:
@@ -37,9 +35,9 @@ def mix(*numbers: int) -> int:
 
 
 class Permutation:
-    """A shuffled order of 0 … size − 1: `order[position]` is what stands at that position.
+    """A shuffled order of 0 … size − 1: `order[position]` is the number at that position.
 
-    `sides` and `keys` are those of the cipher, for whoever computes many positions at once.
+    `sides` and `keys` are those of the cipher, for code that computes many positions at once.
     """
 
     def __init__(self, size: int, key: int) -> None:

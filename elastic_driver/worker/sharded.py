@@ -12,20 +12,19 @@
             optimizer.step()
             state.commit()
 
-**Who takes a shard.** Training in step, ranks that each took shards of their own would run out
-at different steps: one waits for data that another could only finish in a collective with
-it. So the *world* takes them: rank 0 asks the driver, tells the others in one broadcast for
-many steps, and every step trains the next records, each rank its part of them. The end comes
-for all ranks after the same step.
+**The world takes shards, not its members.** If each rank took shards of its own, ranks would run
+out at different steps, and one would wait in a collective for another that waits for data. So
+rank 0 asks the driver and broadcasts the answer, once for many steps. Every step trains the next
+records, each rank its part of them, and the end comes for all ranks after the same step.
 
-**When is a record trained.** When the optimizer steps with it. What is trained, of which shard,
-is part of the state: rolled back with it, sent to newcomers, never lost with a worker. A shard is
-reported done when all of its records are in a *committed* step, never because it was read
-ahead. So after a kill nothing is trained twice and nothing is left out. Where a step has fewer
-records than ranks can share evenly, some are repeated, and counted in `replayed`.
+**A record is trained when the optimizer steps with it.** The progress in each shard is part of the
+state: rolled back with it, sent to newcomers, never lost with a worker. A shard is reported done
+when all of its records are in a *committed* step, never because it was read ahead. So after a
+kill no record is trained twice and none is left out. Where a step has fewer records than ranks
+can share evenly, some are repeated, and counted in `replayed`.
 
 `together=False` is for workers that train nothing in common: each takes shards of its own, and
-what a lost one had not finished goes to the others from its beginning.
+the unfinished shards of a lost one go to the others from their beginning.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ from elastic_driver.worker.world import session
 
 __all__ = ["ShardedDataset"]
 
-LINGER_S = 1.0  # a stream's step waits so long for more records before it is a short one
+LINGER_S = 1.0  # seconds that a stream's step waits for more records before it is a short one
 
 
-class Held(Struct):
+class HeldShard(Struct):
     """A shard in training: `trained` of its records, from the front, are in the model."""
 
     shard: Shard
@@ -65,115 +64,113 @@ class Held(Struct):
         return self.shard.records - self.trained
 
 
-class Progress(Struct):
-    """What a commit keeps, equal on every rank."""
+class ShardProgress(Struct):
+    """The part of a `ShardedDataset` that a commit keeps, equal on every rank."""
 
-    held: list[Held] = []
-    finished: list[Held] = []  # trained to the end, not reported yet
+    held: list[HeldShard] = []
+    finished: list[HeldShard] = []  # trained to the end, not reported yet
     trained: int = 0  # records, over all epochs
     replayed: int = 0  # of them, repetitions that give each rank the same number
 
 
-class News(Struct):
-    """What rank 0 has learnt from the driver; `end` when there is nothing more."""
+class ShardUpdate(Struct):
+    """The driver's answers, as rank 0 tells them to all; `end` when there is nothing more."""
 
-    progress: Progress | None  # at the start of a pass: whose word counts
-    reported: list[int]  # tokens that the driver knows to be done
-    granted: list[Granted]
-    end: End | None
-
-
-_encode, _decode_news = msgspec.json.Encoder().encode, msgspec.json.Decoder(News).decode
+    progress: ShardProgress | None  # rank 0's, which all take over at the start of a pass
+    reported: list[int] = []  # tokens that the driver knows to be done
+    granted: list[Granted] = []
+    end: End | None = None
 
 
-class _Step(Struct):
-    """One step of a pass: how many records the world takes, and which are this rank's."""
+_encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(ShardUpdate).decode
+
+
+class _ShardStep(Struct):
+    """One step of a pass: the number of records the world takes, and this rank's indices."""
 
     records: int
     padded: int
     mine: list[Any]
 
 
-class _Pass:
-    """One pass over what the world holds and is given, by one world, until it must train first.
+class _ShardPass:
+    """One pass over the shards of one world, until it must train first to be given more.
 
-    A DataLoader draws its steps ahead of training; each rank's draws the same steps at the same
+    A DataLoader draws its steps ahead of training. Each rank's draws the same steps at the same
     moments, so the broadcasts in them match.
     """
 
     def __init__(self, data: ShardedDataset) -> None:
         self._data = data
         self.rank, self.size = rank_and_size() if data.together else (0, 1)
-        self.steps: list[_Step] = []  # drawn and not yet handed to the loop
+        self.steps: list[_ShardStep] = []  # drawn and not yet handed to the loop
         self.end: End | None = None
         self._base = data.progress.trained
         self._drawn = 0  # records, since the pass began
-        self._learn(first=True)
+        self._update(first=True)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """The batches of this rank, as indices for the data set."""
+        """Yield the batches of this rank, as indices for the data set."""
         wanted = self._data.batch_size * self.size
         while True:
             if self._left() < wanted and self.end is None:
-                self._learn(first=False)
+                self._update(first=False)
             records = min(wanted, self._left())
             if records == 0:
                 return
-            step = self._step(records)
-            self.steps.append(step)
+            share = -(-records // self.size)
+            places = [(self.rank * share + i) % records for i in range(share)]
+            ahead = self._ahead()
+            mine = [self._data.locate(ahead + place) for place in places]
+            self.steps.append(_ShardStep(records, share * self.size - records, mine))
             self._drawn += records
-            yield step.mine
+            yield mine
+
+    def _ahead(self) -> int:
+        """Return the records that are drawn and not trained yet."""
+        return self._base + self._drawn - self._data.progress.trained
 
     def _left(self) -> int:
-        progress = self._data.progress
-        ahead = self._base + self._drawn - progress.trained
-        return sum(held.left for held in progress.held) - ahead
+        return sum(held.left for held in self._data.progress.held) - self._ahead()
 
-    def _step(self, records: int) -> _Step:
-        share = -(-records // self.size)
-        places = [(self.rank * share + i) % records for i in range(share)]
-        progress = self._data.progress
-        first = self._base + self._drawn - progress.trained
-        mine = [self._data.locate(first + place) for place in places]
-        return _Step(records, share * self.size - records, mine)
-
-    def _learn(self, *, first: bool) -> None:
-        """Collective: report what is finished, and have more shards."""
-        data, news = self._data, None
+    def _update(self, *, first: bool) -> None:
+        """Collective: report finished shards, and take more."""
+        data, update = self._data, None
         if self.rank == 0:
-            ahead = self._base + self._drawn - data.progress.trained
-            news = data.ask(data.batch_size * self.size + ahead, first=first)
+            update = data.ask(data.batch_size * self.size + self._ahead(), first=first)
         if self.size > 1:
-            news = _decode_news(carry_bytes(None if news is None else _encode(news), to_all(0)))
-        if news is None:
+            update = _decode(carry_bytes(None if update is None else _encode(update), to_all(0)))
+        if update is None:
             raise AssertionError("rank 0 always has an answer")
-        data.take_in(news)
-        if news.progress is not None:
+        data.apply(update)
+        if first:
             self._base = data.progress.trained
-        self.end = news.end
+        self.end = update.end
 
 
 class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does not follow torch
     """Batches of the records that the driver hands out, over all epochs; iterate it directly.
 
     Each worker gets `batch_size` records a step. Loader processes (`num_workers`) read ahead;
-    what they have read counts for nothing until it is trained.
+    a record counts only when it is trained.
 
     Args:
         name: of the data set at the driver.
-        source: gives records: `source[index]`, for a stream `source[partition, offset]`; with
+        source: returns records: `source[index]`, for a stream `source[partition, offset]`; with
             `__getitems__(list)` many at once.
         batch_size: records of one worker in one step.
-        records: length of the data set; or `partitions`, first offset of each, for a stream.
-        shard_records: records of one shard; also how much may be read twice with
-            `together=False` when a worker dies.
-        epochs: None is for ever.
+        shard_records: records of one shard; with `together=False` also the records that may be
+            trained twice when a worker dies.
+        records: length of the data set.
+        partitions: first offset of each partition of a stream, by name; instead of `records`.
+        epochs: how often the data set is trained; None is for ever.
         shuffle, seed: the order of shards, and of the records in each.
         max_losses: a shard is left out when so many workers died on it without any progress.
         together: all ranks of the world train the same shards; else each worker its own.
         collate_fn, num_workers, **loader: as for `torch.utils.data.DataLoader`.
 
-    Iterating raises `IncompleteDataError` at the end where shards were left out.
+    Iterating raises `IncompleteDataError` at the end where shards were left out. The constructor
+    raises `UsageError` for a batch size below 1 and as `ShardClient` does.
     """
 
     def __init__(
@@ -211,10 +208,10 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
             seed=seed,
             max_losses=max_losses,
         )
-        self.progress = Progress()
+        self.progress = ShardProgress()
         self._streams = partitions is not None
-        self._current: _Step | None = None  # the batch in training
-        self._committed: set[int] | None = None  # tokens finished at the last commit; None: none
+        self._current: _ShardStep | None = None  # the batch in training
+        self._committed: set[int] | None = None  # tokens finished at the last commit
 
     @property
     def replayed(self) -> int:
@@ -229,7 +226,7 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
         return known[0].shard.epoch if known else 0
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's batches, to the end of the last epoch."""
+        """Yield this rank's batches, to the end of the last epoch."""
         if get_worker_info() is not None:
             raise UsageError(
                 "a ShardedDataset makes its own loader; iterate it directly, and give num_workers "
@@ -237,27 +234,27 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
             )
         with self.client:  # a loop that is left leaves no connection behind
             while True:
-                turn = _Pass(self)
-                if turn.end is not None and not self.progress.held:
-                    self.client.require_complete(turn.end)
+                shards = _ShardPass(self)
+                if shards.end is not None and not self.progress.held:
+                    self.client.require_complete(shards.end)
                     return
-                yield from self._batches(turn)
+                yield from self._batches(shards)
 
-    def _batches(self, turn: _Pass) -> Iterator[Any]:
-        """The batches of one pass; the process's global generators are not drawn from."""
+    def _batches(self, shards: _ShardPass) -> Iterator[Any]:
+        """Yield the batches of one pass; the process's global generators are not drawn from."""
         generator = torch.Generator()
         generator.manual_seed(mix(self.seed, self.progress.trained) >> 1)
         for batch in DataLoader(
-            self.source, batch_sampler=turn, generator=generator, **self.loader_options
+            self.source, batch_sampler=shards, generator=generator, **self.loader_options
         ):
-            self._current = turn.steps.pop(0)
+            self._current = shards.steps.pop(0)
             yield batch
-            self.advance()  # where no optimizer has told
+            self.advance()  # where no optimizer step has done so
 
     # ---- what the state calls ------------------------------------------------------------
 
     def advance(self) -> None:
-        """The optimizer has stepped: the batch the loop has is trained. Harmless to repeat."""
+        """Count the batch that the loop has as trained. A second call changes nothing."""
         step, self._current = self._current, None
         if step is None:
             return
@@ -273,11 +270,11 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
                 progress.finished.append(progress.held.pop(0))
 
     def reset(self) -> None:
-        """The world has changed: what is left is shared anew."""
+        """Share what is left anew: the world has changed."""
         self._current = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What is trained of which shard: plain values, equal on every rank at a commit."""
+        """Return the progress in each shard: plain values, equal on every rank at a commit."""
         if not self.together:
             raise UsageError(
                 "a ShardedDataset(together=False) is each worker's own and belongs in no state; "
@@ -288,30 +285,29 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
         return plain
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from another worker's progress, or back to the last commit."""
-        self.progress = msgspec.convert(dict(state), Progress)
+        """Continue from another worker's progress, or from the last commit."""
+        self.progress = msgspec.convert(dict(state), ShardProgress)
         self._committed = {held.token for held in self.progress.finished}
         self.reset()
 
-    # ---- what a pass asks ----------------------------------------------------------------
+    # ---- what a pass calls ---------------------------------------------------------------
 
     def locate(self, place: int) -> Any:
-        """The index in the source of the record `place` records behind the last trained one."""
+        """Return the source's index of the record `place` records behind the last trained one."""
         for held in self.progress.held:
-            if place < held.left:
-                return self._index(held.shard, held.trained + place)
-            place -= held.left
+            if place >= held.left:
+                place -= held.left
+                continue
+            shard, place = held.shard, held.trained + place
+            if self._streams:
+                return shard.partition, shard.start + place
+            if self.shuffle:
+                key = mix(self.seed, shard.epoch, shard.start)
+                place = Permutation(shard.records, key)[place]
+            return shard.start + place
         raise IndexError("a step reaches beyond what the world holds")
 
-    def _index(self, shard: Shard, place: int) -> Any:
-        if self._streams:
-            return shard.partition, shard.start + place
-        if not self.shuffle:
-            return shard.start + place
-        key = mix(self.seed, shard.epoch, shard.start)
-        return shard.start + Permutation(shard.records, key)[place]
-
-    def ask(self, wanted: int, *, first: bool) -> News:
+    def ask(self, wanted: int, *, first: bool) -> ShardUpdate:
         """On rank 0: report finished shards, then take more until `wanted` records are held.
 
         With `first`, driver and world agree anew on what is held: a world that was lost as a
@@ -322,51 +318,52 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
             known = {held.token: held.trained for held in (*progress.held, *progress.finished)}
             lost = set(self.client.resume(known))
             progress.held = [held for held in progress.held if held.token not in lost]
-        news = News(progress if first else None, [], [], None)
-        self._report(news, everything=False)
+        update = ShardUpdate(progress if first else None)
+        self._report(update, everything=False)
         wanted -= sum(held.left for held in progress.held)
-        while wanted > 0 and news.end is None:
-            idle = not news.granted and not progress.held
+        while wanted > 0 and update.end is None:
+            idle = not update.granted and not progress.held
             answer = self.client.poll(LINGER_S if self._streams or idle else 0.0)
             if isinstance(answer, Granted):
-                news.granted.append(answer)
+                update.granted.append(answer)
                 wanted -= answer.shard.records
             elif isinstance(answer, End):
-                news.end = answer
+                update.end = answer
             elif not idle:
                 break
-            elif not self._report(news, everything=True):
-                self._stand_aside()
-        return news
+            elif not self._report(update, everything=True):
+                self._leave_if_requested()
+        return update
 
-    def _report(self, news: News, *, everything: bool) -> bool:
-        """Tell the driver which shards are done: those whose last step is committed; whether any.
+    def _report(self, update: ShardUpdate, *, everything: bool) -> bool:
+        """Report shards whose last step is committed as done; return whether there were any.
 
-        `everything`, once nothing else is left to train: waiting for a commit would be for ever.
-        Should that step be rolled back after all, its records are trained again from the state.
+        `everything` is for when nothing else is left to train: waiting for a commit would have no
+        end. Should that step be rolled back after all, its records are trained again from the
+        state.
         """
         committed = self._committed
         done = [
             held
             for held in self.progress.finished
             if everything or committed is None or held.token in committed
-            if held.token not in news.reported
+            if held.token not in update.reported
         ]
         for held in done:
             self.client.done(Granted(held.shard, held.token, 0.0))
-            news.reported.append(held.token)
+            update.reported.append(held.token)
         return bool(done)
 
-    def take_in(self, news: News) -> None:
-        """On every rank: go by what rank 0 has learnt."""
-        if news.progress is not None:
-            self.progress = news.progress
+    def apply(self, update: ShardUpdate) -> None:
+        """On every rank: take over the driver's answers."""
+        if update.progress is not None:
+            self.progress = update.progress
         progress = self.progress
-        progress.finished = [h for h in progress.finished if h.token not in news.reported]
-        progress.held.extend(Held(one.shard, one.token) for one in news.granted)
+        progress.finished = [h for h in progress.finished if h.token not in update.reported]
+        progress.held.extend(HeldShard(one.shard, one.token) for one in update.granted)
 
-    def _stand_aside(self) -> None:
-        """While there is nothing to train, a change of the world need not wait for a step."""
+    def _leave_if_requested(self) -> None:
+        """Raise `HostsUpdatedInterrupt` at once: without data, no step boundary would come."""
         member = session.membership()
         if member is not None and member.progress.version >= member.progress.leave_after:
             raise HostsUpdatedInterrupt(member.progress.leave_reason)

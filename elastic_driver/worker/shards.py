@@ -1,6 +1,6 @@
-"""Asks the driver for data shards, and tells it which of them are trained.
+"""The worker's client for data shards that the driver hands out.
 
-`worker.sharded` and scripts that train shards by themselves call it:
+`worker.sharded` uses it, and scripts that train shards by themselves:
 
     clicks = elastic.ShardClient("clicks", records=10**9, shard_records=4096)
     while (granted := clicks.next()) is not None:
@@ -8,22 +8,23 @@
         clicks.done(granted)
 
 The first worker to ask opens the data set; all must describe it alike. While others hold the last
-shards `next` waits, for they may come back. A driver that is away is waited for. In a process
-that `elasticrun` did not start a ledger of its own serves, so that a script can be tried alone.
-One client belongs to one thread. Times are seconds.
+shards `next` waits, for they may come back. It also waits for a driver that does not answer.
+A process that `elasticrun` did not start hands out the shards itself, so that a script can be
+tried alone. Each client belongs to one thread. Times are seconds.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
-from elastic_driver.policies.shards.ledger import open_ledger
+from elastic_driver.policies.requests import Rejection, Reply
+from elastic_driver.policies.shards.datasets import DataSets
 from elastic_driver.policies.shards.messages import (
     Description,
     DoneAnswer,
@@ -34,30 +35,28 @@ from elastic_driver.policies.shards.messages import (
     NextAnswer,
     NextRequest,
     RangeDescription,
+    ReadCheckpoint,
     Resumed,
     ResumeRequest,
     ShardCheckpoint,
+    ShardRequest,
     StreamDescription,
     Wait,
 )
-from elastic_driver.policies.shards.sources import Shard
 from elastic_driver.worker import context
 from elastic_driver.worker.worker_log import say
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import UnreachableError
 
-__all__ = ["IncompleteDataError", "ShardClient", "describe"]
+__all__ = ["IncompleteDataError", "ShardClient"]
 
-SLICE_S = 2.0  # of a wait, so that the driver is not left with waits of the dead
-MAX_HELD = 1024  # shards of a process alone
-LONGEST_S = 24 * 3600.0  # no wait is for ever
-_encode = msgspec.json.Encoder().encode
-T = TypeVar("T")
+SLICE_S = 2.0  # of a wait, so that the driver is not left with waits of dead workers
+LONGEST_S = 24 * 3600.0  # the default bound of a wait
 
 
 class IncompleteDataError(ElasticError):
-    """Everything else was trained, but these shards are in quarantine: `shards`, by name."""
+    """All other records were trained, but these shards are in quarantine: `shards`, by name."""
 
     exit_code = 70
 
@@ -70,49 +69,23 @@ class IncompleteDataError(ElasticError):
         self.dataset, self.shards = dataset, shards
 
 
-class Desk(Protocol):
-    """Where shards come from: the driver, or this process alone."""
-
-    def next(self, worker: str, wait: float) -> NextAnswer: ...
-    def done(self, worker: str, shard: Shard, token: int) -> DoneAnswer: ...
-    def resume(self, worker: str, held: Mapping[int, int]) -> tuple[int, ...]: ...
-    def extend(self, told: ExtendRequest) -> None: ...
-    def checkpoint(self) -> ShardCheckpoint: ...
-    def restore(self, saved: ShardCheckpoint) -> None: ...
-    def close(self) -> None: ...
-
-
-def describe(
-    *,
-    records: int | None = None,
-    partitions: Mapping[str, int] | None = None,
-    shard_records: int,
-    epochs: int | None = 1,
-    shuffle: bool = True,
-    seed: int = 0,
-    max_losses: int = 3,
-) -> Description:
-    """The description of a data set of `records`, or of a stream of `partitions` (→ offset).
-
-    Raises `UsageError` unless exactly one of the two is given.
-    """
-    if (records is None) == (partitions is None):
-        raise UsageError("give records=… for a data set, or partitions={name: offset} for a stream")
-    if partitions is not None:
-        return StreamDescription(dict(partitions), shard_records, max_losses)
-    return RangeDescription(records or 0, shard_records, epochs, shuffle, seed, max_losses)
-
-
 class ShardClient:
-    """One worker's conversation with the driver about one data set.
+    """One worker's client for the shards of one data set.
+
+    A data set has `records`, a stream has `partitions` that grow; give exactly one of the two.
 
     Args:
         name: of the data set, the same on every worker: letters, digits, '.', '_', '-'.
-        worker: in whose name shards are held; this worker's own by default.
+        worker: the name in which shards are held; this worker's own by default.
         timeout: seconds to wait for a driver that does not answer.
-        description: `records`, `shard_records`, `epochs`, `shuffle`, `seed` of a data set, or
-            `partitions` and `shard_records` of a stream; `max_losses`: so many workers may
-            die training a shard before nobody gets it any more.
+        shard_records: records of one shard.
+        records: length of the data set.
+        partitions: first offset of each partition of a stream, by name.
+        epochs: how often the data set is trained; None is for ever.
+        shuffle, seed: the order of the shards in an epoch.
+        max_losses: a shard goes into quarantine when so many workers have died training it.
+
+    Raises `UsageError` unless exactly one of `records` and `partitions` is given.
     """
 
     def __init__(
@@ -129,28 +102,32 @@ class ShardClient:
         seed: int = 0,
         max_losses: int = 3,
     ) -> None:
-        dataset = describe(
-            records=records,
-            partitions=partitions,
-            shard_records=shard_records,
-            epochs=epochs,
-            shuffle=shuffle,
-            seed=seed,
-            max_losses=max_losses,
-        )
-        born = context.from_environment()
-        self.name, self.description = name, dataset
-        self._desk: Desk
-        if born is None:
-            self._desk, self._worker = _OwnDesk(dataset), worker or "alone"
+        if (records is None) == (partitions is None):
+            raise UsageError(
+                "give records=… for a data set, or partitions={name: offset} for a stream"
+            )
+        self.description: Description
+        if partitions is not None:
+            self.description = StreamDescription(dict(partitions), shard_records, max_losses)
         else:
-            self._desk = _DriversDesk(born.endpoint, born.token_file, name, dataset, timeout)
+            self.description = RangeDescription(
+                records or 0, shard_records, epochs, shuffle, seed, max_losses
+            )
+        self.name = name
+        born = context.from_environment()
+        self._source: _DriverShards | _LocalShards
+        if born is None:
+            self._source, self._worker = _LocalShards(name), worker or "alone"
+            self._open()  # raises for a description that makes no sense
+        else:
+            client = RendezvousClient(born.endpoint, read_token_file(born.token_file))
+            self._source = _DriverShards(client, f"/v1/shards/{name}", timeout)
             self._worker = worker or born.worker
 
     def next(self, timeout: float = LONGEST_S) -> Granted | None:
-        """The next shard to train; None when every record was trained.
+        """Return the next shard to train; None when every record was trained.
 
-        Waits while others hold shards that may come back, or a stream has nothing new. Raises
+        Waits while others hold shards that may come back, or a stream has no new records. Raises
         `IncompleteDataError` where all that is left is in quarantine, `ClusterError` after
         `timeout` seconds.
         """
@@ -170,8 +147,10 @@ class ShardClient:
                 )
 
     def poll(self, wait: float = 0.0) -> NextAnswer:
-        """The driver's answer of the moment: `Granted`, `Wait` or `End`."""
-        return self._desk.next(self._worker, wait)
+        """Return `Granted`, `Wait` or `End`, after waiting up to `wait` seconds for a shard."""
+        request = NextRequest(self._worker, self.description, wait)
+        answer: NextAnswer = self._source.ask(request, NextAnswer)
+        return answer
 
     def require_complete(self, end: End) -> None:
         """Raise `IncompleteDataError` where shards are in quarantine."""
@@ -179,28 +158,43 @@ class ShardClient:
             raise IncompleteDataError(self.name, end.quarantined)
 
     def done(self, granted: Granted) -> DoneAnswer:
-        """This shard is trained; `ShardRefused` says that somebody else has it, or had."""
-        return self._desk.done(self._worker, granted.shard, granted.token)
+        """Report a shard as trained; `ShardRefused` says that it belongs to another worker now."""
+        request = DoneRequest(self._worker, granted.shard, granted.token)
+        answer: DoneAnswer = self._source.ask(request, DoneAnswer)
+        return answer
 
     def resume(self, held: Mapping[int, int]) -> tuple[int, ...]:
-        """Name all we hold (token → records trained); the tokens that are not ours any more."""
-        return self._desk.resume(self._worker, held)
+        """Report all held shards (token → records trained); return the tokens that are not ours."""
+        return self._resume(self._worker, held)
+
+    def _resume(self, worker: str, held: Mapping[int, int]) -> tuple[int, ...]:
+        resumed: Resumed = self._source.ask(
+            ResumeRequest(worker, self.description, dict(held)), Resumed
+        )
+        return resumed.lost
 
     def extend(self, partition: str, end: int, *, closed: bool = False) -> None:
-        """A stream's partition can be read up to offset `end`; `closed`: never further."""
-        self._desk.extend(ExtendRequest(partition, end, closed))
+        """Let a stream's partition be read up to offset `end`; `closed`: never further."""
+        self._open()
+        self._source.ask(ExtendRequest(partition, end, closed), None)
 
     def checkpoint(self) -> ShardCheckpoint:
-        """The progress, to be kept beside a model's checkpoint (`msgspec.json.encode` it)."""
-        return self._desk.checkpoint()
+        """Return the progress, to be kept beside a model's checkpoint (`msgspec.json.encode`)."""
+        self._open()
+        found: ShardCheckpoint = self._source.ask(ReadCheckpoint(), ShardCheckpoint)
+        return found
 
     def restore(self, saved: ShardCheckpoint) -> None:
-        """Go back to a checkpoint: what was not done when it was made is to do."""
-        self._desk.restore(saved)
+        """Go back to a checkpoint: shards that were not done then are handed out again."""
+        self._source.ask(saved, None)
+
+    def _open(self) -> None:
+        """Open the data set, for requests that do not describe it."""
+        self._resume("opening", {})
 
     def close(self) -> None:
         """Close the connection; a later call opens another."""
-        self._desk.close()
+        self._source.close()
 
     def __enter__(self) -> ShardClient:
         return self
@@ -209,97 +203,68 @@ class ShardClient:
         self.close()
 
 
-class _DriversDesk:
-    """The driver's ledger, over HTTP. A data set is opened by asking, so any call may do it."""
+class _DriverShards:
+    """The driver's data sets, over HTTP; a request is repeated while the driver is away."""
 
-    def __init__(
-        self, endpoint: str, token_file: str, name: str, dataset: Description, timeout: float
-    ) -> None:
-        self._client = RendezvousClient(endpoint, read_token_file(token_file))
-        self._path, self._dataset, self._timeout = f"/v1/shards/{name}", dataset, timeout
+    _ACTIONS: ClassVar[dict[type, str]] = {
+        NextRequest: "next",
+        DoneRequest: "done",
+        ResumeRequest: "resume",
+        ExtendRequest: "extend",
+    }
 
-    def next(self, worker: str, wait: float) -> NextAnswer:
-        body = _encode(NextRequest(worker, self._dataset, wait))
-        answer: NextAnswer = msgspec.json.decode(
-            self._post("next", body), type=Granted | Wait | End
-        )
-        return answer
+    def __init__(self, client: RendezvousClient, path: str, timeout: float) -> None:
+        self._client, self._path, self._timeout = client, path, timeout
 
-    def done(self, worker: str, shard: Shard, token: int) -> DoneAnswer:
-        body = _encode(DoneRequest(worker, shard, token))
-        verdict: DoneAnswer = msgspec.json.decode(self._post("done", body), type=DoneAnswer)
-        return verdict
-
-    def resume(self, worker: str, held: Mapping[int, int]) -> tuple[int, ...]:
-        body = _encode(ResumeRequest(worker, self._dataset, dict(held)))
-        return msgspec.json.decode(self._post("resume", body), type=Resumed).lost
-
-    def extend(self, told: ExtendRequest) -> None:
-        self.resume("opening", {})
-        self._post("extend", _encode(told))
-
-    def checkpoint(self) -> ShardCheckpoint:
-        self.resume("opening", {})
-        path = f"{self._path}/checkpoint"
-        found = self._patiently(partial(self._client.get_json, path))
-        return msgspec.convert(found, ShardCheckpoint)
-
-    def restore(self, saved: ShardCheckpoint) -> None:
-        path = f"{self._path}/checkpoint"
-        self._patiently(partial(self._client.put_json, path, _encode(saved)))
-
-    def close(self) -> None:
-        self._client.close()
-
-    def _post(self, what: str, body: bytes) -> bytes:
-        return self._patiently(partial(self._client.post_json, f"{self._path}:{what}", body))
-
-    def _patiently(self, call: Callable[[], T]) -> T:
-        """The call's answer, asked for again while the driver is away, within the timeout."""
+    def ask(self, request: Any, kind: Any) -> Any:
+        """Send a request; return its answer, of this kind."""
         until = time.monotonic() + self._timeout
-        silent = False
+        logged = False
         while True:
             try:
-                return call()
+                return self._send(request, kind)
             except UnreachableError as error:
                 if time.monotonic() >= until:
                     raise
-                if not silent:
+                if not logged:
                     say(f"waiting for shards, and the driver does not answer ({error})")
-                silent = True
+                logged = True
 
-
-class _OwnDesk:
-    """A ledger of this process's own, where there is no driver."""
-
-    def __init__(self, dataset: Description) -> None:
-        self._dataset = dataset
-        self._ledger, self._stream = open_ledger(dataset, lease=LONGEST_S, max_held=MAX_HELD)
-
-    def next(self, worker: str, wait: float) -> NextAnswer:
-        answer = self._ledger.next(worker, time.monotonic())
-        if isinstance(answer, Wait):
-            time.sleep(wait)  # nobody else is here to change anything but another thread
-        return answer
-
-    def done(self, worker: str, shard: Shard, token: int) -> DoneAnswer:
-        return self._ledger.done(worker, shard, token, time.monotonic())
-
-    def resume(self, worker: str, held: Mapping[int, int]) -> tuple[int, ...]:
-        return tuple(self._ledger.resume(worker, held, time.monotonic()))
-
-    def extend(self, told: ExtendRequest) -> None:
-        if self._stream is None:
-            raise UsageError("this data set has a length and does not grow")
-        self._stream.extend(told.partition, told.end)
-        if told.closed:
-            self._stream.close(told.partition)
-
-    def checkpoint(self) -> ShardCheckpoint:
-        return ShardCheckpoint(self._dataset, self._ledger.checkpoint())
-
-    def restore(self, saved: ShardCheckpoint) -> None:
-        self._ledger.restore(saved.state)
+    def _send(self, request: Any, kind: Any) -> Any:
+        if isinstance(request, ReadCheckpoint):
+            return msgspec.convert(self._client.get_json(f"{self._path}/checkpoint"), kind)
+        body = msgspec.json.encode(request)
+        if isinstance(request, ShardCheckpoint):
+            return self._client.put_json(f"{self._path}/checkpoint", body)
+        answer = self._client.post_json(f"{self._path}:{self._ACTIONS[type(request)]}", body)
+        return msgspec.json.decode(answer, type=kind) if answer else None
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Close the connection."""
+        self._client.close()
+
+
+class _LocalShards:
+    """Data sets of this process's own, where there is no driver."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._datasets = name, DataSets()
+        self._lock = threading.Lock()
+
+    def ask(self, request: Any, _kind: Any) -> Any:
+        """Return the answer to a request; raises `UsageError` where it is rejected."""
+        wait = 0.0
+        if isinstance(request, NextRequest):
+            request, wait = msgspec.structs.replace(request, wait=0.0), request.wait
+        with self._lock:
+            event = ShardRequest(0, self._name, request)
+            decisions = self._datasets.handle(event, time.monotonic())
+        (answer,) = [found.document for found in decisions if isinstance(found, Reply)]
+        if isinstance(answer, Rejection):
+            raise UsageError("; ".join(filter(None, (answer.message, answer.hint))))
+        if isinstance(answer, Wait):
+            time.sleep(wait)  # only another thread can change anything meanwhile
+        return answer
+
+    def close(self) -> None:
+        """Do nothing: there is no connection."""

@@ -11,9 +11,16 @@ import pytest
 import torch
 
 import elastic_driver as elastic
+from elastic_driver.core.events import WorkerLost
 from elastic_driver.errors import ClusterError, UsageError
-from elastic_driver.policies.shards.messages import ShardAccepted, ShardCounts, ShardRefused
-from elastic_driver.worker import sharded
+from elastic_driver.policies.shards.messages import (
+    ReadStatus,
+    ShardAccepted,
+    ShardCounts,
+    ShardRefused,
+    ShardStatus,
+)
+from elastic_driver.worker import sharded, shards
 from tests.support.gloo import run_ranks
 
 
@@ -34,7 +41,8 @@ def numbers(records: int = 50, batch_size: int = 4, **options: Any) -> elastic.S
 
 
 def counts(data: elastic.ShardedDataset) -> ShardCounts:
-    return data.client._desk._ledger.counts()  # type: ignore[attr-defined, no-any-return]
+    status: ShardStatus = data.client._source.ask(ReadStatus(), ShardStatus)
+    return status.counts
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +120,9 @@ def test_a_shard_in_quarantine_is_left_out_and_named_at_the_end() -> None:
     batches = iter(data)
     next(batches)
     data.advance()
-    data.client._desk._ledger.blame("world", "killed")  # type: ignore[attr-defined]
+    source = data.client._source
+    assert isinstance(source, shards._LocalShards)
+    source._datasets.handle(WorkerLost("a.0.1", "killed"), 0.0)
     seen: list[int] = []
     with pytest.raises(elastic.IncompleteDataError, match="records 0–7") as caught:
         seen.extend(record for batch in data for record in batch)  # a rejoin begins a new pass
@@ -151,13 +161,13 @@ def test_a_checkpoint_brings_a_data_set_back() -> None:
 
 def test_a_client_trains_shards_by_itself_and_hears_of_a_second_report() -> None:
     client = elastic.ShardClient("d", records=20, shard_records=10)
-    shards = []
+    granted_all = []
     while (granted := client.next()) is not None:
         assert isinstance(client.done(granted), ShardAccepted)
         assert isinstance(client.done(granted), ShardAccepted), "a repeat is no error"
-        shards.append(granted)
-    assert sorted(g.shard.start for g in shards) == [0, 10]
-    assert isinstance(client.done(shards[0]), ShardRefused)
+        granted_all.append(granted)
+    assert sorted(g.shard.start for g in granted_all) == [0, 10]
+    assert isinstance(client.done(granted_all[0]), ShardRefused)
 
 
 def test_a_client_that_waits_too_long_says_for_what() -> None:
