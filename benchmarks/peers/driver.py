@@ -1,8 +1,8 @@
 """A whole driver without agents, for members that a benchmark simulates.
 
 The agents of its hosts report that they are up and nothing else, so that the driver expects N
-workers, h0.0.1 to h<k>.7.1, eight a host. It then prints a JSON line with the endpoint and the token's
-file, and runs until its stdin closes.
+workers, h0.0.1 to h<k>.7.1, eight a host. It then prints a JSON line with the endpoint and the
+token's file, and runs until its stdin closes.
 
     python -m benchmarks.peers.driver N FOLDER
 """
