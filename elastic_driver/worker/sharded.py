@@ -85,12 +85,8 @@ class ShardUpdate(Struct):
 _encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(ShardUpdate).decode
 
 
-class _ShardStep(Struct):
-    """One step of a pass: the number of records the world takes, and this rank's indices."""
-
-    records: int
-    padded: int
-    mine: list[Any]
+_ShardStep = tuple[int, int]
+"""The records of one step of the whole world, and how many of them are repeated."""
 
 
 class _ShardPass:
@@ -122,7 +118,7 @@ class _ShardPass:
             places = [(self.rank * share + i) % records for i in range(share)]
             ahead = self._ahead()
             mine = [self._data.locate(ahead + place) for place in places]
-            self.steps.append(_ShardStep(records, share * self.size - records, mine))
+            self.steps.append((records, share * self.size - records))
             self._drawn += records
             yield mine
 
@@ -258,9 +254,9 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
         step, self._current = self._current, None
         if step is None:
             return
-        progress, left = self.progress, step.records
+        progress, (left, repeated) = self.progress, step
         progress.trained += left
-        progress.replayed += step.padded
+        progress.replayed += repeated
         while left:
             front = progress.held[0]
             part = min(left, front.left)

@@ -24,25 +24,8 @@ import msgspec
 
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.policies.requests import Rejection, Reply
+from elastic_driver.policies.shards import messages
 from elastic_driver.policies.shards.datasets import DataSets
-from elastic_driver.policies.shards.messages import (
-    Description,
-    DoneAnswer,
-    DoneRequest,
-    End,
-    ExtendRequest,
-    Granted,
-    NextAnswer,
-    NextRequest,
-    RangeDescription,
-    ReadCheckpoint,
-    Resumed,
-    ResumeRequest,
-    ShardCheckpoint,
-    ShardRequest,
-    StreamDescription,
-    Wait,
-)
 from elastic_driver.worker import context
 from elastic_driver.worker.worker_log import say
 from rendezvous.auth import read_token_file
@@ -106,11 +89,13 @@ class ShardClient:
             raise UsageError(
                 "give records=… for a data set, or partitions={name: offset} for a stream"
             )
-        self.description: Description
+        self.description: messages.Description
         if partitions is not None:
-            self.description = StreamDescription(dict(partitions), shard_records, max_losses)
+            self.description = messages.StreamDescription(
+                dict(partitions), shard_records, max_losses
+            )
         else:
-            self.description = RangeDescription(
+            self.description = messages.RangeDescription(
                 records or 0, shard_records, epochs, shuffle, seed, max_losses
             )
         self.name = name
@@ -124,7 +109,7 @@ class ShardClient:
             self._source = _DriverShards(client, f"/v1/shards/{name}", timeout)
             self._worker = worker or born.worker
 
-    def next(self, timeout: float = LONGEST_S) -> Granted | None:
+    def next(self, timeout: float = LONGEST_S) -> messages.Granted | None:
         """Return the next shard to train; None when every record was trained.
 
         Waits while others hold shards that may come back, or a stream has no new records. Raises
@@ -135,9 +120,9 @@ class ShardClient:
         while True:
             left = until - time.monotonic()
             answer = self.poll(min(SLICE_S, max(0.0, left)))
-            if isinstance(answer, Granted):
+            if isinstance(answer, messages.Granted):
                 return answer
-            if isinstance(answer, End):
+            if isinstance(answer, messages.End):
                 self.require_complete(answer)
                 return None
             if left <= 0:
@@ -146,21 +131,21 @@ class ShardClient:
                     "give next() a longer timeout, or see what the others do"
                 )
 
-    def poll(self, wait: float = 0.0) -> NextAnswer:
+    def poll(self, wait: float = 0.0) -> messages.NextAnswer:
         """Return `Granted`, `Wait` or `End`, after waiting up to `wait` seconds for a shard."""
-        request = NextRequest(self._worker, self.description, wait)
-        answer: NextAnswer = self._source.ask(request, NextAnswer)
+        request = messages.NextRequest(self._worker, self.description, wait)
+        answer: messages.NextAnswer = self._source.ask(request, messages.NextAnswer)
         return answer
 
-    def require_complete(self, end: End) -> None:
+    def require_complete(self, end: messages.End) -> None:
         """Raise `IncompleteDataError` where shards are in quarantine."""
         if not end.complete:
             raise IncompleteDataError(self.name, end.quarantined)
 
-    def done(self, granted: Granted) -> DoneAnswer:
+    def done(self, granted: messages.Granted) -> messages.DoneAnswer:
         """Report a shard as trained; `ShardRefused` says that it belongs to another worker now."""
-        request = DoneRequest(self._worker, granted.shard, granted.token)
-        answer: DoneAnswer = self._source.ask(request, DoneAnswer)
+        request = messages.DoneRequest(self._worker, granted.shard, granted.token)
+        answer: messages.DoneAnswer = self._source.ask(request, messages.DoneAnswer)
         return answer
 
     def resume(self, held: Mapping[int, int]) -> tuple[int, ...]:
@@ -168,23 +153,25 @@ class ShardClient:
         return self._resume(self._worker, held)
 
     def _resume(self, worker: str, held: Mapping[int, int]) -> tuple[int, ...]:
-        resumed: Resumed = self._source.ask(
-            ResumeRequest(worker, self.description, dict(held)), Resumed
+        resumed: messages.Resumed = self._source.ask(
+            messages.ResumeRequest(worker, self.description, dict(held)), messages.Resumed
         )
         return resumed.lost
 
     def extend(self, partition: str, end: int, *, closed: bool = False) -> None:
         """Let a stream's partition be read up to offset `end`; `closed`: never further."""
         self._open()
-        self._source.ask(ExtendRequest(partition, end, closed), None)
+        self._source.ask(messages.ExtendRequest(partition, end, closed), None)
 
-    def checkpoint(self) -> ShardCheckpoint:
+    def checkpoint(self) -> messages.ShardCheckpoint:
         """Return the progress, to be kept beside a model's checkpoint (`msgspec.json.encode`)."""
         self._open()
-        found: ShardCheckpoint = self._source.ask(ReadCheckpoint(), ShardCheckpoint)
+        found: messages.ShardCheckpoint = self._source.ask(
+            messages.ReadCheckpoint(), messages.ShardCheckpoint
+        )
         return found
 
-    def restore(self, saved: ShardCheckpoint) -> None:
+    def restore(self, saved: messages.ShardCheckpoint) -> None:
         """Go back to a checkpoint: shards that were not done then are handed out again."""
         self._source.ask(saved, None)
 
@@ -207,10 +194,10 @@ class _DriverShards:
     """The driver's data sets, over HTTP; a request is repeated while the driver is away."""
 
     _ACTIONS: ClassVar[dict[type, str]] = {
-        NextRequest: "next",
-        DoneRequest: "done",
-        ResumeRequest: "resume",
-        ExtendRequest: "extend",
+        messages.NextRequest: "next",
+        messages.DoneRequest: "done",
+        messages.ResumeRequest: "resume",
+        messages.ExtendRequest: "extend",
     }
 
     def __init__(self, client: RendezvousClient, path: str, timeout: float) -> None:
@@ -231,10 +218,10 @@ class _DriverShards:
                 logged = True
 
     def _send(self, request: Any, kind: Any) -> Any:
-        if isinstance(request, ReadCheckpoint):
+        if isinstance(request, messages.ReadCheckpoint):
             return msgspec.convert(self._client.get_json(f"{self._path}/checkpoint"), kind)
         body = msgspec.json.encode(request)
-        if isinstance(request, ShardCheckpoint):
+        if isinstance(request, messages.ShardCheckpoint):
             return self._client.put_json(f"{self._path}/checkpoint", body)
         answer = self._client.post_json(f"{self._path}:{self._ACTIONS[type(request)]}", body)
         return msgspec.json.decode(answer, type=kind) if answer else None
@@ -254,15 +241,15 @@ class _LocalShards:
     def ask(self, request: Any, _kind: Any) -> Any:
         """Return the answer to a request; raises `UsageError` where it is rejected."""
         wait = 0.0
-        if isinstance(request, NextRequest):
+        if isinstance(request, messages.NextRequest):
             request, wait = msgspec.structs.replace(request, wait=0.0), request.wait
         with self._lock:
-            event = ShardRequest(0, self._name, request)
+            event = messages.ShardRequest(0, self._name, request)
             decisions = self._datasets.handle(event, time.monotonic())
         (answer,) = [found.document for found in decisions if isinstance(found, Reply)]
         if isinstance(answer, Rejection):
             raise UsageError("; ".join(filter(None, (answer.message, answer.hint))))
-        if isinstance(answer, Wait):
+        if isinstance(answer, messages.Wait):
             time.sleep(wait)  # only another thread can change anything meanwhile
         return answer
 

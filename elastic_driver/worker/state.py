@@ -27,16 +27,10 @@ from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current
 from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.state_sync import sharing
 from elastic_driver.worker.state_sync.agreement import Agreement, StateLostError, agree
 from elastic_driver.worker.state_sync.parts import StatePart, part_for
 from elastic_driver.worker.state_sync.rng import RandomStates
-from elastic_driver.worker.state_sync.sharing import (
-    LiveState,
-    check_sendable,
-    receive,
-    send,
-    stand_by,
-)
 from elastic_driver.worker.state_sync.step_counter import Advancing, StepCounter
 from elastic_driver.worker.state_sync.transfer import Route
 from elastic_driver.worker.state_sync.values import copied
@@ -294,20 +288,20 @@ class State:
         is_source = rank == agreement.source
         resumed = None
         if agreement.fresh:
-            check_sendable(state)  # now, on every rank, rather than at the first failure
+            sharing.check_sendable(state)  # now, on every rank, rather than at the first failure
             if is_source:
                 resumed = self._reload(state)
         route = Route(agreement.source, agreement.receivers)
         if agreement.receivers and route.concerns(rank):
             if is_source:
-                send(state, route, resumed)
+                sharing.send(state, route, resumed)
             elif rank in agreement.receivers:
                 self._torn = True
                 newcomer = not agreement.fresh and self._version == UNTRAINED
-                resumed = receive(state, route, newcomer=newcomer)
+                resumed = sharing.receive(state, route, newcomer=newcomer)
                 self._torn = False
             else:
-                stand_by(route)
+                sharing.stand_by(route)
         if is_source and not agreement.exact:
             say(
                 f"round {world.round}: no worker was at a commit; going on from rank {rank}, "
@@ -322,10 +316,10 @@ class State:
         if self._checkpoints is not None:
             self._checkpoints.entered(world, rank)
 
-    def _live(self) -> LiveState:
-        return LiveState(self._parts, self._values, self._random)
+    def _live(self) -> sharing.LiveState:
+        return sharing.LiveState(self._parts, self._values, self._random)
 
-    def _reload(self, state: LiveState) -> int | None:
+    def _reload(self, state: sharing.LiveState) -> int | None:
         """Load a checkpoint if this state is not whole; return its step, None if none was loaded.
 
         Raises `StateLostError` where the state is torn and there is no checkpoint.

@@ -13,24 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    metadata,
+    planner,
+)
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from elastic_driver.worker.checkpoints.folder import Chunk, Manifest, Mark, Report, mark_of
@@ -46,35 +40,25 @@ def write_share(folder: Path, staging: Staging) -> Report:
     Raises OSError or RuntimeError where that fails.
     """
     items = [_write_item(piece, staging.kinds[piece.tensor]) for piece in staging.pieces]
-    staged = _Staged(dict(zip((item.index for item in items), staging.copies, strict=True)))
+    copies = dict(zip((item.index for item in items), staging.copies, strict=True))
+    # All that the writer needs of a planner: the data of an item.
+    source = SimpleNamespace(resolve_data=lambda item: copies[item.index])
     # No copying ahead: the tensors are on the CPU, and a GPU must not be touched from here.
     writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
-    plans = [SavePlan([])] * staging.rank + [SavePlan(items)]  # a rank's place gives its file name
-    results = writer.write_data(writer.prepare_global_plan(plans)[-1], staged).value()
+    # A plan's position is the rank, which gives the file its name.
+    plans = [planner.SavePlan([])] * staging.rank + [planner.SavePlan(items)]
+    results = writer.write_data(writer.prepare_global_plan(plans)[-1], source).value()
     boxes = {item.index: item.tensor_data.chunk for item in items}
     chunks = tuple(_chunk(result, boxes[result.index]) for result in results)
     files = {name: mark_of(folder / name) for name in sorted({c.file for c in chunks})}
     return Report(staging.layout, files, chunks)
 
 
-class _Staged:
-    """The part of a planner that DCP's writer uses: it returns the data of an item."""
-
-    def __init__(self, data: dict[MetadataIndex, Tensor]) -> None:
-        self._data = data
-
-    def resolve_data(self, item: WriteItem) -> Tensor:
-        """Return the staged tensor of one item."""
-        return self._data[item.index]
-
-
 def write_index(folder: Path, manifest: Manifest) -> Mark:
     """Write DCP's own index beside the files, so that other tools can read the checkpoint."""
-    metadata = _metadata(manifest)
-    written = [
-        WriteResult(index, where.length, where) for index, where in metadata.storage_data.items()
-    ]
-    FileSystemWriter(folder).finish(metadata, [written])
+    index = _index(manifest)
+    written = [WriteResult(key, where.length, where) for key, where in index.storage_data.items()]
+    FileSystemWriter(folder).finish(index, [written])
     return mark_of(folder / INDEX)
 
 
@@ -84,29 +68,30 @@ def read_into(folder: Path, manifest: Manifest, targets: Sequence[Tensor]) -> No
     filled = {name: tensor for name, tensor in wanted.items() if tensor.numel()}
     if not filled:
         return
-    metadata = _metadata(manifest)
-    planner, reader = DefaultLoadPlanner(), FileSystemReader(folder)
-    planner.set_up_planner(filled, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    plan = planner.finish_plan(reader.prepare_global_plan(plans)[0])
+    index, loading, reader = _index(manifest), DefaultLoadPlanner(), FileSystemReader(folder)
+    loading.set_up_planner(filled, index, is_coordinator=True)
+    reader.set_up_storage_reader(index, is_coordinator=True)
+    plans = loading.create_global_plan([reader.prepare_local_plan(loading.create_local_plan())])
+    plan = loading.finish_plan(reader.prepare_global_plan(plans)[0])
     with torch.no_grad():
-        reader.read_data(plan, planner).wait()
+        reader.read_data(plan, loading).wait()
 
 
 # ---- our structs as DCP's ----------------------------------------------------------------
 
 
-def _write_item(piece: Piece, kind: TensorKind) -> WriteItem:
+def _write_item(piece: Piece, kind: TensorKind) -> planner.WriteItem:
     rest = kind.shape[1:]
     offsets = (piece.start, *(0 for _ in rest)) if kind.shape else ()
     sizes = (piece.stop - piece.start, *rest) if kind.shape else ()
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, _properties(kind), torch.Size(kind.shape))
-    return WriteItem(MetadataIndex(piece.tensor, offsets), WriteItemType.SHARD, tensor_data=data)
+    chunk = metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = planner.TensorWriteData(chunk, _properties(kind), torch.Size(kind.shape))
+    return planner.WriteItem(
+        metadata.MetadataIndex(piece.tensor, offsets), planner.WriteItemType.SHARD, tensor_data=data
+    )
 
 
-def _chunk(result: WriteResult, box: ChunkStorageMetadata) -> Chunk:
+def _chunk(result: WriteResult, box: metadata.ChunkStorageMetadata) -> Chunk:
     where = result.storage_data
     return Chunk(
         tensor=result.index.fqn,
@@ -118,21 +103,21 @@ def _chunk(result: WriteResult, box: ChunkStorageMetadata) -> Chunk:
     )
 
 
-def _metadata(manifest: Manifest) -> Metadata:
+def _index(manifest: Manifest) -> metadata.Metadata:
     tensors = {
-        name: TensorStorageMetadata(_properties(kind), torch.Size(kind.shape), [])
+        name: metadata.TensorStorageMetadata(_properties(kind), torch.Size(kind.shape), [])
         for name, kind in manifest.tensors.items()
     }
     places = {}
     for chunk in manifest.chunks:
-        box = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        box = metadata.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         tensors[chunk.tensor].chunks.append(box)
         where = _StorageInfo(chunk.file, chunk.start, chunk.length)
-        places[MetadataIndex(chunk.tensor, chunk.offsets)] = where
+        places[metadata.MetadataIndex(chunk.tensor, chunk.offsets)] = where
     # Tools that load without a template nest the tensors by this: by attribute of the state.
     nesting = {name: tuple(name.split(".", 1)) for name in tensors}
-    return Metadata(tensors, planner_data=nesting, storage_data=places)
+    return metadata.Metadata(tensors, planner_data=nesting, storage_data=places)
 
 
-def _properties(kind: TensorKind) -> TensorProperties:
-    return TensorProperties(dtype=kind.torch_dtype)
+def _properties(kind: TensorKind) -> metadata.TensorProperties:
+    return metadata.TensorProperties(dtype=kind.torch_dtype)
