@@ -26,15 +26,14 @@ from types import TracebackType
 
 import psutil
 
+from tests.support.control_group import ControlGroup
 from tests.support.job import ROOT, eventually
 
 BOOT_S = 15.0
 SUBNET = "10.99.0."  # head is 1, node<i> is 10 + i; the networks of two clusters never meet
 SUBNET6 = "fd99::"
 _INIT = Path(__file__).with_name("node.py")
-_FREEZER = Path("/sys/fs/cgroup/freezer")
-_CPU = Path("/sys/fs/cgroup/cpu")
-_PERIOD_US = 20_000  # of a quota
+_QUOTA_PERIOD_S = 0.02
 _TOOLS = ("ip", "tc", "iptables", "nsenter", "unshare", "ssh", "ssh-keygen", "sshd")
 _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
 
@@ -97,8 +96,7 @@ class Node:
         self._port = f"p{index}"  # of the switch, that our cable ends in
         self._pid_file = cluster.folder / f"{name}.pid"
         self._console = cluster.folder / f"{name}.console"
-        self._cgroup = _FREEZER / f"{cluster.name}-{name}"
-        self._cpu = _CPU / f"{cluster.name}-{name}"
+        self._group: ControlGroup | None = None
         self._outer: subprocess.Popen[bytes] | None = None
 
     # ---- life ----------------------------------------------------------------------------
@@ -117,20 +115,18 @@ class Node:
         _run("ip", "-n", self._netns, "addr", "add", *own, "dev", "eth0")
         _run("ip", "-n", self._netns, "link", "set", "lo", "up")
         _run("ip", "-n", self._netns, "link", "set", "eth0", "up")
-        for group in (self._cgroup, self._cpu):
-            if group.parent.is_dir():
-                group.mkdir()
+        with contextlib.suppress(OSError):  # then it can be neither frozen nor slowed
+            self._group = ControlGroup(f"{self._cluster.name}-{self.name}")
 
     def start(self) -> None:
         """Begin to boot; `wait` says when that is done."""
         self._pid_file.unlink(missing_ok=True)
-        tasks = [group / "tasks" for group in (self._cgroup, self._cpu)]
         birth = {
             "name": self.name,
             "shared": [str(folder) for folder in self._cluster.shared],
             "etc": str(self._cluster.folder / "etc"),
             "pid_file": str(self._pid_file),
-            "cgroups": [str(path) for path in tasks if path.exists()],
+            "cgroups": list(map(str, self._group.process_lists)) if self._group else [],
         }
         with self._console.open("ab") as console:
             self._outer = subprocess.Popen(
@@ -175,9 +171,8 @@ class Node:
         """Remove everything of the node."""
         self.kill()
         _run("ip", "netns", "del", self._netns, check=False)
-        for group in (self._cgroup, self._cpu):
-            with contextlib.suppress(OSError):
-                group.rmdir()
+        if self._group is not None:
+            self._group.remove()
 
     # ---- faults --------------------------------------------------------------------------
 
@@ -202,16 +197,12 @@ class Node:
 
     @contextlib.contextmanager
     def slow_cpu(self, share: float) -> Iterator[None]:
-        """While this lasts, all processes of the node together have `share` of one processor.
-
-        Raises OSError where no control group can be made.
-        """
-        (self._cpu / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
-        (self._cpu / "cpu.cfs_quota_us").write_text(str(int(_PERIOD_US * share)))
+        """While this lasts, all processes of the node together have `share` of one processor."""
+        self._control_group().limit(share, _QUOTA_PERIOD_S)
         try:
             yield
         finally:
-            (self._cpu / "cpu.cfs_quota_us").write_text("-1")
+            self._control_group().unlimit()
 
     def _ends(self) -> tuple[tuple[str, str], tuple[str, str]]:
         return (self._netns, "eth0"), (self._cluster.switch, self._port)
@@ -227,12 +218,16 @@ class Node:
 
     def freeze(self) -> None:
         """A hung operating system: TCP is still acknowledged, nobody answers."""
-        (self._cgroup / "freezer.state").write_text("FROZEN")
+        self._control_group().freeze()
 
     def thaw(self) -> None:
         """Undo `freeze`."""
-        with contextlib.suppress(OSError):
-            (self._cgroup / "freezer.state").write_text("THAWED")
+        if self._group is not None:
+            self._group.thaw()
+
+    def _control_group(self) -> ControlGroup:
+        assert self._group is not None, "no control group can be made here"
+        return self._group
 
     # ---- what goes on there --------------------------------------------------------------
 

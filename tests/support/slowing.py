@@ -1,6 +1,6 @@
 """Makes a process slow for real: less of a processor, by its cgroup or by stopping it in turns.
 
-A quota (cgroup v1, as root) is what containers do to each other. Elsewhere the process is
+A quota (as root) is what containers do to each other. Elsewhere the process is
 stopped and continued a hundred times a second, which looks the same from outside.
 """
 
@@ -10,12 +10,11 @@ import contextlib
 import os
 import signal
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-_CPU = Path("/sys/fs/cgroup/cpu")
+from tests.support.control_group import ControlGroup
+
 _PERIOD_S = 0.02
 
 
@@ -38,7 +37,7 @@ def slowed(pid: int, share: float, period: float = _PERIOD_S) -> Iterator[str]:
 def held(
     pids: Sequence[int], share: float, period: float = _PERIOD_S
 ) -> Iterator[dict[int, Quota]]:
-    """Each process has this share of a processor; needs root and cgroup v1."""
+    """Each process has this share of a processor; needs root."""
     with contextlib.ExitStack() as stack:
         quotas = {}
         for pid in pids:
@@ -56,42 +55,26 @@ class Quota:
 
     def __init__(self, pid: int, share: float, period: float = _PERIOD_S) -> None:
         self._share, self._period = share, period
-        self._group = _CPU / f"elastic-test-{uuid.uuid4().hex[:8]}"
-        self._group.mkdir()
+        self._group = ControlGroup(f"elastic-test-{uuid.uuid4().hex[:8]}")
         try:
-            (self._group / "cpu.cfs_period_us").write_text(str(int(period * 1e6)))
-            self._set(share)
-            (self._group / "cgroup.procs").write_text(str(pid))
+            self._group.limit(share, period)
+            self._group.add(pid)
         except OSError:
-            self._group.rmdir()
+            self._group.remove()
             raise
 
     @contextlib.contextmanager
     def at(self, share: float) -> Iterator[None]:
         """While this lasts, the process has this share in place of its own."""
-        self._set(share)
+        self._group.limit(share, self._period)
         try:
             yield
         finally:
-            self._set(self._share)
+            self._group.limit(self._share, self._period)
 
     def end(self) -> None:
         """The process has as much as it likes, and the group is gone."""
-        for left in (self._group / "cgroup.procs").read_text().split():
-            with contextlib.suppress(OSError):  # it has just ended
-                (_CPU / "cgroup.procs").write_text(left)
-        deadline = time.monotonic() + 5.0
-        while True:
-            try:
-                return self._group.rmdir()
-            except OSError:  # a process that is ending takes a moment to leave it
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
-
-    def _set(self, share: float) -> None:
-        quota = max(int(share * self._period * 1e6), 1000)  # the kernel takes no less
-        (self._group / "cpu.cfs_quota_us").write_text(str(quota))
+        self._group.remove()
 
 
 @contextlib.contextmanager
