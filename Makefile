@@ -27,8 +27,9 @@ parts: ## install everything that tests can use (Debian, root; docs/testing.md)
 demo: $(READY) ## train on three workers, kill one on the way, show what happened
 	$(BIN)/python examples/demo.py
 
+# In the order of their names: the longest tests, of clusters and whole jobs, are begun first.
 test: $(READY) ## run the tests, three files at a time (TESTS=tests/launcher for some of them)
-	$(BIN)/python -m pytest $(TESTS) -q -n 3 --dist loadfile
+	$(BIN)/python -m pytest $(TESTS) -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(READY) ## the tests that need an NVIDIA GPU, with their figures (docs/nccl.md)
 	$(BIN)/python -m pytest -m gpu tests/gpu -v -s
