@@ -1,8 +1,7 @@
 """The `elasticctl` command: from argv to an exit status.
 
-Every subcommand is a function of the words behind its name (`launcher.ctl_commands`), imported
-when it
-is called.
+Every subcommand is a function in `launcher.ctl_commands` that takes the words after its name. Its
+module is imported when it is called.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ usage: elasticctl COMMAND [OPTIONS]
 
 A running job
   status [--json] [--watch]   the job, its hosts and its workers
-  events [-f] [--since N]     what has happened, and what happens
+  events [-f] [--since N]     the events so far, and with -f those to come
   hosts [--json]              its hosts
-  stacks [--last]             where every rank stands, equal stacks together
-  scale N                     wish another number of workers
+  stacks [--last]             the stack of every rank, equal ones together
+  scale N                     ask for another number of workers
   drain HOST [--deadline S]   have a host's workers leave in good order; --cancel takes it back
   stop                        end it; elasticrun returns 143
 It is the only one running below the state directory, or the one named by --run-id ID,
@@ -29,18 +28,18 @@ It is the only one running below the state directory, or the one named by --run-
 
 Without a job
   check [OPTIONS] [HOSTS…]    which of these hosts are faulty or slow
-  config show [OPTIONS]       the value of every option of elasticrun, and who said so
+  config show [OPTIONS]       the value of every option of elasticrun, and its source
 
 `elasticctl COMMAND --help` says more. Exit status: 0; 1 where check found a bad node; 64 wrong
 usage; 75 no such job is running, or it does not answer; 130/143 interrupted.
 """
 
-# Where each subcommand lives: module and function.
+# Subcommand → module and function.
 _COMMANDS = {
     "status": ("running", "status"),
     "events": ("running", "events"),
     "hosts": ("running", "hosts"),
-    "stacks": ("stacks", "stacks"),
+    "stacks": ("running", "stacks"),
     "scale": ("running", "scale"),
     "drain": ("running", "drain"),
     "stop": ("running", "stop"),

@@ -1,1 +1,1 @@
-"""What `elasticctl` does: one module for each kind of subcommand, and what they share."""
+"""The subcommands of `elasticctl`."""

@@ -1,6 +1,6 @@
-"""`elasticctl config show`: what `elasticrun` would make of flags, environment and file.
+"""`elasticctl config show`: the value of every option of `elasticrun`, and its source.
 
-Takes the words behind its name and returns an exit status; errors are raised. Starts nothing.
+Nothing is started.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _USAGE = "usage: elasticctl config show [OPTIONS of elasticrun]"
 
 
 def config(words: Sequence[str]) -> int:
-    """Show the value of every option, and who said so: those that were set, then the defaults."""
+    """Show the value of every option: those that were set, then the defaults."""
     if words and words[0] in ("-h", "--help"):
         print(_USAGE)
         return 0
@@ -38,7 +38,7 @@ def config(words: Sequence[str]) -> int:
 
 
 def _in_words(value: object) -> str:
-    """A default as a file would say it."""
+    """Return a default as a configuration file has it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple | list):

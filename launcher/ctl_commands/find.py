@@ -1,8 +1,8 @@
-"""Which running job `elasticctl` talks to, and with which token.
+"""Finds the running job that `elasticctl` talks to, and its token.
 
-A driver says in its run's folder where it listens; while that address answers, the job runs. Found
-by `--run-id`, by `--endpoint`, or as the only one that runs below the state directory. Starts
-nothing, changes nothing, and never removes what a driver that died has left.
+A driver writes its address to its run's folder; while that address answers, the job runs. The job
+is found by `--run-id`, by `--endpoint`, or as the only one that runs below the state directory.
+Nothing is started or changed; what a dead driver has left is never removed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROBE_S = 2.0  # for a driver to take a connection
 
 @dataclass(frozen=True)
 class Where:
-    """What the user said about the job."""
+    """The options that say which job is meant."""
 
     state_dir: Path
     run_id: str | None = None
@@ -42,15 +42,15 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run whose folder says where its driver listens."""
+class RunFolder:
+    """The folder of a run, with the address of its driver."""
 
     folder: Path
     endpoint: Endpoint
 
     @property
     def answers(self) -> bool:
-        """Whether somebody takes connections there, now."""
+        """Return whether somebody accepts connections there now."""
         parts = parse_url(self.endpoint.url)
         address = (str(parts.hostname), int(parts.port or 0))
         try:
@@ -61,10 +61,10 @@ class Run:
 
 
 def find(where: Where) -> Target:
-    """The job that is meant.
+    """Return the job that is meant.
 
-    Raises UsageError where that is not clear (several run, a name that is none), ClusterError
-    where none runs, TokenError for a token that cannot be read.
+    Raises UsageError if that is not clear (several run, no such name), ClusterError if none
+    runs, TokenError for a token that cannot be read.
     """
     if where.endpoint is not None:
         return _at(where, where.endpoint)
@@ -91,7 +91,7 @@ def _at(where: Where, url: str) -> Target:
     )
 
 
-def _named(where: Where, run_id: str) -> Run:
+def _named(where: Where, run_id: str) -> RunFolder:
     folder = where.state_dir / run_id
     if Path(run_id).name != run_id or not folder.is_dir():
         raise UsageError(
@@ -107,7 +107,7 @@ def _named(where: Where, run_id: str) -> Run:
     return run
 
 
-def _only_one(where: Where) -> Run:
+def _only_one(where: Where) -> RunFolder:
     runs = _runs(where.state_dir)
     running = [run for run in runs if run.answers]
     if len(running) == 1:
@@ -122,8 +122,8 @@ def _only_one(where: Where) -> Run:
     )
 
 
-def _silent(run: Run) -> str:
-    """Why a run that names an address does not answer there."""
+def _silent(run: RunFolder) -> str:
+    """Return why a run does not answer at the address it names."""
     found = run.endpoint
     if _is_alive(found.pid):
         return (
@@ -140,8 +140,8 @@ def _is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def _runs(state_dir: Path) -> list[Run]:
-    """Every run below the state directory that names an address, in the order of their names."""
+def _runs(state_dir: Path) -> list[RunFolder]:
+    """Return every run below the state directory that names an address, by name."""
     try:
         names = sorted(os.listdir(state_dir))
     except OSError:
@@ -150,12 +150,12 @@ def _runs(state_dir: Path) -> list[Run]:
     return [run for run in found if run is not None]
 
 
-def _read(folder: Path) -> Run | None:
-    """The run in this folder; None where it names no address, or no usable one."""
+def _read(folder: Path) -> RunFolder | None:
+    """Return the run in this folder; None if it names no usable address."""
     try:
         content = (folder / "endpoint.json").read_bytes()
         endpoint = msgspec.json.decode(content, type=Endpoint)
         parse_url(endpoint.url)
     except (OSError, msgspec.DecodeError, ValueError):
         return None
-    return Run(folder, endpoint)
+    return RunFolder(folder, endpoint)

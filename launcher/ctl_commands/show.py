@@ -1,4 +1,4 @@
-"""How `elasticctl` shows a job to people: pure, from the driver's documents to lines of text."""
+"""Shows a job to people: from the driver's documents to lines of text. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec import Struct
 
+from elastic_driver.core.decisions import StackGroup
 from elastic_driver.core.status import CounterStatus, HostStatus, MemberStatus, SlowStatus
 
 
 class JobDocument(Struct, frozen=True):
-    """What `GET /v1/status` answers, as far as it is shown."""
+    """The answer of `GET /v1/status`, as far as it is shown."""
 
     run_id: str
     endpoint: str
@@ -31,7 +32,7 @@ class JobDocument(Struct, frozen=True):
     slow: tuple[SlowStatus, ...] = ()
 
 
-class Event(Struct, frozen=True):
+class ShownEvent(Struct, frozen=True):
     """A line of the event log, as far as it is shown."""
 
     n: int
@@ -42,12 +43,24 @@ class Event(Struct, frozen=True):
     host: str | None = None
 
 
+class CollectedStacks(Struct, frozen=True):
+    """A line of the event log, as far as it has stacks."""
+
+    n: int
+    event: str
+    reason: str = ""
+    stacks: tuple[StackGroup, ...] = ()
+
+
+STACKS_COLLECTED = "stacks_collected"
+_PLACES = {"collective": "in a collective", "elsewhere": "outside of collectives"}
+read_stacks = msgspec.json.Decoder(CollectedStacks).decode
 read_job = msgspec.json.Decoder(JobDocument).decode
-read_event = msgspec.json.Decoder(Event).decode
+read_event = msgspec.json.Decoder(ShownEvent).decode
 
 
 def job(document: JobDocument, now: float) -> str:
-    """The whole job in some lines; `now`: unix seconds."""
+    """Return the whole job in some lines; `now`: unix seconds."""
     counters = document.counters
     most = "any" if document.max_np is None else document.max_np
     wanted = "any" if document.wanted is None else document.wanted
@@ -64,7 +77,7 @@ def job(document: JobDocument, now: float) -> str:
 
 
 def hosts(document: JobDocument) -> str:
-    """A line for each host."""
+    """Return a line for each host."""
     rows = [
         (
             host.host,
@@ -80,7 +93,7 @@ def hosts(document: JobDocument) -> str:
 
 
 def workers(document: JobDocument) -> str:
-    """A line for each worker's process, by rank."""
+    """Return a line for each worker's process, by rank."""
     slow = {s.worker: f"slow in {s.kind}: {s.ratio:.1f} times the usual" for s in document.slow}
     rows = [
         (
@@ -97,8 +110,8 @@ def workers(document: JobDocument) -> str:
     return table(("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", ""), rows)
 
 
-def event(found: Event) -> str:
-    """An event in one line, in local time."""
+def event(found: ShownEvent) -> str:
+    """Return an event in one line, in local time."""
     when = time.strftime("%H:%M:%S", time.localtime(found.t))
     about = found.worker or found.host or ""
     name = f"{found.event} {about}".rstrip()
@@ -106,8 +119,20 @@ def event(found: Event) -> str:
     return f"{when} {found.n:>5} {name}: {reason}" if reason else f"{when} {found.n:>5} {name}"
 
 
+def stacks(found: CollectedStacks) -> str:
+    """Return each group of ranks with its stack, the odd ones first."""
+    parts = [printable(found.reason)]
+    for group in sorted(found.stacks, key=lambda g: not g.odd):
+        ranks = ", ".join(map(str, group.ranks))
+        place = _PLACES.get(group.where, group.where)
+        apart = ", apart from the others" if group.odd else ""
+        head = f"rank{'s' if len(group.ranks) > 1 else ''} {ranks}: {printable(place)}{apart}"
+        parts.append("\n".join([head, *(f"  {_clean(x)}" for x in group.stack.splitlines())]))
+    return "\n\n".join(parts)
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Aligned columns; nothing but the head where there are no rows."""
+    """Return aligned columns; only the head if there are no rows."""
     lines = [tuple(head), *(tuple(map(printable, row)) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join(
@@ -117,13 +142,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from a script or a host as one line that a terminal takes for nothing else."""
-    line = " ".join(text.split())
+    """Return text from a script or a host as one line without control characters."""
+    return _clean(" ".join(text.split()))
+
+
+def _clean(line: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in line)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: `12 s`, `3 min`, `5 h 20 min`, `2 d 4 h`."""
+    """Return seconds as people say them: `12 s`, `3 min`, `5 h 20 min`, `2 d 4 h`."""
     whole = max(0, int(seconds))
     if whole < 60:
         return f"{whole} s"

@@ -117,7 +117,7 @@ def test_what_the_job_refuses_is_one_line_and_64(job: RunningJob) -> None:
 
 def test_the_job_is_scaled_and_back(job: RunningJob) -> None:
     pids = set(job.live())
-    assert "1 workers are wished" in ctl("scale", "1", *here(job))
+    assert "asked for 1 workers" in ctl("scale", "1", *here(job))
     job.until_size(1)
     ctl("scale", "2", *here(job))
     assert set(job.until_size(2)) & pids

@@ -69,6 +69,6 @@ def test_durations_are_said_as_people_say_them(seconds: float, words: str) -> No
 def test_an_event_is_one_line_whatever_its_reason() -> None:
     line = b'{"n":7,"t":0.5,"event":"host_drained","host":"b","reason":"two\\nlines","more":1}'
     assert show.event(show.read_event(line)).split(maxsplit=1)[1] == "7 host_drained b: two lines"
-    escape = show.Event(1, 0.0, "discovery_failed", "\x1b[2J gone")
+    escape = show.ShownEvent(1, 0.0, "discovery_failed", "\x1b[2J gone")
     assert show.event(escape).endswith("discovery_failed: ?[2J gone")
-    assert show.event(show.Event(1, 0.0, "round_opened")).endswith("round_opened")
+    assert show.event(show.ShownEvent(1, 0.0, "round_opened")).endswith("round_opened")
