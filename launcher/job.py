@@ -6,76 +6,35 @@
 from __future__ import annotations
 
 import os
-import platform
-import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec.structs
 
-from elastic_driver.errors import ClusterError, ExitCode, UsageError
-from elastic_driver.runtime.backend import BackendJob
-from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
+from elastic_driver.errors import ClusterError, ExitCode
+from elastic_driver.runtime.run_dir import RunDir
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
-from launcher.backends.registry import BACKENDS, entry_points, make_backend
-from launcher.build_info import render_version, version
-from launcher.join.identity import claim_port, own_name
+from launcher.backends.registry import make_backend
+from launcher.build_info import render_version
+from launcher.check_build import render_build
+from launcher.facts import collect_facts
+from launcher.join.identity import claim_port
 from launcher.join.secret import read_secret
 from launcher.join.serve_address import look
 from launcher.options import table as o
 from launcher.options.help import render_help
 from launcher.options.record import Option
 from launcher.options.values import CommandLine, resolve
-from launcher.plan.hosts import HOSTFILE, JoinedHosts, choose_discovery
-from launcher.plan.launch import Facts, LaunchPlan, make_plan
+from launcher.plan.hosts import JoinedHosts
+from launcher.plan.launch import LaunchPlan, make_plan
 from launcher.plan.role import Join, Serve, decide_role, with_node_count
 from launcher.plan.sizes import slots_of_a_host
 from launcher.plan.workers import worker_command
-from launcher.submit.checks import check_plan, read_hostfile, this_machine, working_folder
+from launcher.submit.checks import check_plan
 
 ANY_HOST = "HOST"  # in a dry run, for hosts that are to be found
-
-
-def render_build() -> str:
-    """Return one line for each capability, `[X]` for those that are there (horovodrun's form)."""
-    lines = [f"elastic-driver {version()}, Python {platform.python_version()}", ""]
-    lines += ["Backends that start agents:", *map(_backend_line, entry_points(BACKENDS)), ""]
-    lines += ["Collectives (torch.distributed):", *_collectives(), ""]
-    lines += ["Tools:", _line(shutil.which("nvidia-smi") is not None, "nvidia-smi")]
-    return "\n".join(lines)
-
-
-def _backend_line(name: str) -> str:
-    try:
-        make_backend(name, BackendJob(environ=os.environ, allocation="0")).check(())
-    except UsageError as error:
-        return _line(False, f"{name} ({error})")
-    return _line(True, name)
-
-
-def _collectives() -> list[str]:
-    try:
-        import torch  # noqa: PLC0415 - a second's import that no other command pays for
-        import torch.distributed as dist  # noqa: PLC0415
-    except ImportError as error:
-        return [_line(False, f"torch ({error}); install it: pip install 'elastic-driver[torch]'")]
-    if not dist.is_available():
-        return [_line(False, f"torch {torch.__version__} was built without torch.distributed")]
-    return [
-        _line(True, f"torch {torch.__version__}"),
-        _line(dist.is_gloo_available(), "gloo"),
-        _line(dist.is_nccl_available() and torch.cuda.is_available(), "nccl, with a GPU"),
-        _line(dist.is_mpi_available(), "mpi"),
-    ]
-
-
-def _line(there: bool, name: str) -> str:
-    return f"    [{'X' if there else ' '}] {name}"
-
-
 _SHOW: dict[Option[bool], Callable[[], str]] = {
     o.HELP: render_help,
     o.VERSION: render_version,
@@ -140,7 +99,7 @@ def describe_agents(plan: LaunchPlan, environ: Mapping[str, str]) -> list[tuple[
 def serve_job(
     line: CommandLine, plan: LaunchPlan, hosts: JoinedHosts, role: Serve, run_dir: RunDir
 ) -> int:
-    """Hold a job that nodes join; where another process here was quicker, join that one."""
+    """Hold a job that nodes join; if another process here was quicker, join that one."""
     from launcher.join.serve import serve  # noqa: PLC0415 - see `run`
 
     with claim_port(role.port) as ours:
@@ -174,24 +133,3 @@ def join_job(line: CommandLine, role: Join) -> int:
         print(plan.render(), flush=True)
         return int(ExitCode.OK)
     return join(plan)
-
-
-def collect_facts(
-    line: CommandLine, environ: Mapping[str, str], role: Serve | None = None
-) -> Facts:
-    """What planning has to know of this machine; raises UsageError for an unreadable hostfile."""
-    values = line.values
-    cwd = working_folder()
-    state_dir = values[o.STATE_DIR]
-    name, argument = choose_discovery(values) or ("", "")
-    return Facts(
-        run_id=values[o.RUN_ID] or new_run_id(time.time()),
-        state_dir=str(Path(state_dir).absolute() if state_dir else default_state_dir(environ)),
-        cwd=cwd,
-        python=sys.executable,
-        machine=this_machine(environ),
-        hostfile_text=read_hostfile(argument) if name == HOSTFILE else None,
-        environ=dict(environ),
-        role=role,
-        name=own_name(),
-    )

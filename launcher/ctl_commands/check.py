@@ -17,7 +17,7 @@ from elastic_driver.policies.nodecheck.history import CheckHistory
 from elastic_driver.runtime.check_history import CheckHistoryFile
 from elastic_driver.runtime.host_lists import parse_hosts
 from elastic_driver.runtime.run_dir import RunDir
-from launcher.job import collect_facts
+from launcher.facts import collect_facts
 from launcher.options.table import HELP, NETWORK_CHECK
 from launcher.options.values import CommandLine, resolve, split
 from launcher.plan.hosts import JoinedHosts

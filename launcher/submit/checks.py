@@ -6,7 +6,6 @@ nothing there except that the log folder is made (`create`). A finding is a `Usa
 
 from __future__ import annotations
 
-import glob
 import os
 import shutil
 import sys
@@ -23,38 +22,7 @@ from launcher.backends.registry import make_backend
 from launcher.own_packages import find_shadow
 from launcher.plan.hosts import DiscoveredHosts, JoinedHosts
 from launcher.plan.launch import LaunchPlan
-from launcher.plan.sizes import Machine
 from launcher.submit.discovery import make_discovery
-
-
-def this_machine(environ: Mapping[str, str]) -> Machine:
-    """Cores and NVIDIA GPUs, without importing torch (which takes a second)."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        gpus = len(glob.glob("/dev/nvidia[0-9]*"))
-    else:
-        # CUDA ignores everything from the first invalid entry on; -1 is the usual one.
-        listed = [entry.strip() for entry in visible.split(",")]
-        gpus = next((n for n, e in enumerate(listed) if not e or e.startswith("-")), len(listed))
-    return Machine(cpus=len(os.sched_getaffinity(0)), gpus=gpus)
-
-
-def working_folder() -> str:
-    """Where we stand; raises UsageError where that folder has been deleted."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise UsageError("the working folder has been deleted; cd to one that exists") from None
-
-
-def read_hostfile(path: str) -> str:
-    """The text of a hostfile; raises UsageError where it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read the hostfile {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"the hostfile {path} is not UTF-8 text") from None
 
 
 def check_plan(plan: LaunchPlan, environ: Mapping[str, str], *, create: bool) -> None:

@@ -13,7 +13,7 @@ from elastic_driver.errors import UsageError
 from launcher.options.values import resolve
 from launcher.plan.launch import Facts, make_plan
 from launcher.plan.sizes import Machine
-from launcher.submit.checks import check_plan, read_hostfile, this_machine
+from launcher.submit.checks import check_plan
 from tests.support.permissions import where_permissions_apply
 
 ENVIRON = {"PATH": os.environ.get("PATH", os.defpath)}
@@ -171,14 +171,6 @@ def test_a_read_only_log_folder_is_refused(folder: Path, create: bool) -> None:
     assert "Permission denied" in said
 
 
-def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot read the hostfile .*: No such file"):
-        read_hostfile(str(tmp_path / "none"))
-    (tmp_path / "bytes").write_bytes(b"\xff")
-    with pytest.raises(UsageError, match="UTF-8"):
-        read_hostfile(str(tmp_path / "bytes"))
-
-
 def test_a_listed_host_that_is_another_machine_is_told_before_it_is_tried(folder: Path) -> None:
     check(folder, "--backend", "local", "-H", "localhost:1,127.0.0.2:1", "train.py")
     check(folder, "--backend", "local", "-H", "localhost:1,elsewhere.invalid:0", "train.py")
@@ -196,14 +188,3 @@ def test_an_unknown_interface_is_told_with_those_there_are(folder: Path) -> None
     said = refused(folder, "--network-interfaces", "lo,wat7", "train.py")
     assert "there is no network interface wat7 here; there are " in said
     assert "lo" in said.partition("there are")[2]
-
-
-@pytest.mark.parametrize(
-    ("visible", "gpus"), [("0,1", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-abc", 1)]
-)
-def test_visible_gpus_are_counted_as_cuda_does(visible: str, gpus: int) -> None:
-    assert this_machine({"CUDA_VISIBLE_DEVICES": visible}).gpus == gpus
-
-
-def test_cores_are_those_this_process_may_use() -> None:
-    assert this_machine({}).cpus == len(os.sched_getaffinity(0))
