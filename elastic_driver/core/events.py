@@ -268,7 +268,7 @@ TOGETHER: tuple[type[Together], ...] = (AgentReady, WorkerStarted, WorkerReady, 
 """Events that all workers of a job send at about the same time."""
 
 
-class Batch(Struct, frozen=True, tag="batch"):
+class EventBatch(Struct, frozen=True, tag="event_batch"):
     """Events of kinds in `TOGETHER`, handled as one, because re-evaluation is O(workers)."""
 
     events: tuple[Together, ...]
@@ -278,6 +278,40 @@ class Tick(Struct, frozen=True, tag="tick"):
     """Nothing but time has passed; sent when `Job.deadline()` is reached."""
 
 
+WorkerReport: TypeAlias = (
+    WorkerStarted
+    | WorkerReady
+    | WorkerStepped
+    | WorkerStalled
+    | WorkerResumed
+    | WorkerExited
+    | WorkerSilent
+    | WorkerLost
+)
+HostReport: TypeAlias = (
+    AgentReady
+    | AgentLost
+    | HostsDiscovered
+    | DiscoveryFailed
+    | HostsChecked
+    | HostLeaving
+    | DrainRequested
+    | DrainCancelled
+)
+JobReport: TypeAlias = (
+    WorkerLeaving
+    | WorkerSaved
+    | WorkerStack
+    | StacksRequested
+    | ProgressReported
+    | RankSlow
+    | RankRecovered
+    | ScaleRequested
+    | JobLeaving
+    | StopRequested
+    | Tick
+)
+Event: TypeAlias = WorkerReport | HostReport | JobReport | EventBatch
 WireEvent: TypeAlias = (
     AgentReady
     | WorkerStarted
@@ -290,24 +324,4 @@ WireEvent: TypeAlias = (
     | WorkerSaved
     | HostLeaving
     | WorkerLeaving
-)
-Event: TypeAlias = (
-    WireEvent
-    | HostsDiscovered
-    | DiscoveryFailed
-    | AgentLost
-    | WorkerSilent
-    | WorkerLost
-    | ProgressReported
-    | RankSlow
-    | RankRecovered
-    | ScaleRequested
-    | DrainRequested
-    | DrainCancelled
-    | JobLeaving
-    | StopRequested
-    | StacksRequested
-    | HostsChecked
-    | Batch
-    | Tick
 )

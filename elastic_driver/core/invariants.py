@@ -1,158 +1,186 @@
-"""What must hold of a job after every event, each breach as one sentence.
+"""The invariants of a job after every event; each breach is one sentence.
 
-Run by every test, by the simulation after each event, and by `elasticrun --debug`. Only
+Checked by every test, by the simulation after each event, and by `elasticrun --debug`. Only
 reads; O(hosts + workers).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from elastic_driver.contract import host_of_worker
-from elastic_driver.core.job import Job
-from elastic_driver.core.rules.outcome import Kind
+from elastic_driver.core.decisions import Decision, GiveOrder, PublishWorld, StartAgent
+from elastic_driver.core.documents import StartWorkerOrder, World
+from elastic_driver.core.job_parts import JobParts
+from elastic_driver.core.rules.outcome import ScriptKind
 from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, Worker, WorkerState
-from elastic_driver.core.state import JobState
+from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, WorkerState
 
 
-def check(job: Job) -> list[str]:
-    """Every sentence that is violated; empty for a job in order."""
-    state = job.state
+def violations(job: JobParts, decided: Sequence[Decision]) -> list[str]:
+    """Return every sentence that is violated; `decided`: upon the last event."""
     return [
-        *_workers(state),
-        *_slots(state),
-        *_round(state),
-        *_ranks(state),
-        *_sizes(state),
-        *_units(state),
-        *_replacing(state),
-        *_finishing(state),
+        *_decisions(job, decided),
+        *_workers(job),
+        *_slots(job),
+        *_round(job),
+        *_ranks(job),
+        *_sizes(job),
+        *_units(job),
+        *_replacement(job),
+        *_finishing(job),
         *_waiting(job),
     ]
 
 
-def _workers(job: JobState) -> Iterator[str]:
+def _decisions(job: JobParts, decided: Sequence[Decision]) -> Iterator[str]:
+    for decision in decided:
+        if not decision.reason:
+            yield f"{decision} has no reason"
+        if isinstance(decision, PublishWorld):
+            yield from _world(job, decision.world)
+        match decision:
+            case StartAgent(host=host) | GiveOrder(host=host, order=StartWorkerOrder()):
+                if not job.hosts.usable(host):
+                    hindrance = job.hosts.hindrance(host)
+                    what = "not there" if hindrance is None else f"in {hindrance.value}"
+                    yield f"{host} gets a worker or an agent though it is {what}"
+
+
+def _world(job: JobParts, world: World) -> Iterator[str]:
+    """A world when it is published; later its members may have gone."""
+    settings, name = job.settings, f"round {world.round}"
+    ranks = [member.place.rank for member in world.members]
+    if ranks != list(range(world.size)) or any(m.place.size != world.size for m in world.members):
+        yield f"the ranks of {name} are {ranks}, not 0 to {world.size - 1}"
+    members = [worker for m in world.members if (worker := job.workers.workers.get(m.worker))]
+    oldest = min(members, key=lambda worker: worker.age, default=None)
+    if oldest is not None and oldest.place.rank != 0:
+        yield f"the oldest member of {name}, {oldest.id}, is rank {oldest.place.rank}"
+    least = min(settings.min_np, settings.start_min_np or settings.min_np)
+    if world.size < least and job.outcome.first_success is None:
+        yield f"{name} has {world.size} members, at least {least} are asked"
+    if settings.max_np is not None and world.size > settings.max_np:
+        yield f"{name} has {world.size} members, at most {settings.max_np} are allowed"
+
+
+def _workers(job: JobParts) -> Iterator[str]:
     seen = 0
     for state in WorkerState:
-        for worker in job.registry.having(state):
+        for worker in job.workers.having(state):
             seen += 1
-            if worker.state is not state or job.registry.workers.get(worker.id) is not worker:
+            if worker.state is not state or job.workers.workers.get(worker.id) is not worker:
                 yield f"{worker.id} is filed under {state.value} but is {worker.state.value}"
-    if seen != len(job.registry.workers):
-        yield f"{len(job.registry.workers)} workers are known but {seen} are filed by state"
-    for worker in job.registry.having(*OCCUPYING):
+    if seen != len(job.workers.workers):
+        yield f"{len(job.workers.workers)} workers are known but {seen} are filed by state"
+    for worker in job.workers.having(*OCCUPYING):
         if worker.host not in job.fleet.agents:
             yield f"{worker.id} has a process but its host has no agent"
-        if worker not in job.registry.on_host(worker.host):
+        if worker not in job.workers.on_host(worker.host):
             yield f"{worker.id} is not filed under its host"
 
 
-def _slots(job: JobState) -> Iterator[str]:
-    taken = Counter((w.host, w.slot) for w in job.registry.having(*OCCUPYING))
+def _slots(job: JobParts) -> Iterator[str]:
+    taken = Counter((w.host, w.slot) for w in job.workers.having(*OCCUPYING))
     for (host, slot), count in taken.items():
         if count > 1:
             yield f"{count} processes share slot {slot} of {host}"
 
 
-def _round(job: JobState) -> Iterator[str]:
-    round_ = job.round
-    running = {worker.id for worker in job.registry.having(WorkerState.RUNNING)}
-    if round_.state not in (RoundState.COMPLETE, RoundState.CLOSING) and running:
-        yield f"round {round_.number} is {round_.state.value} but {sorted(running)} are running"
-    if strangers := running - set(round_.members):
-        yield f"{sorted(strangers)} are running but are no members of round {round_.number}"
-    if round_.state is RoundState.CLOSED:
-        yield f"round {round_.number} is closed but no next round was opened"
+def _round(job: JobParts) -> Iterator[str]:
+    current = job.rounds.current
+    running = {worker.id for worker in job.workers.having(WorkerState.RUNNING)}
+    if current.state not in (RoundState.COMPLETE, RoundState.CLOSING) and running:
+        yield f"round {current.number} is {current.state.value} but {sorted(running)} are running"
+    if strangers := running - set(current.members):
+        yield f"{sorted(strangers)} are running but are no members of round {current.number}"
+    if current.state is RoundState.CLOSED:
+        yield f"round {current.number} is closed but no next round was opened"
     limit = job.settings.reset_limit
-    if limit is not None and round_.number - 1 > limit and not job.finishing:
-        yield f"round {round_.number} exceeds the reset limit of {limit}"
+    if limit is not None and current.number - 1 > limit and not job.outcome.finishing:
+        yield f"round {current.number} exceeds the reset limit of {limit}"
 
 
-def _ranks(job: JobState) -> Iterator[str]:
-    if job.round.state is not RoundState.COMPLETE:
+def _ranks(job: JobParts) -> Iterator[str]:
+    current = job.rounds.current
+    if current.state is not RoundState.COMPLETE:
         return
-    known = (job.registry.workers.get(worker_id) for worker_id in job.round.members)
+    known = (job.workers.workers.get(worker_id) for worker_id in current.members)
     running = [w for w in known if w is not None and w.state is WorkerState.RUNNING]
     if len({w.place.rank for w in running}) != len(running):
-        yield f"two members of round {job.round.number} have the same rank"
+        yield f"two members of round {current.number} have the same rank"
     for worker in running:
         place = worker.place
         if (worker.host, worker.slot) != (place.host, place.slot):
             yield f"{worker.id} was given the place of {place.host}.{place.slot}"
-        if place.size != len(job.round.members):
-            yield f"{worker.id} believes in {place.size} ranks of {len(job.round.members)}"
+        if place.size != len(current.members):
+            yield f"{worker.id} believes in {place.size} ranks of {len(current.members)}"
         if not (place.local_rank < place.local_size and place.cross_rank < place.cross_size):
             yield f"{worker.id} has a local or cross rank beyond its size"
     hosts = [w.host for w in sorted(running, key=lambda w: w.place.rank)]
     changes = sum(1 for before, after in pairwise(hosts) if before != after)
     if hosts and changes + 1 != len(set(hosts)):
-        yield f"the ranks of a host are not contiguous in round {job.round.number}"
+        yield f"the ranks of a host are not contiguous in round {current.number}"
 
 
-def _sizes(job: JobState) -> Iterator[str]:
-    most = job.settings.max_np
+def _sizes(job: JobParts) -> Iterator[str]:
+    most, size = job.settings.max_np, job.workers.count(WorkerState.RUNNING)
     if most is None:
         return
-    if job.size > most:
-        yield f"round {job.round.number} has {job.size} members, at most {most} are allowed"
-    if job.end is None and job.registry.active() > most:
-        yield f"{job.registry.active()} workers take part, at most {most} are allowed"
+    if size > most:
+        yield f"round {job.rounds.current.number} has {size} members, at most {most} are allowed"
+    if job.outcome.end is None and job.workers.active() > most:
+        yield f"{job.workers.active()} workers take part, at most {most} are allowed"
 
 
-def _units(job: JobState) -> Iterator[str]:
-    if job.round.state is not RoundState.COMPLETE or job.first_success is not None:
+def _units(job: JobParts) -> Iterator[str]:
+    current, settings = job.rounds.current, job.settings
+    if current.state is not RoundState.COMPLETE or job.outcome.first_success is not None:
         return
-    settings = job.settings
-    hosts = len({host_of_worker(worker) for worker in job.round.members})
+    hosts = len({host_of_worker(worker) for worker in current.members})
     if hosts % settings.node_unit:
-        yield f"round {job.round.number} has {hosts} hosts, no multiple of {settings.node_unit}"
+        yield f"round {current.number} has {hosts} hosts, no multiple of {settings.node_unit}"
     if hosts < settings.min_hosts:
-        yield f"round {job.round.number} has {hosts} hosts, at least {settings.min_hosts} are asked"
+        yield f"round {current.number} has {hosts} hosts, at least {settings.min_hosts} are asked"
     if settings.max_hosts is not None and hosts > settings.max_hosts:
-        yield f"round {job.round.number} has {hosts} hosts, at most {settings.max_hosts} are asked"
+        yield f"round {current.number} has {hosts} hosts, at most {settings.max_hosts} are asked"
 
 
-def _replacing(job: JobState) -> Iterator[str]:
-    replacement = job.replacing
-    if replacement is None or job.end is not None:
+def _replacement(job: JobParts) -> Iterator[str]:
+    replacement = job.drains.replacement
+    if replacement is None or job.outcome.end is not None:
         return
-    worker = job.registry.workers.get(replacement.worker)
+    worker = job.workers.workers.get(replacement.worker)
     if worker is None or worker.state not in ACTIVE or not worker.leaving:
         yield f"{replacement.worker} is being replaced but is not one that leaves"
-    if job.round.number != replacement.round:
+    if job.rounds.current.number != replacement.round:
         yield f"{replacement.worker} is being replaced in round {replacement.round}, which is over"
     if job.hosts.distrusted(replacement.target):
         yield f"{replacement.worker} is being replaced on {replacement.target}, which is slow too"
 
 
-def _finishing(job: JobState) -> Iterator[str]:
-    if job.first_success is None or job.end is not None:
+def _finishing(job: JobParts) -> Iterator[str]:
+    if job.outcome.first_success is None or job.outcome.end is not None:
         return
-    newcomers = [w.id for w in job.registry.having(WorkerState.STARTING) if _is_stranger(w)]
+    newcomers = [w.id for w in job.workers.having(WorkerState.STARTING) if not w.is_member]
     if newcomers:
         yield f"a worker has finished but {newcomers} are still being started"
 
 
-def _is_stranger(worker: Worker) -> bool:
-    return worker.admitted is None and not worker.founder
-
-
-def _waiting(job: Job) -> Iterator[str]:
-    state, deadline = job.state, job.deadline()
-    if state.end is not None:
+def _waiting(job: JobParts) -> Iterator[str]:
+    outcome, current, deadline = job.outcome, job.rounds.current, job.effects.alarm
+    if outcome.end is not None:
         if deadline is not None:
             yield "the job has ended but still waits for a moment"
         return
-    if state.born is None:
-        return
+    elastic, complete = outcome.kind is ScriptKind.ELASTIC, current.state is RoundState.COMPLETE
     # Scripts that do not speak to us end when they like, once one of them has succeeded.
-    runs_out = state.kind is not Kind.ELASTIC and state.first_success is not None
-    if state.round.state is not RoundState.COMPLETE and deadline is None and not runs_out:
-        yield f"round {state.round.number} is {state.round.state.value} without a deadline"
-    if state.round.state is RoundState.COMPLETE and not state.registry.count(*ACTIVE):
-        yield f"round {state.round.number} is complete but nobody is in it"
-    if state.kind is Kind.ELASTIC and state.leavers_unsettled:
+    runs_out = not elastic and outcome.first_success is not None
+    if not complete and deadline is None and not runs_out:
+        yield f"round {current.number} is {current.state.value} without a deadline"
+    if complete and not job.workers.count(*ACTIVE):
+        yield f"round {current.number} is complete but nobody is in it"
+    if elastic and job.placement.unsettled:
         yield "slots have changed but nobody has looked at them"

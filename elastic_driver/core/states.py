@@ -6,61 +6,88 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import TypeVar
 
-from elastic_driver.core.rules.rounds import ROUND_TRANSITIONS, RoundState
-from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, TRANSITIONS, News, WorkerState
+from elastic_driver.core.rules.fleet import AGENT_TRANSITIONS, AgentNews
+from elastic_driver.core.rules.hosts import HOST_TRANSITIONS, HostNews
+from elastic_driver.core.rules.rounds import ROUND_TRANSITIONS
+from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, TRANSITIONS, WorkerNews
 
-_HEAD = """\
+_PAGE = """\
 # States and what changes them
 
 Written from the tables in the code by `python -m elastic_driver.core.states`; a test keeps
 them the same. An event that a table does not list changes nothing and is counted as ignored.
-"""
 
-_WORKERS = """
 ## Workers
 
 Each row is a state, each column something that is learned about a worker or done to it; the
 cell is the state that follows. "·" means that the event is ignored.
-"""
 
-_KINDS = """
+{workers}
+
 A worker *takes part* (or is going to) while it is {active}. Its process may exist, so that
 its slot is taken, while it is {occupying}.
-"""
 
-_ROUNDS = """
+## Agents
+
+A host in use has one agent; each start is a new incarnation, with a life of its own.
+
+{agents}
+
+## Hosts
+
+Each row is something that keeps a host from getting workers, each column is news of the host,
+which begins or ends it. A host is usable while nothing hinders it; it may be hindered by several
+things at once.
+
+{hosts}
+
 ## Rounds
 
 A round that breaks before it was complete (a plain job's first failure, say) goes from
 forming to closing. The next round opens when this one is closed.
+
+{rounds}
 """
+State = TypeVar("State", bound=Enum)
+Column = TypeVar("Column", bound=Enum)
+_BEGINS = {True: "begins", False: "ends", None: "·"}
 
 
 def render() -> str:
-    """The whole page."""
-    kinds = _KINDS.format(active=_join(ACTIVE), occupying=_join(OCCUPYING))
-    return "\n".join((_HEAD.rstrip(), _WORKERS, _workers(), kinds.rstrip(), _ROUNDS, _rounds(), ""))
+    """Return the whole page."""
+    rounds = [[state.value, _join(after) or "·"] for state, after in ROUND_TRANSITIONS.items()]
+    return _PAGE.format(
+        workers=_life(TRANSITIONS, WorkerNews),
+        active=_join(ACTIVE),
+        occupying=_join(OCCUPYING),
+        agents=_life(AGENT_TRANSITIONS, AgentNews),
+        hosts=_hindrances(),
+        rounds=_table(["state", "may become"], rounds),
+    )
 
 
-def _workers() -> str:
+def _life(table: Mapping[State, Mapping[Column, State]], news: Iterable[Column]) -> str:
+    columns = list(news)
     rows = [
-        [state.value, *(_cell(TRANSITIONS[state].get(news)) for news in News)]
-        for state in WorkerState
+        [state.value, *(after[one].value if one in after else "·" for one in columns)]
+        for state, after in table.items()
     ]
-    return _table(["state", *(news.value for news in News)], rows)
+    return _table(["state", *(one.value for one in columns)], rows)
 
 
-def _rounds() -> str:
-    rows = [[state.value, _join(ROUND_TRANSITIONS[state]) or "·"] for state in RoundState]
-    return _table(["state", "may become"], rows)
+def _hindrances() -> str:
+    rows = [
+        [kind.value, *(_BEGINS[begins.get(news)] for news in HostNews)]
+        for kind, begins in HOST_TRANSITIONS.items()
+    ]
+    return _table(["hindrance", *(news.value for news in HostNews)], rows)
 
 
-def _cell(state: WorkerState | None) -> str:
-    return "·" if state is None else state.value
-
-
-def _join(states: tuple[WorkerState, ...] | tuple[RoundState, ...]) -> str:
+def _join(states: Iterable[Enum]) -> str:
     return ", ".join(state.value for state in states)
 
 

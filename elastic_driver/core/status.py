@@ -1,6 +1,6 @@
-"""What `/v1/status` shows: a frozen picture of the job at one moment.
+"""The status of a job, as `/v1/status` shows it: a frozen picture at one moment.
 
-Built by `Job.snapshot`; read by the HTTP API, `elasticctl` and the metrics. Nothing here
+Made by `Job.status`; read by the HTTP API, `elasticctl` and the metrics. Nothing here
 decides. Durations are seconds.
 """
 
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from elastic_driver.core.state import JobState
+from elastic_driver.core.job_parts import JobParts
+from elastic_driver.core.rules.hosts import Hindrance
+from elastic_driver.core.rules.rounds import RoundState
+from elastic_driver.core.rules.workers import WorkerState
 
 
 class MemberStatus(Struct, frozen=True):
@@ -82,20 +85,22 @@ class JobStatus(Struct, frozen=True):
     ignored: str  # the last event that changed nothing
 
 
-def snapshot(job: JobState, now: float) -> JobStatus:
-    """The picture of `job` at `now`; O(hosts + workers)."""
-    end = job.end
+def status_of(job: JobParts, now: float) -> JobStatus:
+    """Return the picture of `job` at `now`; O(hosts + workers)."""
+    settings, outcome, current = job.settings, job.outcome, job.rounds.current
+    end, budget = outcome.end, outcome.budget
+    workers = sorted(job.workers.workers.values(), key=lambda w: (w.place.rank, w.age))
     return JobStatus(
         state=_state(job),
-        kind=job.kind.value,
-        reason=end.reason if end else job.waiting,
+        kind=outcome.kind.value,
+        reason=end.reason if end else job.effects.waiting,
         exit_code=end.exit_code if end else None,
-        round=job.round.number,
-        round_state=job.round.state.value,
-        size=job.size,
-        wanted=job.wanted,
-        min_np=job.settings.min_np,
-        max_np=job.settings.max_np,
+        round=current.number,
+        round_state=current.state.value,
+        size=job.workers.count(WorkerState.RUNNING),
+        wanted=job.capacity.wanted,
+        min_np=settings.min_np,
+        max_np=settings.max_np,
         members=tuple(
             MemberStatus(
                 worker=worker.id,
@@ -107,71 +112,60 @@ def snapshot(job: JobState, now: float) -> JobStatus:
                 version=worker.version,
                 leaving=worker.leaving,
             )
-            for worker in sorted(
-                job.registry.workers.values(), key=lambda worker: (worker.place.rank, worker.age)
-            )
+            for worker in workers
         ),
         hosts=_hosts(job, now),
         counters=CounterStatus(
-            failures=job.budget.failures,
-            max_restarts=job.settings.max_restarts,
-            fruitless=job.budget.fruitless,
-            fruitless_restarts=job.settings.fruitless_restarts,
-            resets=job.round.number - 1,
-            reset_limit=job.settings.reset_limit,
-            restart_count=job.restart_count,
-            ignored_events=job.ignored_events,
+            failures=budget.failures,
+            max_restarts=settings.max_restarts,
+            fruitless=budget.fruitless,
+            fruitless_restarts=settings.fruitless_restarts,
+            resets=current.number - 1,
+            reset_limit=settings.reset_limit,
+            restart_count=outcome.restart_count,
+            ignored_events=job.effects.ignored_events,
         ),
-        ignored=job.ignored,
+        ignored=job.effects.ignored,
     )
 
 
-def _state(job: JobState) -> str:
-    if job.end is not None:
-        return "succeeded" if job.end.exit_code == 0 else "failed"
-    if job.first_success is not None:
+def _state(job: JobParts) -> str:
+    outcome, current = job.outcome, job.rounds.current
+    if outcome.end is not None:
+        return "succeeded" if outcome.end.exit_code == 0 else "failed"
+    if outcome.first_success is not None:
         return "finishing"
-    if job.round.state.value == "complete":
+    if current.state is RoundState.COMPLETE:
         return "running"
-    return "changing" if job.round.number > 1 or job.round.state.value == "closing" else "forming"
+    later = current.number > 1 or current.state is RoundState.CLOSING
+    return "changing" if later else "forming"
 
 
-def _hosts(job: JobState, now: float) -> tuple[HostStatus, ...]:
-    known = [(host.name, host.slots) for host in job.hosts.order]
-    present = {name for name, _ in known}
-    known += [(name, 0) for name in job.fleet.agents if name not in present]
-    return tuple(_host(job, name, slots, now) for name, slots in known)
+def _hosts(job: JobParts, now: float) -> tuple[HostStatus, ...]:
+    known = {host.name: host.slots for host in job.hosts.order}
+    known.update({name: 0 for name in job.fleet.agents if name not in known})
+    return tuple(_host(job, name, slots, now) for name, slots in known.items())
 
 
-def _host(job: JobState, name: str, slots: int, now: float) -> HostStatus:
+def _host(job: JobParts, name: str, slots: int, now: float) -> HostStatus:
     agent = job.fleet.agents.get(name)
-    left = job.hosts.cooldown_left(name, now)
-    workers = len(job.registry.on_host(name))
+    workers = len(job.workers.on_host(name))
     return HostStatus(
         host=name,
         slots=slots,
         state=_host_state(job, name, workers),
-        cooldown_left=left,
-        reason=_host_reason(job, name),
+        cooldown_left=job.hosts.cooldown_left(name, now),
+        reason=job.hosts.reason(name),
         agent=agent.state.value if agent else "none",
         agent_incarnation=agent.incarnation if agent else 0,
         workers=workers,
     )
 
 
-def _host_reason(job: JobState, name: str) -> str:
-    drain = job.hosts.drained(name)
-    if drain is not None:
-        return drain.reason
-    slow = "slow: the last choice" if job.hosts.distrusted(name) else ""
-    return job.hosts.cooldown_reason(name) or job.hosts.held_reason(name) or slow
-
-
-def _host_state(job: JobState, name: str, workers: int) -> str:
+def _host_state(job: JobParts, name: str, workers: int) -> str:
+    hindrance = job.hosts.hindrance(name)
     if name not in job.hosts:
         return "removed"
-    if job.hosts.drained(name) is not None:
-        return "draining" if workers else "drained"
-    if job.hosts.cooldown_reason(name):
-        return "cool-down"
-    return "usable" if job.hosts.usable(name) else "checking"
+    if hindrance is Hindrance.DRAINED and workers:
+        return "draining"
+    return "usable" if hindrance is None else hindrance.value

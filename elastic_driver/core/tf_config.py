@@ -35,7 +35,7 @@ class Task(Struct, frozen=True, order=True):
     index: int
 
 
-class Room(NamedTuple):
+class PortOffer(NamedTuple):
     """Where a member's TensorFlow server may listen: an address, and ports that were free."""
 
     address: str
@@ -115,10 +115,10 @@ class TfLayout:
     def __init__(self, roles: TfRoles) -> None:
         self._roles = roles
         self._tasks: dict[Where, Task] = {}  # the oldest member first
-        self._rooms: dict[Where, Room] = {}  # as they were when the ports below were chosen
+        self._rooms: dict[Where, PortOffer] = {}  # as they were when the ports below were chosen
         self._listening: dict[Where, tuple[str, int]] = {}
 
-    def settle(self, present: Mapping[Where, Room]) -> dict[Where, str]:
+    def settle(self, present: Mapping[Where, PortOffer]) -> dict[Where, str]:
         """TF_CONFIG of each member, now that these take part; newcomers in this order.
 
         A slot keeps its port as long as its agent offers the same ones.
@@ -149,7 +149,7 @@ class TfLayout:
         roles = {role for role, count in self._roles if count != 0}
         return task.type == CHIEF or not {CHIEF, PS} <= roles
 
-    def _choose(self, room: Room) -> tuple[str, int]:
+    def _choose(self, room: PortOffer) -> tuple[str, int]:
         used = {port for address, port in self._listening.values() if address == room.address}
         ports = chain(room.ports, range(FIRST_FALLBACK_PORT, 65536))
         return room.address, next(port for port in ports if port not in used)

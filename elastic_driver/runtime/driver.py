@@ -21,14 +21,13 @@ from typing import Any, NoReturn
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core import invariants
 from elastic_driver.core.decisions import Announce, EndJob
 from elastic_driver.core.documents import JobSpec, encode
 from elastic_driver.core.events import (
     TOGETHER,
     AgentLost,
-    Batch,
     Event,
+    EventBatch,
     StopRequested,
     Tick,
     WorkerExited,
@@ -363,7 +362,7 @@ class ElasticDriver:
             following = self._mailbox.following(TOGETHER, MAX_TOGETHER)
             for each in (event, *following):
                 self._note(each, executor)
-            self._decide("job", Batch((event, *following)) if following else event, executor)
+            self._decide("job", EventBatch((event, *following)) if following else event, executor)
         else:
             self._note(event, executor)
             self._decide("job", event, executor)
@@ -379,7 +378,7 @@ class ElasticDriver:
             executor.look_seconds = time.monotonic() - now
         self._deadlines[name] = machine.deadline()
         if self._options.debug:
-            violated = invariants.check(machine) if name == "job" else machine.check()
+            violated = machine.check()
             if violated:
                 raise AssertionError(f"after {event}: {'; '.join(violated)}")
         for decision in decisions:
@@ -420,7 +419,7 @@ class ElasticDriver:
             "endpoint": self.endpoint,
             "started": self._began,
             "command": self._spec.command,
-            **msgspec.to_builtins(self._job.snapshot(time.monotonic())),
+            **msgspec.to_builtins(self._job.status(time.monotonic())),
             "step": self._stragglers.step,
             "slow": self._stragglers.status(),
             "events": self._log.counts(),

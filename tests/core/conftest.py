@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_driver.core.invariants import check
 from tests.core.scenario import MakeScenario, Scenario
 
 
@@ -20,4 +19,4 @@ def scenario() -> Iterator[MakeScenario]:
 
     yield make
     for one in made:
-        assert check(one.job) == []
+        assert one.job.check() == []

@@ -22,7 +22,6 @@ from elastic_driver.core.decisions import (
     PublishWorld,
     StartAgent,
 )
-from elastic_driver.core.invariants import check
 from elastic_driver.core.job import Job
 from elastic_driver.core.rules.workers import OCCUPYING, Worker
 from elastic_driver.settings import Settings
@@ -46,7 +45,7 @@ class Scenario:
     def send(self, event: ev.Event) -> list[Decision]:
         """Hand in one event; what was decided, including what followed from obedience."""
         decided = self.job.handle(event, self.now)
-        assert check(self.job) == [], event
+        assert self.job.check() == [], event
         self.decisions += decided
         for decision in list(decided):
             decided += self._obey(decision)
@@ -56,7 +55,7 @@ class Scenario:
         if self.agents and isinstance(decision, StartAgent):
             return self.agent_up(decision.host, decision.incarnation)
         if isinstance(decision, AskProgress) and self.progress:
-            members = self.job.state.registry.workers
+            members = self.job.workers.workers
             versions = [members[name].version for name in decision.workers]
             readings = tuple(ev.ProgressReading(max(0, v), 0.0, answered=True) for v in versions)
             return self.send(ev.ProgressReported(decision.number, readings))
@@ -74,7 +73,7 @@ class Scenario:
         return self.send(ev.AgentReady(host, incarnation, self._pid, address, (5000, 5001)))
 
     def agent_lost(self, host: str, reason: str = "its lease expired") -> list[Decision]:
-        incarnation = self.job.state.fleet.agents[host].incarnation
+        incarnation = self.job.fleet.agents[host].incarnation
         return self.send(ev.AgentLost(host, incarnation, reason))
 
     def started(self, worker: str) -> list[Decision]:
@@ -85,14 +84,14 @@ class Scenario:
         """These workers say READY, each naming the round it is in (0: it was in none)."""
         decided: list[Decision] = []
         for name in workers:
-            worker = self.job.state.registry.workers[name]
-            left = self.job.state.round.number if worker.state.value == "running" else 0
+            worker = self.job.workers.workers[name]
+            left = self.job.rounds.current.number if worker.state.value == "running" else 0
             decided += self.send(ev.WorkerReady(name, left, version, clean, "a test says so"))
         return decided
 
     def step(self, *workers: str, step: int = 1) -> None:
         for worker in workers:
-            self.send(ev.WorkerStepped(worker, self.job.state.round.number, step))
+            self.send(ev.WorkerStepped(worker, self.job.rounds.current.number, step))
 
     def exit(self, worker: str, code: int, *, victim: bool = False) -> list[Decision]:
         return self.send(ev.WorkerExited(worker, code, f"log of {worker}", victim))
@@ -137,7 +136,7 @@ class Scenario:
         return [a for a in self.all(Announce) if a.event == event]
 
     def _workers(self) -> list[Worker]:
-        return [w for w in self.job.state.registry.workers.values() if w.state in OCCUPYING]
+        return [w for w in self.job.workers.workers.values() if w.state in OCCUPYING]
 
     def in_state(self, state: str) -> list[str]:
         return [w.id for w in self._workers() if w.state.value == state]
@@ -161,11 +160,11 @@ class Scenario:
 
     @property
     def end(self) -> EndJob | None:
-        return self.job.state.end
+        return self.job.outcome.end
 
     @property
     def round(self) -> tuple[int, str]:
-        return self.job.state.round.number, self.job.state.round.state.value
+        return self.job.rounds.current.number, self.job.rounds.current.state.value
 
 
 MakeScenario = Callable[..., Scenario]

@@ -138,7 +138,7 @@ def test_a_broken_group_without_any_death_reforms_with_the_same_members(
     s.ready("a.0.1", version=4)
     assert s.round == (2, "complete")
     assert s.members == ["a.0.1", "a.1.1"]
-    assert s.job.snapshot(s.now).counters.failures == 0
+    assert s.job.status(s.now).counters.failures == 0
 
 
 def test_a_hung_worker_is_killed_at_once_and_its_late_exit_is_its_end(
@@ -153,7 +153,7 @@ def test_a_hung_worker_is_killed_at_once_and_its_late_exit_is_its_end(
     assert s.members == ["a.0.1"]
     s.exit("a.1.1", -9)
     assert s.starting == ["a.1.2"]
-    assert s.job.snapshot(s.now).counters.failures == 1
+    assert s.job.status(s.now).counters.failures == 1
 
 
 def test_a_survivor_that_never_leaves_the_round_is_killed_after_the_elastic_timeout(
@@ -238,7 +238,7 @@ def test_late_repeated_and_foreign_news_change_nothing(scenario: MakeScenario) -
     s.send(ev.AgentReady("a", 9, 5, "x", ()))
     s.send(ev.AgentLost("a", 9, "another incarnation"))
     assert (s.round, s.in_state("running"), len(s.decisions)) == before
-    status = s.job.snapshot(s.now)
+    status = s.job.status(s.now)
     assert status.counters.ignored_events == 9
     assert status.ignored == "agent a.9 is not the present one"
 
@@ -249,7 +249,7 @@ def test_ready_may_overtake_the_news_that_the_process_was_started(scenario: Make
     s.ready("a.0.1")
     assert s.members == ["a.0.1"]
     s.started("a.0.1")
-    assert s.job.snapshot(s.now).members[0].pid != 0
+    assert s.job.status(s.now).members[0].pid != 0
 
 
 def test_the_round_counts_at_most_reset_limit_changes(scenario: MakeScenario) -> None:

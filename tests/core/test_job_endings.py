@@ -87,7 +87,7 @@ def test_a_leavers_exit_0_is_not_the_jobs_success(scenario: MakeScenario) -> Non
     s.hosts(a=1)
     s.wait(1.0)
     s.exit("b.0.1", 0)
-    assert s.job.state.first_success is None
+    assert s.job.outcome.first_success is None
     s.ready("a.0.1", version=3)
     s.hosts(a=1, c=1)
     assert s.starting == ["c.0.1"]
@@ -109,7 +109,7 @@ def test_a_newcomer_that_exits_0_before_it_took_part_is_no_success(
     s = scenario(start_np=1, max_np=2).training(a=1)
     s.hosts(a=1, b=1)
     s.exit("b.0.1", 0)
-    assert s.job.state.first_success is None
+    assert s.job.outcome.first_success is None
     assert s.starting == ["b.0.2"]
 
 
@@ -218,7 +218,7 @@ def test_a_hosts_loss_counts_as_one_failure(scenario: MakeScenario) -> None:
     s = scenario(start_np=8, max_restarts=1).training(a=4, b=4)
     s.agent_lost("b")
     assert s.end is None
-    assert s.job.snapshot(s.now).counters.failures == 1
+    assert s.job.status(s.now).counters.failures == 1
 
 
 def test_max_restarts_restarts_even_what_failed_altogether(scenario: MakeScenario) -> None:
@@ -236,7 +236,7 @@ def test_max_restarts_restarts_even_what_failed_altogether(scenario: MakeScenari
 def test_after_the_end_nothing_is_decided(scenario: MakeScenario) -> None:
     s = scenario(start_np=1).training(a=1)
     s.exit("a.0.1", 0)
-    assert s.job.snapshot(s.now).state == "succeeded"
+    assert s.job.status(s.now).state == "succeeded"
     assert s.hosts(b=3) == []
     assert s.lost("a.0.1") == []
     assert s.job.deadline() is None

@@ -23,7 +23,7 @@ def test_a_removed_hosts_workers_leave_at_a_boundary_and_are_then_stopped(
     s.exit("b.0.1", 0)
     assert s.all(StopAgent)[0].host == "b"
     assert s.end is None
-    assert s.job.snapshot(s.now).counters.failures == 0
+    assert s.job.status(s.now).counters.failures == 0
 
 
 def test_a_removed_worker_that_dies_before_the_boundary_is_no_failure(
@@ -57,7 +57,7 @@ def test_below_min_np_a_removed_host_is_left_all_the_same(scenario: MakeScenario
     s.ready("a.0.1", "a.1.1", "b.0.1", "b.1.1", version=5)
     assert s.round == (2, "forming")
     assert sorted(s.in_state("stopping")) == ["b.0.1", "b.1.1"]
-    assert s.job.snapshot(s.now).reason == "2 of at least 3 workers are ready"
+    assert s.job.status(s.now).reason == "2 of at least 3 workers are ready"
 
 
 def test_when_every_host_is_exchanged_the_state_is_handed_over(scenario: MakeScenario) -> None:
@@ -124,7 +124,7 @@ def test_scaling_down_and_up_keeps_the_oldest(scenario: MakeScenario) -> None:
 def test_scaling_never_goes_below_min_np(scenario: MakeScenario) -> None:
     s = scenario(start_np=3, min_np=2).training(a=3)
     s.send(ev.ScaleRequested(0))
-    assert s.job.snapshot(s.now).wanted == 2
+    assert s.job.status(s.now).wanted == 2
 
 
 def test_a_spare_host_is_used_only_when_another_is_lost(scenario: MakeScenario) -> None:

@@ -11,7 +11,7 @@ from tests.core.scenario import MakeScenario, Scenario
 def _declared(s: Scenario, **hosts: int) -> Scenario:
     """A plain job whose first round was announced."""
     s.hosts(**hosts)
-    s.wait(s.job.state.settings.plain_after)
+    s.wait(s.job.settings.plain_after)
     assert s.round == (1, "complete")
     return s
 
@@ -20,10 +20,10 @@ def test_a_script_that_says_nothing_is_a_plain_one_after_a_while(scenario: MakeS
     s = scenario(start_np=2, plain_after=5.0)
     s.hosts(a=2)
     s.wait(4.9)
-    assert s.job.snapshot(s.now).kind == "undeclared"
-    assert s.job.snapshot(s.now).reason == "to see whether the script calls elastic.init()"
+    assert s.job.status(s.now).kind == "undeclared"
+    assert s.job.status(s.now).reason == "to see whether the script calls elastic.init()"
     s.wait(0.1)
-    assert s.job.snapshot(s.now).kind == "plain"
+    assert s.job.status(s.now).kind == "plain"
     assert s.members == ["a.0.1", "a.1.1"]
 
 
@@ -33,7 +33,7 @@ def test_a_late_ready_still_makes_the_job_elastic_in_the_same_world(
     s = _declared(scenario(start_np=2), a=2)
     for worker in s.members:
         s.send(ev.WorkerReady(worker, 0, -1, True, "slow imports"))
-    assert s.job.snapshot(s.now).kind == "elastic"
+    assert s.job.status(s.now).kind == "elastic"
     assert s.round == (1, "complete")  # it finds the world that is published already
     s.step(*s.members)
     s.exit("a.0.1", -9)
@@ -85,7 +85,7 @@ def test_the_next_round_waits_for_the_last_old_process(scenario: MakeScenario) -
     s.exit("a.0.1", -9)
     s.exit("a.1.1", -15)
     assert s.round == (1, "closing")
-    assert s.job.snapshot(s.now).reason == "1 workers have not stopped yet"
+    assert s.job.status(s.now).reason == "1 workers have not stopped yet"
     s.exit("a.2.1", -15)
     assert s.round == (2, "complete")
 
@@ -132,7 +132,7 @@ def test_one_failure_among_the_living_restarts_after_settling(scenario: MakeScen
     s = scenario(start_np=2, settle=1.0)
     s.hosts(a=2)
     s.exit("a.1.1", 7)
-    assert s.job.snapshot(s.now).kind == "plain"
+    assert s.job.status(s.now).kind == "plain"
     s.wait(1.0)
     s.obey_stops()
     assert s.starting == []
@@ -215,7 +215,7 @@ def test_a_removed_hosts_worker_that_dies_first_restarts_the_rest(scenario: Make
     s.exit("a.0.1", -15)
     s.obey_stops()
     assert s.members == ["b.0.2"]
-    assert s.job.snapshot(s.now).counters.failures == 0
+    assert s.job.status(s.now).counters.failures == 0
 
 
 def test_scaling_down_restarts_with_fewer(scenario: MakeScenario) -> None:

@@ -191,7 +191,7 @@ def test_stop_ends_the_job_with_the_wished_status(scenario: MakeScenario) -> Non
 def test_the_job_says_what_it_waits_for(scenario: MakeScenario) -> None:
     s = scenario(start_np=4)
     s.hosts(a=2)
-    status = s.job.snapshot(s.now)
+    status = s.job.status(s.now)
     assert status.reason == "2 of at least 4 slots have an agent"
     assert (status.state, status.kind, status.round, status.size) == ("forming", "undeclared", 1, 0)
 
@@ -199,7 +199,7 @@ def test_the_job_says_what_it_waits_for(scenario: MakeScenario) -> None:
 def test_the_snapshot_shows_members_hosts_and_counters(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, max_np=2, host_failures=1).training(a=1, b=2)
     s.exit("b.0.1", -9)
-    status = s.job.snapshot(s.now + 4.0)
+    status = s.job.status(s.now + 4.0)
     assert [(m.worker, m.rank, m.state) for m in status.members][:1] == [("a.0.1", 0, "running")]
     hosts = {h.host: (h.slots, h.state, h.cooldown_left, h.agent) for h in status.hosts}
     assert hosts == {"a": (1, "usable", 0.0, "ready"), "b": (2, "cool-down", 6.0, "ready")}

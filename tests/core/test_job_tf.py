@@ -38,7 +38,7 @@ def test_each_round_has_a_tf_config_and_survivors_keep_index_and_port(
         "a.0.1": {"cluster": {"worker": two}, "task": {"type": "worker", "index": 0}},
         "b.0.1": {"cluster": {"worker": two}, "task": {"type": "worker", "index": 1}},
     }
-    s.wait(s.job.state.settings.plain_after)
+    s.wait(s.job.settings.plain_after)
     s.hosts(a=1, b=1, c=1)
     hosts_with_ports(s, "c")
     s.wait(1.0)
@@ -65,7 +65,7 @@ def test_parameter_servers_and_their_workers_are_stopped_when_the_chief_is_done(
 ) -> None:
     s = scenario(start_np=3, min_np=3, tf_roles=PS_ROLES)
     s.hosts(a=3)
-    s.wait(s.job.state.settings.plain_after)
+    s.wait(s.job.settings.plain_after)
     s.exit("a.0.1", 0)
     assert s.all(EndJob)[0].exit_code == 0
     assert {o.worker for o in s.orders(msg.StopWorkerOrder)} == {"a.1.1", "a.2.1"}
@@ -74,7 +74,7 @@ def test_parameter_servers_and_their_workers_are_stopped_when_the_chief_is_done(
 def test_workers_that_mirror_each_other_are_waited_for(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, min_np=2, tf_roles=(("chief", 1), ("worker", None)))
     s.hosts(a=2)
-    s.wait(s.job.state.settings.plain_after)
+    s.wait(s.job.settings.plain_after)
     s.exit("a.0.1", 0)
     assert s.all(EndJob) == []
     s.exit("a.1.1", 0)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from elastic_driver.core.tf_config import (
     WORKERS_ONLY,
-    Room,
+    PortOffer,
     Task,
     TfLayout,
     assign,
@@ -99,7 +99,7 @@ def test_addresses_stand_at_their_index_also_above_nine() -> None:
 # ---- where it listens --------------------------------------------------------------------
 
 
-def workers(layout: TfLayout, **rooms: Room) -> list[str]:
+def workers(layout: TfLayout, **rooms: PortOffer) -> list[str]:
     """The workers' addresses by index, one slot 0 a host."""
     configs = layout.settle({(host, 0): room for host, room in rooms.items()})
     return list(json.loads(next(iter(configs.values())))["cluster"]["worker"])
@@ -107,7 +107,7 @@ def workers(layout: TfLayout, **rooms: Room) -> list[str]:
 
 def test_a_slot_keeps_its_port_over_rounds() -> None:
     layout = TfLayout(WORKERS_ONLY)
-    a, b, c = (Room(f"10.0.0.{n}", (7000 + n, 8000 + n)) for n in (1, 2, 3))
+    a, b, c = (PortOffer(f"10.0.0.{n}", (7000 + n, 8000 + n)) for n in (1, 2, 3))
     assert workers(layout, a=a, b=b) == ["10.0.0.1:7001", "10.0.0.2:7002"]
     assert workers(layout, a=a, b=b, c=c) == ["10.0.0.1:7001", "10.0.0.2:7002", "10.0.0.3:7003"]
     assert workers(layout, a=a, c=c) == ["10.0.0.1:7001", "10.0.0.3:7003"]
@@ -115,7 +115,7 @@ def test_a_slot_keeps_its_port_over_rounds() -> None:
 
 def test_slots_and_hosts_that_share_an_address_never_share_a_port() -> None:
     layout = TfLayout(WORKERS_ONLY)
-    one, other = Room("127.0.0.1", (7000, 7001)), Room("127.0.0.1", (7000, 7009))
+    one, other = PortOffer("127.0.0.1", (7000, 7001)), PortOffer("127.0.0.1", (7000, 7009))
     configs = layout.settle({("a", 0): one, ("a", 1): one, ("b", 0): other})
     found = json.loads(configs["a", 0])["cluster"]["worker"]
     assert found == ["127.0.0.1:7000", "127.0.0.1:7001", "127.0.0.1:7009"]
@@ -123,21 +123,21 @@ def test_slots_and_hosts_that_share_an_address_never_share_a_port() -> None:
 
 def test_an_agent_that_was_started_again_offers_other_ports_and_one_of_those_is_taken() -> None:
     layout = TfLayout(WORKERS_ONLY)
-    workers(layout, a=Room("10.0.0.1", (61000,)), b=Room("10.0.0.2", (61000,)))
-    again = workers(layout, a=Room("10.0.0.1", (61000,)), b=Room("10.0.0.2", (61777,)))
+    workers(layout, a=PortOffer("10.0.0.1", (61000,)), b=PortOffer("10.0.0.2", (61000,)))
+    again = workers(layout, a=PortOffer("10.0.0.1", (61000,)), b=PortOffer("10.0.0.2", (61777,)))
     assert again == ["10.0.0.1:61000", "10.0.0.2:61777"]
 
 
 def test_an_agent_without_ports_to_offer_gets_ones_beside_torchs_own() -> None:
     layout = TfLayout(WORKERS_ONLY)
-    configs = layout.settle({("a", slot): Room("::1", ()) for slot in range(2)})
+    configs = layout.settle({("a", slot): PortOffer("::1", ()) for slot in range(2)})
     assert json.loads(configs["a", 1])["cluster"]["worker"] == ["[::1]:29501", "[::1]:29502"]
 
 
 def test_servers_do_not_carry_the_training_on() -> None:
     def essential(roles: TfRoles, count: int) -> list[bool]:
         layout = TfLayout(roles)
-        layout.settle({("a", slot): Room("x", ()) for slot in range(count)})
+        layout.settle({("a", slot): PortOffer("x", ()) for slot in range(count)})
         return [layout.essential(("a", slot)) for slot in range(count)]
 
     assert essential((("ps", 1), ("worker", None), ("evaluator", 1)), 3) == [False, True, False]

@@ -8,7 +8,6 @@ from typing import get_args
 import pytest
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.invariants import check
 from elastic_driver.core.job import Job
 from elastic_driver.settings import Settings
 
@@ -35,7 +34,9 @@ def usual(random: Random) -> list[ev.Event]:
         ev.RankRecovered(worker, number),
         ev.ScaleRequested(random.randint(-1, 9)),
         ev.DiscoveryFailed(WHY),
-        ev.Batch((ev.AgentReady(host, 1, 1, "x", ()), ev.WorkerStepped(worker, number, number))),
+        ev.EventBatch(
+            (ev.AgentReady(host, 1, 1, "x", ()), ev.WorkerStepped(worker, number, number))
+        ),
         ev.Tick(),
     ]
 
@@ -95,5 +96,5 @@ def test_no_news_breaks_an_invariant_or_raises(seed: int) -> None:
         now += random.choice([0.0, 0.01, 1.0, 20.0])
         event = absurd(random)
         job.handle(event, now)
-        assert check(job) == [], (seed, event)
-        job.snapshot(now)
+        assert job.check() == [], (seed, event)
+        job.status(now)

@@ -23,7 +23,6 @@ from elastic_driver.core.decisions import (
     StartAgent,
     StopAgent,
 )
-from elastic_driver.core.invariants import check
 from elastic_driver.core.job import Job
 from elastic_driver.core.rules.workers import ACTIVE
 from elastic_driver.settings import Settings
@@ -174,11 +173,11 @@ class Cluster:
         now = self.clock.now
         for arrived in events:
             self.note("->", arrived)
-        taken = ev.Batch(tuple(events)) if len(events) > 1 else event
+        taken = ev.EventBatch(tuple(events)) if len(events) > 1 else event
         for decision in self.job.handle(taken, now):
             self.note("  ", decision)
             self._execute(decision)
-        problems = check(self.job)
+        problems = self.job.check()
         if problems:
             raise Violation("; ".join(problems))
         self._arm(event)
@@ -219,7 +218,7 @@ class Cluster:
             self._check_replaced(decision)
 
     def _start_agent(self, decision: StartAgent) -> None:
-        if not self.job.state.hosts.usable(decision.host):
+        if not self.job.hosts.usable(decision.host):
             raise Violation(f"an agent is started on {decision.host}, which is not usable")
         agent = SimAgent(self, decision.host, decision.incarnation)
         self.agents[decision.host] = agent
@@ -235,7 +234,7 @@ class Cluster:
 
     def _order(self, decision: GiveOrder) -> None:
         if isinstance(decision.order, msg.StartWorkerOrder):
-            hosts = self.job.state.hosts
+            hosts = self.job.hosts
             if not hosts.usable(decision.host):
                 raise Violation(f"{decision.order.worker} is started on an unusable host")
             if decision.order.place.slot >= hosts.slots(decision.host):
@@ -272,7 +271,7 @@ class Cluster:
             worker.act(self.delay(), "see_notice", self.notice)
 
     def _publish_save(self, request: msg.SaveRequest) -> None:
-        workers = self.job.state.registry.workers
+        workers = self.job.workers.workers
         for member in request.members:
             held = workers[member]  # READY when asked; it may be in a round again by now
             there = held.state.value in ("ready", "running")
@@ -295,23 +294,24 @@ class Cluster:
 
     def _check_world(self, world: msg.World) -> None:
         """No finished step may be lost while somebody who could bring it along is there."""
-        if not self.elastic or self.job.state.first_success is not None:
+        if not self.elastic or self.job.outcome.first_success is not None:
             return
         members = {member.worker for member in world.members}
         best = max((m.version for m in world.members if m.clean), default=-1)
-        room = self.settings.max_np is None or (self.job.state.wanted or 2) >= 2
-        for worker in self.job.state.registry.workers.values():
+        room = self.settings.max_np is None or (self.job.capacity.wanted or 2) >= 2
+        for worker in self.job.workers.workers.values():
             waits = worker.state.value == "ready" and worker.clean and room
             if waits and worker.id not in members and worker.version > best:
                 raise Violation(f"{worker.id} holds version {worker.version}, the world {best}")
 
     def _check_stop(self, order: msg.StopWorkerOrder) -> None:
         """The last holder of the newest state is not sent away while others come to take over."""
-        job = self.job.state
-        stopped = job.registry.workers[order.worker]
-        if not self.elastic or job.first_success is not None or (job.wanted or 2) < 2:
+        job = self.job
+        stopped = job.workers.workers[order.worker]
+        finishing = job.outcome.first_success is not None
+        if not self.elastic or finishing or (job.capacity.wanted or 2) < 2:
             return
-        others = [w for w in job.registry.having(*ACTIVE) if w is not stopped]
+        others = [w for w in job.workers.having(*ACTIVE) if w is not stopped]
         holders = [w for w in others if w.admitted is not None and w.version >= stopped.version]
         heirs = [w for w in others if not w.leaving and w.admitted is None]
         alone = stopped.clean and stopped.version > 0 and not holders
@@ -321,8 +321,8 @@ class Cluster:
     def _check_replaced(self, told: Announce) -> None:
         """A slow worker goes only when its replacement is there, on a host that was never slow."""
         self.replaced += 1
-        job = self.job.state
-        successor = job.registry.workers[str(told.detail["replacement"])]
+        job = self.job
+        successor = job.workers.workers[str(told.detail["replacement"])]
         if successor.state.value not in ("ready", "running"):
             raise Violation(f"{told.worker} left before {successor.id} was ready")
         if job.hosts.distrusted(successor.host):

@@ -198,9 +198,9 @@ class Faults:
 
     def _slow(self) -> None:
         """A member is found slow, or one that was known to be is so no longer."""
-        round_ = self.cluster.job.state.round
-        if round_.slow and self.random.random() < 0.3:
-            worker_id = self.random.choice(list(round_.slow))
+        round_, slow = self.cluster.job.rounds.current, self.cluster.job.drains.slow
+        if slow and self.random.random() < 0.3:
+            worker_id = self.random.choice(list(slow))
             self.cluster.deliver(ev.RankRecovered(worker_id, round_.number))
         elif round_.members:
             worker_id = self.random.choice(round_.members)

@@ -128,10 +128,10 @@ def run_seed(seed: int) -> Outcome:
     return Outcome(
         seed,
         cluster.elastic,
-        cluster.job.state.round.number,
+        cluster.job.rounds.current.number,
         cluster.trained,
         cluster.end.exit_code if cluster.end else None,
-        cluster.job.state.ignored_events,
+        cluster.job.effects.ignored_events,
         cluster.replaced,
     )
 
@@ -157,11 +157,11 @@ def _play(cluster: Cluster, faults: Faults) -> None:
 
 def _check_departure(cluster: Cluster) -> None:
     """It has ended in time; where the state was saved, nobody who could write was further."""
-    job = cluster.job.state
-    assert job.departure is not None
-    if cluster.ended_at > job.departure.end_by + 1e-6:
-        raise Violation(f"ended {cluster.ended_at - job.departure.end_by:.3f} s too late")
-    if job.farewell is None or not job.farewell.folder:
+    job = cluster.job
+    assert job.outcome.departure is not None
+    if cluster.ended_at > job.outcome.departure.end_by + 1e-6:
+        raise Violation(f"ended {cluster.ended_at - job.outcome.departure.end_by:.3f} s too late")
+    if job.final_checkpoint.save is None or not job.final_checkpoint.save.folder:
         return
     for worker in cluster.living():
         reachable = not (worker.frozen or worker.doomed or worker.agent.cut) and worker.clean
@@ -170,15 +170,16 @@ def _check_departure(cluster: Cluster) -> None:
 
 
 def _check_best_size(cluster: Cluster) -> None:
-    job = cluster.job.state
+    job = cluster.job
     slots = sum(host.slots for host in job.hosts.order)
-    best = slots if job.wanted is None else min(slots, job.wanted)
-    if job.round.state is not RoundState.COMPLETE:
-        raise Violation(f"quiet, but round {job.round.number} is {job.round.state}: {job.waiting}")
+    best = slots if job.capacity.wanted is None else min(slots, job.capacity.wanted)
+    if job.rounds.current.state is not RoundState.COMPLETE:
+        found = f"round {job.rounds.current.number} is {job.rounds.current.state}"
+        raise Violation(f"quiet, but {found}: {job.effects.waiting}")
     if units.limited(job.settings):
         _check_best_hosts(cluster)
-    elif job.size != best:
-        raise Violation(f"quiet, but {job.size} workers train where {best} could")
+    elif (size := job.workers.count(WorkerState.RUNNING)) != best:
+        raise Violation(f"quiet, but {size} workers train where {best} could")
     before = cluster.trained
     cluster.clock.run(cluster.clock.now + 2.0, lambda: cluster.end is not None)
     if cluster.trained <= before:
@@ -187,30 +188,30 @@ def _check_best_size(cluster: Cluster) -> None:
 
 def _check_best_hosts(cluster: Cluster) -> None:
     """As many hosts as whole units allow, each with all its slots where any number is wanted."""
-    job = cluster.job.state
+    job = cluster.job
     found = {host.name: host.slots for host in job.hosts.order}
     best = len(units.whole(list(found), job.settings))
-    inside = [w.host for w in job.registry.having(WorkerState.RUNNING)]
-    if job.wanted is None and len(set(inside)) != best:
+    inside = [w.host for w in job.workers.having(WorkerState.RUNNING)]
+    if job.capacity.wanted is None and len(set(inside)) != best:
         raise Violation(f"quiet, but {len(set(inside))} hosts train where {best} could")
     slots = sum(found[host] for host in set(inside))
-    if job.wanted is None and len(inside) != slots:
+    if job.capacity.wanted is None and len(inside) != slots:
         raise Violation(f"quiet, but {len(inside)} of {slots} slots of these hosts train")
 
 
 def _check_end(cluster: Cluster, faults: Faults) -> None:
     if cluster.end is None:
-        raise Violation(f"everybody should have finished, but: {cluster.job.state.waiting}")
+        raise Violation(f"everybody should have finished, but: {cluster.job.effects.waiting}")
     if cluster.end.exit_code == 0:
         if cluster.goal is None:
             raise Violation("success before anybody had finished the script")
         return
-    if cluster.job.state.departure is not None:
+    if cluster.job.outcome.departure is not None:
         _check_departure(cluster)
         return
     # Ending with a failure is right only where the script itself may be to blame.
     mismatches = sum("mismatch" in fault for fault in faults.injected)
     own = any("exit" in fault for fault in faults.injected) or mismatches > 1
-    early = cluster.elastic and not cluster.job.state.fruitful
+    early = cluster.elastic and not cluster.job.outcome.has_progress
     if not own and not early:
         raise Violation(f"failed without a reason: {cluster.end.reason}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core.rules import membership, plain
-from elastic_driver.core.state import JobState
+from elastic_driver.core.rules.membership import Membership
+from elastic_driver.core.rules.plain import Plain
 from tests.sim.runner import SeedFailed, run_seed
 
 SEEDS = 240
@@ -28,17 +28,17 @@ def test_slow_workers_are_replaced_in_some_seeds() -> None:
 def test_a_core_that_forgets_who_holds_the_state_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(membership, "_state_holders", lambda _job, _ready: [])
+    monkeypatch.setattr(Membership, "_state_holders", lambda _self, _ready: [])
     _assert_found_out(range(400), "alone holds version")
 
 
 def test_a_core_that_does_not_wait_for_the_last_process_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def hasty(job: JobState, now: float) -> None:
-        job.open_next_round(now, "nobody is waited for")
+    def hasty(plain: Plain, now: float) -> None:
+        plain.rounds.open_next(now, "nobody is waited for")
 
-    monkeypatch.setattr(plain, "_watch_stopping", hasty)
+    monkeypatch.setattr(Plain, "_watch_stopping", hasty)
     _assert_found_out(range(60), "Violation|ValueError")
 
 

@@ -1,89 +1,110 @@
-"""What follows from the news of agents: one is up, one is lost, one does not come up.
+"""News of agents: one is up, one is lost, one does not come up.
 
 With its agent a host's workers are gone. The agent is started again in place, or its host put in
-cool-down. Called by the job machine; starts and stops nothing itself. Times are monotonic seconds.
+cool-down. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from elastic_driver.core.decisions import Announce
-from elastic_driver.core.documents import Failure
 from elastic_driver.core.events import AgentLost, AgentReady
-from elastic_driver.core.rules import endings, placement
-from elastic_driver.core.rules.fleet import Agent, AgentState
-from elastic_driver.core.rules.outcome import KILLED, Cause
-from elastic_driver.core.rules.workers import ACTIVE, News, Worker, WorkerState
-from elastic_driver.core.state import JobState
+from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.endings import Endings
+from elastic_driver.core.rules.fleet import AgentNews, AgentState, Fleet, HostAgent
+from elastic_driver.core.rules.hosts import HostManager
+from elastic_driver.core.rules.outcome import Cause, Outcome
+from elastic_driver.core.rules.placement import Placement
+from elastic_driver.core.rules.rounds import Rounds
+from elastic_driver.core.rules.workers import (
+    ACTIVE,
+    Worker,
+    WorkerNews,
+    WorkerState,
+    WorkerStateRegistry,
+)
+from elastic_driver.settings import Settings
 
 
-def ready(job: JobState, event: AgentReady, _now: float) -> None:
-    """An agent is up, and its host's slots can be used."""
-    agent = job.fleet.ready(event)
-    if agent is None:
-        job.ignore(f"agent {event.host}.{event.incarnation} is not the one that is awaited")
-        return
-    job.capacity_changed = True
-    job.decide(
-        Announce(
-            "agent_started",
-            f"at {agent.address}",
-            round=job.round.number,
-            host=agent.host,
-            pid=agent.pid,
-        )
-    )
+@dataclass(slots=True)
+class Agents:
+    """Decides what follows from the news of agents."""
 
+    settings: Settings
+    effects: Effects
+    hosts: HostManager
+    fleet: Fleet
+    workers: WorkerStateRegistry
+    capacity: Capacity
+    outcome: Outcome
+    rounds: Rounds
+    endings: Endings
+    placement: Placement
 
-def lost(job: JobState, event: AgentLost, now: float) -> None:
-    """An agent's process has ended, or it is silent."""
-    agent = job.fleet.current(event.host, event.incarnation)
-    if agent is None:
-        job.ignore(f"agent {event.host}.{event.incarnation} is not the present one")
-        return
-    job.announce("agent_lost", event.reason, host=event.host)
-    job.fleet.drop(event.host)
-    failed = [w for w in job.registry.on_host(event.host) if _lose_with_agent(job, w, now)]
-    if failed and job.first_success is None and job.end is None:
-        member = any(endings.is_member(worker) for worker in failed)
-        endings.count_failure(job, now, member=member)
-    if job.end is None:
-        _host_without_agent(job, agent, event.reason, now)
+    def on_ready(self, event: AgentReady) -> None:
+        """Note that an agent is up and its host's slots can be used."""
+        agent = self.fleet.ready(event)
+        if agent is None:
+            late = f"agent {event.host}.{event.incarnation} is not the one that is awaited"
+            self.effects.ignore(late)
+            return
+        self.capacity.note_change()
+        number, at = self.rounds.current.number, f"at {agent.address}"
+        self.effects.decide(Announce("agent_started", at, number, agent.host, pid=agent.pid))
 
+    def on_lost(self, event: AgentLost, now: float) -> None:
+        """Record that an agent has ended, or is silent, and its workers with it."""
+        agent = self.fleet.current(event.host, event.incarnation)
+        if agent is None:
+            late = f"agent {event.host}.{event.incarnation} is not the present one"
+            self.effects.ignore(late)
+            return
+        self.effects.announce("agent_lost", event.reason, host=event.host)
+        was_up = agent.state is AgentState.READY
+        self.fleet.apply(agent, AgentNews.LOST)
+        there = self.workers.on_host(event.host)
+        failed = [worker for worker in there if self._lose_worker(worker, now)]
+        if failed and self.outcome.first_success is None and self.outcome.end is None:
+            self.endings.count_failure(now, member=any(worker.is_member for worker in failed))
+        if self.outcome.end is None:
+            self._host_without_agent(agent, event.reason, now, was_up=was_up)
 
-def watch_starting(job: JobState, now: float) -> None:
-    """Give up an agent that takes longer than `start_timeout` to come up."""
-    for agent in job.fleet.starting()[:1]:
-        timeout = job.settings.start_timeout
-        if job.passed(agent.asked_at + timeout, now, f"the agent on {agent.host} starts"):
-            placement.stop_agent(job, agent, "it did not come up in time")
-            _host_without_agent(job, agent, f"agent not up within {timeout:g} s", now)
+    def advance(self, now: float) -> None:
+        """Give up an agent that takes longer than `start_timeout` to come up."""
+        for agent in self.fleet.starting()[:1]:
+            timeout = self.settings.start_timeout
+            waiting = f"the agent on {agent.host} starts"
+            if self.effects.due_or_set_alarm(agent.asked_at + timeout, now, waiting):
+                self.placement.stop_agent(agent, "it did not come up in time")
+                late = f"agent not up within {timeout:g} s"
+                self._host_without_agent(agent, late, now, was_up=False)
 
+    def _lose_worker(self, worker: Worker, now: float) -> bool:
+        """Record that a worker died with its agent; return whether that is a failure."""
+        failed = not worker.leaving and worker.state in ACTIVE
+        was_running = worker.state is WorkerState.RUNNING
+        if worker.leaving:
+            self.workers.apply(worker, WorkerNews.TOLD_TO_STOP)
+        self.workers.apply(worker, WorkerNews.EXITED_NONZERO)
+        self.effects.announce("worker_lost", "its agent was lost", worker)
+        if failed:
+            self.endings.record_loss(worker, Cause.AGENT, now)
+        elif worker.leaving:
+            self.rounds.left_early(worker, now, running=was_running)
+        return failed
 
-def _lose_with_agent(job: JobState, worker: Worker, now: float) -> bool:
-    """A worker died with its agent; whether that is a failure."""
-    expected = bool(worker.leaving) or worker.state not in ACTIVE
-    was_running = worker.state is WorkerState.RUNNING
-    if worker.leaving:
-        job.registry.apply(worker, News.TOLD_TO_STOP)
-    job.registry.apply(worker, News.EXITED_NONZERO)
-    job.announce("worker_lost", "its agent was lost", worker)
-    if not expected:
-        place = worker.place
-        failure = Failure(worker.id, place.rank, worker.host, worker.pid, KILLED)
-        endings.record_loss(job, worker, failure, Cause.AGENT, now)
-    elif worker.leaving:
-        job.left_early(worker, now, running=was_running)
-    return not expected
-
-
-def _host_without_agent(job: JobState, agent: Agent, reason: str, now: float) -> None:
-    """The agent is gone: start it again in place, or put its host in cool-down."""
-    job.capacity_changed = True
-    if job.hosts.drained(agent.host) is not None:
-        return  # it went early, and was to go: no trouble of the host's
-    was_up = agent.state is AgentState.READY
-    cooldown = job.hosts.agent_failed(agent.host, now, reason, started=was_up)
-    if cooldown is not None:
-        job.announce("host_blacklisted", cooldown, host=agent.host)
-    elif job.hosts.usable(agent.host) and not job.finishing:
-        placement.start_agent(job, agent.host, now, f"again in place: {reason}")
+    def _host_without_agent(
+        self, agent: HostAgent, reason: str, now: float, *, was_up: bool
+    ) -> None:
+        """Start the agent again in place, or put its host in cool-down."""
+        self.capacity.note_change()
+        host = agent.host
+        if self.hosts.drained(host) is not None:
+            return  # it went early, and was to go: no trouble of the host's
+        cooldown = self.hosts.agent_failed(host, now, reason, started=was_up)
+        if cooldown is not None:
+            self.effects.announce("host_blacklisted", cooldown, host=host)
+        elif self.hosts.usable(host) and not self.outcome.finishing:
+            self.placement.start_agent(host, now, f"again in place: {reason}")

@@ -1,4 +1,5 @@
-"""After which step a planned change may happen: one every rank still has before it.
+"""The boundary: the step after which a planned change may happen, one that every rank still has
+before it.
 
 Workers leave together without a collective because the driver names the step. That step has to
 lie far enough ahead that each worker's heartbeat thread knows of it before `commit()` gets
@@ -13,21 +14,85 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_driver.core.decisions import AskProgress, PublishNotice
 from elastic_driver.core.events import ProgressReported
-from elastic_driver.core.rules.workers import WorkerState
-from elastic_driver.core.state import JobState
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.rounds import OfRound, Rounds
+from elastic_driver.core.rules.workers import WorkerState, WorkerStateRegistry
+from elastic_driver.settings import Settings
 
 BASE_MARGIN = 0.1  # store → long-poll → heartbeat thread, on a busy machine
 MARGIN_PER_WORKER = 0.0005  # the server answers its long-polls one after the other
 LEAST_MARGIN = 0.03  # a heartbeat thread may have to wait for the interpreter, or for a core
 MARGIN_PER_ANSWER = 5  # times what question and answer just took; the notice goes half that way
 LONGEST_AHEAD = 10_000  # steps; a nonsensical step time must not name a step nobody reaches
-
 REPORT_S = 2.0  # for the executor to report; usually it takes milliseconds
 STALE_S = 2.0  # the greatest age of the last progress of a worker that did not answer
+
+
+@dataclass(slots=True)
+class Question:
+    """A question about the members' progress that is not answered yet."""
+
+    asked_at: float | None = None
+    reason: str = ""  # for leaving
+
+
+@dataclass(slots=True)
+class Boundary:
+    """Has the members leave after a common step."""
+
+    settings: Settings
+    effects: Effects
+    workers: WorkerStateRegistry
+    rounds: Rounds
+    asked: int = 0  # questions so far
+    _question: OfRound[Question] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._question = OfRound(self.rounds, Question)
+
+    def leave(self, now: float, reason: str) -> None:
+        """Begin to close the round at a boundary: ask the members how far they are."""
+        if not self.rounds.close(now, reason, at_boundary=True):
+            return
+        self.asked += 1
+        question = self._question.get()
+        question.asked_at, question.reason = now, reason
+        workers = tuple(worker.id for worker in self.workers.having(WorkerState.RUNNING))
+        number = self.rounds.current.number
+        self.effects.decide(AskProgress(self.asked, number, workers, reason))
+
+    def on_progress_reported(self, event: ProgressReported, now: float) -> None:
+        """Name the step after which the members leave."""
+        question, current = self._question.get(), self.rounds.current
+        asked_at = question.asked_at
+        if asked_at is None or event.number != self.asked or not current.at_boundary:
+            self.effects.ignore("progress was reported that nobody waits for")
+            return
+        question.asked_at, waited = None, now - asked_at
+        stale = waited + min(self.settings.heartbeat_timeout / 3, STALE_S)
+        readings = (
+            Reading(r.step, r.step_time, waited if r.answered else stale) for r in event.readings
+        )
+        members = list(self.workers.having(WorkerState.RUNNING))
+        answers = sum(1 for reading in event.readings if reading.answered)
+        margin = margin_for(len(members), waited if answers >= len(members) else None)
+        base = max([0, *(worker.version for worker in members)])
+        step = leave_after(readings, base=base, margin=margin)
+        self.effects.decide(PublishNotice(current.number, step, question.reason))
+
+    def advance(self, now: float) -> None:
+        """Have the members leave at once where their progress is not reported in time."""
+        question = self._question.get()
+        if question.asked_at is None or not self.rounds.current.at_boundary:
+            return
+        waiting = "the members are asked how far they are"
+        if self.effects.due_or_set_alarm(question.asked_at + REPORT_S, now, waiting):
+            reason = f"{question.reason}; the members' progress could not be read"
+            self.rounds.leave(now, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,46 +103,6 @@ class Reading:
     step: int
     step_time: float
     age: float
-
-
-def leave(job: JobState, now: float, reason: str) -> None:
-    """Have the members leave after a common step: ask them how far they are."""
-    if not job.close_round(now, reason, at_boundary=True):
-        return
-    job.progress_asked += 1
-    job.round.asked_at, job.round.notice_reason = now, reason
-    workers = tuple(worker.id for worker in job.registry.having(WorkerState.RUNNING))
-    job.decide(AskProgress(job.progress_asked, job.round.number, workers, reason))
-
-
-def reported(job: JobState, event: ProgressReported, now: float) -> None:
-    """Name the step after which the members leave."""
-    asked_at = job.round.asked_at
-    if asked_at is None or event.number != job.progress_asked or not job.round.at_boundary:
-        job.ignore("progress was reported that nobody waits for")
-        return
-    job.round.asked_at, waited = None, now - asked_at
-    stale = min(job.settings.heartbeat_timeout / 3, STALE_S)
-    readings = (
-        Reading(r.step, r.step_time, waited if r.answered else waited + stale)
-        for r in event.readings
-    )
-    members = list(job.registry.having(WorkerState.RUNNING))
-    answers = sum(1 for reading in event.readings if reading.answered)
-    margin = margin_for(len(members), waited if answers >= len(members) else None)
-    base = max([0, *(worker.version for worker in members)])
-    step = leave_after(readings, base=base, margin=margin)
-    job.decide(PublishNotice(job.round.number, step, job.round.notice_reason))
-
-
-def watch(job: JobState, now: float) -> None:
-    """Have the members leave at once where nothing is reported in time."""
-    asked_at = job.round.asked_at
-    if asked_at is None or not job.round.at_boundary:
-        return
-    if job.passed(asked_at + REPORT_S, now, "the members are asked how far they are"):
-        reason = f"{job.round.notice_reason}; the members' progress could not be read"
-        job.leave_round(now, reason)
 
 
 def margin_for(members: int, answered: float | None) -> float:

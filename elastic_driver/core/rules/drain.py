@@ -1,125 +1,335 @@
-"""Hosts and workers that are to go in good order: drained by hand, or with a notice of their end.
+"""Hosts and workers that are to go in good order: by hand, with a notice of their end, or slow.
 
 A drained host is left like one that discovery removed, at a step boundary and without a step
 lost, but there is time: where other hosts have room, its workers train on until their
 replacements are ready, so that the world need not shrink. The same holds for a single worker with
-a notice; its slot is then free for the next one. Called by the job machine; starts and stops
-nothing itself. Times are monotonic seconds.
+a notice; its slot is then free for the next one.
+
+With `--replace-slow`, a worker that computes slowly is drained, too: one at a time, only out of a
+full world, and only onto one host that has room and is not slow itself, where its replacement is
+started first. A host once left is the last choice until a rank there has recovered, and between
+two hosts there is a pause. Without room elsewhere nothing happens, and that is said once.
+`policies.stragglers` gives the verdict on a rank; it is forgotten with its round.
+
+Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import inf
+from dataclasses import dataclass, field, replace
 
-from elastic_driver.core.events import DrainCancelled, DrainRequested, HostLeaving, WorkerLeaving
-from elastic_driver.core.rules import placement
-from elastic_driver.core.rules.hosts import Drain
+from elastic_driver.core.events import (
+    DrainCancelled,
+    DrainRequested,
+    HostLeaving,
+    RankRecovered,
+    RankSlow,
+    WorkerLeaving,
+)
+from elastic_driver.core.rules import units
+from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.fleet import Fleet
+from elastic_driver.core.rules.hosts import Drain, HostManager
 from elastic_driver.core.rules.notices import time_to_leave
-from elastic_driver.core.rules.outcome import Kind
-from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerState
-from elastic_driver.core.state import JobState
+from elastic_driver.core.rules.outcome import Outcome, ScriptKind
+from elastic_driver.core.rules.rounds import OfRound, Rounds, RoundState
+from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerState, WorkerStateRegistry
+from elastic_driver.settings import Settings
 
 REPLACEMENT_SHARE = 0.5  # of a deadline; the rest is for the boundary and for ending processes
+_HERE = (WorkerState.READY, WorkerState.RUNNING)
+_GONE_AS_TOLD = (WorkerState.STOPPING, WorkerState.STOPPED)
 
 
-def requested(job: JobState, event: DrainRequested, now: float) -> None:
-    """Somebody wants the host to be left."""
-    _drain(job, event.host, _until(job, event.reason, event.deadline, now))
+@dataclass(frozen=True, slots=True)
+class SlowRank:
+    """The verdict that a member computes slowly."""
+
+    ratio: float  # its time over the usual one
+    since: float
 
 
-def noticed(job: JobState, event: HostLeaving, now: float) -> None:
-    """An agent says that its host goes away."""
-    if job.fleet.current(event.host, event.incarnation) is None:
-        job.ignore(f"agent {event.host}.{event.incarnation} is not the present one")
-        return
-    _drain(job, event.host, _with_notice(job, event, now))
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A slow worker that is drained, and the host on which its replacement is started."""
+
+    worker: str
+    target: str
+    round: int  # the one in which it began
+    after: int  # workers started before it
+    drain: Drain
 
 
-def told(job: JobState, event: WorkerLeaving, now: float) -> None:
-    """A worker says that it has to go; its host stays."""
-    worker = job.registry.workers.get(event.worker)
-    if worker is None or worker.state not in ACTIVE or job.kind is not Kind.ELASTIC:
-        job.ignore(f"{event.worker} is gone or going, or has not taken part yet")
-        return
-    if worker.drain is not None:
-        job.ignore(f"{event.worker} has said before that it has to go")
-        return
-    worker.drain = _with_notice(job, event, now)
-    job.capacity_changed = True
-    job.announce("worker_leaving", event.reason, worker, deadline=event.deadline)
+@dataclass(slots=True)
+class Drains:
+    """Records who has to go and why."""
 
+    settings: Settings
+    effects: Effects
+    hosts: HostManager
+    fleet: Fleet
+    workers: WorkerStateRegistry
+    capacity: Capacity
+    outcome: Outcome
+    rounds: Rounds
+    replacement: Replacement | None = None
+    _notices: dict[str, Drain] = field(default_factory=dict)  # of workers that were told to go
+    _slow: OfRound[dict[str, SlowRank]] = field(init=False)  # members, the first found first
+    _replace_after: float = 0.0  # no replacement begins earlier
+    _without_room: set[str] = field(default_factory=set)  # slow hosts that nobody can leave
 
-def cancelled(job: JobState, event: DrainCancelled, _now: float) -> None:
-    """The host may be used again; workers that have not left yet stay."""
-    if not job.hosts.undrain(event.host):
-        job.ignore(f"host {event.host} is not drained")
-        return
-    job.hosts.trust(event.host)  # whoever looked after it may have cured its slowness, too
-    job.capacity_changed = True
-    job.announce("drain_cancelled", event.reason, host=event.host)
+    def __post_init__(self) -> None:
+        self._slow = OfRound(self.rounds, dict)
 
+    # ---- requests and notices ------------------------------------------------------------
 
-def waits_until(job: JobState, leavers: list[Worker]) -> float | None:
-    """Until when these workers wait for their replacements to be ready; None: not at all."""
-    patience = [_patience(job, worker) for worker in leavers]
-    until = [at for at in patience if at is not None]
-    if not until or len(until) < len(patience):  # others leave now: one change for all
+    def on_requested(self, event: DrainRequested, now: float) -> None:
+        """Drain a host."""
+        self._drain(event.host, self._until(event.reason, event.deadline, now))
+
+    def on_host_leaving(self, event: HostLeaving, now: float) -> None:
+        """Drain a host that goes away."""
+        if self.fleet.current(event.host, event.incarnation) is None:
+            late = f"agent {event.host}.{event.incarnation} is not the present one"
+            self.effects.ignore(late)
+            return
+        self._drain(event.host, self._with_notice(event, now))
+
+    def on_worker_leaving(self, event: WorkerLeaving, now: float) -> None:
+        """Drain a worker that has to go; its host stays."""
+        worker = self.workers.workers.get(event.worker)
+        elastic = self.outcome.kind is ScriptKind.ELASTIC
+        if worker is None or worker.state not in ACTIVE or not elastic:
+            late = f"{event.worker} is gone or going, or has not taken part yet"
+            self.effects.ignore(late)
+            return
+        if worker.id in self._notices:
+            self.effects.ignore(f"{event.worker} has said before that it has to go")
+            return
+        self._notices[worker.id] = self._with_notice(event, now)
+        self.capacity.note_change()
+        self.effects.announce("worker_leaving", event.reason, worker, deadline=event.deadline)
+
+    def on_cancelled(self, event: DrainCancelled) -> None:
+        """Let the host be used again; workers that have not left yet stay."""
+        if not self.hosts.undrain(event.host):
+            self.effects.ignore(f"host {event.host} is not drained")
+            return
+        self.hosts.trust(event.host)  # whoever looked after it may have cured its slowness, too
+        self.capacity.note_change()
+        self.effects.announce("drain_cancelled", event.reason, host=event.host)
+
+    def _until(self, reason: str, deadline: float | None, now: float) -> Drain:
+        patience = self.settings.start_timeout
+        if deadline is not None:
+            patience = min(patience, deadline * REPLACEMENT_SHARE)
+        return Drain(reason, now + patience)
+
+    def _with_notice(self, event: HostLeaving | WorkerLeaving, now: float) -> Drain:
+        drain = self._until(event.reason, event.deadline, now)
+        return replace(drain, leave_by=now + time_to_leave(event.deadline))
+
+    def _drain(self, host: str, drain: Drain) -> None:
+        if not self.hosts.drain(host, drain):
+            self.effects.ignore(f"host {host} is not there, or is drained already")
+            return
+        self.capacity.note_change()
+        self.effects.announce("drain_requested", drain.reason, host=host)
+        if host not in self.fleet.agents:
+            nothing = f"nothing ran there: {drain.reason}"
+            self.effects.announce("host_drained", nothing, host=host)
+
+    # ---- questions -----------------------------------------------------------------------
+
+    def of(self, worker: Worker) -> Drain | None:
+        """Return the drain for which a worker has to go: its host's, or its own."""
+        drain = self.hosts.drained(worker.host) or self._notices.get(worker.id)
+        if drain is None and self.is_replaced(worker) and self.replacement is not None:
+            return self.replacement.drain
+        return drain
+
+    def has_notice(self, worker: Worker) -> bool:
+        """Return whether the worker itself was told to go."""
+        return worker.id in self._notices
+
+    def is_replaced(self, worker: Worker) -> bool:
+        """Return whether the worker goes because it is slow."""
+        return self.replacement is not None and self.replacement.worker == worker.id
+
+    def reason_for(self, worker: Worker) -> str:
+        """Return why a worker has to go; empty where nothing is drained for it."""
+        drain = self.of(worker)
+        if drain is None:
+            return ""
+        if self.hosts.drained(worker.host) is not None:
+            return f"host {worker.host} is drained: {drain.reason}"
+        how = "has to go" if worker.id in self._notices else "is replaced"
+        return f"{worker.id} {how}: {drain.reason}"
+
+    # ---- slow workers --------------------------------------------------------------------
+
+    @property
+    def slow(self) -> dict[str, SlowRank]:
+        """The members of this round that are slow, by worker."""
+        return self._slow.get()
+
+    def on_slow(self, event: RankSlow, now: float) -> None:
+        """Record that a rank has become slow."""
+        worker = self.workers.workers.get(event.worker)
+        here = worker is not None and worker.state in _HERE
+        if event.round != self.rounds.current.number or not here:
+            late = f"{event.worker} was slow in round {event.round}, which is over for it"
+            self.effects.ignore(late)
+            return
+        self.slow.setdefault(event.worker, SlowRank(event.ratio, now))
+
+    def on_recovered(self, event: RankRecovered, now: float) -> None:
+        """Record that a rank is no longer slow: it stays, and its host counts like any other."""
+        round_is_over = event.round != self.rounds.current.number
+        if round_is_over or self.slow.pop(event.worker, None) is None:
+            late = f"{event.worker} was not known to be slow in round {event.round}"
+            self.effects.ignore(late)
+            return
+        worker = self.workers.workers.get(event.worker)
+        if worker is None:
+            return
+        if self.is_replaced(worker):
+            self._abandon("it is no longer slow", now)
+        if not any(other.id in self.slow for other in self._active_on(worker.host)):
+            self.hosts.trust(worker.host)
+            self._without_room.discard(worker.host)
+
+    def advance(self, now: float) -> None:
+        """Follow the replacement that goes on, or begin one."""
+        if not self.settings.replace_slow or self.outcome.kind is not ScriptKind.ELASTIC:
+            return
+        complete = self.rounds.current.state is RoundState.COMPLETE
+        if self.replacement is not None:
+            self._follow(self.replacement, now)
+        elif self.slow and complete and not self.outcome.finishing:
+            self._consider(now)
+
+    def _follow(self, replacement: Replacement, now: float) -> None:
+        worker = self.workers.workers.get(replacement.worker)
+        there = self._active_on(replacement.target)
+        started = (w for w in there if w.number > replacement.after and not w.leaving)
+        successor = next(started, None)
+        ready = successor is not None and successor.state in _HERE
+        if worker and successor and ready and worker.state in _GONE_AS_TOLD:
+            self._finish(worker, successor, replacement.drain.reason, now)
+            return
+        why = self._why_abandon(replacement, worker)
+        if not why and not ready:
+            why = self._why_not_wait(replacement, successor, now)
+        if why:
+            self._abandon(why, now)
+
+    def _why_abandon(self, replacement: Replacement, worker: Worker | None) -> str:
+        current = self.rounds.current
+        broken = current.state is RoundState.CLOSING and not current.at_boundary
+        if worker is None or worker.state not in ACTIVE:
+            return f"{replacement.worker} is gone"
+        if self.outcome.finishing:
+            return "the job is finishing"
+        if current.number != replacement.round or broken:  # the slow one and its state are needed
+            return "the world has changed for another reason"
+        if not self._makes_a_world(worker, replacement.target):
+            return "without it there are too few hosts"
+        return ""
+
+    def _why_not_wait(self, replacement: Replacement, successor: Worker | None, now: float) -> str:
+        if self.rounds.current.state is not RoundState.COMPLETE:
+            return "the world changes before its replacement is ready"
+        if not self.hosts.usable(replacement.target):
+            return f"host {replacement.target} cannot be used any more"
+        if (self.capacity.wanted or 0) - self.workers.active() > (successor is None):
+            return "more workers are wanted"
+        if self.effects.due_or_set_alarm(replacement.drain.replace_until, now):
+            return f"no replacement is ready within {self.settings.start_timeout:g} s"
+        return ""
+
+    def _active_on(self, host: str) -> list[Worker]:
+        return [worker for worker in self.workers.on_host(host) if worker.state in ACTIVE]
+
+    def _finish(self, worker: Worker, successor: Worker, reason: str, now: float) -> None:
+        by = f"by {successor.id}: {reason}"
+        self.effects.announce("worker_replaced", by, worker, replacement=successor.id)
+        self.replacement = None
+        self.capacity.note_change()
+        if not self._active_on(worker.host):  # workers left on the slow host may follow at once
+            self._replace_after = now + self.settings.replace_pause
+
+    def _abandon(self, why: str, now: float) -> None:
+        """Let everybody stay; whoever is one too many then is stopped like any other."""
+        if self.replacement is None:
+            return
+        worker = self.workers.workers.get(self.replacement.worker)
+        self.effects.announce("replacement_abandoned", why, worker)
+        if worker is not None:
+            self.workers.mark_leaving(worker, "")
+        self.replacement = None
+        self.capacity.note_change()
+        self._replace_after = now + self.settings.replace_pause
+
+    def _consider(self, now: float) -> None:
+        """Replace the rank that has been slow for longest, if it is time and there is room."""
+        worker_id, verdict = next(iter(self.slow.items()))
+        worker = self.workers.workers.get(worker_id)
+        if worker is None or worker.state is not WorkerState.RUNNING or worker.leaving:
+            return  # it leaves as it is; the round's end forgets it
+        if not self.effects.due_or_set_alarm(verdict.since + self.settings.slow_for, now):
+            return
+        self.hosts.distrust(worker.host)
+        if not self.effects.due_or_set_alarm(self._replace_after, now):
+            return
+        target = self._room_elsewhere(worker, now)
+        running, wanted = self.workers.count(WorkerState.RUNNING), self.capacity.wanted
+        if target is not None and running == self.workers.active() == wanted:
+            reason = f"it took {verdict.ratio:.1f} times the usual time on {worker.host}"
+            drain = Drain(reason, now + self.settings.start_timeout)
+            number, started = self.rounds.current.number, self.workers.started
+            self.replacement = Replacement(worker.id, target, number, started, drain)
+            self.capacity.note_change()
+            on = f"on {target}: {reason}"
+            self.effects.announce("replacement_started", on, worker, target=target)
+        elif target is None and worker.host not in self._without_room:
+            self._without_room.add(worker.host)
+            self.effects.announce("worker_not_replaced", self._why_no_room(), worker)
+
+    def _room_elsewhere(self, worker: Worker, now: float) -> str | None:
+        """Return the host that may take the worker's place."""
+        if self.capacity.wanted is None or self._last_change():
+            return None
+        slow_now = {w.host for w in self.workers.having(*_HERE) if w.id in self.slow}
+        for host in self.hosts.order:
+            name, without_agent = host.name, host.name not in self.fleet.agents
+            distrusted = name in slow_now or self.hosts.distrusted(name)
+            if distrusted or not self.hosts.usable(name):
+                continue
+            if without_agent and self.hosts.suspect(name, now):
+                continue
+            free = len(self.workers.on_host(name)) < host.slots
+            if free and self._makes_a_world(worker, name):
+                return name
         return None
-    return min(until) if _replacements_are_coming(job) else None
 
+    def _last_change(self) -> bool:
+        """Whether a failure may need the changes that the reset limit leaves."""
+        limit = self.settings.reset_limit
+        return limit is not None and self.rounds.current.number >= limit
 
-def of_worker(job: JobState, worker: Worker) -> Drain | None:
-    """The drain for which a worker has to go: its host's, or its own."""
-    return job.hosts.drained(worker.host) or worker.drain
+    def _makes_a_world(self, worker: Worker, target: str) -> bool:
+        """Whether those who stay, and who take others' places, are on whole units of hosts."""
+        if not units.limited(self.settings):
+            return True
+        staying = [w for w in self.workers.having(*ACTIVE) if w is not worker and not w.leaving]
+        hosts = tuple({target, *(w.host for w in staying)})
+        return len(units.whole(hosts, self.settings)) == len(hosts)
 
-
-def _patience(job: JobState, worker: Worker) -> float | None:
-    drain = of_worker(job, worker)
-    if drain is not None:
-        return drain.replace_until
-    replaced = job.replacing is not None and job.replacing.worker == worker.id
-    return job.replacing.until if job.replacing is not None and replaced else None
-
-
-def hand_over_until(job: JobState, leavers: list[Worker]) -> float:
-    """Until when workers that all leave may train on for somebody who takes over to come."""
-    drains = [of_worker(job, worker) for worker in leavers]
-    ends = [d.replace_until for d in drains if d is not None and d.leave_by is not None]
-    return min(ends, default=inf)
-
-
-def slots_come_free(job: JobState) -> bool:
-    """Whether others with a notice make room for somebody to whom one can hand the state."""
-    going = job.registry.having(WorkerState.READY, WorkerState.STOPPING)
-    return sum(1 for w in going if w.drain is not None and job.hosts.usable(w.host)) > 1
-
-
-def _replacements_are_coming(job: JobState) -> bool:
-    if any(not worker.leaving for worker in job.registry.having(WorkerState.STARTING)):
-        return True
-    if placement.room_left(job) == 0:
-        return False
-    return bool(job.fleet.starting() or placement.free_slots(job, 1))
-
-
-def _until(job: JobState, reason: str, deadline: float | None, now: float) -> Drain:
-    patience = job.settings.start_timeout
-    if deadline is not None:
-        patience = min(patience, deadline * REPLACEMENT_SHARE)
-    return Drain(reason, now + patience)
-
-
-def _with_notice(job: JobState, event: HostLeaving | WorkerLeaving, now: float) -> Drain:
-    drain = _until(job, event.reason, event.deadline, now)
-    return replace(drain, leave_by=now + time_to_leave(event.deadline))
-
-
-def _drain(job: JobState, host: str, drain: Drain) -> None:
-    if not job.hosts.drain(host, drain):
-        job.ignore(f"host {host} is not there, or is drained already")
-        return
-    job.capacity_changed = True
-    job.announce("drain_requested", drain.reason, host=host)
-    if host not in job.fleet.agents:
-        job.announce("host_drained", f"nothing ran there: {drain.reason}", host=host)
+    def _why_no_room(self) -> str:
+        if self._last_change():
+            return "it is slow, but the reset limit leaves no change for that"
+        return (
+            "it is slow, but no other host that is not has a free slot (--max-np below all slots?)"
+        )

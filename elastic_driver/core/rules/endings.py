@@ -1,86 +1,198 @@
-"""What the end of a worker means: for its host, for the round, and for the job.
+"""The end of a worker, and what it means for its host, for the round, and for the job.
 
-Called by the job machine when a worker exits, hangs or loses its agent, and each time it
-looks at itself. Starts nothing. Times are monotonic seconds.
+Called when a worker exits, hangs or loses its agent. Starts nothing. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
-from elastic_driver.core.documents import Failure
-from elastic_driver.core.rules.outcome import Cause, Kind, Loss, exit_status, failed_by_itself
-from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerState
-from elastic_driver.core.state import JobState
+from dataclasses import dataclass
 
-PLAIN_FRUIT_S = 30.0  # a plain round that lived this long got somewhere: it cannot tell us
+from elastic_driver.core.documents import Failure
+from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.fleet import Fleet
+from elastic_driver.core.rules.hosts import HostManager
+from elastic_driver.core.rules.orders import Orders
+from elastic_driver.core.rules.outcome import (
+    KILLED,
+    Cause,
+    Loss,
+    Outcome,
+    ScriptKind,
+    exit_status,
+    failed_by_itself,
+)
+from elastic_driver.core.rules.rounds import Rounds, RoundState
+from elastic_driver.core.rules.workers import (
+    ACTIVE,
+    Worker,
+    WorkerNews,
+    WorkerState,
+    WorkerStateRegistry,
+)
+from elastic_driver.core.tf_config import TfLayout
+from elastic_driver.settings import Settings
+
+PLAIN_PROGRESS_S = 30.0  # a plain round that lived this long got somewhere: it cannot tell us
 _ENDED_BADLY = (Cause.OWN, Cause.VICTIM)  # a non-zero exit status, whosever fault
 
 
-def is_member(worker: Worker) -> bool:
-    """Whether the worker is, or was about to be, one of the present world."""
-    return worker.admitted is not None or worker.founder
+@dataclass(slots=True)
+class Endings:
+    """Records failures, and ends the job where its workers' ends say so."""
 
+    settings: Settings
+    effects: Effects
+    hosts: HostManager
+    fleet: Fleet
+    workers: WorkerStateRegistry
+    capacity: Capacity
+    orders: Orders
+    outcome: Outcome
+    rounds: Rounds
+    tf: TfLayout | None
+    grace_over: bool = False  # the others' grace period has passed, and it was said
 
-def record_success(job: JobState, now: float) -> None:
-    """A member has finished its script: from now on nothing is started any more."""
-    if job.first_success is None:
-        job.first_success = now
+    def give_up_worker(self, worker: Worker, reason: str, now: float, **evidence: str) -> bool:
+        """Have a worker that hangs killed, and go on without it; False where that is no news."""
+        if not self.workers.apply(worker, WorkerNews.LOST):
+            return False
+        self.orders.kill(worker, reason)
+        heard = self.fleet.is_ready(worker.host)
+        event = "worker_hung" if heard else "worker_lost"
+        self.effects.announce(event, reason, worker, **evidence)
+        self.record_loss(worker, Cause.HUNG, now)
+        return True
 
+    def record_loss(
+        self, worker: Worker, cause: Cause, now: float, exit_code: int = KILLED, log_tail: str = ""
+    ) -> None:
+        """Record a worker's failure against the round, its host and the budget."""
+        rank, member = worker.place.rank, worker.is_member
+        failure = Failure(worker.id, rank, worker.host, worker.pid, exit_code, log_tail)
+        reason = _describe(failure, cause)
+        if self._plain_progress(now):
+            self.outcome.step_finished()
+        self.outcome.record(Loss(failure, cause, reason, member), now)
+        self.capacity.note_change(vacated=(worker.host, worker.slot))
+        if cause not in (Cause.VICTIM, Cause.AGENT):
+            self._blame_host(worker, reason, now)
+            if self.outcome.first_success is None:
+                self.count_failure(now, member=member)
+        elastic = self.outcome.kind is ScriptKind.ELASTIC
+        if member and elastic and self.outcome.end is None:
+            self.rounds.leave(now, f"{worker.id} {reason}")
 
-def record_loss(job: JobState, worker: Worker, failure: Failure, cause: Cause, now: float) -> None:
-    """Enter a worker's failure into the books: the round's, its host's and the budget's."""
-    reason = _describe(failure, cause)
-    member = is_member(worker)
-    _note_plain_fruit(job, now)
-    job.losses.append(Loss(failure, cause, reason, member))
-    job.first_loss_at = now if job.first_loss_at is None else job.first_loss_at
-    job.last_loss_at = now
-    job.vacated.append((worker.host, worker.slot))
-    job.capacity_changed = True
-    if cause not in (Cause.VICTIM, Cause.AGENT):
-        _blame_host(job, worker, reason, now)
-        if job.first_success is None:
-            count_failure(job, now, member=member)
-    if member and job.kind is Kind.ELASTIC and job.end is None:
-        job.leave_round(now, f"{worker.id} {reason}")
+    def count_failure(self, now: float, *, member: bool) -> None:
+        """Take one failure from the budget; an elastic job ends here where it is exceeded.
 
+        A plain round counts once, however many of its workers fall; it is judged when they have.
+        """
+        if self.outcome.kind is not ScriptKind.ELASTIC:
+            return
+        current = self.rounds.current
+        stands = current.state is RoundState.COMPLETE and current.stepped and not member
+        self.outcome.restarted()
+        self.outcome.count_failure(now, fruitless=not stands)
 
-def count_failure(job: JobState, now: float, *, member: bool) -> None:
-    """Take one failure from the budget; an elastic job ends here where it is exceeded.
+    def _blame_host(self, worker: Worker, reason: str, now: float) -> None:
+        got_somewhere = worker.stepped or self._plain_progress(now)
+        if self.settings.host_failures is None and got_somewhere:
+            return
+        cooldown = self.hosts.worker_failed(worker.host, now, f"{worker.id} {reason}")
+        if cooldown is not None:
+            self.effects.announce("host_blacklisted", cooldown, host=worker.host)
 
-    A plain round counts once, however many of its workers fall; it is judged when they have.
-    """
-    if job.kind is not Kind.ELASTIC:
-        return
-    stands = job.round.state is RoundState.COMPLETE and job.round.stepped and not member
-    job.budget.count(now, fruitless=not stands)
-    job.restart_count += 1
-    reason = job.budget.exceeded()
-    if reason is not None:
-        job.fail(reason)
+    def _plain_progress(self, now: float) -> bool:
+        current = self.rounds.current
+        trains = current.state is RoundState.COMPLETE and now - current.since >= PLAIN_PROGRESS_S
+        return trains and self.outcome.kind is ScriptKind.PLAIN
 
+    # ---- verdicts ------------------------------------------------------------------------
 
-def _blame_host(job: JobState, worker: Worker, reason: str, now: float) -> None:
-    got_somewhere = worker.stepped or _plain_fruit(job, now)
-    if job.settings.host_failures is None and got_somewhere:
-        return
-    cooldown = job.hosts.worker_failed(worker.host, now, f"{worker.id} {reason}")
-    if cooldown is not None:
-        job.announce("host_blacklisted", cooldown, host=worker.host)
+    def advance(self, now: float) -> None:
+        """End the job if its workers' ends say so."""
+        if self.outcome.first_success is not None:
+            self._judge_finish(now)
+        elif self.outcome.losses and not self._anybody_left():
+            self._judge_wipe_out()
 
+    def _anybody_left(self) -> bool:
+        """Whether someone of the present world lives (a newcomer does not carry it on)."""
+        elastic = self.outcome.kind is ScriptKind.ELASTIC
+        if self.rounds.current.state is RoundState.FORMING or not elastic:
+            return self.workers.count(*ACTIVE) > 0
+        trained = self.workers.having(WorkerState.READY, WorkerState.RUNNING)
+        return any(worker.admitted is not None for worker in trained)
 
-def _plain_fruit(job: JobState, now: float) -> bool:
-    return (
-        job.kind is Kind.PLAIN
-        and job.round.state is RoundState.COMPLETE
-        and now - job.round.since >= PLAIN_FRUIT_S
-    )
+    def _judge_wipe_out(self) -> None:
+        outcome = self.outcome
+        elastic = outcome.kind is ScriptKind.ELASTIC
+        by_itself = failed_by_itself(
+            outcome.losses, kind=outcome.kind, has_progress=outcome.has_progress
+        )
+        if (
+            not by_itself or self.settings.max_restarts
+        ):  # restarts asked for: the budget bounds them
+            if elastic:
+                self.settle_losses()  # restart everything: the budget was asked at each failure
+            return
+        members = sum(1 for loss in outcome.losses if loss.member)
+        when = (
+            "after training had begun" if outcome.has_progress else "before anyone finished a step"
+        )
+        when = when if elastic else "by themselves"
+        hint = "not restarted (--max-restarts N restarts)"
+        outcome.fail(f"all {members} workers failed {when}: {hint}")
 
+    def settle_losses(self) -> None:
+        """Forget the losses of this round and the workers that have ended."""
+        self.outcome.forget_losses()
+        self.workers.forget_ended()
 
-def _note_plain_fruit(job: JobState, now: float) -> None:
-    if _plain_fruit(job, now):
-        job.fruitful = True
-        job.budget.step_finished()
+    def _judge_finish(self, now: float) -> None:
+        for worker in self.workers.having(WorkerState.STARTING, WorkerState.READY):
+            if not worker.is_member or self._stands_by(worker):
+                self.orders.stop(worker, "the job is finishing: nobody new joins")
+        self._dismiss_servers()
+        losses, elastic = self.outcome.losses, self.outcome.kind is ScriptKind.ELASTIC
+        bad = next((loss for loss in losses if loss.member and loss.cause in _ENDED_BADLY), None)
+        left = self.workers.count(*ACTIVE)
+        if bad is not None and (left == 0 or not elastic):
+            failure = bad.failure
+            reason = f"rank {failure.rank} on {failure.host} {bad.reason}, others exited 0"
+            self.outcome.finish(exit_status(failure), reason, failure)
+        elif left == 0:
+            self.outcome.finish(0, "every worker that was left finished its script")
+        else:
+            self._announce_grace(left, now)
+
+    def _stands_by(self, worker: Worker) -> bool:
+        """Whether it took part once, and the present world went on without it (node units)."""
+        current = self.rounds.current
+        outside = worker.state is WorkerState.READY and worker.id not in current.members
+        return outside and current.state is RoundState.COMPLETE
+
+    def _dismiss_servers(self) -> None:
+        """Stop TensorFlow tasks that never end by themselves once the training is over."""
+        if self.tf is None:
+            return
+        left = list(self.workers.having(*ACTIVE))
+        if not any(self.tf.essential((worker.host, worker.slot)) for worker in left):
+            for worker in left:
+                self.orders.stop(worker, "the training it served is done")
+
+    def _announce_grace(self, left: int, now: float) -> None:
+        waiting, grace = f"a worker has finished; {left} still running", self.settings.grace_period
+        if not self.effects.due_or_set_alarm(
+            (self.outcome.first_success or 0.0) + grace, now, waiting
+        ):
+            return
+        self.effects.wait_for(waiting)
+        if not self.grace_over:
+            self.grace_over = True
+            late = f"{waiting} after {grace:g} s; waiting for them"
+            self.effects.announce("grace_period_passed", late)
 
 
 def _describe(failure: Failure, cause: Cause) -> str:
@@ -91,87 +203,3 @@ def _describe(failure: Failure, cause: Cause) -> str:
     code = failure.exit_code
     text = f"was killed by signal {-code}" if code < 0 else f"exited {code}"
     return f"{text} after losing a peer" if cause is Cause.VICTIM else text
-
-
-# ---- verdicts ----------------------------------------------------------------------------
-
-
-def judge(job: JobState, now: float) -> None:
-    """End the job if its workers' ends say so."""
-    if job.first_success is not None:
-        _judge_finish(job, now)
-    elif job.losses and not _anybody_left(job):
-        _judge_wipe_out(job)
-
-
-def _anybody_left(job: JobState) -> bool:
-    """Whether someone of the present world lives (a newcomer does not carry it on)."""
-    if job.round.state is RoundState.FORMING or job.kind is not Kind.ELASTIC:
-        return job.registry.count(*ACTIVE) > 0
-    return any(
-        worker.admitted is not None
-        for worker in job.registry.having(WorkerState.READY, WorkerState.RUNNING)
-    )
-
-
-def _judge_wipe_out(job: JobState) -> None:
-    if not failed_by_itself(job.losses, kind=job.kind, fruitful=job.fruitful):
-        if job.kind is Kind.ELASTIC:
-            job.forget_losses()  # restart everything: the budget was asked at each failure
-        return
-    if job.settings.max_restarts:  # the user asked for restarts; the budget bounds them
-        if job.kind is Kind.ELASTIC:
-            job.forget_losses()
-        return
-    members = sum(1 for loss in job.losses if loss.member)
-    when = "after training had begun" if job.fruitful else "before anyone finished a step"
-    if job.kind is not Kind.ELASTIC:
-        when = "by themselves"
-    job.fail(f"all {members} workers failed {when}: not restarted (--max-restarts N restarts)")
-
-
-def _judge_finish(job: JobState, now: float) -> None:
-    for worker in job.registry.having(WorkerState.STARTING, WorkerState.READY):
-        if not is_member(worker) or _stands_by(job, worker):
-            job.stop_worker(worker, "the job is finishing: nobody new joins")
-    _dismiss_servers(job)
-    bad = next((x for x in job.losses if x.member and x.cause in _ENDED_BADLY), None)
-    left = job.registry.count(*ACTIVE)
-    if bad is not None and (left == 0 or job.kind is not Kind.ELASTIC):
-        job.finish(
-            exit_status(bad.failure),
-            f"rank {bad.failure.rank} on {bad.failure.host} {bad.reason}, others exited 0",
-            bad.failure,
-        )
-    elif left == 0:
-        job.finish(0, "every worker that was left finished its script")
-    else:
-        _announce_grace(job, left, now)
-
-
-def _stands_by(job: JobState, worker: Worker) -> bool:
-    """Whether it took part once, and the present world went on without it (whole node units)."""
-    outside = worker.state is WorkerState.READY and worker.id not in job.round.members
-    return outside and job.round.state is RoundState.COMPLETE
-
-
-def _dismiss_servers(job: JobState) -> None:
-    """Stop TensorFlow tasks that never end by themselves once the training they serve is over."""
-    if job.tf is None:
-        return
-    left = list(job.registry.having(*ACTIVE))
-    if not any(job.tf.essential((worker.host, worker.slot)) for worker in left):
-        for worker in left:
-            job.stop_worker(worker, "the training it served is done")
-
-
-def _announce_grace(job: JobState, left: int, now: float) -> None:
-    assert job.first_success is not None  # noqa: S101 - the caller has looked
-    waiting = f"a worker has finished; {left} still running"
-    if not job.passed(job.first_success + job.settings.grace_period, now, waiting):
-        return
-    job.waiting = waiting
-    if not job.grace_over:
-        job.grace_over = True
-        grace = job.settings.grace_period
-        job.announce("grace_period_passed", f"{waiting} after {grace:g} s; waiting for them")

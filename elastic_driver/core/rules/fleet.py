@@ -1,7 +1,7 @@
-"""The agents: one per host in use, each start a new incarnation.
+"""The agents: one for each host in use; each start is a new incarnation.
 
-Knows which agents were asked for and which are up. Which hosts get one is decided in
-`placement`; starting and stopping is done by whoever executes the decisions.
+`placement` decides which hosts get one, `agents` what follows from their news. The transition table
+is the specification. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -13,17 +13,37 @@ from elastic_driver.core.events import AgentReady
 
 
 class AgentState(str, Enum):
-    """Whether an agent was only asked for, or is up."""
+    """The stages of an agent's life."""
 
-    STARTING = "starting"
+    STARTING = "starting"  # asked for
+    READY = "ready"  # takes orders
+    GONE = "gone"  # ended, given up, or told to go
+
+
+class AgentNews(str, Enum):
+    """News of an agent."""
+
     READY = "ready"
+    LOST = "lost"
+    RELEASED = "released"  # it was told to go; nobody waits for its end
+
+
+AGENT_TRANSITIONS: dict[AgentState, dict[AgentNews, AgentState]] = {
+    AgentState.STARTING: {
+        AgentNews.READY: AgentState.READY,
+        AgentNews.LOST: AgentState.GONE,
+        AgentNews.RELEASED: AgentState.GONE,
+    },
+    AgentState.READY: {AgentNews.LOST: AgentState.GONE, AgentNews.RELEASED: AgentState.GONE},
+    AgentState.GONE: {},
+}
 
 
 FALLBACK_PORT = 29500  # torch's own default, for an agent that found no free port to offer
 
 
 @dataclass(slots=True)
-class Agent:
+class HostAgent:
     """One agent process."""
 
     host: str
@@ -44,28 +64,39 @@ class Agent:
 class Fleet:
     """Agents by host."""
 
-    agents: dict[str, Agent] = field(default_factory=dict)
+    agents: dict[str, HostAgent] = field(default_factory=dict)
     _incarnations: dict[str, int] = field(default_factory=dict)
-    _starting: dict[str, Agent] = field(default_factory=dict)  # in the order they were asked for
+    _starting: dict[str, HostAgent] = field(
+        default_factory=dict
+    )  # in the order they were asked for
 
-    def ask(self, host: str, now: float) -> Agent:
+    def ask(self, host: str, now: float) -> HostAgent:
         """A new incarnation for a host that has no agent."""
         incarnation = self._incarnations[host] = self._incarnations.get(host, 0) + 1
-        agent = self.agents[host] = self._starting[host] = Agent(host, incarnation, now)
+        agent = self.agents[host] = self._starting[host] = HostAgent(host, incarnation, now)
         return agent
 
-    def ready(self, event: AgentReady) -> Agent | None:
-        """The agent that has come up; None where this is news of an old one, or old news."""
+    def apply(self, agent: HostAgent, news: AgentNews) -> bool:
+        """Change the agent's state by the table; False (and no change) where it lists nothing."""
+        after = AGENT_TRANSITIONS[agent.state].get(news)
+        if after is None:
+            return False
+        agent.state = after
+        self._starting.pop(agent.host, None)
+        if after is AgentState.GONE:
+            del self.agents[agent.host]
+        return True
+
+    def ready(self, event: AgentReady) -> HostAgent | None:
+        """Return the agent that has come up; None where this is news of an old one, or old news."""
         agent = self.current(event.host, event.incarnation)
-        if agent is None or agent.state is AgentState.READY:
+        if agent is None or not self.apply(agent, AgentNews.READY):
             return None
-        agent.state = AgentState.READY
         agent.pid, agent.address = event.pid, event.address
         agent.ports, agent.slot_ports = event.ports, event.slot_ports
-        del self._starting[event.host]
         return agent
 
-    def current(self, host: str, incarnation: int) -> Agent | None:
+    def current(self, host: str, incarnation: int) -> HostAgent | None:
         """The host's agent, if this is its incarnation."""
         agent = self.agents.get(host)
         return agent if agent is not None and agent.incarnation == incarnation else None
@@ -75,11 +106,6 @@ class Fleet:
         agent = self.agents.get(host)
         return agent is not None and agent.state is AgentState.READY
 
-    def drop(self, host: str) -> None:
-        """The host's agent is gone, or was told to go and nobody waits for it."""
-        self.agents.pop(host, None)
-        self._starting.pop(host, None)
-
-    def starting(self) -> tuple[Agent, ...]:
+    def starting(self) -> tuple[HostAgent, ...]:
         """Agents that were asked for and are not up, the one that waits longest first."""
         return tuple(self._starting.values())

@@ -1,4 +1,4 @@
-"""Who hangs, from what the workers' own heartbeat threads say of their training threads.
+"""Workers that hang, told from what their heartbeat threads say of their training threads.
 
 A worker that shows no progress for longer than its limit says so, with where its training thread
 stands: in a collective, waiting for others, or elsewhere (`worker.heartbeat.watch`). Alone, that
@@ -12,143 +12,173 @@ members of the round have spoken, or `settle` seconds, and then:
 - nobody waits for anybody, all stand elsewhere: most likely a long evaluation that does not report
   itself. It is announced, and only broken when it lasts (or at once, where the user set the limit).
 
-A member that is busy and said so sends no word, so nobody is blamed for waiting for it. Entered by
-`job`, asked by `elastic`. Times are seconds.
+A member that is busy and said so reports nothing, so nobody is blamed for waiting for it. Times are
+seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from elastic_driver.core.events import WorkerResumed, WorkerSilent, WorkerStalled
-from elastic_driver.core.pending import Told
-from elastic_driver.core.rules import stacks
-from elastic_driver.core.rules.rounds import RoundState, Stall
-from elastic_driver.core.rules.workers import Worker, WorkerState
-from elastic_driver.core.state import JobState
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.endings import Endings
+from elastic_driver.core.rules.outcome import Outcome, ScriptKind
+from elastic_driver.core.rules.rounds import OfRound, Rounds, RoundState
+from elastic_driver.core.rules.stacks import MAX_STACK_CHARS, StackAnswer, Stacks
+from elastic_driver.core.rules.workers import Worker, WorkerState, WorkerStateRegistry
+from elastic_driver.settings import Settings
 
 LEAVE_S = 5.0  # to leave a round that was broken; who can leave does so in well under a second
 LONG_STALL = 8.0  # times as long as first told: then even an evaluation is taken for a hang
-MAX_STACK_CHARS = stacks.MAX_STACK_CHARS
+_NOT_THE_SCRIPT = ("/torch/", "/elastic_driver/", "/threading.py", "/contextlib.py")
 
 
-def stalled(job: JobState, worker: Worker, event: WorkerStalled, now: float) -> bool:
-    """Enter a worker's word; False where it is late."""
-    if worker.state is not WorkerState.RUNNING or event.round != job.round.number:
-        return False
-    earlier = job.round.stalls.get(worker.id)
-    stack = event.stack[-MAX_STACK_CHARS:]
-    job.round.stalls[worker.id] = Stall(
-        waits=event.where == "collective",
-        seconds=event.seconds,
-        at=now if earlier is None else earlier.at,
-        first_seconds=event.seconds if earlier is None else earlier.first_seconds,
-        stack=stack,
-    )
-    if earlier is None:
-        job.announce(
-            "worker_stalled",
-            f"no progress for {event.seconds:.1f} s, its training thread stands "
-            f"{'in a collective' if event.where == 'collective' else 'elsewhere'}",
-            worker,
-            where=event.where,
-            stack=stack,
-        )
-        if len(job.round.stalls) == 1:
-            stacks.ask(job, now, f"{worker.id} makes no progress")
-    stacks.note(job, worker.id, Told(event.where, stack, own=True))
-    return True
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A member's report that its training thread stands still."""
+
+    waits: bool  # in a collective
+    seconds: float  # without progress, when it was said
+    at: float  # when it was said first
+    first_seconds: float
+    stack: str
+
+    @property
+    def place(self) -> str:
+        """The innermost place in the script itself, for a sentence."""
+        lines = [line.strip() for line in self.stack.splitlines()]
+        places = [line for line in lines if line.startswith("File ")]
+        own = [line for line in places if not any(name in line for name in _NOT_THE_SCRIPT)]
+        return (own or places or ["an unknown place"])[-1]
 
 
-def resumed(job: JobState, worker: Worker, event: WorkerResumed) -> bool:
-    """A worker goes on after all; False where nobody knew that it stood still."""
-    if event.round != job.round.number or job.round.stalls.pop(worker.id, None) is None:
-        return False
-    job.announce("worker_resumed", "it makes progress again", worker)
-    return True
+@dataclass(slots=True)
+class Hangs:
+    """Gives up the members that hang, and breaks rounds in which nobody can go on."""
+
+    settings: Settings
+    effects: Effects
+    workers: WorkerStateRegistry
+    outcome: Outcome
+    rounds: Rounds
+    stacks: Stacks
+    endings: Endings
+    mismatched_at: int | None = None  # `outcome.steps_reported` when a mismatch broke a round
+    _stalls: OfRound[dict[str, Stall]] = field(init=False)  # members that stand still
+
+    def __post_init__(self) -> None:
+        self._stalls = OfRound(self.rounds, dict)
+
+    def on_stalled(self, worker: Worker, event: WorkerStalled, now: float) -> None:
+        """Record that a worker makes no progress."""
+        if worker.state is not WorkerState.RUNNING or event.round != self.rounds.current.number:
+            self.effects.ignore(f"{worker.id} stalled in round {event.round}, which it has left")
+            return
+        stalls = self._stalls.get()
+        earlier = stalls.get(worker.id)
+        waits, stack = event.where == "collective", event.stack[-MAX_STACK_CHARS:]
+        first = (now, event.seconds) if earlier is None else (earlier.at, earlier.first_seconds)
+        stalls[worker.id] = Stall(waits, event.seconds, *first, stack)
+        if earlier is None:
+            where = "in a collective" if waits else "elsewhere"
+            reason = f"no progress for {event.seconds:.1f} s, its training thread stands {where}"
+            self.effects.announce("worker_stalled", reason, worker, where=event.where, stack=stack)
+            if len(stalls) == 1:
+                self.stacks.ask(now, f"{worker.id} makes no progress")
+        self.stacks.note(worker.id, StackAnswer(event.where, stack, own=True))
+
+    def on_resumed(self, worker: Worker, event: WorkerResumed) -> None:
+        """Forget the stall of a worker that goes on after all."""
+        stalls = self._stalls.get() if event.round == self.rounds.current.number else {}
+        if stalls.pop(worker.id, None) is not None:
+            self.effects.announce("worker_resumed", "it makes progress again", worker)
+        else:
+            self.effects.ignore(f"{worker.id} goes on, and was not known to stand still")
+
+    def on_silent(self, worker: Worker, event: WorkerSilent, now: float) -> None:
+        """Half the lease has passed in silence: ask for stacks, the worker may hang with the GIL.
+
+        When its lease ends it is killed, and the evidence with it.
+        """
+        if worker.state is WorkerState.RUNNING:
+            self.stacks.ask(now, f"{worker.id}: {event.reason}")
+
+    def advance(self, now: float) -> None:
+        """Judge the members that stand still."""
+        stalls = self._stalls.get()
+        if not stalls or self.outcome.kind is not ScriptKind.ELASTIC:
+            return
+        running = list(self.workers.having(WorkerState.RUNNING))
+        spoken = [worker for worker in running if worker.id in stalls]
+        if not spoken:
+            return
+        elsewhere = [worker for worker in spoken if not stalls[worker.id].waits]
+        current = self.rounds.current
+        if current.state is not RoundState.COMPLETE and not current.at_boundary:
+            self._give_up_unmoved(elsewhere or spoken, now)
+            return
+        if len(spoken) < len(running):
+            first = min(stalls[worker.id].at for worker in spoken)
+            waiting = f"{spoken[0].id} makes no progress; what do the others say?"
+            if not self.effects.due_or_set_alarm(first + self.settings.settle, now, waiting):
+                return
+        self.stacks.settle()  # before anybody is killed: the stacks are evidence
+        self._judge(running, spoken, elsewhere, now)
+
+    def _judge(
+        self, running: list[Worker], spoken: list[Worker], elsewhere: list[Worker], now: float
+    ) -> None:
+        if len(elsewhere) == 1 and len(running) > 1:
+            self._give_up(elsewhere[0], "while its peers wait for it", now)
+        elif len(elsewhere) == len(running) and not self._lasts(elsewhere):
+            return
+        elif elsewhere:
+            self._break_round(now, f"{len(elsewhere)} workers stand outside of collectives")
+        elif len(spoken) == len(running):
+            self._break_mismatch(spoken, now)
+
+    def _give_up_unmoved(self, suspects: list[Worker], now: float) -> None:
+        """Give up those who do not leave a round that is closing, though a while has passed."""
+        stalls = self._stalls.get()
+        since = max(self.rounds.current.since, *(stalls[worker.id].at for worker in suspects))
+        waiting = f"{suspects[0].id} does not leave the round"
+        if self.effects.due_or_set_alarm(since + LEAVE_S, now, waiting):
+            for worker in suspects:
+                self._give_up(worker, "and does not leave the round", now)
+
+    def _give_up(self, worker: Worker, how: str, now: float) -> None:
+        stall = self._stalls.get()[worker.id]
+        reason = f"no progress for {stall.seconds:.1f} s {how}: {stall.place}"
+        self.endings.give_up_worker(worker, reason, now, stack=stall.stack)
+
+    def _lasts(self, workers: Sequence[Worker]) -> bool:
+        """Whether all stand still for so long that it can be no evaluation."""
+        if self.settings.hang_timeout is not None:
+            return True
+        stalls = [self._stalls.get()[worker.id] for worker in workers]
+        return all(stall.seconds >= LONG_STALL * stall.first_seconds for stall in stalls)
+
+    def _break_round(self, now: float, reason: str) -> None:
+        self.rounds.leave(now, f"no progress: {reason}")
+
+    def _break_mismatch(self, workers: Sequence[Worker], now: float) -> None:
+        """All wait for each other: once may be an accident, twice is the script."""
+        where, steps = describe_groups(self._stalls.get(), workers), self.outcome.steps_reported
+        if self.mismatched_at == steps:
+            what = f"all {len(workers)} workers wait in collectives that do not match, again"
+            self.outcome.fail(f"{what}: {where}")
+            return
+        self.mismatched_at = steps
+        self._break_round(now, f"collectives that do not match: {where}")
 
 
-def silent(job: JobState, worker: Worker, event: WorkerSilent, now: float) -> None:
-    """A member is not heard of: who may hang in C, with the interpreter lock, is looked at.
-
-    Nothing else follows from it: its lease decides. But then it is killed, and would take with it
-    what it hung in, where nobody has waited for it long enough to say so.
-    """
-    if worker.state is WorkerState.RUNNING:
-        stacks.ask(job, now, f"{worker.id}: {event.reason}")
-
-
-def culprits(job: JobState, now: float) -> list[tuple[Worker, str, Stall]]:
-    """Members that hang, why, and the evidence; may also break the round, or end the job."""
-    running = list(job.registry.having(WorkerState.RUNNING))
-    stalls = job.round.stalls
-    spoken = [worker for worker in running if worker.id in stalls]
-    if not spoken:
-        return []
-    first = min(stalls[worker.id].at for worker in spoken)
-    training = job.round.state is RoundState.COMPLETE or job.round.at_boundary
-    if training and len(spoken) < len(running):
-        waiting = f"{spoken[0].id} makes no progress; what do the others say?"
-        if not job.passed(first + job.settings.settle, now, waiting):
-            return []
-    elsewhere = [worker for worker in spoken if not stalls[worker.id].waits]
-    if training:
-        stacks.settle(job)  # before anybody is killed: who stood where is evidence
-    if not training:
-        return _unmoved(job, elsewhere or spoken, now)
-    if len(elsewhere) == 1 and len(running) > 1:
-        return [_verdict(job, elsewhere[0], "while its peers wait for it")]
-    if elsewhere and len(elsewhere) == len(running) and not _lasts(job, elsewhere):
-        return []
-    if elsewhere:
-        _break_round(job, now, f"{len(elsewhere)} workers stand outside of collectives")
-    elif len(spoken) == len(running):
-        _break_mismatch(job, spoken, now)
-    return []
-
-
-def _unmoved(job: JobState, suspects: list[Worker], now: float) -> list[tuple[Worker, str, Stall]]:
-    """Those who do not leave a round that is closing, though a while has passed."""
-    since = max(job.round.since, *(job.round.stalls[worker.id].at for worker in suspects))
-    if not job.passed(since + LEAVE_S, now, f"{suspects[0].id} does not leave the round"):
-        return []
-    return [_verdict(job, worker, "and does not leave the round") for worker in suspects]
-
-
-def _verdict(job: JobState, worker: Worker, how: str) -> tuple[Worker, str, Stall]:
-    stall = job.round.stalls[worker.id]
-    return worker, f"no progress for {stall.seconds:.1f} s {how}: {stall.place}", stall
-
-
-def _lasts(job: JobState, workers: Sequence[Worker]) -> bool:
-    """Whether all stand still for so long that it can be no evaluation."""
-    if job.settings.hang_timeout is not None:
-        return True
-    stalls = [job.round.stalls[worker.id] for worker in workers]
-    return all(stall.seconds >= LONG_STALL * stall.first_seconds for stall in stalls)
-
-
-def _break_round(job: JobState, now: float, reason: str) -> None:
-    job.leave_round(now, f"no progress: {reason}")
-
-
-def _break_mismatch(job: JobState, workers: Sequence[Worker], now: float) -> None:
-    """All wait for each other: once may be an accident, twice is the script."""
-    where = describe_groups(job, workers)
-    if job.mismatches:
-        job.fail(
-            f"all {len(workers)} workers wait in collectives that do not match, again: {where}"
-        )
-        return
-    job.mismatches += 1
-    _break_round(job, now, f"collectives that do not match: {where}")
-
-
-def describe_groups(job: JobState, workers: Sequence[Worker]) -> str:
-    """Which ranks stand where, those at the same place named together."""
+def describe_groups(stalls: Mapping[str, Stall], workers: Sequence[Worker]) -> str:
+    """Return which ranks stand where, those at the same place named together."""
     places: dict[str, list[int]] = {}
     for worker in workers:
-        places.setdefault(job.round.stalls[worker.id].place, []).append(worker.place.rank)
+        places.setdefault(stalls[worker.id].place, []).append(worker.place.rank)
     return "; ".join(
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))} at {place}"
         for place, ranks in sorted(places.items(), key=lambda item: min(item[1]))

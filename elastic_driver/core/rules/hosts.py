@@ -1,18 +1,66 @@
-"""Which hosts there are, and which of them may receive new workers right now.
+"""The hosts there are, and what keeps them from getting new workers.
 
-Discovery reports hosts, failures put them in cool-down, time brings them back. This module
-only decides; `runtime.discovery` asks the cluster. Nothing here reads a clock: methods that
-depend on time take `now`, in monotonic seconds. A host in cool-down keeps its healthy
-workers; it only gets no new ones. A host that is drained is there, gets nothing, and its
-workers leave: until it is told otherwise, or has been away and is found again.
+Discovery reports hosts, failures put them in cool-down, time brings them back; a drain or a check
+that is due keeps them out, too. The transition table says which news begins and ends what.
+A host in cool-down keeps its healthy workers; it only gets no new ones. A drained host's workers
+leave. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from elastic_driver.settings import DEFAULT_HOST_FAILURES, Settings
+
+
+class Hindrance(str, Enum):
+    """Something that keeps a host from getting workers; a host may have several."""
+
+    COOL_DOWN = "cool-down"
+    DRAINED = "drained"
+    UNCHECKED = "checking"  # it waits for a node check
+
+
+class HostNews(str, Enum):
+    """News of a host."""
+
+    FAILED = "failed"  # its workers, its agent or a node check, beyond the limit
+    COOLED_DOWN = "cool-down over"
+    DRAINED = "drain"
+    UNDRAINED = "drain cancelled"
+    CHECK_DUE = "check due"
+    CHECKED = "checked"
+    REMOVED = "removed"  # discovery no longer reports it; flapping ends no cool-down
+
+
+HOST_TRANSITIONS: dict[Hindrance, dict[HostNews, bool]] = {  # whether the news begins or ends it
+    Hindrance.COOL_DOWN: {HostNews.FAILED: True, HostNews.COOLED_DOWN: False},
+    Hindrance.DRAINED: {
+        HostNews.DRAINED: True,
+        HostNews.UNDRAINED: False,
+        HostNews.REMOVED: False,
+    },
+    Hindrance.UNCHECKED: {
+        HostNews.CHECK_DUE: True,
+        HostNews.CHECKED: False,
+        HostNews.REMOVED: False,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Why a host, or a worker, has to go, and until when replacements are waited for.
+
+    `leave_by`: when its agent, which has a notice of the host's end, stops it; None: never.
+    Times are monotonic seconds.
+    """
+
+    reason: str
+    replace_until: float
+    leave_by: float | None = None
 
 
 @dataclass(slots=True)
@@ -25,23 +73,12 @@ class Host:
     failures: deque[float] = field(default_factory=deque)  # times, within the window
     agent_losses: deque[float] = field(default_factory=deque)
     cooldowns: int = 0  # in a row; each doubles the next one
-    until: float | None = None  # in cool-down up to this time
+    until: float = 0.0  # in cool-down up to this time
     reason: str = ""  # why it is in cool-down
     last_trouble: float | None = None
     stepped: bool = False  # a worker there has finished a step since the last trouble
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Why a host is drained, and until when its workers may wait for their replacements.
-
-    `leave_by`: when its agent, which has a notice of the host's end, stops them; None: never.
-    Times are monotonic seconds.
-    """
-
-    reason: str
-    replace_until: float
-    leave_by: float | None = None
+    drain: Drain | None = None  # while it is drained
+    check: str = ""  # why it waits for a check
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +104,7 @@ class HostManager:
         self._shortest, self._longest = settings.blacklist_cooldown
         self._hosts: dict[str, Host] = {}
         self._positions = 0
-        self._cooling: dict[str, Host] = {}
-        self._drains: dict[str, Drain] = {}  # of hosts that are there
-        self._held: dict[str, str] = {}  # host → why it is to be checked first
+        self._hindered: dict[Hindrance, dict[str, Host]] = {kind: {} for kind in Hindrance}
         self._distrusted: set[str] = set()  # slow ones; flapping heals nothing here either
         # A host that is removed and added again keeps its record: flapping heals nothing.
         self._records: dict[str, Host] = {}
@@ -83,8 +118,7 @@ class HostManager:
         removed = tuple(name for name in self._hosts if name not in found)
         for name in removed:
             self._records[name] = self._hosts.pop(name)
-            self._drains.pop(name, None)
-            self._held.pop(name, None)
+            self._learn(self._records[name], HostNews.REMOVED)
         added, resized = [], []
         for name, slots in found.items():
             known = self._hosts.get(name)
@@ -120,49 +154,61 @@ class HostManager:
         return host.slots if host else 0
 
     def usable(self, name: str) -> bool:
-        """Whether the host is there, not in cool-down, not drained and not held for a check."""
-        kept_out = name in self._cooling or name in self._drains or name in self._held
-        return name in self._hosts and not kept_out
+        """Return whether the host is there and nothing keeps it from getting workers."""
+        return name in self._hosts and self.hindrance(name) is None
+
+    def hindrance(self, name: str) -> Hindrance | None:
+        """Return what keeps the host from getting workers; a drain is named before the others."""
+        for kind in (Hindrance.DRAINED, Hindrance.COOL_DOWN, Hindrance.UNCHECKED):
+            if name in self._hindered[kind]:
+                return kind
+        return None
 
     def hold(self, name: str, reason: str) -> None:
         """Keep a host from being used until `release`; harmless where it is not there."""
-        if name in self._hosts:
-            self._held[name] = reason
+        host = self._hosts.get(name)
+        if host is not None:
+            host.check = reason
+            self._learn(host, HostNews.CHECK_DUE)
 
-    def release(self, name: str) -> None:
-        """End a hold."""
-        self._held.pop(name, None)
+    def release(self, host: Host) -> bool:
+        """Let a host be used that was held for a check; False where it was not held."""
+        held = host.name in self._hindered[Hindrance.UNCHECKED]
+        self._learn(host, HostNews.CHECKED)
+        return held
 
-    def held(self) -> tuple[str, ...]:
-        """Hosts that wait for a check and could be used otherwise, in stable order."""
-        return tuple(n for n in self._held if n not in self._cooling and n not in self._drains)
-
-    def held_reason(self, name: str) -> str:
-        """Why a host is to be checked; empty where it is not held."""
-        return self._held.get(name, "")
+    def held(self) -> tuple[Host, ...]:
+        """Return the hosts that only wait for a check, in stable order."""
+        held = self._hindered[Hindrance.UNCHECKED].values()
+        return tuple(h for h in held if self.hindrance(h.name) is Hindrance.UNCHECKED)
 
     def drain(self, name: str, drain: Drain) -> bool:
         """Keep a host from being used; False where it is not there, or nothing is new.
 
         Of several drains the one that hurries most counts.
         """
-        known = self._drains.get(name)
-        if name not in self._hosts:
+        host, known = self._hosts.get(name), self.drained(name)
+        if host is None:
             return False
         if known is not None and known.replace_until <= drain.replace_until:
             if known.leave_by is not None or drain.leave_by is None:
                 return False
             drain = replace(drain, replace_until=known.replace_until)
-        self._drains[name] = drain
+        host.drain = drain
+        self._learn(host, HostNews.DRAINED)
         return True
 
     def undrain(self, name: str) -> bool:
         """Let a drained host be used again; False where it is not drained."""
-        return self._drains.pop(name, None) is not None
+        host = self._hindered[Hindrance.DRAINED].get(name)
+        if host is not None:
+            self._learn(host, HostNews.UNDRAINED)
+        return host is not None
 
     def drained(self, name: str) -> Drain | None:
-        """The host's drain, if it is drained."""
-        return self._drains.get(name)
+        """Return the host's drain, if it is drained."""
+        host = self._hindered[Hindrance.DRAINED].get(name)
+        return None if host is None else host.drain
 
     def distrust(self, name: str) -> None:
         """Make a slow host the last choice; it stays usable."""
@@ -185,22 +231,23 @@ class HostManager:
         return (host.name in self._distrusted, host.position)
 
     def cooldown_left(self, name: str, now: float) -> float:
-        """Seconds until the host may receive workers again; 0 outside cool-down."""
-        host = self._cooling.get(name)
-        return max(0.0, host.until - now) if host and host.until is not None else 0.0
+        """Return the seconds until the host may receive workers again; 0 outside cool-down."""
+        host = self._hindered[Hindrance.COOL_DOWN].get(name)
+        return max(0.0, host.until - now) if host else 0.0
 
-    def cooldown_reason(self, name: str) -> str:
-        """Why the host is in cool-down; empty outside."""
-        host = self._cooling.get(name)
-        return host.reason if host else ""
-
-    def cooling(self) -> int:
-        """How many discovered hosts are in cool-down."""
-        return sum(1 for name in self._cooling if name in self._hosts)
+    def reason(self, name: str) -> str:
+        """Return why the host gets no workers, or is the last choice; empty where it is neither."""
+        kind = self.hindrance(name)
+        if kind is None:
+            return "slow: the last choice" if name in self._distrusted else ""
+        host = self._hindered[kind][name]
+        if kind is Hindrance.DRAINED and host.drain is not None:
+            return host.drain.reason
+        return host.check if kind is Hindrance.UNCHECKED else host.reason
 
     def next_resurrection(self) -> float | None:
-        """When the first cool-down ends."""
-        return min((h.until for h in self._cooling.values() if h.until is not None), default=None)
+        """Return when the first cool-down ends."""
+        return min((h.until for h in self._hindered[Hindrance.COOL_DOWN].values()), default=None)
 
     def suspect(self, name: str, now: float) -> bool:
         """Whether an agent was lost there within the window: do not rely on its next one."""
@@ -215,7 +262,7 @@ class HostManager:
         self._note_trouble(host, now)
         host.failures.append(now)
         failures = self._recent(host.failures, now)
-        if failures < self._threshold or name in self._cooling:
+        if failures < self._threshold or name in self._hindered[Hindrance.COOL_DOWN]:
             return None
         host.failures.clear()
         text = f"{failures} failures within {self._window:g} s, the last: {reason}"
@@ -234,13 +281,12 @@ class HostManager:
         host.agent_losses.append(now)
         if started and self._recent(host.agent_losses, now) == 1:
             return None
-        if name in self._cooling:
+        if name in self._hindered[Hindrance.COOL_DOWN]:
             return host.reason
         return self._cool_down(host, now, reason)
 
-    def check_failed(self, name: str, now: float, reason: str) -> str:
+    def check_failed(self, host: Host, now: float, reason: str) -> str:
         """Put a host that failed a check in cool-down; the reason in words."""
-        host = self._hosts[name]
         self._note_trouble(host, now)
         return self._cool_down(host, now, reason)
 
@@ -251,12 +297,19 @@ class HostManager:
             host.stepped = True
 
     def resurrect(self, now: float) -> list[str]:
-        """End the cool-downs that are over; the hosts that are there and usable again."""
-        over = [h for h in self._cooling.values() if h.until is not None and h.until <= now]
+        """End the cool-downs that are over; return the hosts of which discovery knows."""
+        over = [h for h in self._hindered[Hindrance.COOL_DOWN].values() if h.until <= now]
         for host in over:
-            del self._cooling[host.name]
-            host.until, host.reason = None, ""
+            self._learn(host, HostNews.COOLED_DOWN)
         return [host.name for host in over if host.name in self._hosts]
+
+    def _learn(self, host: Host, news: HostNews) -> None:
+        """Begin and end what hinders the host, by the table."""
+        for kind, begins in HOST_TRANSITIONS.items():
+            if begins.get(news) is True:
+                self._hindered[kind][host.name] = host
+            elif begins.get(news) is False:
+                self._hindered[kind].pop(host.name, None)
 
     def _note_trouble(self, host: Host, now: float) -> None:
         """A step finished since, and a quiet window, wipe the doubling of the cool-downs."""
@@ -270,7 +323,7 @@ class HostManager:
         host.cooldowns = min(host.cooldowns + 1, 64)
         host.until = now + length
         host.reason = reason
-        self._cooling[host.name] = host
+        self._learn(host, HostNews.FAILED)
         return f"no new workers for {length:g} s: {reason}"
 
     def _recent(self, times: deque[float], now: float) -> int:

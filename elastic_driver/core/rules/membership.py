@@ -1,320 +1,351 @@
 """Rounds of a job whose workers speak to us: survivors keep their process.
 
-Called each time the job looks at itself. A loss is handled at once, growth and removal at a
-step boundary; booting workers are not waited for while enough others are ready. Times are
-monotonic seconds.
+A loss is handled at once, growth and removal at a step boundary; booting workers are not waited for
+while enough others are ready. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
-from elastic_driver.core.documents import Failure
-from elastic_driver.core.rules import (
-    boundary,
-    drain,
-    final_checkpoint,
-    hangs,
-    placement,
-    preemption,
-    units,
-)
-from elastic_driver.core.rules.endings import record_loss
-from elastic_driver.core.rules.outcome import KILLED, Cause
-from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import News, Worker, WorkerState
-from elastic_driver.core.state import JobState
+from dataclasses import dataclass, field
+from math import inf
+
+from elastic_driver.core.rules import units
+from elastic_driver.core.rules.boundary import Boundary
+from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules.drain import Drains
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.endings import Endings
+from elastic_driver.core.rules.final_checkpoint import FinalCheckpoint
+from elastic_driver.core.rules.fleet import Fleet
+from elastic_driver.core.rules.hosts import HostManager
+from elastic_driver.core.rules.orders import Orders
+from elastic_driver.core.rules.outcome import Outcome, ScriptKind
+from elastic_driver.core.rules.placement import Placement
+from elastic_driver.core.rules.preemption import Preemption
+from elastic_driver.core.rules.rounds import OfRound, Rounds, RoundState
+from elastic_driver.core.rules.workers import Worker, WorkerState, WorkerStateRegistry
+from elastic_driver.settings import Settings
 
 
-def advance(job: JobState, now: float) -> None:
-    """Do what the present state asks for; called again until nothing more is decided."""
-    if job.some_leave:
-        _stop_newcomers(job)
-    if job.round.stalls:
-        _end_hangs(job, now)
-    if job.end is not None or job.leavers_unsettled:
-        return  # who was to go may have to stay, now that another hangs: the next look knows
-    if job.round.state is RoundState.COMPLETE:
-        _watch_changes(job, now)
-    if job.round.state is RoundState.CLOSING:
-        boundary.watch(job, now)
-        _watch_leaving(job, now)
-    if job.end is None and not job.finishing:
-        _fill_slots(job, now)
-    if job.end is None and job.round.state is RoundState.FORMING:
-        _watch_forming(job, now)
+@dataclass(slots=True)
+class ElasticRound:
+    """What one round waits for."""
+
+    change_since: float | None = None  # a planned change waits since then
+    left_since: float | None = None  # the first member left it at the boundary then
 
 
-def _stop_newcomers(job: JobState) -> None:
-    """Those that have to go and never took part: they have nothing to leave."""
-    for worker in job.registry.having(WorkerState.STARTING, WorkerState.READY):
-        if worker.leaving and worker.admitted is None:
-            job.stop_worker(worker, worker.leaving)
+@dataclass(slots=True)
+class Membership:
+    """Forms the rounds of elastic jobs, and closes them for changes."""
 
+    settings: Settings
+    effects: Effects
+    hosts: HostManager
+    fleet: Fleet
+    workers: WorkerStateRegistry
+    capacity: Capacity
+    orders: Orders
+    outcome: Outcome
+    rounds: Rounds
+    endings: Endings
+    drains: Drains
+    placement: Placement
+    boundary: Boundary
+    final_checkpoint: FinalCheckpoint
+    preemption: Preemption
+    _own: OfRound[ElasticRound] = field(init=False)
 
-# ---- a round that trains -----------------------------------------------------------------
+    def __post_init__(self) -> None:
+        self._own = OfRound(self.rounds, ElasticRound)
 
+    def advance(self, now: float) -> None:
+        """Do what the present state asks for."""
+        if self.outcome.kind is not ScriptKind.ELASTIC or self.placement.unsettled:
+            return  # leavers are stale; they are marked anew on the next pass
+        if self.placement.some_leave:
+            self._stop_newcomers()
+        if self.rounds.current.state is RoundState.COMPLETE:
+            self._watch_changes(now)
+        if self.rounds.current.state is RoundState.CLOSING:
+            self._watch_leaving(now)
+        if self.outcome.end is None and not self.outcome.finishing:
+            self._fill_slots(now)
+        if self.outcome.end is None and self.rounds.current.state is RoundState.FORMING:
+            self._watch_forming(now)
 
-def _watch_changes(job: JobState, now: float) -> None:
-    """Growth and removal: coalesced by the last call, then a notice to leave at a boundary."""
-    if job.first_success is not None:
-        return
-    staying = [
-        w for w in job.registry.having(WorkerState.RUNNING, WorkerState.READY) if not w.leaving
-    ]
-    fitting = units.fit(staying, job.settings)
-    newcomers = [w for w in fitting if w.state is WorkerState.READY]
-    leavers = [w for w in job.registry.having(WorkerState.RUNNING) if w.leaving]
-    if not newcomers and not leavers:
-        job.round.change_since = None
-        return
-    if job.round.change_since is None:
-        job.round.change_since = now
-    reason = leavers[0].leaving if leavers else f"{newcomers[0].id} is ready to join"
-    at = job.round.change_since + job.settings.last_call
-    all_leave = not newcomers and len(leavers) == job.registry.count(WorkerState.RUNNING)
-    if all_leave and _newcomers_in_sight(job):
-        # Whoever leaves now takes the state along: train on until somebody can take it over.
-        at = job.round.change_since + job.settings.elastic_timeout
-        at = min(at, drain.hand_over_until(job, leavers))
-        reason = f"{reason}; nobody to take over yet"
-    elif not job.finishing and (until := drain.waits_until(job, leavers)) is not None:
-        at, reason = max(at, until), f"{reason}; its replacements are booting"
-    if job.passed(at, now, f"change is coming: {reason}"):
-        boundary.leave(job, now, reason)
+    def _stop_newcomers(self) -> None:
+        """Those that have to go and never took part: they have nothing to leave."""
+        for worker in self.workers.having(WorkerState.STARTING, WorkerState.READY):
+            if worker.leaving and worker.admitted is None:
+                self.orders.stop(worker, worker.leaving)
 
+    # ---- a round that trains -------------------------------------------------------------
 
-def _newcomers_in_sight(job: JobState) -> bool:
-    if job.finishing:
-        return False
-    booting = any(not w.leaving for w in job.registry.having(WorkerState.STARTING))
-    return booting or bool(job.fleet.starting()) or bool(placement.free_slots(job, 1))
-
-
-# ---- a round that its members leave ------------------------------------------------------
-
-
-def _watch_leaving(job: JobState, now: float) -> None:
-    still_in = job.registry.count(WorkerState.RUNNING)
-    if still_in:
-        _hurry_stragglers(job, now)
-        timeout = job.settings.elastic_timeout
-        waiting = f"{still_in} workers have not left round {job.round.number} yet"
-        if not job.passed(job.round.since + timeout, now, waiting):
+    def _watch_changes(self, now: float) -> None:
+        """Growth and removal: coalesced by the last call, then a notice to leave at a boundary."""
+        if self.outcome.first_success is not None:
             return
-        if job.round.at_boundary:
+        staying = [
+            w for w in self.workers.having(WorkerState.RUNNING, WorkerState.READY) if not w.leaving
+        ]
+        fitting = units.fit(staying, self.settings)
+        newcomers = [w for w in fitting if w.state is WorkerState.READY]
+        leavers = [w for w in self.workers.having(WorkerState.RUNNING) if w.leaving]
+        own = self._own.get()
+        if not newcomers and not leavers:
+            own.change_since = None
+            return
+        own.change_since = now if own.change_since is None else own.change_since
+        reason = leavers[0].leaving if leavers else f"{newcomers[0].id} is ready to join"
+        at = own.change_since + self.settings.last_call
+        all_leave = not newcomers and len(leavers) == self.workers.count(WorkerState.RUNNING)
+        if all_leave and self._newcomers_in_sight():
+            # Whoever leaves now takes the state along: train on until somebody can take it over.
+            at = own.change_since + self.settings.elastic_timeout
+            at = min(at, self._hand_over_until(leavers))
+            reason = f"{reason}; nobody to take over yet"
+        elif not self.outcome.finishing and (until := self._waits_until(leavers)) is not None:
+            at, reason = max(at, until), f"{reason}; its replacements are booting"
+        if self.effects.due_or_set_alarm(at, now, f"change is coming: {reason}"):
+            self.boundary.leave(now, reason)
+
+    def _waits_until(self, leavers: list[Worker]) -> float | None:
+        """Until when these workers wait for their replacements to be ready; None: not at all."""
+        drains = [self.drains.of(worker) for worker in leavers]
+        until = [drain.replace_until for drain in drains if drain is not None]
+        if not until or len(until) < len(drains):  # others leave now: one change for all
+            return None
+        return min(until) if self._replacements_are_coming() else None
+
+    def _hand_over_until(self, leavers: list[Worker]) -> float:
+        """Until when workers that all leave may train on for somebody who takes over to come."""
+        drains = [self.drains.of(worker) for worker in leavers]
+        ends = [drain.replace_until for drain in drains if drain and drain.leave_by is not None]
+        return min(ends, default=inf)
+
+    def _replacements_are_coming(self) -> bool:
+        if any(not worker.leaving for worker in self.workers.having(WorkerState.STARTING)):
+            return True
+        if self.placement.room_left() == 0:
+            return False
+        return bool(self.fleet.starting() or self.placement.free_slots(1))
+
+    def _slots_come_free(self) -> bool:
+        """Whether others with a notice make room for somebody to whom one can hand the state."""
+        going = self.workers.having(WorkerState.READY, WorkerState.STOPPING)
+        noticed = (w for w in going if self.drains.has_notice(w))
+        return sum(1 for worker in noticed if self.hosts.usable(worker.host)) > 1
+
+    def _newcomers_in_sight(self) -> bool:
+        if self.outcome.finishing:
+            return False
+        booting = any(not w.leaving for w in self.workers.having(WorkerState.STARTING))
+        return booting or bool(self.fleet.starting()) or bool(self.placement.free_slots(1))
+
+    # ---- a round that its members leave ------------------------------------------------------
+
+    def _watch_leaving(self, now: float) -> None:
+        current = self.rounds.current
+        still_in = self.workers.count(WorkerState.RUNNING)
+        if not still_in:
+            if self.outcome.first_success is None or self.workers.count(WorkerState.READY):
+                self.rounds.open_next(now, f"everybody has left round {current.number}")
+            return
+        self._hurry_stragglers(now)
+        timeout = self.settings.elastic_timeout
+        waiting = f"{still_in} workers have not left round {current.number} yet"
+        if not self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
+            return
+        if current.at_boundary:
             # Whoever commits once an hour is not to lose that hour to a planned change, and
             # one that hangs loses its lease: so this only says what is going on.
-            job.round.since = now
-            job.announce(
-                "boundary_overdue",
-                f"no step boundary for {timeout:g} s; does the script call commit()?",
-            )
+            self.rounds.wait_again(now)
+            overdue = f"no step boundary for {timeout:g} s; does the script call commit()?"
+            self.effects.announce("boundary_overdue", overdue)
             return
-        for worker in job.registry.having(WorkerState.RUNNING):
-            give_up_worker(job, worker, f"did not leave the round within {timeout:g} s", now)
-        return
-    if job.first_success is None or job.registry.count(WorkerState.READY):
-        job.open_next_round(now, f"everybody has left round {job.round.number}")
+        for worker in self.workers.having(WorkerState.RUNNING):
+            late = f"did not leave the round within {timeout:g} s"
+            self.endings.give_up_worker(worker, late, now)
 
+    def _hurry_stragglers(self, now: float) -> None:
+        """Tell members to leave at once that do not follow the first one at the boundary.
 
-def _hurry_stragglers(job: JobState, now: float) -> None:
-    """Once a member has left at the boundary, nobody can finish another step without it.
-
-    So a member that does not follow soon missed the notice and waits for its peer: telling it to
-    leave at once costs it nothing, and nothing else would end that wait.
-    """
-    if not job.round.at_boundary:
-        return
-    ready = job.registry.having(WorkerState.READY)
-    gone = next((w for w in ready if w.left == job.round.number), None)
-    if gone is None:
-        return
-    if job.round.left_since is None:
-        job.round.left_since = now
-    at = job.round.left_since + job.settings.settle
-    if job.passed(at, now, f"{gone.id} has left round {job.round.number}; others follow"):
-        reason = f"{gone.id} has left round {job.round.number} and others have not"
-        job.leave_round(now, reason)
-
-
-def _end_hangs(job: JobState, now: float) -> None:
-    for worker, reason, stall in hangs.culprits(job, now):
-        give_up_worker(job, worker, reason, now, stack=stall.stack)
-
-
-def give_up_worker(job: JobState, worker: Worker, reason: str, now: float, **evidence: str) -> bool:
-    """A worker hangs: have it killed, and go on without it; False where that is no news."""
-    if not job.registry.apply(worker, News.LOST):
-        return False
-    job.order_kill(worker, reason)
-    heard = job.fleet.is_ready(worker.host)
-    job.announce("worker_hung" if heard else "worker_lost", reason, worker, **evidence)
-    failure = Failure(worker.id, worker.place.rank, worker.host, worker.pid, KILLED)
-    record_loss(job, worker, failure, Cause.HUNG, now)
-    return True
-
-
-# ---- a round that forms ------------------------------------------------------------------
-
-
-def _fill_slots(job: JobState, now: float) -> None:
-    """Start replacements and newcomers; before any step was finished, not at once."""
-    if not job.placement_due:
-        return
-    if not job.fruitful and job.last_loss_at is not None:
-        waiting = "to see whether every worker fails before anyone is started again"
-        if not job.passed(job.last_loss_at + job.settings.settle, now, waiting):
+        Once a member has left, nobody can finish another step without it. So a member that does
+        not follow soon missed the notice and waits for its peer: this costs it nothing, and
+        nothing else would end that wait.
+        """
+        current, own = self.rounds.current, self._own.get()
+        if not current.at_boundary:
             return
-    job.placement_due = False
-    founders = job.round.state is RoundState.FORMING and not any(
-        w.admitted is not None for w in job.registry.having(WorkerState.READY)
-    )
-    reason = "a free slot" if job.round.number > 1 or not founders else "the first round"
-    # In the first round a replacement does not hold up those who are ready and enough.
-    awaited = founders and not job.round.placed
-    where = placement.free_slots(job, placement.room_left(job))
-    placement.place(job, where, founders=founders, awaited=awaited, reason=reason)
+        ready = self.workers.having(WorkerState.READY)
+        gone = next((worker for worker in ready if worker.left == current.number), None)
+        if gone is None:
+            return
+        own.left_since = now if own.left_since is None else own.left_since
+        has_left = f"{gone.id} has left round {current.number}"
+        at = own.left_since + self.settings.settle
+        if self.effects.due_or_set_alarm(at, now, f"{has_left}; others follow"):
+            self.rounds.leave(now, f"{has_left} and others have not")
 
+    # ---- a round that forms ------------------------------------------------------------------
 
-def _watch_forming(job: JobState, now: float) -> None:
-    if job.first_success is not None:
-        _watch_last_round(job, now)
-        return
-    if _founders_boot(job, now):
-        return
-    ready = [w for w in job.registry.having(WorkerState.READY) if not w.leaving]
-    if _would_be_lost(job, ready) and final_checkpoint.is_going_on(job, now):
-        return
-    if job.departure is not None:
-        preemption.over(job)
-        return
-    _release_leavers(job, ready)
-    fitting = units.fit(ready, job.settings)
-    if any(w.admitted is not None for w in ready):
-        if len(fitting) >= job.settings.min_np:
-            _complete(job, ready, now, _why_complete(job))
-        else:
-            _give_up_below(job, job.settings.min_np, ready, now)
-        return
-    need = _need_of_a_fresh_round(job, ready, fitting, now)
-    if need is not None and len(fitting) >= max(need, 1):
-        _complete(job, ready, now, "every worker is ready")
+    def _fill_slots(self, now: float) -> None:
+        """Start replacements and newcomers; before any step was finished, not at once."""
+        if not self.capacity.placement_due:
+            return
+        last_loss_at = self.outcome.last_loss_at
+        if not self.outcome.has_progress and last_loss_at is not None:
+            waiting = "to see whether every worker fails before anyone is started again"
+            if not self.effects.due_or_set_alarm(last_loss_at + self.settings.settle, now, waiting):
+                return
+        self.capacity.placing_begins()
+        founders = self.rounds.current.state is RoundState.FORMING and not any(
+            w.admitted is not None for w in self.workers.having(WorkerState.READY)
+        )
+        later = self.rounds.current.number > 1 or not founders
+        reason = "a free slot" if later else "the first round"
+        # In the first round a replacement does not hold up those who are ready and enough.
+        awaited = founders and not self.placement.founders.workers
+        where = self.placement.free_slots(self.placement.room_left())
+        self.placement.place(where, founders=founders, awaited=awaited, reason=reason)
 
+    def _watch_forming(self, now: float) -> None:
+        if self.outcome.first_success is not None:
+            self._watch_last_round(now)
+            return
+        if self._founders_boot(now):
+            return
+        ready = [w for w in self.workers.having(WorkerState.READY) if not w.leaving]
+        if self._would_be_lost(ready) and self.final_checkpoint.request(now):
+            return
+        if self.outcome.departure is not None:
+            self.preemption.everybody_left()
+            return
+        self._release_leavers(ready)
+        fitting = units.fit(ready, self.settings)
+        if any(w.admitted is not None for w in ready):
+            if len(fitting) >= self.settings.min_np:
+                self._complete(ready, now, self._why_complete())
+            else:
+                self._give_up_below(self.settings.min_np, ready, now)
+            return
+        need = self._need_of_a_fresh_round(ready, fitting, now)
+        if need is not None and len(fitting) >= max(need, 1):
+            self._complete(ready, now, "every worker is ready")
 
-def _founders_boot(job: JobState, now: float) -> bool:
-    """Whether the first round waits for workers that were started for it, and nothing else matters.
+    def _founders_boot(self, now: float) -> bool:
+        """Whether the first round only waits for workers that were started for it.
 
-    Seen without a look at each, for that would cost the square of their number.
-    """
-    if job.round.number > 1 or job.some_leave or job.departure is not None:
-        return False
-    if not any(worker.awaited for worker in job.registry.having(WorkerState.STARTING)):
-        return False
-    return not job.passed(_fresh_until(job), now, _fresh_waiting(job))
+        Seen without a look at each, for that would cost the square of their number.
+        """
+        departs = self.outcome.departure is not None
+        if self.rounds.current.number > 1 or self.placement.some_leave or departs:
+            return False
+        if not any(worker.awaited for worker in self.workers.having(WorkerState.STARTING)):
+            return False
+        return not self._fresh_is_due(now)
 
+    def _fresh_is_due(self, now: float) -> bool:
+        """Whether workers that were started together are waited for no longer."""
+        founded_at = self.placement.founders.at
+        since = self.rounds.current.since if founded_at is None else founded_at
+        at = since + self.settings.start_timeout
+        return self.effects.due_or_set_alarm(at, now, self._fresh_waiting())
 
-def _fresh_until(job: JobState) -> float:
-    """Until when workers that were started together are waited for."""
-    since = job.round.since if job.round.placed_at is None else job.round.placed_at
-    return since + job.settings.start_timeout
+    def _fresh_need(self) -> int:
+        first = self.rounds.current.number == 1
+        need = self.placement.founders.need if first else self.settings.min_np
+        return self.capacity.at_most_wanted(need)
 
+    def _fresh_waiting(self) -> str:
+        ready, booting = (self.workers.count(s) for s in (WorkerState.READY, WorkerState.STARTING))
+        return f"{ready} of at least {self._fresh_need()} workers are ready, {booting} are booting"
 
-def _fresh_need(job: JobState) -> int:
-    first = job.round.number == 1
-    return job.at_most_wanted(job.round.need if first else job.settings.min_np)
+    def _watch_last_round(self, now: float) -> None:
+        """After a success: those who are left form a round of their own, however few."""
+        ready = list(self.workers.having(WorkerState.READY))
+        booting = self.workers.count(WorkerState.STARTING)
+        timeout, waiting = self.settings.start_timeout, f"{booting} workers are booting"
+        at = self.rounds.current.since + timeout
+        if booting and not self.effects.due_or_set_alarm(at, now, waiting):
+            return
+        if ready:
+            self._complete(ready, now, "the workers that are left finish together")
+            return
+        for worker in self.workers.having(WorkerState.STARTING):
+            self.orders.stop(worker, f"not ready within {timeout:g} s, and the job is finishing")
 
+    def _need_of_a_fresh_round(
+        self, ready: list[Worker], fitting: list[Worker], now: float
+    ) -> int | None:
+        """Return how many are enough where nobody trains yet; None: the founders are awaited."""
+        settings, first, need = self.settings, self.rounds.current.number == 1, self._fresh_need()
+        booting = any(w.awaited for w in self.workers.having(WorkerState.STARTING))
+        if not first and len(fitting) < max(need, 1):
+            self._give_up_below(need, ready, now)
+            return None
+        if not self._fresh_is_due(now):
+            return None if booting else need
+        if first and settings.start_min_np is not None:
+            need = min(need, settings.start_min_np)
+        if first and len(fitting) < max(need, 1):
+            waited = now - self.rounds.current.since
+            self.outcome.give_up(need, len(ready), waited, self._shortage(ready))
+            return None
+        return need
 
-def _fresh_waiting(job: JobState) -> str:
-    ready, booting = (job.registry.count(s) for s in (WorkerState.READY, WorkerState.STARTING))
-    return f"{ready} of at least {_fresh_need(job)} workers are ready, {booting} are booting"
+    def _why_complete(self) -> str:
+        lost = next((loss for loss in self.outcome.losses if loss.member), None)
+        if lost is None:
+            return "membership changed"
+        return f"without {lost.failure.worker}, which {lost.reason}"
 
+    def _give_up_below(self, need: int, ready: list[Worker], now: float) -> None:
+        """Below the minimum for too long: the job ends."""
+        since, shortage = self.rounds.current.since, self._shortage(ready)
+        waiting = shortage or f"{len(ready)} of at least {need} workers are ready"
+        at = since + self.settings.elastic_timeout
+        if self.effects.due_or_set_alarm(at, now, waiting):
+            self.outcome.give_up(need, len(ready), now - since, shortage)
 
-def _watch_last_round(job: JobState, now: float) -> None:
-    """After a success: those who are left form a round of their own, however few."""
-    ready = list(job.registry.having(WorkerState.READY))
-    booting = job.registry.count(WorkerState.STARTING)
-    timeout = job.settings.start_timeout
-    if booting and not job.passed(job.round.since + timeout, now, f"{booting} workers are booting"):
-        return
-    if ready:
-        _complete(job, ready, now, "the workers that are left finish together")
-        return
-    for worker in job.registry.having(WorkerState.STARTING):
-        job.stop_worker(worker, f"not ready within {timeout:g} s, and the job is finishing")
+    def _shortage(self, ready: list[Worker]) -> str:
+        return units.shortage(len({worker.host for worker in ready}), self.settings)
 
+    def _complete(self, ready: list[Worker], now: float, reason: str) -> None:
+        members = ready
+        if self.outcome.first_success is None:
+            holders = self._state_holders(ready)
+            shares = units.shares(ready, self.settings, holders)[: self.capacity.wanted]
+            members = units.fit(shares, self.settings)
+        self.rounds.complete(members, now, reason)
+        if self.outcome.first_success is None:
+            self.endings.settle_losses()
+            self._release_leavers(members)
 
-def _need_of_a_fresh_round(
-    job: JobState, ready: list[Worker], fitting: list[Worker], now: float
-) -> int | None:
-    """How many are enough where nobody trains yet; None: those started together are waited for."""
-    settings, first, need = job.settings, job.round.number == 1, _fresh_need(job)
-    booting = any(w.awaited for w in job.registry.having(WorkerState.STARTING))
-    if not first and len(fitting) < max(need, 1):
-        _give_up_below(job, need, ready, now)
-        return None
-    if not job.passed(_fresh_until(job), now, _fresh_waiting(job)):
-        return None if booting else need
-    if first and settings.start_min_np is not None:
-        need = min(need, settings.start_min_np)
-    if first and len(fitting) < max(need, 1):
-        job.give_up(need, len(ready), now - job.round.since, _shortage(job, ready))
-        return None
-    return need
+    # ---- workers that have to leave ------------------------------------------------------
 
+    def _state_holders(self, ready: list[Worker]) -> list[Worker]:
+        """The worker that has to leave but alone holds the newest state: it hands it over first."""
+        newest = max((w.version for w in ready if w.clean), default=-1)
+        leavers = [w for w in self.workers.having(WorkerState.READY) if w.leaving and w.clean]
+        best = max(leavers, key=lambda w: w.version, default=None)
+        wanted = self.capacity.wanted
+        room = wanted is None or wanted >= 2  # beside it somebody has to receive
+        return [best] if best is not None and best.version > newest and room else []
 
-def _why_complete(job: JobState) -> str:
-    lost = next((loss for loss in job.losses if loss.member), None)
-    return f"without {lost.failure.worker}, which {lost.reason}" if lost else "membership changed"
+    def _would_be_lost(self, ready: list[Worker]) -> bool:
+        """Whether only workers that leave hold the newest state, and nobody can receive it."""
+        newest = max((w.version for w in ready if w.clean), default=-1)
+        waiting = self.workers.having(WorkerState.READY)
+        ahead = any(w.leaving and w.clean and w.version > newest for w in waiting)
+        return ahead and not (ready and self._state_holders(ready))
 
-
-def _give_up_below(job: JobState, need: int, ready: list[Worker], now: float) -> None:
-    """Below the minimum for too long: the job ends."""
-    at = job.round.since + job.settings.elastic_timeout
-    shortage = _shortage(job, ready)
-    if job.passed(at, now, shortage or f"{len(ready)} of at least {need} workers are ready"):
-        job.give_up(need, len(ready), now - job.round.since, shortage)
-
-
-def _shortage(job: JobState, ready: list[Worker]) -> str:
-    return units.shortage(len({worker.host for worker in ready}), job.settings)
-
-
-def _complete(job: JobState, ready: list[Worker], now: float, reason: str) -> None:
-    members = ready
-    if job.first_success is None:
-        holders = _state_holders(job, ready)
-        shares = units.shares(ready, job.settings, holders)[: job.wanted]
-        members = units.fit(shares, job.settings)
-    job.complete_round(members, now, reason)
-    if job.first_success is None:
-        job.forget_losses()
-        _release_leavers(job, members)
-
-
-# ---- workers that have to leave ----------------------------------------------------------
-
-
-def _state_holders(job: JobState, ready: list[Worker]) -> list[Worker]:
-    """The worker that has to leave but alone holds the newest state: it hands it over first."""
-    newest = max((w.version for w in ready if w.clean), default=-1)
-    leavers = [w for w in job.registry.having(WorkerState.READY) if w.leaving and w.clean]
-    best = max(leavers, key=lambda w: w.version, default=None)
-    room = job.wanted is None or job.wanted >= 2  # beside it somebody has to receive
-    return [best] if best is not None and best.version > newest and room else []
-
-
-def _would_be_lost(job: JobState, ready: list[Worker]) -> bool:
-    """Whether only workers that leave hold the newest state, and nobody can receive it."""
-    newest = max((w.version for w in ready if w.clean), default=-1)
-    waiting = job.registry.having(WorkerState.READY)
-    ahead = any(w.leaving and w.clean and w.version > newest for w in waiting)
-    return ahead and not (ready and _state_holders(job, ready))
-
-
-def _release_leavers(job: JobState, ready: list[Worker]) -> None:
-    """Stop those who have left the round and have to go, unless their state is still needed."""
-    needed: list[Worker] = []
-    if ready or _newcomers_in_sight(job) or drain.slots_come_free(job):
-        needed = _state_holders(job, ready)
-    for worker in job.registry.having(WorkerState.READY):
-        if worker.leaving and worker not in needed:
-            job.stop_worker(worker, worker.leaving)
+    def _release_leavers(self, ready: list[Worker]) -> None:
+        """Stop those who have left the round and have to go, unless their state is still needed."""
+        needed: list[Worker] = []
+        if ready or self._newcomers_in_sight() or self._slots_come_free():
+            needed = self._state_holders(ready)
+        for worker in self.workers.having(WorkerState.READY):
+            if worker.leaving and worker not in needed:
+                self.orders.stop(worker, worker.leaving)

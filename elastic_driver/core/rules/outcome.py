@@ -1,22 +1,24 @@
-"""Verdicts: when failures end the job, and with which exit status.
+"""How the job ends: its failures, the budget of restarts, and the exit status.
 
-Pure functions over the failures of a round, and the budget of restarts. Called by the job
-machine; never changes a worker or a round. Times are monotonic seconds.
+Nothing here changes a worker or a round. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
+from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.documents import Failure
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings
 
 KILLED = -9  # the status of a worker that died with its agent, or is killed for hanging
 
 
-class Kind(str, Enum):
+class ScriptKind(str, Enum):
     """What the script turned out to be, by what it does."""
 
     UNDECLARED = "undeclared"
@@ -71,7 +73,7 @@ def first_failure(losses: Sequence[Loss]) -> Failure | None:
     return losses[0].failure if losses else None
 
 
-def failed_by_itself(losses: Sequence[Loss], *, kind: Kind, fruitful: bool) -> bool:
+def failed_by_itself(losses: Sequence[Loss], *, kind: ScriptKind, has_progress: bool) -> bool:
     """Whether losing all members this way means that the script fails, not the machines.
 
     An elastic job of which nobody ever finished a step has failed when every worker died,
@@ -79,9 +81,18 @@ def failed_by_itself(losses: Sequence[Loss], *, kind: Kind, fruitful: bool) -> b
     member exited non-zero by itself.
     """
     members = [loss for loss in losses if loss.member]
-    if kind is Kind.ELASTIC and not fruitful:
+    if kind is ScriptKind.ELASTIC and not has_progress:
         return any(loss.cause is not Cause.AGENT for loss in members)
     return bool(members) and all(loss.fatal_alone for loss in members)
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Why the whole job ends, how long a boundary is waited for, and when it ends anyway."""
+
+    reason: str
+    leave_by: float
+    end_by: float
 
 
 class Budget:
@@ -133,3 +144,95 @@ class Budget:
             f"the limit is {self._settings.fruitless_restarts} restarts; "
             "mend the script, or allow more with --max-restarts"
         )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the job has come to so far, and its end."""
+
+    settings: Settings
+    effects: Effects
+    budget: Budget = field(init=False)
+    kind: ScriptKind = ScriptKind.UNDECLARED
+    steps_reported: int = 0  # first steps of workers in their rounds
+    has_progress: bool = False  # somebody has finished a step in this job
+    restart_count: int = 0  # how often workers were started again
+    losses: list[Loss] = field(default_factory=list)  # since the last round was completed
+    first_loss_at: float | None = None  # of `losses`
+    last_loss_at: float | None = None
+    first_success: float | None = None  # when the first member finished its script
+    departure: Departure | None = None  # the whole job was told to go
+    end: EndJob | None = None
+
+    def __post_init__(self) -> None:
+        self.budget = Budget(self.settings)
+
+    @property
+    def finishing(self) -> bool:
+        """Whether the job comes to its end: nothing is started any more."""
+        return self.first_success is not None or self.departure is not None
+
+    def declare(self, kind: ScriptKind) -> None:
+        """Note what kind of script this is."""
+        self.kind = kind
+
+    def step_finished(self) -> None:
+        """Note progress: failures in a row begin anew."""
+        self.steps_reported += 1
+        self.has_progress = True
+        self.budget.step_finished()
+
+    def succeeded(self, now: float) -> None:
+        """Note that a member has finished its script: from now on nothing is started any more."""
+        if self.first_success is None:
+            self.first_success = now
+
+    def depart(self, departure: Departure) -> None:
+        """Note that the whole job was told to go."""
+        self.departure = departure
+
+    def restarted(self) -> None:
+        """Count a restart of workers."""
+        self.restart_count += 1
+
+    def record(self, loss: Loss, now: float) -> None:
+        """Record a worker's failure."""
+        self.losses.append(loss)
+        self.first_loss_at = now if self.first_loss_at is None else self.first_loss_at
+        self.last_loss_at = now
+
+    def forget_losses(self) -> None:
+        """Settle what went wrong before; the next failure is a first one again."""
+        self.losses.clear()
+        self.first_loss_at = None
+
+    def count_failure(self, now: float, *, fruitless: bool, whole_round: bool = False) -> bool:
+        """Take one failure from the budget; False, and the end of the job, where it is used up."""
+        self.budget.count(now, fruitless=fruitless, whole_round=whole_round)
+        exceeded = self.budget.exceeded()
+        if exceeded is not None:
+            self.fail(exceeded)
+        return exceeded is None
+
+    def finish(self, exit_code: int, reason: str, failure: Failure | None = None) -> None:
+        """End the job, once; everything after is ignored."""
+        if self.end is None:
+            self.effects.announce("job_succeeded" if exit_code == 0 else "job_failed", reason)
+            self.end = EndJob(exit_code, reason, failure)
+            self.effects.decide(self.end)
+            self.effects.begin_pass()
+
+    def fail(self, reason: str) -> None:
+        """End the job with the first failure of this round, and say why it goes no further."""
+        failure = first_failure(self.losses)
+        if failure is not None:
+            code = failure.exit_code
+            what = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            reason = f"rank {failure.rank} on {failure.host} failed first ({what}); {reason}"
+        self.finish(exit_status(failure), reason, failure)
+
+    def give_up(self, needed: int, available: int, waited: float, why: str = "") -> None:
+        """End the job because workers, slots or the leaving of a round took too long."""
+        error = NotEnoughSlotsError(needed=needed, available=available, waited=waited)
+        reason = f"{why} for {waited:.0f} s; check the hosts" if why else str(error)
+        self.finish(ExitCode.UNAVAILABLE, reason, first_failure(self.losses))

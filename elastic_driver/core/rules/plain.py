@@ -1,162 +1,190 @@
 """Rounds of a job whose workers never speak to us: every change restarts them all.
 
-Also the first round of a job of which nobody knows yet what kind it is. Called each time the
-job looks at itself. Ranks are given at birth; a round is complete when all its processes
-were started. Times are monotonic seconds.
+Also the first round of a job of which nobody knows yet what kind it is. Ranks are given at birth;
+a round is complete when all its processes were started. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
-from elastic_driver.core.rules import placement, units
-from elastic_driver.core.rules.outcome import KILLED, Cause, Kind, Loss
-from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, Worker, WorkerState
-from elastic_driver.core.state import JobState
+from dataclasses import dataclass, field
+
+from elastic_driver.core.rules import units
+from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.endings import Endings
+from elastic_driver.core.rules.fleet import Fleet
+from elastic_driver.core.rules.orders import Orders
+from elastic_driver.core.rules.outcome import KILLED, Cause, Loss, Outcome, ScriptKind
+from elastic_driver.core.rules.placement import Placement
+from elastic_driver.core.rules.rounds import OfRound, Rounds, RoundState
+from elastic_driver.core.rules.workers import (
+    ACTIVE,
+    OCCUPYING,
+    WorkerState,
+    WorkerStateRegistry,
+)
+from elastic_driver.settings import Settings
 
 
-def advance(job: JobState, now: float) -> None:
-    """Do what the present state asks for; called again until nothing more is decided."""
-    if job.round.state is RoundState.CLOSING:
-        _watch_stopping(job, now)
-    if job.end is None and job.round.state is RoundState.FORMING:
-        _watch_forming(job, now)
-    if job.end is not None or job.first_success is not None or not job.round.placed:
-        return
-    if job.losses:
-        _watch_losses(job, now)
-    else:
-        _watch_changes(job, now)
+@dataclass(slots=True)
+class PlainRound:
+    """What one round waits for."""
+
+    slots_since: float | None = None  # enough slots are ready since then
+    started_at: float | None = None  # every process is up since then
+    change_since: float | None = None  # a planned change waits since then
 
 
-def _watch_stopping(job: JobState, now: float) -> None:
-    left = job.registry.count(*OCCUPYING)
-    if left == 0:
-        job.open_next_round(now, f"every worker of round {job.round.number} has stopped")
-        return
-    timeout = job.settings.elastic_timeout
-    if job.passed(job.round.since + timeout, now, f"{left} workers have not stopped yet"):
-        job.give_up(job.settings.min_np, 0, timeout)
+@dataclass(slots=True)
+class Plain:
+    """Forms the rounds of plain jobs, and restarts them."""
 
+    settings: Settings
+    effects: Effects
+    fleet: Fleet
+    workers: WorkerStateRegistry
+    capacity: Capacity
+    orders: Orders
+    outcome: Outcome
+    rounds: Rounds
+    endings: Endings
+    placement: Placement
+    _own: OfRound[PlainRound] = field(init=False)
 
-# ---- a round that forms ------------------------------------------------------------------
+    def __post_init__(self) -> None:
+        self._own = OfRound(self.rounds, PlainRound)
 
-
-def _watch_forming(job: JobState, now: float) -> None:
-    if not job.round.placed:
-        if job.first_success is None:
-            _place(job, now)
-        return
-    if _wait_for_processes(job, now) or job.losses:
-        return
-    if job.round.started_at is None:
-        job.round.started_at = now
-    if job.kind is Kind.UNDECLARED:
-        waiting = "to see whether the script calls elastic.init()"
-        if not job.passed(job.round.started_at + job.settings.plain_after, now, waiting):
+    def advance(self, now: float) -> None:
+        """Do what the present state asks for."""
+        if self.outcome.kind is ScriptKind.ELASTIC:
             return
-        job.kind = Kind.PLAIN
-    job.complete_round(_placed(job), now, "every process was started")
-
-
-def _wait_for_processes(job: JobState, now: float) -> bool:
-    missing = sum(1 for w in job.registry.having(WorkerState.STARTING) if not w.pid)
-    if not missing:
-        return False
-    assert job.round.placed_at is not None  # noqa: S101 - set together with `placed`
-    timeout = job.settings.start_timeout
-    waiting = f"{missing} processes have not been started yet"
-    if job.passed(job.round.placed_at + timeout, now, waiting):
-        placed = len(job.round.placed)
-        job.give_up(placed, placed - missing, timeout)
-    return True
-
-
-def _placed(job: JobState) -> list[Worker]:
-    return [job.registry.workers[worker_id] for worker_id in job.round.placed]
-
-
-def _place(job: JobState, now: float) -> None:
-    """Start the round's workers once enough slots have agents."""
-    settings, round_ = job.settings, job.round
-    first = round_.number == 1
-    need = job.at_most_wanted(settings.start_np if first else settings.min_np)
-    free = placement.free_slots(job, placement.room_left(job))
-    where = placement.founding_slots(job)
-    have = len(free)
-    shortage = units.shortage(len({host for host, _ in free}), settings)
-    waiting = shortage or f"{have} of at least {need} slots have an agent"
-    timeout = settings.start_timeout if first else settings.elastic_timeout
-    if job.passed(round_.since + timeout, now, waiting):
-        if first and settings.start_min_np is not None:
-            need = min(need, settings.start_min_np)
-        if have < need or not where:
-            job.give_up(need, have, now - round_.since, shortage)
+        if self.rounds.current.state is RoundState.CLOSING:
+            self._watch_stopping(now)
+        if self.outcome.end is None and self.rounds.current.state is RoundState.FORMING:
+            self._watch_forming(now)
+        over = self.outcome.end is not None or self.outcome.first_success is not None
+        if over or not self.placement.founders.workers:
             return
-    if have < max(need, 1) or not where:
-        round_.slots_since = None
-        return
-    if round_.slots_since is None:
-        round_.slots_since = now
-    more_to_come = bool(job.fleet.starting()) and have != job.wanted
-    if more_to_come and not job.passed(round_.slots_since + settings.last_call, now, waiting):
-        return
-    reason = f"round {round_.number} starts on {len(where)} slots"
-    started = placement.place(job, where, founders=True, awaited=True, reason=reason)
-    round_.placed_at, round_.need = now, min(need, len(started))
-    round_.placed = tuple(w.id for w in sorted(started, key=lambda w: w.place.rank))
+        if self.outcome.losses:
+            self._watch_losses(now)
+        else:
+            self._watch_changes(now)
 
-
-# ---- a round that breaks or changes ------------------------------------------------------
-
-
-def _watch_losses(job: JobState, now: float) -> None:
-    """Restart after a failure, once it is known whether the others fail by themselves too."""
-    assert job.first_loss_at is not None  # noqa: S101 - set with the first of `losses`
-    first = job.losses[0]
-    if not _comes_from_outside(job, first) and job.registry.count(*ACTIVE):
-        waiting = "to see whether every worker fails"
-        if not job.passed(job.first_loss_at + job.settings.settle, now, waiting):
+    def _watch_stopping(self, now: float) -> None:
+        left, current = self.workers.count(*OCCUPYING), self.rounds.current
+        if left == 0:
+            self.rounds.open_next(now, f"every worker of round {current.number} has stopped")
             return
-    job.budget.count(now, fruitless=True, whole_round=True)
-    exceeded = job.budget.exceeded()
-    if exceeded is not None:
-        job.fail(exceeded)
-        return
-    _restart(job, now, f"{first.failure.worker} {first.reason}")
+        timeout, waiting = self.settings.elastic_timeout, f"{left} workers have not stopped yet"
+        if self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
+            self.outcome.give_up(self.settings.min_np, 0, timeout)
 
+    # ---- a round that forms --------------------------------------------------------------
 
-def _comes_from_outside(job: JobState, loss: Loss) -> bool:
-    """Whether a loss is surely not the script's own doing, so that its peers need no watching.
+    def _watch_forming(self, now: float) -> None:
+        founders, own = self.placement.founders, self._own.get()
+        if not founders.workers:
+            if self.outcome.first_success is None:
+                self._found(now)
+            return
+        if self._wait_for_processes(now) or self.outcome.losses:
+            return
+        if own.started_at is None:
+            own.started_at = now
+        if self.outcome.kind is ScriptKind.UNDECLARED:
+            waiting, patience = (
+                "to see whether the script calls elastic.init()",
+                self.settings.plain_after,
+            )
+            if not self.effects.due_or_set_alarm(own.started_at + patience, now, waiting):
+                return
+            self.outcome.declare(ScriptKind.PLAIN)
+        founded = [self.workers.workers[worker] for worker in founders.workers]
+        self.rounds.complete(founded, now, "every process was started")
 
-    No program ends itself by SIGKILL; other signals may be a crash that all its peers share.
-    """
-    if loss.cause in (Cause.HUNG, Cause.AGENT):
+    def _wait_for_processes(self, now: float) -> bool:
+        missing = sum(1 for w in self.workers.having(WorkerState.STARTING) if not w.pid)
+        if not missing:
+            return False
+        founders = self.placement.founders
+        assert founders.at is not None  # noqa: S101 - set together with the workers
+        timeout, placed = self.settings.start_timeout, len(founders.workers)
+        waiting = f"{missing} processes have not been started yet"
+        if self.effects.due_or_set_alarm(founders.at + timeout, now, waiting):
+            self.outcome.give_up(placed, placed - missing, timeout)
         return True
-    return loss.cause is Cause.SIGNAL and (job.fruitful or loss.failure.exit_code == KILLED)
 
+    def _found(self, now: float) -> None:
+        """Start the round's workers once enough slots have agents."""
+        settings, current, own = self.settings, self.rounds.current, self._own.get()
+        first = current.number == 1
+        need = self.capacity.at_most_wanted(settings.start_np if first else settings.min_np)
+        free = self.placement.free_slots(self.placement.room_left())
+        where = self.placement.founding_slots()
+        have = len(free)
+        shortage = units.shortage(len({host for host, _ in free}), settings)
+        waiting = shortage or f"{have} of at least {need} slots have an agent"
+        timeout = settings.start_timeout if first else settings.elastic_timeout
+        if self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
+            if first and settings.start_min_np is not None:
+                need = min(need, settings.start_min_np)
+            if have < need or not where:
+                self.outcome.give_up(need, have, now - current.since, shortage)
+                return
+        if have < max(need, 1) or not where:
+            own.slots_since = None
+            return
+        own.slots_since = now if own.slots_since is None else own.slots_since
+        if self.fleet.starting() and have != self.capacity.wanted:  # there are more to come
+            at = own.slots_since + settings.last_call
+            if not self.effects.due_or_set_alarm(at, now, waiting):
+                return
+        reason = f"round {current.number} starts on {len(where)} slots"
+        self.placement.found(where, need, now, reason)
 
-def _watch_changes(job: JobState, now: float) -> None:
-    if job.round.state is RoundState.CLOSING:
-        return
-    leavers = (w.leaving for w in job.registry.having(*ACTIVE) if w.leaving)
-    reason = job.round.broken or next(leavers, "")
-    complete = job.round.state is RoundState.COMPLETE
-    if not reason and complete and placement.founding_slots(job):
-        reason = "there are slots for more workers"
-    if not reason:
-        job.round.change_since = None
-        return
-    if job.round.change_since is None:
-        job.round.change_since = now
-    at = job.round.change_since + job.settings.last_call
-    if job.round.broken or job.passed(at, now, f"change is coming: {reason}"):
-        _restart(job, now, reason)
+    # ---- a round that breaks or changes ------------------------------------------------------
 
+    def _watch_losses(self, now: float) -> None:
+        """Restart after a failure, once it is known whether the others fail by themselves too."""
+        assert self.outcome.first_loss_at is not None  # noqa: S101 - set with the first of `losses`
+        first = self.outcome.losses[0]
+        if not self._comes_from_outside(first) and self.workers.count(*ACTIVE):
+            waiting, at = "to see whether every worker fails", self.outcome.first_loss_at
+            if not self.effects.due_or_set_alarm(at + self.settings.settle, now, waiting):
+                return
+        if self.outcome.count_failure(now, fruitless=True, whole_round=True):
+            self._restart(now, f"{first.failure.worker} {first.reason}")
 
-def _restart(job: JobState, now: float, reason: str) -> None:
-    """Stop every worker; the next round is placed when the last one is gone."""
-    if not job.close_round(now, reason, at_boundary=False):
-        return
-    job.restart_count += 1
-    job.stop_all(f"restart: {reason}")
-    job.forget_losses()
+    def _comes_from_outside(self, loss: Loss) -> bool:
+        """Whether a loss is surely not the script's own doing, so that its peers need no watching.
+
+        No program ends itself by SIGKILL; other signals may be a crash that all its peers share.
+        """
+        if loss.cause in (Cause.HUNG, Cause.AGENT):
+            return True
+        killed = loss.failure.exit_code == KILLED
+        return loss.cause is Cause.SIGNAL and (self.outcome.has_progress or killed)
+
+    def _watch_changes(self, now: float) -> None:
+        current, own = self.rounds.current, self._own.get()
+        if current.state is RoundState.CLOSING:
+            return
+        leavers = (w.leaving for w in self.workers.having(*ACTIVE) if w.leaving)
+        reason = current.broken or next(leavers, "")
+        complete = current.state is RoundState.COMPLETE
+        if not reason and complete and self.placement.founding_slots():
+            reason = "there are slots for more workers"
+        if not reason:
+            own.change_since = None
+            return
+        own.change_since = now if own.change_since is None else own.change_since
+        at, waiting = own.change_since + self.settings.last_call, f"change is coming: {reason}"
+        if current.broken or self.effects.due_or_set_alarm(at, now, waiting):
+            self._restart(now, reason)
+
+    def _restart(self, now: float, reason: str) -> None:
+        """Stop every worker; the next round is placed when the last one is gone."""
+        if self.rounds.close(now, reason, at_boundary=False):
+            self.outcome.restarted()
+            self.orders.stop_all(f"restart: {reason}")
+            self.endings.settle_losses()

@@ -7,88 +7,99 @@ hosts that train are left alone. What was usual in the first check is usual here
 host checked alone can be slow. One that fails goes into cool-down, and is checked again after it.
 
 An agent that is lost for the first time is started again in place without a check, as its workers
-would otherwise wait for it. Entered by `job`. Pure; times are monotonic seconds.
+would otherwise wait for it. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from elastic_driver.core.decisions import CheckHosts
 from elastic_driver.core.events import HostResult, HostsChecked
-from elastic_driver.core.state import JobState
+from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.hosts import Host, HostManager
+from elastic_driver.core.rules.outcome import Outcome
+from elastic_driver.core.rules.workers import WorkerStateRegistry
+from elastic_driver.settings import Settings
 
 
-def hold(job: JobState, host: str, reason: str) -> bool:
-    """Keep a host from being used until it was checked; False where the job checks no hosts."""
-    if job.settings.checked_hosts is None:
-        return False
-    job.hosts.hold(host, reason)
-    return True
+@dataclass(slots=True)
+class Rechecks:
+    """Holds hosts that have to be checked, and has them checked."""
 
+    settings: Settings
+    effects: Effects
+    hosts: HostManager
+    workers: WorkerStateRegistry
+    capacity: Capacity
+    outcome: Outcome
+    _checking: dict[str, int] = field(default_factory=dict)  # host → position; being checked
+    _checks: int = 0  # begun so far
+    _held_since: float | None = None  # a host waits for a check since then
+    _ever_gone: set[str] = field(default_factory=set)  # hosts that discovery has removed
 
-def found(job: JobState, host: str) -> None:
-    """Discovery has named a host that was not there: was it checked before the job began?"""
-    checked = job.settings.checked_hosts
-    if checked is not None and (host not in checked or host in job.ever_gone):
-        again = "it has been away" if host in job.ever_gone else "it was not there before"
-        hold(job, host, again)
+    def hold(self, host: str, reason: str) -> None:
+        """Keep a host from being used until it was checked, in jobs that check hosts."""
+        if self.settings.checked_hosts is not None:
+            self.hosts.hold(host, reason)
 
+    def found(self, host: str) -> None:
+        """Hold a host that is new, unless it was checked before the job began."""
+        if host in self._ever_gone:
+            self.hold(host, "it has been away")
+        elif host not in (self.settings.checked_hosts or ()):
+            self.hold(host, "it was not there before")
 
-def lost(job: JobState, host: str) -> None:
-    """Discovery no longer names a host: whatever comes back under that name is checked."""
-    job.ever_gone.add(host)
+    def gone(self, host: str) -> None:
+        """Note that a host was removed: whatever comes back under that name is checked."""
+        self._ever_gone.add(host)
 
+    def advance(self, now: float) -> None:
+        """Have the held hosts checked, unless a check is going on."""
+        held = self.hosts.held()
+        if not held or self._checking or self.outcome.first_success is not None:
+            return
+        since = self._held_since = now if self._held_since is None else self._held_since
+        if not self.effects.due_or_set_alarm(since + self.settings.last_call, now):
+            return  # hosts often come several at a time
+        partner = next((host for host in self.hosts.order if self._idle(host)), None)
+        hosts = held if partner is None else (*held, partner)
+        beside = "" if partner is None else f", beside {partner.name}"
+        reason = f"{', '.join(f'{host.name}: {host.check}' for host in held)}{beside}"
+        self.effects.announce("host_check_started", reason)
+        self._held_since = None
+        self._checks += 1
+        self._checking = {host.name: host.position for host in hosts}
+        slots = tuple((host.name, host.slots) for host in hosts)
+        self.effects.decide(CheckHosts(slots, reason, self._checks))
 
-def look(job: JobState, now: float) -> None:
-    """Have the held hosts checked, unless a check is going on; called at each look at the job."""
-    held = job.hosts.held()
-    if not held or job.checking or job.first_success is not None:
-        return
-    since = job.held_since = now if job.held_since is None else job.held_since
-    if not job.passed(since + job.settings.last_call, now, ""):
-        return  # hosts often come several at a time
-    partner = next((h.name for h in job.hosts.order if _idle(job, h.name)), None)
-    hosts = (*held, partner) if partner is not None else held
-    beside = f", beside {partner}" if partner is not None else ""
-    reason = f"{', '.join(f'{h}: {job.hosts.held_reason(h)}' for h in held)}{beside}"
-    job.announce("host_check_started", reason)
-    job.held_since = None
-    job.host_checks += 1
-    job.checking = {host: _position(job, host) for host in hosts}
-    slots = tuple((host, job.hosts.slots(host)) for host in hosts)
-    job.decide(CheckHosts(slots, reason, job.host_checks))
+    def _idle(self, host: Host) -> bool:
+        return self.hosts.usable(host.name) and not self.workers.on_host(host.name)
 
+    def on_hosts_checked(self, event: HostsChecked, now: float) -> None:
+        """Release the hosts that passed, put the others in cool-down.
 
-def _position(job: JobState, host: str) -> int:
-    """Changes when a host goes away and comes back; −1 where it is not there."""
-    known = job.hosts.get(host)
-    return -1 if known is None else known.position
+        An answer to another check than the one that is going on came late, or for the second
+        time. A host that has been away since the check began (its position changed) is held anew;
+        what was found before is void.
+        """
+        if event.number != self._checks or not self._checking:
+            return
+        began, self._checking = self._checking, {}
+        self.capacity.note_change()
+        results = {result.host: result for result in event.results}
+        for name, position in began.items():
+            host = self.hosts.get(name)
+            if host is not None and host.position == position:
+                missing = HostResult(name, False, "it was not mentioned")
+                self._judge(host, results.get(name, missing), now)
 
-
-def _idle(job: JobState, host: str) -> bool:
-    return job.hosts.usable(host) and not job.registry.on_host(host)
-
-
-def checked(job: JobState, event: HostsChecked, now: float) -> None:
-    """A check is over: release the hosts that passed, put the others in cool-down.
-
-    An answer to another check than the one that is going on came late, or for the second time. A
-    host that has been away since the check began is held anew; what was found before is void.
-    """
-    if event.number != job.host_checks or not job.checking:
-        return
-    began, job.checking = job.checking, {}
-    job.capacity_changed = True
-    results = {result.host: result for result in event.results}
-    for host, position in began.items():
-        if host in job.hosts and _position(job, host) == position:
-            _judge(job, results.get(host) or HostResult(host, False, "it was not mentioned"), now)
-
-
-def _judge(job: JobState, result: HostResult, now: float) -> None:
-    host, held = result.host, bool(job.hosts.held_reason(result.host))
-    job.hosts.release(host)
-    if not result.passed:
-        cooldown = job.hosts.check_failed(host, now, f"node check: {result.reason}")
-        job.announce("host_blacklisted", cooldown, host=host)
-    elif held:  # the others were its partners
-        job.announce("host_checked", result.reason, host=host)
+    def _judge(self, host: Host, result: HostResult, now: float) -> None:
+        held = self.hosts.release(host)
+        if not result.passed:
+            reason = f"node check: {result.reason}"
+            cooldown = self.hosts.check_failed(host, now, reason)
+            self.effects.announce("host_blacklisted", cooldown, host=host.name)
+        elif held:  # the others were its partners
+            self.effects.announce("host_checked", result.reason, host=host.name)

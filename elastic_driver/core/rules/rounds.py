@@ -1,15 +1,27 @@
-"""A membership round: the barrier through which workers become one process group.
+"""Membership rounds: the barrier through which workers become one process group.
 
     FORMING → COMPLETE → CLOSING → CLOSED, then the next round is FORMING
 
-Who may be a member and when a round is complete is decided by `elastic` and `plain`; a
-`Round` only keeps its own life in order. Times are monotonic seconds.
+`membership` and `plain` decide who may be a member and when a round is complete; this module keeps
+the rounds in order. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Generic, TypeVar
+
+from elastic_driver.core.decisions import PublishNotice, PublishWorld, SealRound
+from elastic_driver.core.documents import Member, RanksOrder, World
+from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.orders import Orders
+from elastic_driver.core.rules.outcome import Outcome, ScriptKind
+from elastic_driver.core.rules.ranks import assign
+from elastic_driver.core.rules.workers import Worker, WorkerStateRegistry
+from elastic_driver.settings import Settings
 
 
 class RoundState(str, Enum):
@@ -29,36 +41,6 @@ ROUND_TRANSITIONS: dict[RoundState, tuple[RoundState, ...]] = {
 }
 
 
-_NOT_THE_SCRIPT = ("/torch/", "/elastic_driver/", "/threading.py", "/contextlib.py")
-
-
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """A member's word that its training thread stands still."""
-
-    waits: bool  # in a collective
-    seconds: float  # without progress, when it was said
-    at: float  # when it was said first
-    first_seconds: float
-    stack: str
-
-    @property
-    def place(self) -> str:
-        """The innermost place in the script itself, for a sentence."""
-        lines = [line.strip() for line in self.stack.splitlines()]
-        places = [line for line in lines if line.startswith("File ")]
-        own = [line for line in places if not any(name in line for name in _NOT_THE_SCRIPT)]
-        return (own or places or ["an unknown place"])[-1]
-
-
-@dataclass(frozen=True, slots=True)
-class Slow:
-    """The verdict that a member computes slowly."""
-
-    ratio: float  # its time over the usual one
-    since: float
-
-
 @dataclass(slots=True)
 class Round:
     """One round; `since` is when it entered its present state."""
@@ -66,24 +48,126 @@ class Round:
     number: int
     since: float
     state: RoundState = RoundState.FORMING
-    placed: tuple[str, ...] = ()  # workers started for it, by their rank at birth
     members: tuple[str, ...] = ()  # workers it was completed with, by rank
     at_boundary: bool = False  # CLOSING: its members finish a common step first
-    asked_at: float | None = None  # CLOSING at a boundary: its members' progress was asked for
-    notice_reason: str = ""  # and this is why they leave
-    left_since: float | None = None  # CLOSING at a boundary: the first member left it then
     stepped: bool = False  # a member has finished a step in it
     broken: str = ""  # a plain round: why it cannot go on though nobody failed
-    change_since: float | None = None  # COMPLETE: a planned change waits since then
-    slots_since: float | None = None  # FORMING: enough slots are ready since then
-    placed_at: float | None = None  # FORMING: `placed` was decided then
-    need: int = 0  # the number of workers it settled for when they were placed
-    started_at: float | None = None  # FORMING: the last of `placed` is up since then
-    stalls: dict[str, Stall] = field(default_factory=dict)  # members that stand still
-    slow: dict[str, Slow] = field(default_factory=dict)  # members that compute slowly, oldest first
 
     def enter(self, state: RoundState, now: float) -> None:
         """Move on; raises ValueError where the table does not allow it."""
         if state not in ROUND_TRANSITIONS[self.state]:
             raise ValueError(f"round {self.number} cannot go from {self.state} to {state}")
         self.state, self.since = state, now
+
+
+@dataclass(slots=True)
+class Rounds:
+    """The rounds of one job, one after the other."""
+
+    settings: Settings
+    effects: Effects
+    workers: WorkerStateRegistry
+    capacity: Capacity
+    orders: Orders
+    outcome: Outcome
+    current: Round = field(default_factory=lambda: Round(1, 0.0))
+
+    def begin(self, now: float) -> None:
+        """Open the first round; time begins now."""
+        self.current.since = now
+        self.effects.announce("round_opened", "the job begins")
+
+    def complete(self, workers: Iterable[Worker], now: float, reason: str) -> None:
+        """Make these workers the round's members, and tell everyone."""
+        by_id = {worker.id: worker for worker in workers}
+        places = assign(worker.seat for worker in by_id.values())
+        members, ranks = [], dict[str, dict[str, int]]()
+        for worker_id, place in places:
+            worker = by_id[worker_id]
+            self.workers.admit(worker, place)
+            members.append(Member(worker_id, place, worker.version, worker.clean))
+            ranks.setdefault(place.host, {})[worker_id] = place.rank
+        self.workers.forget_founders()
+        current = self.current
+        current.members = tuple(worker_id for worker_id, _ in places)
+        current.enter(RoundState.COMPLETE, now)
+        self.effects.decide(PublishWorld(World(current.number, tuple(members), reason), reason))
+        for host, ranks_there in ranks.items():
+            self.orders.give(host, RanksOrder(current.number, ranks_there), reason)
+        size, what = len(members), f"{len(members)} workers: {reason}"
+        self.effects.announce("round_completed", what, size=size, hosts=len(ranks))
+
+    def close(self, now: float, reason: str, *, at_boundary: bool) -> bool:
+        """Begin to close the round; False (and the end of the job) at the reset limit.
+
+        The limit is checked here, not at the next completion: nobody should stop training
+        for a round that may not come.
+        """
+        limit = self.settings.reset_limit
+        if limit is not None and self.current.number > limit and not self.outcome.finishing:
+            self.outcome.fail(
+                f"round {self.current.number + 1} would exceed the reset limit of {limit} "
+                f"({reason}); raise --reset-limit"
+            )
+            return False
+        self.current.enter(RoundState.CLOSING, now)
+        self.current.at_boundary = at_boundary
+        return True
+
+    def leave(self, now: float, reason: str) -> None:
+        """Tell the members to leave at once, also where they were to leave at a boundary."""
+        if self.current.state is RoundState.COMPLETE:
+            if not self.close(now, reason, at_boundary=False):
+                return
+        elif self.current.state is RoundState.CLOSING and self.current.at_boundary:
+            self.current.at_boundary, self.current.since = False, now
+        else:
+            return
+        self.effects.decide(PublishNotice(self.current.number, None, reason))
+
+    def left_early(self, worker: Worker, now: float, *, running: bool) -> None:
+        """Break the round of a worker that was to leave and is gone before its time.
+
+        That is no failure. `running`: it was in the round's process group and took that down.
+        """
+        reason = f"{worker.id} is gone ({worker.leaving})"
+        if self.outcome.kind is not ScriptKind.ELASTIC:
+            self.current.broken = reason
+        elif running:
+            self.leave(now, reason)
+
+    def note_step(self) -> bool:
+        """Note that a member has finished a step; return whether it is the first one."""
+        first, self.current.stepped = not self.current.stepped, True
+        return first
+
+    def wait_again(self, now: float) -> None:
+        """Begin the wait for the members to leave anew."""
+        self.current.since = now
+
+    def open_next(self, now: float, reason: str) -> None:
+        """Seal the round that everybody has left, and let the next one form."""
+        self.current.enter(RoundState.CLOSED, now)
+        self.effects.decide(SealRound(self.current.number, reason))
+        self.effects.announce("round_closed", reason)
+        self.current = Round(self.current.number + 1, now)
+        self.effects.enter_round(self.current.number)
+        self.capacity.note_change()
+        self.effects.announce("round_opened", reason)
+
+
+S = TypeVar("S")
+
+
+class OfRound(Generic[S]):
+    """A rule's own state that is made anew for each round."""
+
+    def __init__(self, rounds: Rounds, make: Callable[[], S]) -> None:
+        self._rounds, self._make = rounds, make
+        self._number, self._state = 0, make()
+
+    def get(self) -> S:
+        """Return the state of the present round."""
+        if self._number != self._rounds.current.number:
+            self._number, self._state = self._rounds.current.number, self._make()
+        return self._state

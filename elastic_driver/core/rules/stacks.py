@@ -1,4 +1,4 @@
-"""Where every rank stands: asked for, collected, grouped, and the odd one named.
+"""The place where every rank stands: asked for, collected, grouped, and the odd one named.
 
 Asked for when a worker first says that it stands still (`hangs`), or when somebody wants to know
 (`elasticctl stacks`). Workers answer for themselves, from their heartbeat thread; their agents
@@ -6,22 +6,24 @@ answer too, with what can be seen from outside, for a process that is stopped or
 interpreter lock says nothing. An answer of the worker's own counts before its agent's. When all
 have answered, or after `ANSWER_S`, the event `stacks_collected` says who stands where.
 
-Entered by `job`. Pure; times are monotonic seconds.
+Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from elastic_driver.core.decisions import AskStacks, StackGroup
 from elastic_driver.core.documents import StacksOrder
 from elastic_driver.core.events import WorkerStack
-from elastic_driver.core.pending import Inquiry, Told
-from elastic_driver.core.rules.workers import Worker, WorkerState
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.orders import Orders
+from elastic_driver.core.rules.workers import Worker, WorkerState, WorkerStateRegistry
 from elastic_driver.core.stack_location import SEEN_WAITING
-from elastic_driver.core.state import JobState
 
 ANSWER_S = 1.5  # a heartbeat thread answers within milliseconds, an agent within a second
 MAX_STACK_CHARS = 8000  # of one group's stack in the event log
@@ -30,68 +32,87 @@ NO_ANSWER = "no answer"
 COLLECTIVE = "collective"
 
 
-def ask(job: JobState, now: float, reason: str) -> None:
-    """Ask every worker and every agent, unless a question is open already."""
-    if job.inquiry is not None:
-        return
-    job.inquiries += 1
-    job.inquiry = Inquiry(job.inquiries, now, reason)
-    job.decide(AskStacks(job.inquiries, reason))
-    for host in sorted({worker.host for worker in _asked(job)}):
-        job.order(host, StacksOrder(job.inquiries), reason)
+class StackAnswer(NamedTuple):
+    """One worker's answer."""
+
+    where: str
+    stack: str
+    own: bool  # said by the worker itself, not by its agent
 
 
-def told(job: JobState, event: WorkerStack, _now: float) -> None:
-    """Enter an answer."""
-    worker = job.registry.workers.get(event.worker)
-    if job.inquiry is None or event.number != job.inquiry.number or worker is None:
-        job.ignore(f"a stack of {event.worker} that nobody waits for")
-        return
-    note(job, event.worker, Told(event.where, event.stack, event.own))
+@dataclass(slots=True)
+class StackQuestion:
+    """A question to all workers that is not settled yet."""
+
+    number: int
+    since: float
+    reason: str
+    answers: dict[str, StackAnswer] = field(default_factory=dict)
 
 
-def note(job: JobState, worker: str, answer: Told) -> None:
-    """Take an answer, whichever way it came, where a question is open."""
-    if job.inquiry is not None and (answer.own or worker not in job.inquiry.told):
-        job.inquiry.told[worker] = answer
+@dataclass(slots=True)
+class Stacks:
+    """Asks for stacks and collects the answers, one question at a time."""
 
+    effects: Effects
+    workers: WorkerStateRegistry
+    orders: Orders
+    asked: int = 0  # questions so far
+    _open: StackQuestion | None = None
 
-def look(job: JobState, now: float) -> None:
-    """Settle the question when everybody has answered, or the time is over."""
-    inquiry = job.inquiry
-    if inquiry is None:
-        return
-    own = {worker for worker, answer in inquiry.told.items() if answer.own}
-    all_told = own.issuperset(worker.id for worker in _asked(job))
-    if all_told or job.passed(inquiry.since + ANSWER_S, now, ""):
-        settle(job)
+    def ask(self, now: float, reason: str) -> None:
+        """Ask every worker and every agent, unless a question is open already."""
+        if self._open is not None:
+            return
+        self.asked += 1
+        self._open = StackQuestion(self.asked, now, reason)
+        self.effects.decide(AskStacks(self.asked, reason))
+        for host in sorted({worker.host for worker in self._asked_workers()}):
+            self.orders.give(host, StacksOrder(self.asked), reason)
 
+    def on_worker_stack(self, event: WorkerStack) -> None:
+        """Record an answer."""
+        number = None if self._open is None else self._open.number
+        if event.number != number or event.worker not in self.workers.workers:
+            self.effects.ignore(f"a stack of {event.worker} that nobody waits for")
+            return
+        self.note(event.worker, StackAnswer(event.where, event.stack, event.own))
 
-def settle(job: JobState) -> None:
-    """Say what is known by now; before anybody is killed for it."""
-    inquiry, job.inquiry = job.inquiry, None
-    if inquiry is None:
-        return
-    unknown = Told(NO_ANSWER, "", own=False)
-    places = {w.place.rank: inquiry.told.get(w.id, unknown) for w in _asked(job)}
-    groups = group(places)
-    job.announce(
-        "stacks_collected",
-        f"{inquiry.reason}: {describe(groups)}",
-        stacks=groups[:MAX_GROUPS],
-    )
+    def note(self, worker: str, answer: StackAnswer) -> None:
+        """Record an answer, whichever way it came, where a question is open."""
+        if self._open is not None and (answer.own or worker not in self._open.answers):
+            self._open.answers[worker] = answer
 
+    def advance(self, now: float) -> None:
+        """Settle the question when everybody has answered, or the time is over."""
+        if self._open is None:
+            return
+        own = {worker for worker, answer in self._open.answers.items() if answer.own}
+        complete = own.issuperset(worker.id for worker in self._asked_workers())
+        if complete or self.effects.due_or_set_alarm(self._open.since + ANSWER_S, now):
+            self.settle()
 
-def _asked(job: JobState) -> Sequence[Worker]:
-    """The round's members; where none trains yet, every worker that has a process."""
-    running = tuple(job.registry.having(WorkerState.RUNNING))
-    return running or tuple(job.registry.having(WorkerState.STARTING, WorkerState.READY))
+    def settle(self) -> None:
+        """Say what is known by now; before anybody is killed for it."""
+        question, self._open = self._open, None
+        if question is None:
+            return
+        unknown = StackAnswer(NO_ANSWER, "", own=False)
+        asked = self._asked_workers()
+        groups = group({w.place.rank: question.answers.get(w.id, unknown) for w in asked})
+        reason = f"{question.reason}: {describe(groups)}"
+        self.effects.announce("stacks_collected", reason, stacks=groups[:MAX_GROUPS])
+
+    def _asked_workers(self) -> Sequence[Worker]:
+        """The round's members; where none trains yet, every worker that has a process."""
+        running = tuple(self.workers.having(WorkerState.RUNNING))
+        return running or tuple(self.workers.having(WorkerState.STARTING, WorkerState.READY))
 
 
 # ---- who stands where --------------------------------------------------------------------
 
 
-def group(places: Mapping[int, Told]) -> tuple[StackGroup, ...]:
+def group(places: Mapping[int, StackAnswer]) -> tuple[StackGroup, ...]:
     """Ranks with the same stack together; the smallest group first, then by rank."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(places):

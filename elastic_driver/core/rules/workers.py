@@ -1,8 +1,8 @@
-"""What state each worker process is in, and which news may change it.
+"""The state of every worker process, and the news that may change it.
 
-The transition table below is the specification: an event that the table does not list for a
-worker's state changes nothing and is named (`docs/states.md` is written from the same table).
-Called by the job machine only; decides nothing about rounds, hosts or budgets.
+The transition table is the specification: news that the table does not list for a worker's state
+changes nothing and is counted (`docs/states.md` is written from the same table). Decides nothing
+about rounds, hosts or budgets.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from elastic_driver.core.documents import SlotInfo
-from elastic_driver.core.rules.hosts import Drain
+from elastic_driver.core.events import WorkerReady
+from elastic_driver.core.rules.ranks import Seat
 
 
 class WorkerState(str, Enum):
-    """Where a worker process stands in its life."""
+    """The stages of a worker process's life."""
 
     STARTING = "starting"  # ordered; the process may be up, it has not spoken yet
     READY = "ready"  # in no process group, waits for the next round
@@ -28,10 +29,9 @@ class WorkerState(str, Enum):
     STOPPED = "stopped"  # gone as it was told to
 
 
-class News(str, Enum):
-    """What can be learned about, or done to, a worker."""
+class WorkerNews(str, Enum):
+    """News of a worker: something that it did, or that was done to it."""
 
-    STARTED = "started"
     READY = "ready"
     ADMITTED = "admitted"  # the core made it a member of a round
     TOLD_TO_STOP = "told to stop"
@@ -40,44 +40,23 @@ class News(str, Enum):
     EXITED_NONZERO = "exited non-zero"
 
 
-_S, _N = WorkerState, News
+_S, _N = WorkerState, WorkerNews
 
-TRANSITIONS: dict[WorkerState, dict[News, WorkerState]] = {
-    _S.STARTING: {
-        _N.STARTED: _S.STARTING,
-        _N.READY: _S.READY,
-        _N.ADMITTED: _S.RUNNING,  # a plain worker never says READY
-        _N.TOLD_TO_STOP: _S.STOPPING,
-        _N.LOST: _S.LOST,
-        _N.EXITED_ZERO: _S.SUCCESS,
-        _N.EXITED_NONZERO: _S.FAILURE,
-    },
-    _S.READY: {
-        _N.STARTED: _S.READY,  # the agent's report was overtaken by the worker's own
-        _N.ADMITTED: _S.RUNNING,
-        _N.TOLD_TO_STOP: _S.STOPPING,
-        _N.LOST: _S.LOST,
-        _N.EXITED_ZERO: _S.SUCCESS,
-        _N.EXITED_NONZERO: _S.FAILURE,
-    },
-    _S.RUNNING: {
-        _N.STARTED: _S.RUNNING,
-        _N.READY: _S.READY,
-        _N.TOLD_TO_STOP: _S.STOPPING,
-        _N.LOST: _S.LOST,
-        _N.EXITED_ZERO: _S.SUCCESS,
-        _N.EXITED_NONZERO: _S.FAILURE,
-    },
-    _S.STOPPING: {
-        _N.STARTED: _S.STOPPING,
-        _N.EXITED_ZERO: _S.STOPPED,
-        _N.EXITED_NONZERO: _S.STOPPED,
-    },
-    _S.LOST: {
-        _N.STARTED: _S.LOST,
-        _N.EXITED_ZERO: _S.FAILURE,  # it was given up and replaced: too late to succeed
-        _N.EXITED_NONZERO: _S.FAILURE,
-    },
+_OF_ACTIVE = {
+    _N.TOLD_TO_STOP: _S.STOPPING,
+    _N.LOST: _S.LOST,
+    _N.EXITED_ZERO: _S.SUCCESS,
+    _N.EXITED_NONZERO: _S.FAILURE,
+}
+
+TRANSITIONS: dict[WorkerState, dict[WorkerNews, WorkerState]] = {
+    # A plain worker never says READY and is admitted as it starts.
+    _S.STARTING: {_N.READY: _S.READY, _N.ADMITTED: _S.RUNNING, **_OF_ACTIVE},
+    _S.READY: {_N.ADMITTED: _S.RUNNING, **_OF_ACTIVE},
+    _S.RUNNING: {_N.READY: _S.READY, **_OF_ACTIVE},
+    _S.STOPPING: {_N.EXITED_ZERO: _S.STOPPED, _N.EXITED_NONZERO: _S.STOPPED},
+    # It was given up and replaced: too late to succeed.
+    _S.LOST: {_N.EXITED_ZERO: _S.FAILURE, _N.EXITED_NONZERO: _S.FAILURE},
     _S.SUCCESS: {},
     _S.FAILURE: {},
     _S.STOPPED: {},
@@ -107,12 +86,21 @@ class Worker:
     left: int = 0  # the round it reported to have left with its last READY
     stepped: bool = False  # has finished a training step
     leaving: str = ""  # why it has to leave at the next chance; empty: it stays
-    drain: Drain | None = None  # it has a notice of its own end
 
     @property
     def age(self) -> tuple[bool, int]:
         """Sorts workers from the oldest member to the newest newcomer."""
         return (False, self.admitted) if self.admitted is not None else (True, self.number)
+
+    @property
+    def seat(self) -> Seat:
+        """What the assignment of ranks needs to know."""
+        return Seat(self.id, self.host, self.slot, self.age)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether it is, or was about to be, one of the present world."""
+        return self.admitted is not None or self.founder
 
 
 @dataclass(slots=True)
@@ -155,7 +143,7 @@ class WorkerStateRegistry:
         self._by_host.setdefault(worker.host, {})[worker_id] = worker
         return worker
 
-    def apply(self, worker: Worker, news: News) -> bool:
+    def apply(self, worker: Worker, news: WorkerNews) -> bool:
         """Change the worker's state by the table; False (and no change) where it lists nothing."""
         after = TRANSITIONS[worker.state].get(news)
         if after is None:
@@ -177,8 +165,32 @@ class WorkerStateRegistry:
             self._admissions += 1
             worker.admitted = self._admissions
         worker.place = place
-        if worker.state in OCCUPYING and not self.apply(worker, News.ADMITTED):
+        if worker.state in OCCUPYING and not self.apply(worker, WorkerNews.ADMITTED):
             raise ValueError(f"{worker.id} is {worker.state.value} and cannot join a round")
+
+    def process_started(self, worker: Worker, pid: int) -> None:
+        """Note the worker's process."""
+        worker.pid = pid
+
+    def ready(self, worker: Worker, event: WorkerReady) -> bool:
+        """Note that the worker waits for a round; False where it was not awaited as READY."""
+        if not self.apply(worker, WorkerNews.READY):
+            return False
+        worker.left, worker.version, worker.clean = event.round, event.version, event.clean
+        return True
+
+    def stepped(self, worker: Worker) -> None:
+        """Note that the worker has finished a step."""
+        worker.stepped = True
+
+    def mark_leaving(self, worker: Worker, reason: str) -> None:
+        """Note why the worker has to leave at the next chance; empty: it stays."""
+        worker.leaving = reason
+
+    def forget_founders(self) -> None:
+        """Note that nobody is awaited any more: the round they were started for is complete."""
+        for worker in self.workers.values():
+            worker.founder = worker.awaited = False
 
     def forget_ended(self) -> None:
         """Drop the records of workers that are gone; their end no longer matters."""

@@ -22,7 +22,7 @@ def leave(s: Scenario, version: int) -> None:
 
 
 def host(s: Scenario, name: str) -> Any:
-    return next(h for h in s.job.snapshot(s.now).hosts if h.host == name)
+    return next(h for h in s.job.status(s.now).hosts if h.host == name)
 
 
 def test_a_drained_host_is_left_at_a_boundary_and_its_agent_let_go(scenario: MakeScenario) -> None:
@@ -66,7 +66,7 @@ def test_the_replacement_is_ready_before_the_leaver_is_let_go(scenario: MakeScen
     assert s.starting == ["c.0.1"]
     s.wait(30.0)
     assert s.round == (1, "complete")
-    assert s.job.snapshot(s.now).reason.endswith("its replacements are booting")
+    assert s.job.status(s.now).reason.endswith("its replacements are booting")
     s.ready("c.0.1")
     leave(s, version=9)
     assert s.members == ["a.0.1", "c.0.1"]
@@ -142,7 +142,7 @@ def test_an_agent_s_notice_drains_its_host(scenario: MakeScenario) -> None:
 def test_an_old_agent_s_notice_is_ignored(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, min_np=1).training(a=1, b=1)
     assert s.send(ev.HostLeaving("b", 2, 30.0, "got SIGTERM")) == []
-    assert "not the present one" in s.job.state.ignored
+    assert "not the present one" in s.job.effects.ignored
 
 
 def test_an_agent_that_dies_while_its_host_is_drained_is_no_failure(scenario: MakeScenario) -> None:
@@ -152,7 +152,7 @@ def test_an_agent_that_dies_while_its_host_is_drained_is_no_failure(scenario: Ma
     s.ready("a.0.1", version=4)
     assert s.members == ["a.0.1"]
     assert s.end is None
-    assert s.job.state.budget.failures == 0
+    assert s.job.outcome.budget.failures == 0
     assert not s.announced("host_blacklisted")
     assert [d.host for d in s.all(StartAgent)] == ["a", "b"]
 
@@ -201,9 +201,9 @@ def test_a_drained_host_may_be_given_back(scenario: MakeScenario) -> None:
 def test_draining_what_is_not_there_or_already_drained_is_ignored(scenario: MakeScenario) -> None:
     s = scenario(start_np=1).training(a=1)
     assert drain(s, "z") == []
-    assert "not there" in s.job.state.ignored
+    assert "not there" in s.job.effects.ignored
     s.send(ev.DrainCancelled("a", "why not"))
-    assert "not drained" in s.job.state.ignored
+    assert "not drained" in s.job.effects.ignored
 
 
 def test_an_idle_host_is_drained_at_once(scenario: MakeScenario) -> None:
@@ -249,7 +249,7 @@ def test_a_worker_that_has_to_go_leaves_at_a_boundary_and_its_slot_is_filled_aga
     s.ready("a.1.2")
     leave(s, version=9)
     assert s.members == ["a.0.1", "a.1.2", "b.0.1"]
-    assert s.job.state.budget.failures == 0
+    assert s.job.outcome.budget.failures == 0
     assert not s.announced("host_blacklisted")
 
 
@@ -309,8 +309,8 @@ def test_a_notice_that_is_repeated_or_comes_too_late_is_ignored(scenario: MakeSc
     s = scenario(start_np=2, min_np=1).training(a=2)
     tell(s, "a.1.1")
     tell(s, "a.1.1")
-    assert "before" in s.job.state.ignored
+    assert "before" in s.job.effects.ignored
     leave(s, version=3)
     tell(s, "a.1.1", "b.0.1")
-    assert s.job.state.ignored == "b.0.1 is gone or going, or has not taken part yet"
+    assert s.job.effects.ignored == "b.0.1 is gone or going, or has not taken part yet"
     assert len(s.announced("worker_leaving")) == 1

@@ -27,7 +27,7 @@ def stall(
     round_id: int | None = None,
 ) -> list[Decision]:
     stack = STACK.format(line=line, name="step") + (TORCH if where == "collective" else "")
-    number = s.job.state.round.number if round_id is None else round_id
+    number = s.job.rounds.current.number if round_id is None else round_id
     return s.send(ev.WorkerStalled(worker, number, seconds, where, stack))
 
 
@@ -215,7 +215,7 @@ def test_late_and_foreign_words_change_nothing(three: Scenario) -> None:
     three.send(ev.WorkerResumed("a.0.1", 1))
     three.send(ev.WorkerResumed("a.0.1", 9))
     three.wait(10.0)
-    assert three.job.state.ignored_events == 4
+    assert three.job.effects.ignored_events == 4
     assert three.round == (1, "complete")
 
 

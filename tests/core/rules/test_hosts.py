@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.core.rules.hosts import HostManager
+from elastic_driver.core.rules.hosts import Hindrance, HostManager
 from elastic_driver.settings import Settings
 
 
@@ -54,10 +54,10 @@ def test_a_host_comes_back_after_its_cooldown_and_not_before() -> None:
     assert hosts.resurrect(9.9) == []
     assert not hosts.usable("a")
     assert hosts.cooldown_left("a", 4.0) == 6.0
-    assert "w exited 1" in hosts.cooldown_reason("a")
+    assert "w exited 1" in hosts.reason("a")
     assert hosts.resurrect(10.0) == ["a"]
     assert hosts.usable("a")
-    assert (hosts.cooldown_left("a", 10.0), hosts.cooldown_reason("a")) == (0.0, "")
+    assert (hosts.cooldown_left("a", 10.0), hosts.reason("a")) == (0.0, "")
 
 
 @pytest.mark.parametrize(("given", "needed"), [(None, 3), (1, 1), (5, 5)])
@@ -111,7 +111,7 @@ def test_flapping_heals_nothing() -> None:
     hosts.discovered(())
     hosts.discovered((("a", 1),))
     assert not hosts.usable("a")
-    assert hosts.cooling() == 1
+    assert hosts.hindrance("a") is Hindrance.COOL_DOWN
 
 
 def test_an_agent_lost_once_is_started_again_twice_cools_the_host_down() -> None:

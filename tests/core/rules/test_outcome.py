@@ -8,8 +8,8 @@ from elastic_driver.core.documents import Failure
 from elastic_driver.core.rules.outcome import (
     Budget,
     Cause,
-    Kind,
     Loss,
+    ScriptKind,
     cause_of,
     exit_status,
     failed_by_itself,
@@ -49,27 +49,27 @@ def test_the_first_failure_is_no_victim_unless_there_are_only_victims() -> None:
 @pytest.mark.parametrize(
     ("causes", "kind", "fruitful", "failed"),
     [
-        ([Cause.OWN, Cause.OWN], Kind.PLAIN, False, True),
-        ([Cause.OWN, Cause.VICTIM], Kind.PLAIN, False, False),
-        ([Cause.SIGNAL], Kind.PLAIN, False, False),
-        ([Cause.OWN, Cause.SIGNAL], Kind.ELASTIC, True, False),
-        ([Cause.OWN, Cause.OWN], Kind.ELASTIC, True, True),
-        ([Cause.SIGNAL, Cause.SIGNAL], Kind.ELASTIC, False, True),
-        ([Cause.AGENT, Cause.AGENT], Kind.ELASTIC, False, False),
-        ([Cause.AGENT, Cause.OWN], Kind.ELASTIC, False, True),
+        ([Cause.OWN, Cause.OWN], ScriptKind.PLAIN, False, True),
+        ([Cause.OWN, Cause.VICTIM], ScriptKind.PLAIN, False, False),
+        ([Cause.SIGNAL], ScriptKind.PLAIN, False, False),
+        ([Cause.OWN, Cause.SIGNAL], ScriptKind.ELASTIC, True, False),
+        ([Cause.OWN, Cause.OWN], ScriptKind.ELASTIC, True, True),
+        ([Cause.SIGNAL, Cause.SIGNAL], ScriptKind.ELASTIC, False, True),
+        ([Cause.AGENT, Cause.AGENT], ScriptKind.ELASTIC, False, False),
+        ([Cause.AGENT, Cause.OWN], ScriptKind.ELASTIC, False, True),
     ],
 )
 def test_losing_everybody_is_judged_by_how(
-    causes: list[Cause], kind: Kind, fruitful: bool, failed: bool
+    causes: list[Cause], kind: ScriptKind, fruitful: bool, failed: bool
 ) -> None:
     losses = [loss(cause) for cause in causes]
-    assert failed_by_itself(losses, kind=kind, fruitful=fruitful) is failed
+    assert failed_by_itself(losses, kind=kind, has_progress=fruitful) is failed
 
 
 def test_newcomers_do_not_count_in_the_verdict() -> None:
     losses = [loss(Cause.SIGNAL), loss(Cause.OWN, member=False)]
-    assert not failed_by_itself(losses, kind=Kind.ELASTIC, fruitful=True)
-    assert not failed_by_itself(losses[1:], kind=Kind.ELASTIC, fruitful=True)
+    assert not failed_by_itself(losses, kind=ScriptKind.ELASTIC, has_progress=True)
+    assert not failed_by_itself(losses[1:], kind=ScriptKind.ELASTIC, has_progress=True)
 
 
 def test_workers_that_die_together_are_one_fruitless_failure() -> None:

@@ -181,7 +181,7 @@ def test_a_second_notice_changes_nothing(scenario: MakeScenario) -> None:
     s = scenario(start_np=1).training(a=1)
     tell(s)
     assert s.send(ev.JobLeaving("told by SIGUSR2", 400.0)) == []
-    assert "ending already" in s.job.state.ignored
+    assert "ending already" in s.job.effects.ignored
 
 
 # ---- all hosts told ----------------------------------------------------------------------

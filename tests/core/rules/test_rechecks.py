@@ -39,7 +39,7 @@ def started_on(s: Scenario, host: str) -> int:
 
 
 def state_of(s: Scenario, host: str) -> str:
-    return next(h.state for h in s.job.snapshot(s.now).hosts if h.host == host)
+    return next(h.state for h in s.job.status(s.now).hosts if h.host == host)
 
 
 def test_hosts_that_were_checked_before_the_job_are_not_checked_again(job: Scenario) -> None:

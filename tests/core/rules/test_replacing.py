@@ -10,12 +10,12 @@ SLOW_FOR, PAUSE = 5.0, 60.0
 
 
 def slow(s: Scenario, worker: str, *, wait: float = SLOW_FOR) -> None:
-    s.send(ev.RankSlow(worker, s.job.state.round.number, 3.0))
+    s.send(ev.RankSlow(worker, s.job.rounds.current.number, 3.0))
     s.wait(wait)
 
 
 def recovered(s: Scenario, worker: str) -> None:
-    s.send(ev.RankRecovered(worker, s.job.state.round.number))
+    s.send(ev.RankRecovered(worker, s.job.rounds.current.number))
 
 
 def leave(s: Scenario, version: int) -> None:
@@ -56,7 +56,7 @@ def test_the_replacement_is_ready_before_the_slow_worker_leaves(scenario: MakeSc
     assert stopped(s) == ["b.0.1"]
     (done,) = s.announced("worker_replaced")
     assert (done.worker, done.detail) == ("b.0.1", {"replacement": "c.0.1"})
-    assert s.job.state.budget.failures == 0
+    assert s.job.outcome.budget.failures == 0
     s.wait(1000.0)
     assert s.round == (2, "complete")
 
@@ -129,7 +129,7 @@ def test_a_slow_host_is_the_last_choice_for_as_long_as_it_has_not_recovered(
     s.ready("c.0.1")
     leave(s, version=9)
     s.hosts(a=1, b=1, c=1, d=1)
-    assert [h.reason for h in s.job.snapshot(s.now).hosts if h.host == "a"] == [
+    assert [h.reason for h in s.job.status(s.now).hosts if h.host == "a"] == [
         "slow: the last choice"
     ]
     s.hosts(a=1, c=1, d=1)
@@ -290,7 +290,7 @@ def test_a_verdict_of_an_earlier_round_is_dropped(scenario: MakeScenario) -> Non
     s = idle_host(scenario)
     s.send(ev.RankSlow("b.0.1", 7, 3.0))
     s.send(ev.RankRecovered("b.0.1", 1))
-    assert s.job.state.ignored_events == 2
+    assert s.job.effects.ignored_events == 2
     s.wait(100.0)
     assert s.starting == []
 

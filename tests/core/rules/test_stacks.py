@@ -7,8 +7,7 @@ import pytest
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, AskStacks, StackGroup
-from elastic_driver.core.pending import Told
-from elastic_driver.core.rules.stacks import ANSWER_S, describe, group
+from elastic_driver.core.rules.stacks import ANSWER_S, StackAnswer, describe, group
 from elastic_driver.core.stack_location import SEEN_ELSEWHERE, SEEN_WAITING
 from tests.core.scenario import MakeScenario, Scenario
 
@@ -54,12 +53,12 @@ IN, OUT = "collective", "elsewhere"
 )
 def test_the_odd_ones_are_those_that_the_others_may_wait_for(places: str, odd: set[int]) -> None:
     meaning = {
-        "i": Told(IN, "all_reduce", own=True),
-        "m": Told(IN, "recv", own=True),
-        "o": Told(OUT, "step", own=True),
-        "N": Told("no answer", "", own=False),
-        "w": Told(SEEN_WAITING, "all_reduce", own=False),
-        "s": Told(SEEN_ELSEWHERE, "step", own=False),
+        "i": StackAnswer(IN, "all_reduce", own=True),
+        "m": StackAnswer(IN, "recv", own=True),
+        "o": StackAnswer(OUT, "step", own=True),
+        "N": StackAnswer("no answer", "", own=False),
+        "w": StackAnswer(SEEN_WAITING, "all_reduce", own=False),
+        "s": StackAnswer(SEEN_ELSEWHERE, "step", own=False),
     }
     groups = group({rank: meaning[place] for rank, place in enumerate(places)})
     assert {rank for g in groups if g.odd for rank in g.ranks} == odd
@@ -67,7 +66,9 @@ def test_the_odd_ones_are_those_that_the_others_may_wait_for(places: str, odd: s
 
 
 def test_a_group_is_told_in_a_sentence_the_odd_one_first() -> None:
-    places = dict.fromkeys((0, 2), Told(IN, "x", own=True)) | {1: Told(OUT, "y", own=True)}
+    places = dict.fromkeys((0, 2), StackAnswer(IN, "x", own=True)) | {
+        1: StackAnswer(OUT, "y", own=True)
+    }
     said = describe(group(places))
     assert said == (
         "rank 1 outside of collectives (apart from the others), ranks 0, 2 in a collective"
@@ -109,11 +110,11 @@ def test_a_second_question_waits_for_the_first_and_late_answers_change_nothing(
     assert len(three.all(AskStacks)) == 1
     three.wait(ANSWER_S)
     answer(three, "a.0.1", IN)
-    assert three.job.state.ignored_events == 1
+    assert three.job.effects.ignored_events == 1
     three.send(ev.StacksRequested("again"))
     assert [question.number for question in three.all(AskStacks)] == [1, 2]
     three.send(ev.WorkerStack("a.0.1", 1, IN, ""))
-    assert three.job.state.ignored_events == 2
+    assert three.job.effects.ignored_events == 2
 
 
 def test_without_workers_there_is_an_answer_too(scenario: MakeScenario) -> None:

@@ -77,7 +77,7 @@ def test_of_three_survivors_two_train_on_and_the_third_stands_by(scenario: MakeS
     s.agent_lost("b")
     s.ready("a.0.1", "c.0.1", "d.0.1", version=4)
     assert s.members == ["a.0.1", "c.0.1"]
-    assert s.job.state.registry.workers["d.0.1"].state.value == "ready"
+    assert s.job.workers.workers["d.0.1"].state.value == "ready"
     s.step("a.0.1", "c.0.1", step=5)
     s.agent_up("b", 2)
     s.ready("b.0.2")
@@ -114,7 +114,7 @@ def test_fewer_than_a_unit_wait_and_then_give_up_with_the_reason(scenario: MakeS
     s.ready("a.0.1", "b.0.1", version=3)
     s.wait(20.0)
     assert s.end is None
-    assert s.job.state.waiting == "1 hosts have workers, 2 are needed (in units of 2)"
+    assert s.job.effects.waiting == "1 hosts have workers, 2 are needed (in units of 2)"
     s.hosts(a=1, e=1)
     s.ready("e.0.1")
     assert s.members == ["a.0.1", "e.0.1"]
@@ -139,7 +139,7 @@ def test_too_few_hosts_at_the_start_run_out_of_time(scenario: MakeScenario) -> N
 def test_no_world_has_more_hosts_than_the_most(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, min_hosts=2, max_hosts=2).training(a=1, b=1)
     s.hosts(a=1, b=1, c=1)
-    assert "c" not in s.job.state.fleet.agents
+    assert "c" not in s.job.fleet.agents
     s.hosts(a=1, c=1)
     s.ready("c.0.1")
     s.wait(1.0)
@@ -158,7 +158,7 @@ def test_workers_that_crowd_one_host_make_room_for_a_second(scenario: MakeScenar
     s.hosts(a=2)
     s.ready("a.0.1", "b.0.1", version=3)
     s.obey_stops()
-    assert s.job.state.registry.active() == 2  # both on a, for there is no other host
+    assert s.job.workers.active() == 2  # both on a, for there is no other host
     s.hosts(a=2, c=2)
     s.obey_stops()
     s.ready("c.0.1")
@@ -175,7 +175,7 @@ def test_a_crowded_host_makes_room_for_hosts_that_come_up_at_the_same_moment(
     s.agent_up("a", 2)
     assert s.starting == ["a.0.2", "a.1.1"]
     both = [ev.AgentReady(host, 2, 1, f"at {host}", (5000,)) for host in "bc"]
-    s.decisions += s.job.handle(ev.Batch(tuple(both)), s.now)
+    s.decisions += s.job.handle(ev.EventBatch(tuple(both)), s.now)
     s.ready(*s.starting)
     assert s.members == ["a.0.2", "b.0.2", "c.0.2"]
 
@@ -186,7 +186,7 @@ def test_a_plain_job_is_not_restarted_for_a_host_that_makes_no_unit(
     s = scenario(start_np=2, node_unit=2)
     s.hosts(a=1, b=1)
     s.wait(20.0)
-    assert s.job.state.kind.value == "plain"
+    assert s.job.outcome.kind.value == "plain"
     s.hosts(a=1, b=1, c=1)
     s.wait(5.0)
     assert s.round == (1, "complete")

@@ -1,0 +1,85 @@
+"""The parts of a job: tables of what is known, and the rules that decide.
+
+Each part owns its state and alone writes it; others read it, or call one of its methods
+(tests/core/test_ownership.py). A part's first fields name the parts it works with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Protocol, TypeVar
+
+from elastic_driver.core.rules.agents import Agents
+from elastic_driver.core.rules.boundary import Boundary
+from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules.discovered import Discovered
+from elastic_driver.core.rules.drain import Drains
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.endings import Endings
+from elastic_driver.core.rules.final_checkpoint import FinalCheckpoint
+from elastic_driver.core.rules.fleet import Fleet
+from elastic_driver.core.rules.hangs import Hangs
+from elastic_driver.core.rules.hosts import HostManager
+from elastic_driver.core.rules.membership import Membership
+from elastic_driver.core.rules.orders import Orders
+from elastic_driver.core.rules.outcome import Outcome
+from elastic_driver.core.rules.placement import Placement
+from elastic_driver.core.rules.plain import Plain
+from elastic_driver.core.rules.preemption import Preemption
+from elastic_driver.core.rules.rechecks import Rechecks
+from elastic_driver.core.rules.reports import Reports
+from elastic_driver.core.rules.rounds import Rounds
+from elastic_driver.core.rules.stacks import Stacks
+from elastic_driver.core.rules.workers import WorkerStateRegistry
+from elastic_driver.core.tf_config import TfLayout
+from elastic_driver.settings import Settings
+
+Part = TypeVar("Part")
+
+
+class Rule(Protocol):
+    """A part that draws consequences after each event."""
+
+    def advance(self, now: float) -> None:
+        """Do what follows from the present state; called again until nothing changes."""
+        ...
+
+
+class JobParts:
+    """Every part of one job; those further down work with those above them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.tf = None if settings.tf_roles is None else TfLayout(settings.tf_roles)
+        self.hosts = HostManager(settings)
+        self.fleet = Fleet()
+        self.workers = WorkerStateRegistry()
+        self.effects = Effects()
+        self.capacity = self._make(Capacity)
+        self.orders = self._make(Orders)
+        self.outcome = self._make(Outcome)
+        self.rounds = self._make(Rounds)
+        self.stacks = self._make(Stacks)
+        self.boundary = self._make(Boundary)
+        self.rechecks = self._make(Rechecks)
+        self.discovered = self._make(Discovered)
+        self.endings = self._make(Endings)
+        self.hangs = self._make(Hangs)
+        self.drains = self._make(Drains)
+        self.placement = self._make(Placement)
+        self.agents = self._make(Agents)
+        self.final_checkpoint = self._make(FinalCheckpoint)
+        self.preemption = self._make(Preemption)
+        self.plain = self._make(Plain)
+        self.membership = self._make(Membership)
+        self.reports = self._make(Reports)
+
+    def rule(self, name: str) -> Rule:
+        """Return a part that draws consequences, by its name here."""
+        rule: Rule = getattr(self, name)
+        return rule
+
+    def _make(self, part: type[Part]) -> Part:
+        """Make a part with the parts that its fields without a default name."""
+        needed = (f for f in fields(part) if f.init and f.default is f.default_factory is MISSING)  # type: ignore[arg-type]
+        return part(**{field.name: getattr(self, field.name) for field in needed})

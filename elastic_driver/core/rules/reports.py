@@ -1,0 +1,187 @@
+"""Reports of and about worker processes: started, ready, a step, stalled, ended, lost.
+
+A report that is late, repeated or about a worker that is gone changes nothing and is counted.
+Times are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_driver.core.events import (
+    WorkerExited,
+    WorkerLost,
+    WorkerReady,
+    WorkerReport,
+    WorkerResumed,
+    WorkerSilent,
+    WorkerStalled,
+    WorkerStarted,
+    WorkerStepped,
+)
+from elastic_driver.core.machine import assert_never
+from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.endings import Endings
+from elastic_driver.core.rules.hangs import Hangs
+from elastic_driver.core.rules.hosts import HostManager
+from elastic_driver.core.rules.orders import Orders
+from elastic_driver.core.rules.outcome import Outcome, ScriptKind, cause_of
+from elastic_driver.core.rules.rounds import Rounds, RoundState
+from elastic_driver.core.rules.stacks import Stacks
+from elastic_driver.core.rules.workers import (
+    ACTIVE,
+    OCCUPYING,
+    Worker,
+    WorkerNews,
+    WorkerState,
+    WorkerStateRegistry,
+)
+from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
+
+
+@dataclass(slots=True)
+class Reports:
+    """Decides what follows from the report of one worker."""
+
+    effects: Effects
+    hosts: HostManager
+    workers: WorkerStateRegistry
+    capacity: Capacity
+    orders: Orders
+    outcome: Outcome
+    rounds: Rounds
+    endings: Endings
+    stacks: Stacks
+    hangs: Hangs
+
+    def on(self, event: WorkerReport, now: float) -> None:
+        """Take in a report, if the worker's process may still exist."""
+        worker = self.workers.workers.get(event.worker)
+        if worker is None or worker.state not in OCCUPYING:
+            what = type(event).__name__
+            late = f"{what} of {event.worker}, which is gone or was never started"
+            self.effects.ignore(late)
+            return
+        match event:
+            case WorkerStarted():
+                self._started(worker, event)
+            case WorkerReady():
+                self._ready(worker, event, now)
+            case WorkerStepped():
+                self._stepped(worker, event)
+            case WorkerStalled():
+                self.hangs.on_stalled(worker, event, now)
+            case WorkerResumed():
+                self.hangs.on_resumed(worker, event)
+            case WorkerExited():
+                self._exited(worker, event, now)
+            case WorkerSilent():
+                self.hangs.on_silent(worker, event, now)
+            case WorkerLost():
+                self._lost(worker, event, now)
+            case _:
+                assert_never(event)
+
+    def _started(self, worker: Worker, event: WorkerStarted) -> None:
+        if worker.pid:
+            self.effects.ignore(f"{worker.id} was started already")
+            return
+        self.workers.process_started(worker, event.pid)
+        self.effects.announce("worker_started", f"pid {event.pid}", worker)
+
+    def _ready(self, worker: Worker, event: WorkerReady, now: float) -> None:
+        self._declare_elastic(now)
+        running, current = worker.state is WorkerState.RUNNING, self.rounds.current
+        if running and event.round != current.number:
+            other = f"{worker.id} speaks of round {event.round}, it is in {current.number}"
+            self.effects.ignore(other)
+            return
+        if not self.workers.ready(worker, event):
+            late = f"{worker.id} is {worker.state.value}, not awaited as READY"
+            self.effects.ignore(late)
+            return
+        self.effects.announce("worker_ready", event.reason or "waits for a round", worker)
+        if running and current.state is RoundState.COMPLETE:
+            self.rounds.leave(now, f"{worker.id} left: {event.reason}")
+
+    def _declare_elastic(self, now: float) -> None:
+        """A worker has spoken: members lost while the job passed for plain broke the round."""
+        if self.outcome.kind is ScriptKind.ELASTIC:
+            return
+        self.outcome.declare(ScriptKind.ELASTIC)
+        lost = next((loss for loss in self.outcome.losses if loss.member), None)
+        if lost is not None:
+            self.rounds.leave(now, f"{lost.failure.worker} {lost.reason}")
+
+    def _stepped(self, worker: Worker, event: WorkerStepped) -> None:
+        number = self.rounds.current.number
+        in_round = worker.state is WorkerState.RUNNING and event.round == number
+        just_left = worker.state is WorkerState.READY and event.round == worker.left
+        if not (in_round or just_left):
+            late = f"step of {worker.id} in round {event.round}, which is over"
+            self.effects.ignore(late)
+            return
+        self.workers.stepped(worker)
+        self.outcome.step_finished()
+        self.hosts.step_finished(worker.host)
+        if in_round and self.rounds.note_step():
+            self._announce_synced()
+
+    def _announce_synced(self) -> None:
+        """Say whose state the round goes on with: its first step proves that all have it."""
+        found = (self.workers.workers.get(name) for name in self.rounds.current.members)
+        members = [worker for worker in found if worker is not None]
+        states = [StateVersion(worker.version, worker.clean) for worker in members]
+        source = source_of(states)
+        if source is None:
+            return
+        worker, receivers = members[source], receivers_of(states, source)
+        step = states[source].steps if states[source].trained else None
+        if step is None:
+            reason = f"{worker.id}'s first values, or those of its checkpoint"
+        elif receivers:
+            reason = f"{len(receivers)} of {len(members)} took over {worker.id}'s"
+        else:
+            reason = "everybody had it already"
+        self.effects.announce("state_synced", reason, worker, step=step, receivers=len(receivers))
+
+    def _exited(self, worker: Worker, event: WorkerExited, now: float) -> None:
+        code, active = event.exit_code, worker.state in ACTIVE
+        if self.outcome.kind is ScriptKind.UNDECLARED and active:
+            # It never said a word; a later READY can still prove us wrong.
+            self.outcome.declare(ScriptKind.PLAIN)
+        self.capacity.note_change()
+        running = worker.state is WorkerState.RUNNING
+        finished = code == 0 and worker.is_member
+        as_told = not active
+        if worker.leaving and not (finished and self._all_leave()):
+            as_told = True
+            self.workers.apply(worker, WorkerNews.TOLD_TO_STOP)
+        news = WorkerNews.EXITED_ZERO if code == 0 else WorkerNews.EXITED_NONZERO
+        self.workers.apply(worker, news)
+        reason = f"exit code {code}, {'as it was told to' if as_told else 'by itself'}"
+        self.effects.announce("worker_exited", reason, worker, exit_code=code, expected=as_told)
+        if not active:
+            return
+        if as_told:
+            self.rounds.left_early(worker, now, running=running and code != 0)
+        elif finished:
+            self.outcome.succeeded(now)
+        else:  # a newcomer that exits 0 before it ever took part has not done its work either
+            cause = cause_of(code, victim=event.victim)
+            self.endings.record_loss(worker, cause, now, code, event.log_tail)
+
+    def _all_leave(self) -> bool:
+        """Whether the whole world is leaving: then those who finish have finished the job."""
+        members = [self.workers.workers.get(name) for name in self.rounds.current.members]
+        return all(worker is None or worker.leaving for worker in members)
+
+    def _lost(self, worker: Worker, event: WorkerLost, now: float) -> None:
+        self.stacks.settle()  # the stacks are evidence, before it is killed
+        if worker.leaving and self.workers.apply(worker, WorkerNews.TOLD_TO_STOP):
+            self.orders.kill(worker, event.reason)
+            self.rounds.left_early(worker, now, running=True)
+        elif not self.endings.give_up_worker(worker, event.reason, now):
+            late = f"{worker.id} is {worker.state.value}, it cannot be lost any more"
+            self.effects.ignore(late)
