@@ -1,11 +1,14 @@
 """The agent of one host: reads its orders, keeps its lease, and ends when it should.
 
-One asyncio loop; requests to the driver block threads beside it. It ends for one of these
-reasons, and each way it first stops its workers and then whatever they left behind: the driver
-orders it, a signal asks for it, or the driver is gone (its pipe closed, no answer within the
-heartbeat timeout, a token that is not known any more, keys that were sealed). A signal that
-announces the host's end (`host.leaving`) first lets the driver take the workers away in good
-order.
+One asyncio loop; requests to the driver block threads beside it. It ends for one of these reasons,
+and each time it first stops its workers and then whatever they left behind: the driver orders it, a
+signal asks for it, or the driver is gone (its pipe closed, no answer within the heartbeat timeout,
+an unknown token, sealed keys).
+
+Batch systems and clouds send SIGTERM before they take a machine away, Slurm also what `--signal`
+names. The agent passes the first such signal on to the driver, which has the workers leave at a
+step boundary and then lets the agent go. What is still here shortly before the time is over is
+stopped. Times are seconds.
 """
 
 from __future__ import annotations
@@ -33,83 +36,83 @@ from elastic_driver.core.documents import (
     decode,
     decode_order,
 )
-from elastic_driver.core.events import AgentReady
+from elastic_driver.core.events import AgentReady, HostLeaving, WireEvent
+from elastic_driver.core.rules.notices import time_to_leave
 from elastic_driver.errors import ExitCode
 from launcher.agent.console import Console
 from launcher.agent.environment import Meeting
 from launcher.agent.folders import clear_unheld, scratch_folder
-from launcher.agent.outbox import Outbox
 from launcher.agent.ports import free_ports
-from launcher.agent.preemption import ANNOUNCING, Leaving
-from launcher.agent.processes import become_subreaper
+from launcher.agent.processes import NOTICES, become_subreaper
 from launcher.agent.warm.command import NotWarmable
-from launcher.agent.warm.fork_client import Inherited
+from launcher.agent.warm.fork_client import WarmParent
 from launcher.agent.warm.plan import plan_for
-from launcher.agent.warm.starter import WarmStarter
+from launcher.agent.warm.starter import WorkerStarter
 from launcher.agent.workers import Workers
 from launcher.network import interface_of, meeting_point
-from rendezvous.client import RendezvousClient
-from rendezvous.errors import RendezvousError
-from rendezvous.wire import MAX_WAIT_S, Entries, Get, Set, StoreRefusal, Watch
+from rendezvous.client import RendezvousClient, expect
+from rendezvous.errors import RefusedError, RendezvousError, RequestError
+from rendezvous.wire import EVENTS_PATH, MAX_WAIT_S, Entries, Get, Set, Watch, Written
 
 FIRST_CONTACT_S = 30.0  # the driver published the specification before it started us
 ORPHAN_GRACE_S = 5.0  # for workers whose driver is gone, or whose agent got a signal
-ORDERS_AHEAD = 16  # orders one answer may bring
+ORDERS_AHEAD = 16  # orders that one answer may bring
 STORE_PORTS = 16  # free ports to offer for torch's stores
-LAST_WORDS_S = 3.0
+LAST_WORDS_S = 3.0  # for the last events and lines to get out
+ANNOUNCING = (signal.SIGTERM, *NOTICES)
 
 
 class AgentConfig(Struct, frozen=True, kw_only=True):
-    """What an agent is told when it is started."""
+    """The agent's command line."""
 
-    endpoint: str  # http://host:port
-    host: str
-    incarnation: int
-    token_file: str
+    endpoint: str  # http://host:port of the driver
+    host: str  # this host's name, as discovery has it
+    incarnation: int  # counts the agents of this host
+    token_file: str  # path of the job's token
     address: str | None = None  # where other hosts reach this one; None: the way to the driver
     lifeline: bool = False  # our stdin is a pipe that closes when the driver dies
     orphan_files: tuple[str, ...] = ()  # to be removed when it does
 
 
 class Ending(Struct, frozen=True):
-    """Why and how the agent ends."""
+    """The reason of the agent's end, and its form."""
 
     reason: str
     exit_code: int
-    grace: float
+    grace: float  # for its workers
     driver_gone: bool = False
 
 
 class Agent:
     """Carries out the driver's orders on this host until it ends; `run` once."""
 
-    def __init__(self, config: AgentConfig, token: str, inherited: Inherited | None = None) -> None:
+    def __init__(
+        self, config: AgentConfig, token: str, inherited: WarmParent | None = None
+    ) -> None:
         self._config, self._token = config, token
-        self._starter = WarmStarter(self._say, inherited=inherited)
+        self._client = RendezvousClient(config.endpoint, token)
+        self._starter = WorkerStarter(self._say, inherited)
         self._endings: asyncio.Queue[Ending] = asyncio.Queue()
+        self._events: asyncio.Queue[WireEvent] = asyncio.Queue()  # for the driver, in order
         self._signals = 0
-        self._leaving: Leaving | None = None  # once there is somebody to tell
+        self._notice = 0.0  # for leaving in good order; 0: there is nobody to tell
+        self._leave_timer: asyncio.TimerHandle | None = None  # the host's end was announced
         self._shutting_down = False
         self._workers: Workers | None = None
         self._err: Console | None = None
-        self._scratch: str | None = None
 
     async def run(self) -> int:
-        """The agent's whole life; returns its exit status."""
+        """Live until the end; return the exit status."""
         become_subreaper()
         self._listen()
-        consoles = (
-            Console(1, "stdout", on_trouble=self._say),
-            Console(2, "stderr", on_trouble=lambda _sentence: None),
-        )
-        self._err = consoles[1]
-        client = RendezvousClient(self._config.endpoint, self._token)
+        self._err = Console(2, "stderr", on_trouble=lambda _sentence: None)
+        consoles = (Console(1, "stdout", on_trouble=self._say), self._err)
         try:
-            with scratch_folder() as self._scratch:
-                ending = await self._live(client, consoles)
+            with scratch_folder() as scratch:
+                ending = await self._live(consoles, scratch)
         finally:
             self._starter.close()
-            client.abort()
+            self._client.abort()
             for console in consoles:
                 await console.drain(LAST_WORDS_S)
                 console.close()
@@ -127,12 +130,28 @@ class Agent:
             loop.add_reader(0, self._on_lifeline)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Leave in good order if that is what it means, else end; a second end is at once."""
-        if self._leaving is not None and not self._shutting_down and self._leaving.takes(number):
-            return
+        """Leave in good order if the signal announces that, else end; a second end is at once."""
+        if self._notice and not self._shutting_down and number in ANNOUNCING:
+            if self._leave_timer is None:
+                self._announce(number)
+                return
+            if number != signal.SIGTERM:  # a SIGTERM after the announcement is meant as usual
+                return
         self._signals += 1
         grace = ORPHAN_GRACE_S if self._signals == 1 else 0.0
         self._end(f"got {number.name}", 128 + number, grace)
+
+    def _announce(self, number: signal.Signals) -> None:
+        """Report that this host goes away, and end in time even if the driver does nothing."""
+        notice, patience = self._notice, time_to_leave(self._notice)
+        reason = f"its agent got {number.name}"
+        self._report(HostLeaving(self._config.host, self._config.incarnation, notice, reason))
+        self._say(f"got {number.name}: leaving this host within {notice:g} s")
+        late = f"got {number.name}, and workers were still here {patience:g} s later"
+        loop = asyncio.get_running_loop()
+        self._leave_timer = loop.call_later(
+            patience, self._end, late, 128 + number, notice - patience
+        )
 
     def _on_lifeline(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -169,80 +188,60 @@ class Agent:
 
     # ---- its life ------------------------------------------------------------------------
 
-    async def _live(self, client: RendezvousClient, consoles: tuple[Console, Console]) -> Ending:
-        spec = await self._first_contact(client)
+    async def _live(self, consoles: tuple[Console, Console], scratch: str | None) -> Ending:
+        spec = await self._first_contact()
         if isinstance(spec, Ending):
             return self._leave(spec)
-        client.timeout = min(client.timeout, spec.heartbeat_timeout / 3)
-        outbox = Outbox(client, spec.heartbeat_timeout, self._say)
+        config = self._config
+        self._client.timeout = min(self._client.timeout, spec.heartbeat_timeout / 3)
         address, interface = self._meeting_point(spec)
-        meeting = Meeting(
-            self._config.host,
-            self._config.endpoint,
-            self._config.token_file,
-            interface,
-            self._scratch,
-        )
-        workers = Workers(
+        meeting = Meeting(config.host, config.endpoint, config.token_file, interface, scratch)
+        workers = self._workers = Workers(
             spec=spec,
             meeting=meeting,
             starter=self._starter,
             consoles=consoles,
-            report=outbox.put,
+            report=self._report,
             say=self._say,
         )
-        self._workers = workers
-        self._leaving = self._leaving_of(spec, outbox)
+        self._notice = spec.leave_notice
         self._warm_up(spec)
-        outbox.put(self._introduction(address, spec.slot_ports))
+        self._introduce(address, spec.slot_ports)
         loops = [
-            asyncio.create_task(self._guarded(self._obey(client, spec, workers))),
-            asyncio.create_task(self._guarded(outbox.deliver())),
+            asyncio.create_task(self._guarded(self._obey(spec.heartbeat_timeout, workers))),
+            asyncio.create_task(self._guarded(self._deliver(spec.heartbeat_timeout))),
         ]
         ending = await self._endings.get()
         self._shutting_down = True
-        if self._leaving is not None:
-            self._leaving.over()
+        if self._leave_timer is not None:
+            self._leave_timer.cancel()
         ending = await self._stop_workers(workers, ending)
         if not ending.driver_gone:
-            await outbox.emptied(LAST_WORDS_S)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._events.join(), LAST_WORDS_S)
         for task in loops:
             task.cancel()
         await asyncio.wait(loops)
         await workers.end_strays()
         return self._leave(ending)
 
-    def _leaving_of(self, spec: JobSpec, outbox: Outbox) -> Leaving | None:
-        if not spec.leave_notice:
-            return None
-        return Leaving(
-            self._config.host,
-            self._config.incarnation,
-            spec.leave_notice,
-            tell=outbox.put,
-            end=lambda number, reason, grace: self._end(reason, 128 + number, grace),
-            say=self._say,
+    async def _first_contact(self) -> JobSpec | Ending:
+        """Read the job's specification; return the reason to end that came first, if any."""
+        reading = asyncio.create_task(
+            asyncio.to_thread(self._client.get, contract.JOB_SPEC, FIRST_CONTACT_S)
         )
-
-    async def _first_contact(self, client: RendezvousClient) -> JobSpec | Ending:
-        """The job's specification, or what came before it."""
-
-        async def read() -> JobSpec:
-            entry = await asyncio.to_thread(client.get, contract.JOB_SPEC, FIRST_CONTACT_S)
+        ending = asyncio.create_task(self._endings.get())
+        await asyncio.wait((reading, ending), return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            reading.cancel()
+            await asyncio.wait((reading,))
+            return ending.result()
+        ending.cancel()
+        try:
+            entry = reading.result()
             if entry is None:
                 raise RendezvousError(f"no {contract.JOB_SPEC} within {FIRST_CONTACT_S:.0f} s")
             return decode(JobSpec, entry.value)
-
-        reading = asyncio.create_task(read())
-        leaving = asyncio.create_task(self._endings.get())
-        await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if leaving.done():
-            reading.cancel()
-            await asyncio.wait((reading,))
-            return leaving.result()
-        leaving.cancel()
-        try:
-            return reading.result()
         except (RendezvousError, msgspec.DecodeError) as error:
             return Ending(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)
 
@@ -279,7 +278,7 @@ class Agent:
         return ending
 
     def _meeting_point(self, spec: JobSpec) -> tuple[str, str | None]:
-        """The address and the interface at which workers of other hosts reach ours."""
+        """Return the address and the interface where workers of other hosts reach ours."""
         config = self._config
         if config.address is not None:
             return config.address, interface_of(config.address)
@@ -287,38 +286,60 @@ class Agent:
         address, interface = meeting_point(config.endpoint, wanted)
         return address or config.host, interface
 
-    def _introduction(self, address: str, slot_ports: int) -> AgentReady:
-        config = self._config
+    # ---- what it reports -----------------------------------------------------------------
+
+    def _report(self, event: WireEvent) -> None:
+        """Have an event delivered after all that were reported before."""
+        self._events.put_nowait(event)
+
+    def _introduce(self, address: str, slot_ports: int) -> None:
         ports = free_ports(STORE_PORTS + slot_ports)
-        return AgentReady(
-            host=config.host,
-            incarnation=config.incarnation,
-            pid=os.getpid(),
-            address=address,
-            ports=ports[:STORE_PORTS],
-            slot_ports=ports[STORE_PORTS:],
+        self._report(
+            AgentReady(
+                host=self._config.host,
+                incarnation=self._config.incarnation,
+                pid=os.getpid(),
+                address=address,
+                ports=ports[:STORE_PORTS],
+                slot_ports=ports[STORE_PORTS:],
+            )
         )
+
+    async def _deliver(self, patience: float) -> None:
+        """Deliver events for ever, one at a time; raises RendezvousError for a driver gone.
+
+        An event that the driver refuses is a bug of ours: it is named and dropped, so that it
+        cannot hold up those behind it.
+        """
+        while True:
+            event = await self._events.get()
+            try:
+                body = msgspec.json.encode(event)
+                await asyncio.to_thread(self._client.post_json, EVENTS_PATH, body, patience)
+            except RequestError as error:
+                self._say(f"the driver did not take {type(event).__name__}: {error}")
+            finally:
+                self._events.task_done()
 
     # ---- orders --------------------------------------------------------------------------
 
-    async def _obey(self, client: RendezvousClient, spec: JobSpec, workers: Workers) -> None:
+    async def _obey(self, patience: float, workers: Workers) -> None:
         """Renew the lease and wait for orders, in one request; carry them out one by one."""
-        config, patience = self._config, spec.heartbeat_timeout
-        lease = Set(contract.agent_lease(config.host, config.incarnation), lease=patience)
+        agent = self._config.host, self._config.incarnation
+        lease = Set(contract.agent_lease(*agent), lease=patience)
         done = 0
         while True:
-            keys = tuple(
-                contract.agent_order(config.host, config.incarnation, done + n)
-                for n in range(1, ORDERS_AHEAD + 1)
-            )
+            keys = tuple(contract.agent_order(*agent, done + n + 1) for n in range(ORDERS_AHEAD))
             watch = Watch({keys[0]: 0}, wait=min(patience / 3, MAX_WAIT_S))
             answer = await asyncio.to_thread(
-                client.batch, lease, watch, Get(keys), deadline=patience
+                self._client.batch, lease, watch, Get(keys), deadline=patience
             )
-            for result in answer:
-                if isinstance(result, StoreRefusal):
-                    raise RendezvousError(f"it has given this agent up ({result.message})")
-            found = answer[-1].entries if isinstance(answer[-1], Entries) else {}
+            try:
+                expect(answer[0], Written)
+                expect(answer[1], Entries)
+                found = expect(answer[2], Entries).entries
+            except RefusedError as error:
+                raise RendezvousError(f"it has given this agent up ({error})") from error
             for key in keys:
                 if key not in found:
                     break
@@ -326,18 +347,19 @@ class Agent:
                 done += 1
 
     def _carry_out(self, order: Order, workers: Workers) -> None:
-        if isinstance(order, StartWorkerOrder):
-            if not self._shutting_down:
-                workers.start(order)
-        elif isinstance(order, StopWorkerOrder):
-            workers.stop(order.worker, order.grace)
-        elif isinstance(order, RanksOrder):
-            workers.rank(order)
-        elif isinstance(order, StacksOrder):
-            workers.look(order.number)
-        else:
-            self._shutting_down = True
-            self._end(order.reason, ExitCode.OK, order.grace)
+        match order:
+            case StartWorkerOrder():
+                if not self._shutting_down:
+                    workers.start(order)
+            case StopWorkerOrder(worker=worker, grace=grace):
+                workers.stop(worker, grace)
+            case RanksOrder():
+                workers.rank(order)
+            case StacksOrder(number=number):
+                workers.look(number)
+            case _:
+                self._shutting_down = True
+                self._end(order.reason, ExitCode.OK, order.grace)
 
     def _say(self, sentence: str) -> None:
         if self._err is not None:
@@ -348,8 +370,8 @@ class Agent:
 def remove_orphan_files(config: AgentConfig, token: str) -> None:
     """Remove the files of a driver that died, and only of that one.
 
-    A driver started again under the same name may have written its own meanwhile; ours are
-    known by the token or the address in them.
+    A driver started again under the same name may have written its own meanwhile; the dead one's
+    have its token or address in them.
     """
     for name in config.orphan_files:
         path = Path(name)

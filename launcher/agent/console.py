@@ -1,15 +1,13 @@
-"""Writing to an inherited stream without ever blocking, and without changing it for others.
+"""Our own stdout or stderr as a place for whole lines that never blocks us.
 
-`O_NONBLOCK` belongs to the open file that we share with the driver and the other agents: to
-set it would make *their* writes fail. So a pipe or terminal is opened once more through
-/proc, sockets are asked per call, and where neither can be done we look before we write.
+The agent inherits both from the driver, and other agents write to them too, so lines go out in
+pieces that a pipe takes whole. A reader that stands still holds the workers up for `STALL_S`
+seconds at most; then their output is dropped, with a message, until the reader goes on. Nothing
+that happens here ends a worker.
 
-Our own stdout or stderr as a place for whole lines that never blocks us.
-
-The agent inherits both from the driver, and other agents write to them too, so lines go out
-in pieces that a pipe takes whole. A reader that stands still holds the workers up for `STALL_S`
-seconds at most; then their output is dropped, and said to be, until the reader goes on.
-Nothing that happens here ends a worker.
+`O_NONBLOCK` belongs to the open file that we share with the driver and the other agents: to set it
+would make *their* writes fail. So a pipe or terminal is opened once more through /proc, sockets are
+asked per call, and where neither can be done we look before we write.
 """
 
 from __future__ import annotations
@@ -22,70 +20,59 @@ import socket
 import stat
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 PIPE_PIECE = select.PIPE_BUF  # a pipe takes that much whole or not at all (POSIX)
 FREE_PIECE = 64 * 1024
+STALL_S = 5.0
+HIGH_WATER = 256 * 1024  # bytes waiting: workers' pipes are not read any more
+LOW_WATER = 64 * 1024
 
 
+@dataclass(frozen=True)
 class Outlet:
-    """A descriptor of our own for somebody else's stream; `piece` bytes at a time are fine."""
+    """A descriptor of our own for a stream that others use too.
 
-    def __init__(self, fd: int, piece: int) -> None:
-        self.fd = fd
-        self.piece = piece
+    `write` takes up to `piece` bytes at a time and returns how many were written; it raises
+    BlockingIOError where there is no room, and OSError where the stream is broken.
+    """
 
-    def write(self, data: bytes) -> int:
-        """Bytes taken; BlockingIOError where there is no room, OSError where it is broken."""
-        return os.write(self.fd, data)
-
-    def close(self) -> None:
-        """Free the descriptor; the stream itself stays open for its other users."""
-        os.close(self.fd)
-
-
-class _SocketOutlet(Outlet):
-    def __init__(self, fd: int, piece: int) -> None:
-        super().__init__(fd, piece)
-        self._socket = socket.socket(fileno=fd)
-
-    def write(self, data: bytes) -> int:
-        return self._socket.send(data, socket.MSG_DONTWAIT)
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-class _CarefulOutlet(Outlet):
-    """For a pipe that cannot be opened again: another writer may still get ahead of us."""
-
-    def write(self, data: bytes) -> int:
-        poll = select.poll()
-        poll.register(self.fd, select.POLLOUT)
-        if not poll.poll(0):
-            raise BlockingIOError
-        return os.write(self.fd, data)
+    fd: int
+    piece: int
+    write: Callable[[bytes], int]
 
 
 def open_outlet(fd: int) -> Outlet | None:
-    """An outlet for what `fd` leads to; None where `fd` is not open."""
+    """Return an outlet for what `fd` leads to; None where `fd` is not open."""
     try:
         mode = os.fstat(fd).st_mode
-        if stat.S_ISSOCK(mode):
-            return _SocketOutlet(os.dup(fd), PIPE_PIECE)
-        if not stat.S_ISFIFO(mode) and not os.isatty(fd):
-            return Outlet(os.dup(fd), FREE_PIECE)  # a file or /dev/null is always ready
-        try:
-            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-            return Outlet(os.open(f"/proc/self/fd/{fd}", flags), PIPE_PIECE)
-        except OSError:  # another user's pipe, no /proc, or a reader that is gone already
-            return _CarefulOutlet(os.dup(fd), PIPE_PIECE)
+        if not (stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) or os.isatty(fd)):
+            own = os.dup(fd)  # a file or /dev/null is always ready
+            return Outlet(own, FREE_PIECE, lambda data: os.write(own, data))
+        if not stat.S_ISSOCK(mode):
+            with contextlib.suppress(OSError):  # another user's pipe, or there is no /proc
+                flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+                again = os.open(f"/proc/self/fd/{fd}", flags)
+                return Outlet(again, PIPE_PIECE, lambda data: os.write(again, data))
+        shared = os.dup(fd)
+        write = _send if stat.S_ISSOCK(mode) else _write_if_ready
+        return Outlet(shared, PIPE_PIECE, lambda data: write(shared, data))
     except OSError:
         return None
 
 
-STALL_S = 5.0
-HIGH_WATER = 256 * 1024  # bytes waiting: workers' pipes are not read any more
-LOW_WATER = 64 * 1024
+def _send(fd: int, data: bytes) -> int:
+    with socket.socket(fileno=os.dup(fd)) as stream:
+        return stream.send(data, socket.MSG_DONTWAIT)
+
+
+def _write_if_ready(fd: int, data: bytes) -> int:
+    """Write to a pipe that cannot be opened again; another writer may still get ahead of us."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    if not poll.poll(0):
+        raise BlockingIOError
+    return os.write(fd, data)
 
 
 class Console:
@@ -93,7 +80,7 @@ class Console:
 
     Args:
         fd: the descriptor, left as it is.
-        name: as people know it ("stdout").
+        name: its name for people ("stdout").
         on_trouble: called with a sentence, once, when output begins to be dropped.
         stall: seconds for which a reader may hold the workers up.
     """
@@ -115,8 +102,8 @@ class Console:
         self._bytes = 0
         self._paused = False
         self._dropping = False
-        self._told = False
-        self._blocked = False  # the loop tells us when there is room again
+        self._said = False
+        self._blocked = False  # the loop calls us when there is room again
         self._progress_at = 0.0
         self._patience: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
@@ -156,7 +143,7 @@ class Console:
         self._bytes = 0
         self._empty.set()
         if self._outlet is not None:
-            self._outlet.close()
+            os.close(self._outlet.fd)  # the stream itself stays open for its other users
             self._outlet = None
 
     # ---- writing -------------------------------------------------------------------------
@@ -221,7 +208,7 @@ class Console:
         if self._paused and now >= self._progress_at + self._stall:
             self._dropping = True
             self._pause(False)
-            self._tell(
+            self._say_once(
                 f"nobody has read our {self._name} for {self._stall:.0f} s; "
                 "workers' lines to it are dropped until somebody does"
             )
@@ -233,19 +220,19 @@ class Console:
     def _give_up(self, error: OSError) -> None:
         self.close()
         self._pause(False)
-        self._tell(
+        self._say_once(
             f"cannot write to our {self._name} ({os.strerror(error.errno or 0)}); "
             "workers' lines to it are dropped, the job goes on"
         )
 
-    def _tell(self, sentence: str) -> None:
-        if not self._told:
-            self._told = True
+    def _say_once(self, sentence: str) -> None:
+        if not self._said:
+            self._said = True
             self._on_trouble(sentence)
 
 
 def _first_piece(data: bytes, limit: int) -> tuple[bytes, bytes]:
-    """As many whole lines as fit into `limit` bytes (at least one line), and the rest."""
+    """Split off as many whole lines as fit into `limit` bytes (at least one line)."""
     if len(data) <= limit:
         return data, b""
     cut = data.rfind(b"\n", 0, limit) + 1 or data.find(b"\n") + 1 or len(data)

@@ -1,14 +1,12 @@
-"""A private folder that shows whether the process it was made by still lives.
+"""Private folders that show whether the process that made them still lives.
 
-Its holder keeps a file in it locked, with its pid inside: the kernel opens the lock however the
-holder ends, so anybody of the same user can tell a folder in use from what was left behind by a
-process that was killed or a machine that lost its power.
+The holder of a folder keeps a file in it locked, with its pid inside. The kernel opens the lock
+however the holder ends, so any process of the same user can tell a folder in use from one that was
+left behind by a process that was killed or a machine that lost its power.
 
-A folder for the sockets of the workers' `multiprocessing`, which go even if a worker is killed.
-
-A DataLoader's processes hand tensors over by way of a socket in a folder of the temporary folder
-(`pymp-…`), which a process that is killed cannot remove. So workers are given one folder for all of
-them; it goes with the agent, or, where that is killed too, with the next look of `sweep_scratch`.
+Workers of one agent share a *scratch folder*: a DataLoader's processes hand tensors over through a
+socket in a folder of the temporary folder (`pymp-…`), which a process that is killed cannot remove.
+The scratch folder goes with the agent, or, where that is killed too, with the next sweep.
 """
 
 from __future__ import annotations
@@ -23,14 +21,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-BEGINNING_S = 60.0  # so young a folder without a lock may be one whose holder is just beginning
+BEGINNING_S = 60.0  # a folder this young without a lock may be one whose holder is just beginning
 _LOCK = "keeper"  # appears locked, so one that is not locked is a dead holder's
 _BEGUN = "keeper.begun"  # its name before that
+_SCRATCH_PREFIX = "elastic-mp-"  # short, as the paths of sockets may not be long
+_LONGEST = 107 - len("/listener-12345678")  # what the path of a socket may hold, unix(7)
 
 
 @contextlib.contextmanager
 def held_folder(folder: Path) -> Iterator[Path]:
-    """Make the folder, for this user alone, hold it as long as this lasts, and remove it."""
+    """Make the folder for this user alone, hold it as long as this lasts, and remove it."""
     folder.mkdir(mode=0o700)
     try:
         with (folder / _BEGUN).open("x") as lock:
@@ -44,7 +44,7 @@ def held_folder(folder: Path) -> Iterator[Path]:
 
 
 def holder_of(folder: Path) -> int | None:
-    """The pid of the live process that holds this folder; None where there is none."""
+    """Return the pid of the live process that holds this folder; None where there is none."""
     try:
         with (folder / _LOCK).open() as lock:
             try:
@@ -85,15 +85,11 @@ def sweep(prefix: str) -> None:
                 folder.rmdir()
 
 
-_PREFIX = "elastic-mp-"  # short, as the paths of sockets may not be long
-_LONGEST = 107 - len("/listener-12345678")  # what the path of a socket may hold, unix(7)
-
-
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[str | None]:
-    """A folder that lasts as long as this; None where none can be had, then they make their own."""
+    """Hold a scratch folder as long as this lasts; None: there is none, workers make their own."""
     sweep_scratch()
-    folder = Path(tempfile.gettempdir(), _PREFIX + secrets.token_hex(4))
+    folder = Path(tempfile.gettempdir(), _SCRATCH_PREFIX + secrets.token_hex(4))
     with contextlib.ExitStack() as stack:
         made = len(str(folder)) <= _LONGEST
         try:
@@ -105,5 +101,5 @@ def scratch_folder() -> Iterator[str | None]:
 
 
 def sweep_scratch() -> None:
-    """Remove what agents of this user left that were killed."""
-    sweep(_PREFIX)
+    """Remove the scratch folders of this user's agents that were killed."""
+    sweep(_SCRATCH_PREFIX)

@@ -1,17 +1,6 @@
-"""A worker's bytes become lines for a terminal: whole ones, and of bounded length.
+"""A worker's bytes become lines for a terminal, and a traceback waits for its process's end.
 
-Pure: bytes in, lines out, without their newline. What a carriage return overwrites is
-dropped, as a terminal would, so that a progress bar is one line that ends up as its last state.
-
-Holds a traceback back until it is known whether its process goes on.
-
-An error in a script ends all its workers, and each prints the same traceback. It is worth
-one copy: what a worker wrote from its last traceback on waits here. When the process ends with a
-failure, that text travels in the report to the driver, which shows the first one. When the
-process goes on (it only logged an exception), the text is released after a moment. Whoever calls
-looks whether the process may still be busy ending, which no fixed time can tell.
-
-Pure: `now` is handed in, in monotonic seconds.
+Pure: bytes in, lines out, without their newline; `now` is handed in, in monotonic seconds.
 """
 
 from __future__ import annotations
@@ -19,78 +8,6 @@ from __future__ import annotations
 import re
 
 MAX_LINE_BYTES = 16 * 1024
-
-
-class LineSplitter:
-    """Cuts one stream into lines; keeps the unfinished last one."""
-
-    def __init__(self, max_line: int = MAX_LINE_BYTES) -> None:
-        self._max_line = max_line
-        self._rest = b""
-        self._shown = b""  # the state of a progress bar that was shown last
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The lines that `data` completes; a longer line than the bound comes in pieces."""
-        if b"\n" not in data and len(self._rest) + len(data) <= self._max_line:
-            self._rest = self._without_overwritten(self._rest + data)
-            return []
-        returns = b"\r" in data or b"\r" in self._rest
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        if returns:
-            whole = self._resolve_returns(whole)
-        self._rest = self._without_overwritten(self._rest)
-        if len(self._rest) > self._max_line:
-            whole.append(self._rest)
-            self._rest = b""
-        if any(len(line) > self._max_line for line in whole):
-            return [piece for line in whole for piece in self._pieces(line)]
-        return whole
-
-    def progress(self) -> bytes | None:
-        """The newest state of an unfinished progress bar, unless it was shown before."""
-        if b"\r" not in self._rest:
-            return None
-        states = [state for state in self._rest.split(b"\r") if state.strip()]
-        if not states or states[-1] == self._shown:
-            return None
-        self._shown = states[-1]
-        return self._shown[: self._max_line]
-
-    def has_progress(self) -> bool:
-        """Whether the unfinished line is a progress bar, so that `progress` is worth asking."""
-        return b"\r" in self._rest
-
-    def finish(self) -> list[bytes]:
-        """The last line, where it ended without a newline."""
-        rest, self._rest = _visible(self._rest), b""
-        return self._pieces(rest) if rest and rest != self._shown else []
-
-    def _resolve_returns(self, whole: list[bytes]) -> list[bytes]:
-        lines = [_visible(line) for line in whole]
-        if lines and self._shown:
-            if lines[0] == self._shown:  # the bar is complete, and was shown like that already
-                del lines[0]
-            self._shown = b""
-        return lines
-
-    @staticmethod
-    def _without_overwritten(rest: bytes) -> bytes:
-        """Keep the newest state only, and the one before it: the newest may be half written."""
-        if rest.count(b"\r") > 2:
-            return b"\r" + b"\r".join(rest.rsplit(b"\r", 2)[1:])
-        return rest
-
-    def _pieces(self, line: bytes) -> list[bytes]:
-        if len(line) <= self._max_line:
-            return [line]
-        return [line[i : i + self._max_line] for i in range(0, len(line), self._max_line)]
-
-
-def _visible(line: bytes) -> bytes:
-    """What a terminal would still show of a line with carriage returns in it."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
-
-
 QUIET_S = 1.0  # after the last line, for a process that does nothing visible
 ALIVE_S = 0.5  # after the last line, once the process has written to stdout again
 AGAIN_S = 0.5  # for one that is busy, maybe with ending, before it is looked at again
@@ -102,8 +19,82 @@ _TRACEBACK = re.compile(rb"(\[rank\d+\]: )?Traceback \(most recent call last\):"
 _SYNTAX_ERROR = re.compile(rb'  File ".*", line \d+$')
 
 
+class LineSplitter:
+    """Cuts one stream into whole lines of bounded length; keeps the unfinished last one.
+
+    What a carriage return overwrites is dropped, as a terminal would, so that a progress bar is one
+    line that ends up as its last state.
+    """
+
+    def __init__(self, max_line: int = MAX_LINE_BYTES) -> None:
+        self._max_line = max_line
+        self._rest = b""
+        self._shown = b""  # the state of a progress bar that was shown last
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that `data` completes; one longer than the bound comes in pieces."""
+        if b"\n" not in data and len(self._rest) + len(data) <= self._max_line:
+            self._rest = _without_overwritten(self._rest + data)
+            return []
+        returns = b"\r" in data or b"\r" in self._rest
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if returns:
+            whole = [visible(line) for line in whole]
+            if whole and self._shown:
+                if whole[0] == self._shown:  # the bar is complete, and was shown like that already
+                    del whole[0]
+                self._shown = b""
+        self._rest = _without_overwritten(self._rest)
+        if len(self._rest) > self._max_line:
+            whole.append(self._rest)
+            self._rest = b""
+        if any(len(line) > self._max_line for line in whole):
+            return [piece for line in whole for piece in self._pieces(line)]
+        return whole
+
+    def progress(self) -> bytes | None:
+        """Return the newest state of an unfinished progress bar, unless it was shown before."""
+        states = [state for state in self._rest.split(b"\r") if state.strip()]
+        if not self.has_progress() or not states or states[-1] == self._shown:
+            return None
+        self._shown = states[-1]
+        return self._shown[: self._max_line]
+
+    def has_progress(self) -> bool:
+        """Return whether the unfinished line is a progress bar."""
+        return b"\r" in self._rest
+
+    def finish(self) -> list[bytes]:
+        """Return the last line, where it ended without a newline."""
+        rest, self._rest = visible(self._rest), b""
+        return self._pieces(rest) if rest and rest != self._shown else []
+
+    def _pieces(self, line: bytes) -> list[bytes]:
+        size = self._max_line
+        return [line[i : i + size] for i in range(0, len(line) or 1, size)]
+
+
+def _without_overwritten(rest: bytes) -> bytes:
+    """Keep the newest state only, and the one before it: the newest may be half written."""
+    if rest.count(b"\r") > 2:
+        return b"\r" + b"\r".join(rest.rsplit(b"\r", 2)[1:])
+    return rest
+
+
+def visible(line: bytes) -> bytes:
+    """Return what a terminal would still show of a line with carriage returns in it."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
 class HoldBack:
-    """The lines of one stderr on their way to the terminal."""
+    """The lines of one stderr on their way to the terminal; tracebacks are held back.
+
+    An error in a script ends all its workers, and each prints the same traceback, which is worth
+    one copy. What a worker wrote from its last traceback on waits here. When the process ends with
+    a failure, that text travels in the report to the driver, which shows the first one. When the
+    process goes on (it only logged an exception), the text is released after a moment. The caller
+    looks whether the process may still be busy ending, which no fixed time can tell.
+    """
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
@@ -113,7 +104,7 @@ class HoldBack:
         self._quiet = QUIET_S
 
     def feed(self, lines: list[bytes], now: float) -> list[bytes]:
-        """The lines that may be shown now; those from a traceback on are held."""
+        """Return the lines that may be shown now; those from a traceback on are held."""
         if self._held:
             return self._hold(lines, now)
         start = next((i for i, line in enumerate(lines) if starts_traceback(line)), None)
@@ -123,11 +114,11 @@ class HoldBack:
         return lines[:start] + self._hold(lines[start:], now)
 
     def due(self) -> float | None:
-        """When to decide between `release` and `extend`; None while nothing is held."""
+        """Return when to decide between `release` and `extend`; None while nothing is held."""
         return self._due if self._held else None
 
     def see_alive(self, now: float) -> None:
-        """The process has written to its stdout: most likely it goes on."""
+        """Note that the process has written to its stdout: most likely it goes on."""
         self._quiet = ALIVE_S
         self._due = min(self._due, now + ALIVE_S)
 
@@ -156,5 +147,5 @@ class HoldBack:
 
 
 def starts_traceback(line: bytes) -> bool:
-    """Whether a line is the first of a traceback (a syntax error's has no heading)."""
+    """Return whether a line is the first of a traceback (a syntax error's has no heading)."""
     return _TRACEBACK.match(line) is not None or _SYNTAX_ERROR.match(line) is not None

@@ -1,17 +1,13 @@
-"""Where each worker's two streams go: the terminal, files, or both.
+"""A worker's output: from its two pipes to files, to our terminal, and to the report of its end.
 
     <log_dir>/<worker>/stdout.log, stderr.log      named by the stable worker id
     <log_dir>/by-rank/<round>/<rank>               link to the folder of that round's rank
 
 `--redirects`, `--tee` and `--local-ranks-filter` mean what they mean to torchrun: a redirected
-stream goes to its file only, a teed one to file and terminal, any other to the terminal. The
-files get a worker's bytes as they are, at once, and are appended to.
-
-A worker's output on its way: from its two pipes to files, to our terminal, and to the report.
-
-Lines appear as `[rank]<stdout>:text`. The files get the bytes first and as they are; the
-terminal gets whole lines, tracebacks a little later or not at all (`holdback`); the last lines
-of stderr are kept for the report of the worker's end. Everything runs on the agent's loop.
+stream goes to its file only, a teed one to file and terminal, any other to the terminal. The files
+get a worker's bytes as they are, at once, and are appended to. The terminal gets whole lines as
+`[rank]<stdout>:text`, tracebacks a little later or not at all (`lines.HoldBack`). The last lines of
+stderr are kept for the report. Everything runs on the agent's loop.
 """
 
 from __future__ import annotations
@@ -20,17 +16,32 @@ import asyncio
 import contextlib
 import datetime
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_driver.core.documents import JobSpec
+import psutil
+
+from elastic_driver.core.documents import JobSpec, StartWorkerOrder
 from launcher.agent.console import Console
-from launcher.agent.lines import HoldBack, LineSplitter
-from launcher.agent.processes import activity
+from launcher.agent.lines import HoldBack, LineSplitter, visible
 
 OUT, ERR = 1, 2  # bits of torchrun's Std
+READ_BYTES = 64 * 1024
+PIPE_READS = 16  # a full pipe, from a process that was not ours to end
+PROGRESS_S = 1.0  # a progress bar is shown anew that often
+ENDING_CPU_S = 2.0  # more than an interpreter with torch in it needs for its end
+TAIL_LINES = 30
+TAIL_BYTES = 32 * 1024
+_ASLEEP = (
+    psutil.STATUS_SLEEPING,
+    psutil.STATUS_STOPPED,
+    psutil.STATUS_TRACING_STOP,
+    psutil.STATUS_IDLE,
+)
+
+
+# ---- where a stream goes -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -42,22 +53,26 @@ class Routing:
 
 
 def parse_streams(text: str, local_rank: int) -> int:
-    """What torchrun's `--redirects`/`--tee` value says for one local rank, as bits.
+    """Return what torchrun's `--redirects`/`--tee` value says for one local rank, as bits.
 
     Either one number for all ("3"), or local rank by local rank ("0:3,1:1"), where ranks that
     are not named get 0. Raises ValueError for anything else.
     """
     if ":" not in text:
         return _streams(text)
-    by_rank: dict[int, int] = {}
-    for pair in text.split(","):
-        rank, _, streams = pair.partition(":")
-        by_rank[int(rank)] = _streams(streams)
-    return by_rank.get(local_rank, 0)
+    pairs = (pair.partition(":") for pair in text.split(","))
+    return {int(rank): _streams(streams) for rank, _, streams in pairs}.get(local_rank, 0)
+
+
+def _streams(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= (OUT | ERR):
+        raise ValueError(f"{text!r} is not 0 (none), 1 (stdout), 2 (stderr) or 3 (both)")
+    return value
 
 
 def route(spec: JobSpec, local_rank: int) -> Routing:
-    """Where the streams of the worker with this `LOCAL_RANK` go.
+    """Return where the streams of the worker with this `LOCAL_RANK` go.
 
     Without a log directory there are no files, and nothing is kept from the terminal but what
     the filter keeps.
@@ -77,13 +92,13 @@ class LogFile:
         """Open for appending, with the folders above it; raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._file = path.open("ab", buffering=0)
 
     def write(self, data: bytes) -> str | None:
-        """Append; returns a sentence about what went wrong, once, and None otherwise."""
-        while data and self._fd >= 0:
+        """Append; return a sentence about what went wrong, once, and None otherwise."""
+        while data and not self._file.closed:
             try:
-                data = data[os.write(self._fd, data) :]
+                data = data[self._file.write(data) :]
             except OSError as error:
                 self.close()
                 return (
@@ -94,9 +109,7 @@ class LogFile:
 
     def close(self) -> None:
         """Close the file; harmless when it is closed."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
 
 def link_ranks(log_dir: Path, round_id: int, ranks: dict[str, int]) -> None:
@@ -105,25 +118,12 @@ def link_ranks(log_dir: Path, round_id: int, ranks: dict[str, int]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for worker, rank in ranks.items():
         draft = folder / f".{rank}.{worker}"
-        with contextlib.suppress(FileNotFoundError):
-            draft.unlink()
+        draft.unlink(missing_ok=True)
         draft.symlink_to(Path("..") / ".." / worker, target_is_directory=True)
         draft.replace(folder / str(rank))
 
 
-def _streams(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= (OUT | ERR):
-        raise ValueError(f"{text!r} is not 0 (none), 1 (stdout), 2 (stderr) or 3 (both)")
-    return value
-
-
-READ_BYTES = 64 * 1024
-PROGRESS_S = 1.0  # a progress bar is shown anew that often
-ENDING_CPU_S = 2.0  # more than an interpreter with torch in it needs for its end
-_ASLEEP = "STtI"  # states of proc(5): sleeping, stopped, traced, idle
-TAIL_LINES = 30
-TAIL_BYTES = 32 * 1024
+# ---- the two streams of a worker ---------------------------------------------------------
 
 
 class Stream:
@@ -148,7 +148,7 @@ class Stream:
         self.ended = asyncio.Event()
         self._fd, self.child_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._fd, False)
-        self._loop.add_reader(self._fd, self._on_readable)
+        self._loop.add_reader(self._fd, self._read)
         if console is not None:
             console.attach(self.flow)
 
@@ -160,27 +160,29 @@ class Stream:
         if self._paused:
             self._loop.remove_reader(self._fd)
         else:
-            self._loop.add_reader(self._fd, self._on_readable)
+            self._loop.add_reader(self._fd, self._read)
 
     def close_child_side(self) -> None:
-        """The worker has its copy; ours would keep the pipe from ending."""
+        """Close our copy of the worker's end, which would keep the pipe from ending."""
         if self.child_fd >= 0:
             os.close(self.child_fd)
             self.child_fd = -1
 
     def see_alive(self) -> None:
-        """The worker has written to its other stream: what is held back may come soon."""
+        """Note that the worker has written to its other stream: it most likely goes on."""
         if self._holdback is not None and self._holdback.holding:
             self._holdback.see_alive(self._loop.time())
-            self._wake_when_due()
+            self._wake_at(self._holdback.due())
 
     def finish(self, failed: bool) -> str:
-        """The worker is gone: show the rest and return the tail.
+        """Show the rest, now that the worker is gone, and return the tail.
 
         After a failure a traceback that is still held is not shown: it is the tail.
         """
         self.close_child_side()
-        self._read_what_is_there()
+        for _ in range(PIPE_READS):
+            if self._fd < 0 or not self._read():
+                break
         self._end()
         self._show(self._lines.finish())
         held = self._holdback.release() if self._holdback is not None else []
@@ -192,30 +194,17 @@ class Stream:
             self._file.close()
         return last_lines(self._tail, held)
 
-    # ---- reading -------------------------------------------------------------------------
-
-    def _on_readable(self) -> None:
+    def _read(self) -> bool:
+        """Take in what can be read now; return whether there was anything."""
         try:
             data = os.read(self._fd, READ_BYTES)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         if data:
             self._take(data)
         else:
             self._end()
-
-    def _read_what_is_there(self) -> None:
-        """At most a full pipe more, from a process that was not ours to end."""
-        for _ in range(16):
-            if self._fd < 0:
-                return
-            try:
-                data = os.read(self._fd, READ_BYTES)
-            except (BlockingIOError, InterruptedError):
-                return
-            if not data:
-                return
-            self._take(data)
+        return bool(data)
 
     def _end(self) -> None:
         if self._fd >= 0:
@@ -231,7 +220,7 @@ class Stream:
 
     def _take(self, data: bytes) -> None:
         if self._file is not None and (trouble := self._file.write(data)):
-            self._worker.on_trouble(trouble)
+            self._worker.say(trouble)
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         if self._holdback is None:
             self._worker.wrote_to_stdout()
@@ -240,13 +229,13 @@ class Stream:
             self._wake_at(self._loop.time() + PROGRESS_S)
 
     def _show(self, lines: list[bytes]) -> None:
-        """Lines in their order: through the hold-back, where there is one."""
+        """Show lines in their order: through the hold-back, where there is one."""
         if self._holdback is not None and lines:
             was_holding = self._holdback.holding
             lines = self._holdback.feed(lines, self._loop.time())
             if self._holdback.holding and not was_holding:
                 self._worker.note_traceback()
-            self._wake_when_due()
+            self._wake_at(self._holdback.due())
         self._show_now(lines)
 
     def _show_now(self, lines: list[bytes]) -> None:
@@ -258,33 +247,23 @@ class Stream:
             text = text.decode(errors="replace").encode()
         self._console.write(text)
 
-    def _wake_at(self, when: float) -> None:
-        """Wake at `when` or before."""
+    def _wake_at(self, when: float | None) -> None:
+        """Wake at `when` or before; None: there is nothing to wake for."""
+        if when is None or (self._timer is not None and self._timer.when() <= when):
+            return
         if self._timer is not None:
-            if self._timer.when() <= when:
-                return
             self._timer.cancel()
         self._timer = self._loop.call_at(when, self._wake)
 
-    def _decide_on_traceback(self) -> None:
-        """Show a traceback that is due, unless its process may be on its way to the end."""
-        hold, now = self._holdback, self._loop.time()
-        due = None if hold is None else hold.due()
-        if hold is None or due is None or due > now:
-            return
-        if not self._worker.may_be_ending() or not hold.extend(now):
-            self._show_now(hold.release())
-
-    def _wake_when_due(self) -> None:
-        if self._holdback is not None and (due := self._holdback.due()) is not None:
-            self._wake_at(due)
-
     def _wake(self) -> None:
         """Time has passed: a held traceback is due, or a progress bar has moved."""
-        self._timer = None
-        self._decide_on_traceback()
-        self._wake_when_due()
-        if self._lines.has_progress() and (state := self._lines.progress()) is not None:
+        self._timer, now = None, self._loop.time()
+        if (hold := self._holdback) is not None and (due := hold.due()) is not None:
+            # A process that may be on its way to its end keeps its traceback a little longer.
+            if due <= now and not (self._worker.may_be_ending() and hold.extend(now)):
+                self._show_now(hold.release())
+            self._wake_at(hold.due())
+        if (state := self._lines.progress()) is not None:
             self._show([state])
 
 
@@ -292,43 +271,59 @@ class WorkerOutput:
     """Both streams of one worker.
 
     Args:
-        rank: shown in the prefix; set anew when a round gives the worker another one.
-        consoles, files: for stdout and stderr; None where a stream does not go there.
-        timestamp: begin each line with the local time.
-        on_trouble: told a sentence when a file cannot be written any more.
+        order: its worker and its place; `rank` is set anew when a round gives it another one.
+        spec: where the streams go, and whether each line begins with the local time.
+        log_dir: the folder for files; None: there are none.
+        consoles: our stdout and stderr.
+        say: shows a sentence to the user when a file cannot be written.
     """
 
     def __init__(
         self,
-        rank: int,
-        consoles: tuple[Console | None, Console | None],
-        files: tuple[LogFile | None, LogFile | None],
-        *,
-        timestamp: bool,
-        on_trouble: Callable[[str], None],
+        order: StartWorkerOrder,
+        spec: JobSpec,
+        log_dir: Path | None,
+        consoles: tuple[Console, Console],
+        say: Callable[[str], None],
     ) -> None:
-        self.rank = rank
+        self.rank = order.place.rank
         self.pid = 0  # of the worker, once it was started
+        self.say = say
         self._cpu_then = 0.0  # what it had used when its last traceback began
-        self.on_trouble = on_trouble
-        self._timestamp = timestamp
-        self._stdout = Stream("stdout", self, consoles[0], files[0], None)
-        self._stderr = Stream("stderr", self, consoles[1], files[1], HoldBack())
-        self._streams = (self._stdout, self._stderr)
+        self._timestamp = spec.timestamp
+        routing = route(spec, order.place.slot)
+        folder = None if log_dir is None else log_dir / order.worker
+
+        def stream(number: int, label: str, holdback: HoldBack | None) -> Stream:
+            console = consoles[number - 1] if routing.to_console & number else None
+            file = self._open_log(folder, label) if routing.to_file & number else None
+            return Stream(label, self, console, file, holdback)
+
+        self._stdout, self._stderr = stream(OUT, "stdout", None), stream(ERR, "stderr", HoldBack())
+
+    def _open_log(self, folder: Path | None, label: str) -> LogFile | None:
+        if folder is None:
+            return None
+        path = folder / f"{label}.log"
+        try:
+            return LogFile(path)
+        except OSError as error:
+            self.say(f"cannot open {path} ({error.strerror}); it will be missing")
+            return None
 
     @property
     def child_fds(self) -> tuple[int, int]:
-        """What the worker gets as stdout and stderr."""
+        """The worker's stdout and stderr."""
         return self._stdout.child_fd, self._stderr.child_fd
 
     def close_child_side(self) -> None:
-        """To be called once the worker has been started, or could not be."""
-        for stream in self._streams:
-            stream.close_child_side()
+        """Close our copies of the worker's ends, once it has been started."""
+        self._stdout.close_child_side()
+        self._stderr.close_child_side()
 
     async def drained(self, timeout: float) -> None:
         """Wait until both pipes have ended, at most `timeout` seconds."""
-        both = asyncio.gather(*(stream.ended.wait() for stream in self._streams))
+        both = asyncio.gather(self._stdout.ended.wait(), self._stderr.ended.wait())
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(both, timeout)
 
@@ -338,36 +333,42 @@ class WorkerOutput:
         return self._stderr.finish(failed)
 
     def wrote_to_stdout(self) -> None:
-        """A sign of life, seen from the other stream."""
+        """Note that the worker goes on, for a traceback that is held back."""
         self._stderr.see_alive()
 
     def note_traceback(self) -> None:
-        """A traceback begins: from here on its CPU time tells an ending from going on."""
-        seen = activity(self.pid)
-        self._cpu_then = 0.0 if seen is None else seen[1]
+        """Note the CPU time at which a traceback begins: it tells an ending from going on."""
+        self._cpu_then = 0.0
+        with contextlib.suppress(psutil.Error):
+            self._cpu_then = _cpu_time(psutil.Process(self.pid))
 
     def may_be_ending(self) -> bool:
-        """Whether the worker is busy, and has not been for longer than an ending takes."""
-        seen = activity(self.pid)
-        if seen is None:
+        """Return whether the worker is busy, and has not been for longer than an ending takes."""
+        try:
+            process = psutil.Process(self.pid)
+            busy = process.status() not in _ASLEEP
+            return busy and _cpu_time(process) < self._cpu_then + ENDING_CPU_S
+        except psutil.Error:
             return True
-        state, cpu = seen
-        return state not in _ASLEEP and cpu < self._cpu_then + ENDING_CPU_S
 
     def stamp(self) -> bytes:
-        """What a line begins with: the time, where that is wanted."""
+        """Return what a line begins with: the local time, where that is wanted."""
         if not self._timestamp:
             return b""
-        now = datetime.datetime.fromtimestamp(time.time())
-        return f"{now.isoformat(timespec='milliseconds')} ".encode()
+        return f"{datetime.datetime.now().isoformat(timespec='milliseconds')} ".encode()
+
+
+def _cpu_time(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def last_lines(tail: bytes, held: list[bytes]) -> str:
-    """The report's excerpt: the last `TAIL_LINES` lines, or all of a held traceback.
+    """Return the report's excerpt: the last `TAIL_LINES` lines, or all of a held traceback.
 
     At most about `TAIL_BYTES`; of something longer the end counts more than the beginning.
     """
-    lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in tail.rstrip().split(b"\n")]
+    lines = [visible(line) for line in tail.rstrip().split(b"\n")]
     wanted = held if len(held) > TAIL_LINES else lines[-TAIL_LINES:]
     data = b"\n".join(wanted).rstrip()
     if len(data) > TAIL_BYTES:

@@ -1,8 +1,7 @@
-"""An agent that is started before it is known for which host: it is told the rest later.
+"""An agent that is started before its host is known, and receives its arguments later.
 
-It has everything imported and its warm parent ready, so a host that appears in discovery begins at
-once. What it is told, and by whom, is what its command line would have said: one line on its
-stdin, the pipe from the driver's process, a JSON list of words.
+It has imported everything and its warm parent is ready, so a host that appears in discovery begins
+at once. The driver's process writes the arguments to the agent's stdin: one line, a JSON list.
 """
 
 from __future__ import annotations
@@ -11,20 +10,20 @@ import json
 import os
 from collections.abc import Sequence
 
-WHEN_TOLD = "--when-told"  # in place of all other words
+SPARE_FLAG = "--when-told"  # in place of all other arguments
 
 
-def tell(lifeline: int, words: Sequence[str]) -> None:
-    """Say it, to the writing end of its stdin; raises OSError where it does not listen any more."""
-    os.write(lifeline, json.dumps(list(words)).encode("ascii") + b"\n")
+def send_arguments(lifeline: int, arguments: Sequence[str]) -> None:
+    """Write them to the writing end of its stdin; raises OSError if it does not read any more."""
+    os.write(lifeline, json.dumps(list(arguments)).encode("ascii") + b"\n")
 
 
-def hear(stdin: int) -> list[str] | None:
-    """Wait to be told; None where the driver's process has ended, or needs it no more."""
-    heard = bytearray()
-    while not heard.endswith(b"\n"):
+def receive_arguments(stdin: int) -> list[str] | None:
+    """Wait for the arguments; None if the driver's process has ended, or needs no spare agent."""
+    received = bytearray()
+    while not received.endswith(b"\n"):
         piece = os.read(stdin, 4096)
         if not piece:
             return None
-        heard += piece
-    return [str(word) for word in json.loads(heard)]
+        received += piece
+    return [str(word) for word in json.loads(received)]

@@ -1,4 +1,4 @@
-"""Where a worker stands, as its agent sees it from outside.
+"""The stack of a worker, as its agent sees it from outside.
 
 For processes that cannot say it themselves: a plain script, one that is stopped, one that holds
 the interpreter lock. With py-spy on the path (or beside our Python) it is the stack of the main
@@ -8,11 +8,8 @@ the kernel has the process. Times are seconds.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +20,7 @@ import psutil
 from msgspec import Struct
 
 from elastic_driver.core.stack_location import SEEN_ELSEWHERE, SEEN_WAITING, waits_for_peers
+from launcher.agent.processes import wait_for_end
 
 LOOK_S = 5.0  # for py-spy; a big process takes about one
 
@@ -40,15 +38,16 @@ class _Frame(Struct, frozen=True):
     line: int
 
 
-class _Thread(Struct, frozen=True):
+class _ThreadStack(Struct, frozen=True):
     frames: tuple[_Frame, ...]  # innermost first
     thread_name: str | None = None
     os_thread_id: int | None = None
 
 
 async def look(pid: int, helpers: set[int]) -> Seen:
-    """Look at a process of ours. Pids of what this starts are in `helpers` while it runs."""
-    program = find_py_spy()
+    """Look at a process of ours. `helpers` holds the pid of py-spy while it runs."""
+    beside = Path(sys.executable).with_name("py-spy")
+    program = str(beside) if beside.is_file() else shutil.which("py-spy")
     if program is not None and state_of(pid) not in ("stopped", "gone"):
         with contextlib.suppress(OSError):
             argv = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
@@ -58,14 +57,8 @@ async def look(pid: int, helpers: set[int]) -> Seen:
     return Seen(f"no answer; its process is {state_of(pid)}")
 
 
-def find_py_spy() -> str | None:
-    """The program, if it is installed."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.is_file() else shutil.which("py-spy")
-
-
 def state_of(pid: int) -> str:
-    """What the kernel says of a process: running, sleeping, stopped, disk-sleep … or gone."""
+    """Return the kernel's state of a process: running, sleeping, stopped, disk-sleep … or gone."""
     try:
         return str(psutil.Process(pid).status())
     except psutil.Error:
@@ -73,9 +66,9 @@ def state_of(pid: int) -> str:
 
 
 def seen_in(output: bytes, pid: int) -> Seen | None:
-    """The main thread in py-spy's JSON, its stack as in a traceback; None if it has none."""
+    """Read the main thread's stack out of py-spy's JSON; None if it has none."""
     try:
-        threads = msgspec.json.decode(output, type=tuple[_Thread, ...])
+        threads = msgspec.json.decode(output, type=tuple[_ThreadStack, ...])
     except msgspec.DecodeError:
         return None
     main = [t for t in threads if t.os_thread_id == pid or t.thread_name == "MainThread"]
@@ -88,31 +81,17 @@ def seen_in(output: bytes, pid: int) -> Seen | None:
 
 
 async def _run(argv: list[str], helpers: set[int]) -> bytes:
-    """What a program prints, or what it has printed when its time is over; raises OSError."""
+    """Return what a program has printed when it ends or its time is over; raises OSError."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL
         )
         helpers.add(process.pid)
         try:
-            await _ended(process.pid)
+            await wait_for_end(process.pid, LOOK_S)
         finally:
-            process.send_signal(signal.SIGKILL)  # nothing, where it has ended
+            process.kill()  # nothing, where it has ended
             process.wait()
             helpers.discard(process.pid)
         output.seek(0)
         return output.read()
-
-
-async def _ended(pid: int) -> None:
-    """Wait for a child's end, at most LOOK_S."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    pidfd = os.pidfd_open(pid)
-    loop.add_reader(pidfd, ended.set)
-    try:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(ended.wait(), LOOK_S)
-    finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.agent.spare import WHEN_TOLD
+from launcher.agent.spare import SPARE_FLAG
 
 _AGENT = "launcher.agent"
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ class AgentPlan:
 
 def spare_argv(python: str) -> tuple[str, ...]:
     """Return the command line of a spare agent, which is told its arguments later."""
-    return (python, "-m", _AGENT, WHEN_TOLD)
+    return (python, "-m", _AGENT, SPARE_FLAG)
 
 
 def words_of(plan: AgentPlan) -> tuple[str, ...]:

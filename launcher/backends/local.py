@@ -39,7 +39,7 @@ from launcher.agent.processes import (
     kill_trees,
     reap,
 )
-from launcher.agent.spare import tell
+from launcher.agent.spare import send_arguments
 from launcher.backends.addresses import is_this_machine, meeting_address, own_address
 from launcher.backends.base import AgentPlan, agent_argv, describe_end, spare_argv, words_of
 from launcher.backends.shared_parent import Birth, SharedParent
@@ -257,7 +257,7 @@ class LocalBackend(Backend):
         agent.plan, agent.on_lost = plan, on_lost
         self._agents[plan.host, plan.incarnation] = agent
         with contextlib.suppress(OSError):  # it ends now: who watches it sees that
-            tell(agent.lifeline, words_of(plan))
+            send_arguments(agent.lifeline, words_of(plan))
         return True
 
     # ---- the watching thread -------------------------------------------------------------

@@ -28,7 +28,7 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec, decode
 from launcher.agent.warm.command import NotWarmable
-from launcher.agent.warm.fork_client import MOST_LAUNCHES, Held, end_child, execute
+from launcher.agent.warm.fork_client import MOST_LAUNCHES, WarmParent, end_child, execute
 from launcher.agent.warm.parent._elastic_warm_common import receive_line, send_line
 from launcher.agent.warm.plan import plan_for
 from launcher.backends.base import AgentPlan
@@ -79,7 +79,7 @@ class SharedParent:
         self._births: queue.SimpleQueue[Birth | None] = queue.SimpleQueue()
         self._later: deque[Birth] = deque()  # of those, what can wait; its thread's own
         self._thread: threading.Thread | None = None
-        self._held: Held | None = None
+        self._held: WarmParent | None = None
         self._launches = 0
         self._warm = False  # the newest was, once
         self._lost = False  # for good
@@ -154,7 +154,7 @@ class SharedParent:
             self._held.end()
             self._held = None
 
-    def _open(self) -> Held:
+    def _open(self) -> WarmParent:
         """Start it, and wait until it is warm; raises `_LostError`."""
         try:
             plan = plan_for(self._read_spec(), os.environ)
@@ -164,7 +164,8 @@ class SharedParent:
         try:
             self._held = execute(plan)
             self._held.status.settimeout(ANSWER_S)
-            send_line(self._held.status, {**plan.birth(os.getpid()), "shared": plan.digest()})
+            message = {**plan.first_message(os.getpid()), "shared": plan.digest()}
+            send_line(self._held.status, message)
             self._await_warmth(self._held)
         except (OSError, EOFError) as error:
             raise _LostError(
@@ -183,7 +184,7 @@ class SharedParent:
         except (RendezvousError, TokenError, msgspec.DecodeError) as error:
             raise _LostError(f"cannot learn what the job runs ({error})") from error
 
-    def _await_warmth(self, held: Held) -> None:
+    def _await_warmth(self, held: WarmParent) -> None:
         held.status.settimeout(WARM_UP_S)
         if not self._wait_for(held.status, WARM_UP_S):
             raise _LostError(
@@ -193,7 +194,7 @@ class SharedParent:
             raise _LostError("")  # what the agents will find out, too, and say
         self._warm = True
 
-    def _fork(self, held: Held, birth: Birth) -> None:
+    def _fork(self, held: WarmParent, birth: Birth) -> None:
         """Have one agent forked; raises OSError or EOFError where none comes."""
         stdin, lifeline = os.pipe2(os.O_CLOEXEC)
         ours, theirs = socket.socketpair()
@@ -227,7 +228,7 @@ class SharedParent:
         return bool(ready)
 
 
-def _end_unwanted(held: Held) -> None:
+def _end_unwanted(held: WarmParent) -> None:
     """End what came of a request that nobody wants any more."""
     for pid in held.own_pids() - {held.pid}:
         end_child(pid)

@@ -1,12 +1,13 @@
-"""A running warm parent, and the two ways to one: starting it, or being born with it.
+"""A running warm parent, and the two ways to get one: start it, or inherit it.
 
 An agent starts its own with `execute`. One that was forked from the machine's shared parent
-(`launcher.backends.shared_parent`) has one from birth: a child that it finds, with the ends of the
-conversation, in one variable of its environment.
+(`launcher.backends.shared_parent`) inherits one: a child that it finds, with the ends of the
+conversation, in one variable of its environment. Times are seconds.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -15,35 +16,40 @@ import tempfile
 import time
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from elastic_driver import contract
-from launcher.agent.processes import children, reap
+from launcher.agent.processes import ProcessSpec, children, reap
+from launcher.agent.warm.parent._elastic_warm_common import receive_line, send_line
 from launcher.agent.warm.plan import WarmPlan
 
-MOST_LAUNCHES = 4  # warm parents in the life of who starts them: one that keeps dying is no help
+MOST_LAUNCHES = 4  # warm parents that one owner starts: one that keeps dying is no help
+START_S = 5.0  # for a spare to answer; two forks on a busy machine take a tenth of a second
 END_S = 2.0  # for the kernel to end what was killed
 _PAD = "x" * 8192  # room in /proc/<pid>/environ for the variables that siblings do not share
 _HOOK = str(Path(__file__).parent / "parent")
 _LOOK_AGAIN_S = 0.001
 
 
-@dataclass(frozen=True)
-class Held:
+@dataclass(eq=False)
+class WarmParent:
     """A warm parent's process, a child of ours, and our ends of the conversation.
 
-    It leads the session of all that it forks and that has not gone its own way yet.
+    It leads the session of all the processes that it forked and that did not become workers yet.
     """
 
     pid: int
     queue: socket.socket  # requests; its spares take them
-    status: socket.socket  # what it says; the end of ours is its own
+    status: socket.socket  # its messages; the end of ours is its own
     log: IO[bytes]  # what its imports have written
+    digest: str = ""  # of the plan that an inherited one was made for
+    ended: bool = False
+    _received: bytearray = field(default_factory=bytearray)
 
     def own_pids(self) -> frozenset[int]:
-        """It, and those of our children that are in its session."""
+        """Return its pid, and those of our children that are in its session."""
         own = {self.pid}
         for pid in children():
             with suppress(OSError):
@@ -51,8 +57,42 @@ class Held:
                     own.add(pid)
         return frozenset(own)
 
+    def receive(self, piece: bytes | None = None) -> list[dict[str, Any]]:
+        """Return the messages that have come, `piece` before others; notes its end in `ended`."""
+        self.status.setblocking(False)
+        with suppress(BlockingIOError):
+            while not self.ended:
+                if piece is None:
+                    try:
+                        piece = self.status.recv(65536)
+                    except ConnectionError:
+                        piece = b""
+                self._received += piece
+                self.ended, piece = not piece, None
+        *lines, rest = self._received.split(b"\n")
+        self._received = bytearray(rest)
+        return [json.loads(line) for line in lines]
+
+    def fork(self, spec: ProcessSpec) -> int:
+        """Let a spare become the process; return its pid. Raises OSError, EOFError, ValueError."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self.queue.settimeout(START_S)
+                fds = [spec.stdout_fd, spec.stderr_fd, theirs.fileno()]
+                socket.send_fds(self.queue, [b"start"], fds)
+            ours.settimeout(START_S)
+            send_line(ours, {"env": spec.env})
+            pid = int(receive_line(ours)["pid"])
+            try:
+                ours.sendall(b"go")
+            except OSError:
+                end_child(pid)
+                raise
+        return pid
+
     def last_words(self) -> str:
-        """The last line it wrote, in brackets; empty where it wrote none."""
+        """Return the last line it wrote, in brackets; empty where it wrote none."""
         with suppress(OSError, ValueError):
             self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - 4096))
             lines = self.log.read().decode("utf-8", "replace").split("\n")
@@ -62,9 +102,8 @@ class Held:
 
     def end(self) -> None:
         """Kill and reap it with what it has forked, and free everything."""
-        self.queue.close()
-        self.status.close()
-        self.log.close()
+        for ours in (self.queue, self.status, self.log):
+            ours.close()
         deadline = time.monotonic() + END_S
         _kill(self.pid)
         # Once it is gone, all that it was forking has come to us.
@@ -76,18 +115,17 @@ class Held:
             time.sleep(_LOOK_AGAIN_S)
 
 
-def execute(plan: WarmPlan, before_exec: Callable[[], None] | None = None) -> Held:
+def execute(plan: WarmPlan, before_exec: Callable[[], None] | None = None) -> WarmParent:
     """Start the command with our `sitecustomize` in front of its own; OSError where it cannot be.
 
-    It waits until it is told `WarmPlan.birth` on the status line. `before_exec`: called in the
-    child.
+    It waits for `WarmPlan.first_message` on the status line. The child calls `before_exec`.
     """
     with ExitStack() as on_error:
         queue, their_queue = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         on_error.callback(queue.close)
         status, their_status = socket.socketpair()
         on_error.callback(status.close)
-        log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `Held.end`
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `WarmParent.end`
         on_error.callback(log.close)
         with their_queue, their_status:
             fds = (their_queue.fileno(), their_status.fileno())
@@ -100,18 +138,17 @@ def execute(plan: WarmPlan, before_exec: Callable[[], None] | None = None) -> He
                 env=_environment(plan, fds),
                 pass_fds=fds,
                 start_new_session=True,
-                preexec_fn=before_exec,  # noqa: PLW1509 - one system call, see `starter`
+                preexec_fn=before_exec,  # noqa: PLW1509 - system calls only, see `bound_to`
             )
         on_error.pop_all()
     process.returncode = 0  # we reap it ourselves
-    return Held(process.pid, queue, status, log)
+    return WarmParent(process.pid, queue, status, log)
 
 
 def _environment(plan: WarmPlan, fds: tuple[int, int]) -> dict[str, str]:
-    """The order matters: `/proc/<pid>/environ` keeps it.
+    """Return the variables of a warm parent, in an order that `/proc/<pid>/environ` keeps.
 
-    What a worker does not share with its siblings is written over everything from
-    ELASTIC_WARM_FDS on.
+    A worker's own variables are written over everything from ELASTIC_WARM_FDS on.
     """
     path = plan.env.get("PYTHONPATH")
     env = {name: value for name, value in plan.env.items() if name != "PYTHONPATH"}
@@ -121,29 +158,24 @@ def _environment(plan: WarmPlan, fds: tuple[int, int]) -> dict[str, str]:
     return env
 
 
-@dataclass(frozen=True)
-class Inherited:
-    """The warm parent that an agent was born with, and which plan it was made for."""
+def inherit(environ: MutableMapping[str, str]) -> WarmParent | None:
+    """Take the warm parent that this process inherits out of its environment; None: there is none.
 
-    held: Held
-    digest: str  # `WarmPlan.digest`
-
-
-def inherit(environ: MutableMapping[str, str]) -> Inherited | None:
-    """Take what this process was born with out of its environment; None: it was not."""
+    Its `digest` says which plan it was made for.
+    """
     words = environ.pop(contract.BORN_WARM, None)
     if words is None:
         return None
     pid, queue, status, log, digest = words.split(",")
     for number in (queue, status, log):
         os.set_inheritable(int(number), False)
-    held = Held(
+    return WarmParent(
         int(pid),
         socket.socket(fileno=int(queue)),
         socket.socket(fileno=int(status)),
-        open(int(log), "w+b"),  # noqa: SIM115 - closed by `Held.end`
+        open(int(log), "w+b"),
+        digest,
     )
-    return Inherited(held, digest)
 
 
 def end_child(pid: int) -> None:

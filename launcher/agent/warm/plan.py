@@ -59,8 +59,8 @@ class WarmPlan:
     spares: int
     rehearse: bool = True  # take a tiny training step too, where torch is among the modules
 
-    def birth(self, parent: int) -> dict[str, object]:
-        """What the warm parent is told first; `parent`: the process it is a child of."""
+    def first_message(self, parent: int) -> dict[str, object]:
+        """Return the first message to the warm parent; `parent`: the process it is a child of."""
         return {
             "parent": parent,
             "cwd": self.cwd,
@@ -73,7 +73,7 @@ class WarmPlan:
 
     def digest(self) -> str:
         """Short for all of it: equal plans have equal ones, on this machine and any other."""
-        everything = json.dumps([self.argv, self.birth(0)], sort_keys=True)
+        everything = json.dumps([self.argv, self.first_message(0)], sort_keys=True)
         return hashlib.sha256(everything.encode("ascii")).hexdigest()
 
     def check(self, spec: ProcessSpec, threads: int) -> None:

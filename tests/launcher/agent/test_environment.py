@@ -4,7 +4,8 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec, StartWorkerOrder
-from launcher.agent.environment import Meeting, is_loopback, worker_environment
+from launcher.agent.environment import Meeting, worker_environment
+from launcher.network import is_loopback
 from tests.launcher.agent.harness import place
 
 SPEC = JobSpec("run-1", ("x",), "/", {}, heartbeat_timeout=12.5, grace_period=1, max_restarts=3)

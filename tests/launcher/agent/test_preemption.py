@@ -10,7 +10,7 @@ import time
 import pytest
 
 from elastic_driver.core.events import HostLeaving, WorkerExited, WorkerStarted
-from launcher.agent.preemption import spare_workers
+from launcher.agent.processes import ignore_notices
 from tests.launcher.agent.harness import Driver, agent_of, eventually, lives
 
 WAIT = "import time\nprint('up', flush=True)\ntime.sleep(600)"
@@ -84,6 +84,6 @@ def test_workers_overlook_the_notices_of_a_slurm_step_alone(
     show = "import signal as s; print(*(s.getsignal(n).name for n in (s.SIGUSR1, s.SIGUSR2)))"
     argv = [sys.executable, "-c", show]
     done = subprocess.run(
-        argv, preexec_fn=spare_workers, capture_output=True, text=True, check=True
+        argv, preexec_fn=ignore_notices, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == [heard, heard]

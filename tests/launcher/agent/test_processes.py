@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.processes import FreshStarter, ProcessSpec, StartError
+from launcher.agent.processes import ProcessSpec, StartError, start_fresh
 
 
 def run(*argv: str, cwd: Path, env: dict[str, str] | None = None) -> tuple[str, int]:
@@ -14,7 +14,7 @@ def run(*argv: str, cwd: Path, env: dict[str, str] | None = None) -> tuple[str, 
     read, write = os.pipe2(os.O_CLOEXEC)
     try:
         spec = ProcessSpec(argv, env or dict(os.environ), str(cwd), write, write)
-        pid = FreshStarter().start(spec)
+        pid = start_fresh(spec)
     except BaseException:
         os.close(read)
         raise

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from launcher.agent.spare import WHEN_TOLD, hear, tell
+from launcher.agent.spare import SPARE_FLAG, receive_arguments, send_arguments
 from tests.launcher.agent.harness import ROOT
 
 
@@ -14,15 +14,15 @@ def test_words_of_every_kind_arrive_as_they_were_told() -> None:
     words = ["--host", "näme with spaces", "", "two\nlines", "\udcff", "x" * 10_000]
     reading, writing = os.pipe()
     try:
-        tell(writing, words)
-        assert hear(reading) == words
+        send_arguments(writing, words)
+        assert receive_arguments(reading) == words
     finally:
         os.close(reading)
         os.close(writing)
 
 
 def test_an_agent_that_is_needed_no_more_ends_without_a_word() -> None:
-    argv = [sys.executable, "-m", "launcher.agent", WHEN_TOLD]
+    argv = [sys.executable, "-m", "launcher.agent", SPARE_FLAG]
     done = subprocess.run(
         argv, check=False, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=30
     )
@@ -30,7 +30,7 @@ def test_an_agent_that_is_needed_no_more_ends_without_a_word() -> None:
 
 
 def test_what_it_is_told_is_read_like_a_command_line() -> None:
-    argv = [sys.executable, "-m", "launcher.agent", WHEN_TOLD]
+    argv = [sys.executable, "-m", "launcher.agent", SPARE_FLAG]
     told = b'["--host", "a"]\n'
     done = subprocess.run(argv, check=False, cwd=ROOT, input=told, capture_output=True, timeout=30)
     assert done.returncode == 64

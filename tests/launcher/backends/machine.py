@@ -14,7 +14,7 @@ from elastic_driver import contract
 from elastic_driver.core.documents import StartWorkerOrder, encode
 from elastic_driver.core.events import AgentReady, WorkerExited
 from launcher.agent.processes import children
-from launcher.agent.spare import WHEN_TOLD
+from launcher.agent.spare import SPARE_FLAG
 from launcher.backends.local import LocalBackend
 from rendezvous.wire import Set
 from tests.launcher.agent.harness import WAIT, Driver, eventually, lives, place
@@ -100,7 +100,7 @@ class Machine(Driver):
         """The pid of an agent that waits to be told its host."""
 
         def look() -> int:
-            found = [pid for pid in children() if WHEN_TOLD in command(pid) and lives(pid)]
+            found = [pid for pid in children() if SPARE_FLAG in command(pid) and lives(pid)]
             agents = {event.pid for event in self.told(AgentReady)}
             return next((pid for pid in found if pid not in agents), 0)
 

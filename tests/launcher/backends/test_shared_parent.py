@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from elastic_driver.core.events import AgentReady, WorkerStarted
-from launcher.agent.processes import children, variables
-from launcher.agent.spare import WHEN_TOLD
+from launcher.agent.processes import children
+from launcher.agent.spare import SPARE_FLAG
 from launcher.backends.local import LocalBackend
 from tests.launcher.agent.harness import ROOT, eventually, lives
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine, command, kinds_of_files, signals
@@ -73,7 +73,7 @@ def test_an_agent_born_this_way_is_one_like_any_other(machine: Machine) -> None:
     words = command(first).replace("localhost", HOSTS[1]).replace("127.0.0.1 --l", "127.0.0.2 --l")
     assert command(second) == words
     assert os.readlink(f"/proc/{second}/cwd") == os.readlink(f"/proc/{first}/cwd")
-    own, other = variables(first), variables(second)
+    own, other = psutil.Process(first).environ(), psutil.Process(second).environ()
     assert other.pop("ELASTIC_BORN_WARM").count(",") == 4
     assert own == other
     eventually(lambda: kinds_of_files(first) == kinds_of_files(second), what="the same open files")
@@ -153,7 +153,7 @@ def test_when_the_drivers_process_is_killed_everything_goes_with_it(
         def everybody() -> list[int]:
             pids = [child.pid for child in driver.children(recursive=True)]
             mine = [pid for pid in pids if "script.py" in command(pid)]
-            waiting = [pid for pid in pids if WHEN_TOLD in command(pid)]
+            waiting = [pid for pid in pids if SPARE_FLAG in command(pid)]
             ready = len(mine) >= 2 if moment == "imports" else len(mine) >= 5 and waiting
             return pids if ready else []
 

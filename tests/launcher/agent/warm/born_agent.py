@@ -20,7 +20,7 @@ from launcher.agent.environment import common_environment
 from launcher.agent.processes import become_subreaper
 from launcher.agent.warm.fork_client import inherit
 from launcher.agent.warm.plan import plan_for
-from launcher.agent.warm.starter import WarmStarter
+from launcher.agent.warm.starter import WorkerStarter
 from tests.launcher.agent.warm.harness import Agent
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     spec = decode(JobSpec, sys.argv[1].encode())
     fake = Agent(Path(spec.cwd))
     fake.env = common_environment(os.environ, spec)
-    fake.starter = WarmStarter(fake.said.append, inherited=inherited)
+    fake.starter = WorkerStarter(fake.said.append, inherited=inherited)
     fake.starter.launch(plan_for(spec, os.environ))
     asyncio.run(fake.starter.ready())
     with open(sys.argv[2], "w") as answers:
@@ -40,7 +40,7 @@ def main() -> None:
             arguments, variables = spec.command[1:], json.loads(line)
             fresh = fake.run_fresh(*arguments, **variables)
             warm = fake.run(*arguments, **variables)
-            of_birth = inherited.held.pid in fake.starter.own_pids()
+            of_birth = inherited.pid in fake.starter.own_pids()
             answer = [
                 asdict(fresh),
                 asdict(warm),

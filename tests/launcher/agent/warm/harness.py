@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.agent.processes import FreshStarter, ProcessSpec, Starter, become_subreaper
+from launcher.agent.processes import ProcessSpec, become_subreaper, start_fresh
 from launcher.agent.warm.plan import WarmPlan, plan
-from launcher.agent.warm.starter import WarmStarter
+from launcher.agent.warm.starter import WorkerStarter
 
 DEADLINE_S = 60.0
 _alive: list[Agent] = []
@@ -40,7 +40,7 @@ class Agent:
             "PYTHONDONTWRITEBYTECODE": "1",
             "LC_ALL": "C.UTF-8",
         }
-        self.starter = WarmStarter(self.said.append)
+        self.starter = WorkerStarter(self.said.append)
 
     def plan(self, *arguments: str, preload: Sequence[str] = (), warm: int | None = 1) -> WarmPlan:
         argv = (sys.executable, *arguments)
@@ -58,14 +58,14 @@ class Agent:
     def run(
         self,
         *arguments: str,
-        starter: Starter | None = None,
+        start: Callable[[ProcessSpec], int] | None = None,
         then: Callable[[int], None] | None = None,
         **variables: str,
     ) -> Outcome:
         """Start it (warm, unless told otherwise), do `then(pid)`, and wait for its end."""
         with pipes() as ((out, out_end), (err, err_end)):
             spec = self.spec(*arguments, out=out_end, err=err_end, **variables)
-            pid = (starter or self.starter).start(spec)
+            pid = (start or self.starter.start)(spec)
             os.close(out_end)
             os.close(err_end)
             if then is not None:
@@ -74,7 +74,7 @@ class Agent:
             return Outcome(*texts, wait_for(pid))
 
     def run_fresh(self, *arguments: str, **variables: str) -> Outcome:
-        return self.run(*arguments, starter=FreshStarter(), **variables)
+        return self.run(*arguments, start=start_fresh, **variables)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.processes import FreshStarter
+from launcher.agent.processes import start_fresh
 from tests.launcher.agent.warm.harness import Agent, Outcome, agent, eventually
 
 
@@ -241,7 +241,7 @@ def test_signals_find_the_default_dispositions(job: Agent, number: signal.Signal
         os.kill(pid, number)
 
     warm = job.run("job.py", then=send)
-    assert warm == job.run("job.py", starter=FreshStarter(), then=send)
+    assert warm == job.run("job.py", start=start_fresh, then=send)
     assert job.said == []
     assert warm.code == -number
 

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.processes import FreshStarter, StartError, children, reap
-from launcher.agent.warm import starter
-from launcher.agent.warm.starter import WarmStarter
+from launcher.agent.processes import StartError, children, reap
+from launcher.agent.warm import fork_client, starter
 from tests.launcher.agent.harness import ROOT
 from tests.launcher.agent.warm.harness import Agent, agent, alive, eventually, wait_for
 
@@ -258,7 +257,7 @@ def test_spares_that_keep_dying_are_not_replaced_for_ever(host: Agent) -> None:
 def test_a_warm_parent_that_is_stopped_is_given_up_within_the_deadline(
     host: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starter, "START_S", 0.3)
+    monkeypatch.setattr(fork_client, "START_S", 0.3)
     host.launch("job.py", preload=["preloaded"])
     for pid in host.starter.own_pids():
         os.kill(pid, signal.SIGSTOP)
@@ -275,7 +274,7 @@ def test_a_request_that_was_given_up_starts_nothing(host: Agent) -> None:
     ours, theirs = socket.socketpair()
     read, write = os.pipe()
     with open(read, "rb") as output:
-        socket.send_fds(parent._held.queue, [b"start"], [write, write, theirs.fileno()])
+        socket.send_fds(parent.queue, [b"start"], [write, write, theirs.fileno()])
         os.close(write)
         theirs.close()
         ours.close()  # nobody waits for an answer any more
@@ -290,7 +289,7 @@ def test_an_answer_that_is_not_confirmed_starts_nothing(host: Agent) -> None:
     ours, theirs = socket.socketpair()
     read, write = os.pipe()
     with open(read, "rb") as output:
-        socket.send_fds(parent._held.queue, [b"start"], [write, write, theirs.fileno()])
+        socket.send_fds(parent.queue, [b"start"], [write, write, theirs.fileno()])
         os.close(write)
         theirs.close()
         ours.sendall(json.dumps({"env": host.env}).encode() + b"\n")
@@ -382,15 +381,3 @@ def test_without_a_subreaper_no_worker_is_lost_to_init(tmp_path: Path) -> None:
         check=True,
     )
     assert "subreaper" in done.stdout
-
-
-def test_the_fallback_is_closed_too(host: Agent) -> None:
-    class Noted(FreshStarter):
-        closed = False
-
-        def close(self) -> None:
-            self.closed = True
-
-    fallback = Noted()
-    WarmStarter(host.said.append, fallback).close()
-    assert fallback.closed

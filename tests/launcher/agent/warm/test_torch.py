@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.processes import FreshStarter
+from launcher.agent.processes import start_fresh
 from tests.launcher.agent.warm.harness import Agent, Outcome, agent, pipes, read_all, wait_for
 
 pytest.importorskip("torch")
@@ -236,5 +236,5 @@ def test_most_of_its_memory_is_shared_with_its_siblings(host: Agent) -> None:
 def test_an_error_in_training_shows_the_same_traceback(host: Agent) -> None:
     script(host, "import torch\ndef f():\n    torch.ones(2) @ torch.ones(3)\nf()\n")
     warm = run_warm(host)
-    assert warm == host.run("job.py", starter=FreshStarter())
+    assert warm == host.run("job.py", start=start_fresh)
     assert warm.code == 1
