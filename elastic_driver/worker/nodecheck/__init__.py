@@ -1,1 +1,1 @@
-"""What a node check runs in a worker: timed products, gathers and a small transformer."""
+"""The worker side of a node check: timed matrix products, all-gathers and a small transformer."""

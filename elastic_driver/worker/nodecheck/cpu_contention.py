@@ -1,11 +1,11 @@
-"""What a measurement lost to other programs, where that says nothing about its own host.
+"""CPU time that a measurement lost to other programs, where its own host is not to blame.
 
 On a machine of its own, a host whose processor is taken by other programs is slow, whoever they
-are. Where several hosts share a machine, whatever else runs there takes from all of them, a
-little more from the one that happens to be measured. There the time in which a thread was ready and
-another program ran is excused, as the kernel counts it for each thread. A quota is no excuse:
-the kernel stops a host's processes though a processor may be free, which is that host's own
-slowness. Times are seconds.
+are. Where several hosts share a machine, any other program there takes time from all of them, a
+little more from the one that happens to be measured. There the time in which a thread was ready
+while another program ran is subtracted; the kernel counts it for each thread. Time lost to a CPU
+quota is not: the kernel stops a host's processes though a processor may be free, and that is the
+host's own slowness. Times are seconds.
 """
 
 from __future__ import annotations
@@ -13,89 +13,73 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
+from elastic_driver.worker.timing.cpu_slowdown import CpuTime, read_cpu_time
 
-class Account(NamedTuple):
-    """Where the time of a measurement went."""
-
-    lost: float  # ready to run, while other programs ran
-    used: float  # running
-
-
-Excuse = Callable[[], Callable[[], Account]]  # begin; the account since then
+# Begins a measurement; the returned function returns the CPU time since then.
+ContentionTimer = Callable[[], Callable[[], CpuTime]]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _THREAD = Path("/proc/thread-self/schedstat")
-_PROCESS = Path("/proc/self/task")
-_NOTHING = Account(0.0, 0.0)
+_THREADS = Path("/proc/self/task")
+_NONE = CpuTime(0.0, 0.0)
 
 
-def none() -> Callable[[], Account]:
-    """Every second counts."""
-    return lambda: _NOTHING
+def not_timed() -> Callable[[], CpuTime]:
+    """Begin a measurement from which nothing is subtracted."""
+    return lambda: _NONE
 
 
-def of_thread() -> Excuse:
-    """For work of the calling thread alone, on a machine that hosts share."""
-    return _excuse(lambda: _read(_THREAD))
+def of_thread() -> ContentionTimer:
+    """Return the timer for work of the calling thread alone."""
+    return _timer(lambda: read_cpu_time(_THREAD) or _NONE)
 
 
-def of_process() -> Excuse:
-    """For work that all threads of this process have a part in, on a machine that hosts share."""
-    return _excuse(_all_threads)
+def of_process() -> ContentionTimer:
+    """Return the timer for work that all threads of this process share."""
+    return _timer(_read_all_threads)
 
 
-def _excuse(read: Callable[[], Account]) -> Excuse:
-    """Waiting for other programs is excused, unless a quota stopped us; nothing is where
-    the kernel does not say which it was."""
+def _timer(read: Callable[[], CpuTime]) -> ContentionTimer:
+    """Return a timer whose `waited` is 0 where a quota stopped us, or nobody knows."""
     stats = tuple(_quota_files())
 
-    def begin() -> Callable[[], Account]:
-        before, stopped = read(), _stopped(stats)
+    def begin() -> Callable[[], CpuTime]:
+        before, stops = read(), _quota_stops(stats)
 
-        def account() -> Account:
+        def since() -> CpuTime:
             now = read()
-            lost = now.lost - before.lost if stats and _stopped(stats) == stopped else 0.0
-            return Account(max(0.0, lost), max(0.0, now.used - before.used))
+            waited = now.waited - before.waited if stats and _quota_stops(stats) == stops else 0.0
+            return CpuTime(max(0.0, now.ran - before.ran), max(0.0, waited))
 
-        return account
+        return since
 
     return begin
 
 
-def _read(schedstat: Path) -> Account:
-    """Nanoseconds run, and ready but not running, as `proc(5)` has them for a thread."""
+def _read_all_threads() -> CpuTime:
     try:
-        used, lost, _times = schedstat.read_text("ascii").split()
-        return Account(int(lost) / 1e9, int(used) / 1e9)
-    except (OSError, ValueError):
-        return _NOTHING
-
-
-def _all_threads() -> Account:
-    try:
-        threads = os.listdir(_PROCESS)
+        threads = os.listdir(_THREADS)
     except OSError:
-        return _NOTHING
-    accounts = [_read(_PROCESS / thread / "schedstat") for thread in threads]
-    return Account(sum(a.lost for a in accounts), sum(a.used for a in accounts))
+        return _NONE
+    times = [read_cpu_time(_THREADS / thread / "schedstat") or _NONE for thread in threads]
+    return CpuTime(sum(time.ran for time in times), sum(time.waited for time in times))
 
 
-def _stopped(stats: tuple[Path, ...]) -> int:
-    """How often quotas have stopped our control groups, so far."""
-    times = 0
+def _quota_stops(stats: tuple[Path, ...]) -> int:
+    """Return how often quotas have stopped our control groups so far."""
+    stops = 0
     for path in stats:
         try:
             lines = path.read_text("ascii").splitlines()
         except OSError:
             continue
-        times += sum(int(line.split()[1]) for line in lines if line.startswith("nr_throttled "))
-    return times
+        stops += sum(int(line.split()[1]) for line in lines if line.startswith("nr_throttled "))
+    return stops
 
 
 def _quota_files() -> Iterator[Path]:
-    """The accounts of the control groups we are in, from our own up to the root."""
+    """Yield the `cpu.stat` files of our control groups, from our own up to the root."""
     try:
         lines = Path("/proc/self/cgroup").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -107,8 +91,6 @@ def _quota_files() -> Iterator[Path]:
         root = _CGROUPS / controllers if controllers else _CGROUPS
         if controllers and not root.is_dir():
             root = _CGROUPS / "cpu"
-        parts = Path(group.lstrip("/"))
-        for folder in (parts, *parts.parents):
-            path = root / folder / "cpu.stat"
-            if path.is_file():
-                yield path
+        own = Path(group.lstrip("/"))
+        stats = (root / folder / "cpu.stat" for folder in (own, *own.parents))
+        yield from filter(Path.is_file, stats)

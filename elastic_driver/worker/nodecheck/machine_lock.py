@@ -1,11 +1,11 @@
-"""Turns at measuring, for processes of a node check whose hosts share a machine.
+"""A lock for each machine, so that hosts which share one do not measure at the same time.
 
-Containers, or several names of one machine, are hosts of their own and share processors. If all
-of them measured at once, each would time the others. So whoever times something holds its machine's
-turn, a key of the check's store; one kernel is one machine. On machines of their own this costs a
-request. A process that dies loses its turn with its lease, and nobody waits longer than
-`PATIENCE_S`: then it measures all the same, and a time that is too long is measured again beside a
-fast node before it counts. Times are seconds.
+Containers, or several names of one machine, are hosts of their own and share processors. If all of
+them measured at once, each would time the others. So a process holds the lock of its machine while
+it times something; the lock is a key of the check's store, and one kernel is one machine. On
+machines of their own this costs a request. A process that dies loses the lock with its lease.
+Nobody waits longer than `PATIENCE_S`, and then measures anyway: a time that is too long is measured
+again beside a fast node before it counts. Times are seconds.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 from rendezvous.client import RendezvousClient
 
 PATIENCE_S = 12.0
-LEASE_S = 30.0  # of a turn: longer than any on a CPU
-_LOOK_S = 0.5  # a lease that ends wakes nobody who waits for the key
+LEASE_S = 30.0  # of a lock: longer than any measurement on a CPU
+_POLL_S = 0.5  # a lease that expires wakes nobody who waits for the key
 _FREE = b""
 
 
 def this_machine() -> str:
-    """What all processes on one kernel have in common; empty where it cannot be told."""
+    """Return an id that all processes on one kernel share; "" where there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:
@@ -33,10 +33,10 @@ def this_machine() -> str:
 
 
 def this_stack() -> str:
-    """What all processes on one network stack have in common; empty where it cannot be told.
+    """Return an id that all processes on one network stack share; "" where there is none.
 
     Containers and network namespaces of one machine have stacks of their own, and links between
-    them. Names of one machine share one: what they exchange never leaves it.
+    them. Names of one machine share one: their traffic never leaves it.
     """
     try:
         return f"{this_machine()}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -44,13 +44,13 @@ def this_stack() -> str:
         return ""
 
 
-def arrive(client: RendezvousClient, machine: str, host: str) -> None:
-    """Say that a host is on this machine."""
+def register_host(client: RendezvousClient, machine: str, host: str) -> None:
+    """Record that a host is on this machine."""
     client.append(_hosts_key(machine), f"{host}\n".encode())
 
 
 def is_shared(client: RendezvousClient, machine: str) -> bool:
-    """Whether more than one host has arrived on this machine."""
+    """Return whether more than one host has registered on this machine."""
     entry = client.get(_hosts_key(machine))
     return machine != "" and entry is not None and len(set(entry.value.splitlines())) > 1
 
@@ -59,16 +59,16 @@ def _hosts_key(machine: str) -> str:
     return f"checks/machines/{machine}"
 
 
-def turn_key(machine: str) -> str:
-    """Holds the name of the worker whose turn it is on a machine; empty: nobody's."""
-    return f"checks/turns/{machine}"
+def lock_key(machine: str) -> str:
+    """Return the key that holds the name of the worker with the lock; empty: nobody has it."""
+    return f"checks/machine_locks/{machine}"
 
 
 @contextlib.contextmanager
-def turn(client: RendezvousClient, worker: str, machines: Iterable[str]) -> Iterator[None]:
-    """Hold the turns of these machines; always taken in the same order, so nobody deadlocks."""
+def lock(client: RendezvousClient, worker: str, machines: Iterable[str]) -> Iterator[None]:
+    """Hold the locks of these machines, always taken in the same order, so nobody deadlocks."""
     until = time.monotonic() + PATIENCE_S
-    keys = [turn_key(machine) for machine in sorted(set(machines)) if machine]
+    keys = [lock_key(machine) for machine in sorted(set(machines)) if machine]
     held = []
     try:
         for key in keys:
@@ -81,7 +81,7 @@ def turn(client: RendezvousClient, worker: str, machines: Iterable[str]) -> Iter
 
 
 def _take(client: RendezvousClient, key: str, worker: str, until: float) -> bool:
-    """Wait for the turn; whether it came in time."""
+    """Wait for the lock; return whether it came in time."""
     while True:
         entry = client.get(key)
         if entry is None or entry.value == _FREE:
@@ -93,4 +93,4 @@ def _take(client: RendezvousClient, key: str, worker: str, until: float) -> bool
         left = until - time.monotonic()
         if left <= 0:
             return False
-        client.get(key, min(left, _LOOK_S), entry.revision)
+        client.get(key, min(left, _POLL_S), entry.revision)

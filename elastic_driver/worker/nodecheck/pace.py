@@ -1,10 +1,10 @@
-"""How long something takes on this node, whatever else goes on there for a moment.
+"""Times work on this node so that short disturbances do not count and lasting ones do.
 
-The best of several stretches counts. A stretch is long enough for what makes a node slow for
-good to show in it: a processor quota lets a process run at full speed and then stops it for the
-rest of a period, usually 0.1 s, so the fastest single call would be a healthy node's. It is short
-enough that what passes (another program's second, a page cache) spoils one stretch and not all of
-them; for the same reason there is some time between two of them. Times are seconds.
+The best of several intervals counts. An interval is long enough to show what makes a node slow for
+good: a CPU quota lets a process run at full speed and then stops it for the rest of a period,
+usually 0.1 s, so the fastest single call would look healthy. It is short enough that a passing
+disturbance (another program's second, a page cache) spoils one interval and not all of them; for
+the same reason there is a pause between two of them. Times are seconds.
 """
 
 from __future__ import annotations
@@ -13,48 +13,57 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
-from elastic_driver.worker.nodecheck import cpu_contention
+import torch
+import torch.distributed as dist
+
+from elastic_driver.worker.nodecheck.cpu_contention import ContentionTimer, not_timed
 
 WARM_UP_S = 0.1  # loads libraries, and uses up what a quota has saved for an idle process
-STRETCH_S = 0.3  # several periods of a quota
-STRETCHES = 3
-PATIENCE = 2.0  # times as long as all stretches should take, and no further one is begun
-PAUSE_S = 0.05  # between two of them: who shares the machine takes its turn
-TOGETHER_S = 2.5  # for all calls that are timed together with others: slow ones, or a busy machine
+INTERVAL_S = 0.3  # several periods of a quota
+INTERVALS = 3
+PATIENCE = 2.0  # times the expected time of all intervals; after that no further one begins
+PAUSE_S = 0.05  # between two intervals: other hosts on the machine get its lock
+TOGETHER_S = 2.5  # of all calls that are timed together with other ranks
 TOGETHER_CALLS = (3, 80)  # at least, for slow links, and at most
-_LEAST_SHARE = 0.01  # of a stretch that counts, whatever is excused
-
-CLOSE = 1.1  # times another is as long; then they agree
+_LEAST_SHARE = 0.01  # of an interval that counts, whatever is subtracted
+AGREE_FACTOR = 1.1  # two times agree if one is at most this times the other
 
 Work = Callable[[], object]
-Stretch = Callable[[float], float]  # at least so many seconds of something → seconds a call took
+Timing = Callable[[float], float]  # runs at least so many seconds; returns the seconds of a call
 
 
-class Group(Protocol):
-    """Those who do something together; every one makes the same calls in the same order."""
+class TimingGroup:
+    """The ranks that do the same work together and compare their times."""
+
+    def __init__(self, group: object, device: torch.device) -> None:
+        self._group, self._device = group, device
 
     def longest(self, times: Sequence[float]) -> list[float]:
-        """The longest of everybody's times, place by place."""
-        ...
+        """Return the longest time of all ranks, element by element; a collective."""
+        return self._reduce(times, dist.ReduceOp.MAX)
 
     def sums(self, times: Sequence[float]) -> list[float]:
-        """The sums of everybody's times, place by place."""
-        ...
+        """Return the sum of the times of all ranks, element by element; a collective."""
+        return self._reduce(times, dist.ReduceOp.SUM)
+
+    def _reduce(self, times: Sequence[float], operation: object) -> list[float]:
+        numbers = torch.tensor(times, dtype=torch.float64, device=self._device)
+        dist.all_reduce(numbers, operation, group=self._group)
+        return [float(number) for number in numbers.tolist()]
 
 
 def repeated(
-    work: Work, settle: Work = lambda: None, excuse: cpu_contention.Excuse = cpu_contention.none
-) -> Stretch:
-    """A stretch of calls one after the other.
+    work: Work, settle: Work = lambda: None, contention: ContentionTimer = not_timed
+) -> Timing:
+    """Return the timing of calls one after the other.
 
-    `settle` waits until what a call has begun is done; what `excuse` says was lost does not count.
+    `settle` waits for the device after a call; time lost to `contention` does not count.
     """
 
-    def stretch(least: float) -> float:
+    def timing(least: float) -> float:
         settle()
-        account = excuse()
+        cpu_time = contention()
         began, calls = time.perf_counter(), 0
         while True:
             work()
@@ -62,25 +71,23 @@ def repeated(
             calls += 1
             passed = time.perf_counter() - began
             if passed >= least:
-                return max(passed - account().lost, passed * _LEAST_SHARE) / calls
+                return max(passed - cpu_time().waited, passed * _LEAST_SHARE) / calls
 
-    return stretch
+    return timing
 
 
-def in_threads(
-    works: Sequence[Work], excuse: cpu_contention.Excuse = cpu_contention.none
-) -> Stretch:
-    """A stretch in which each of `works` is called in a thread of its own, all independent.
+def in_threads(works: Sequence[Work], contention: ContentionTimer = not_timed) -> Timing:
+    """Return the timing of independent calls, each of `works` in a thread of its own.
 
-    What a thread loses to another program is lost by that thread alone: none waits for it, as
-    those of one product would. The result is seconds a call, of all threads together.
+    A thread that loses time to another program holds up no other, as it would in one product of
+    all threads. The result is the seconds a call of all threads together.
     """
 
-    def stretch(least: float) -> float:
+    def timing(least: float) -> float:
         rates = [0.0] * len(works)
 
         def run(index: int) -> None:
-            rates[index] = 1 / repeated(works[index], excuse=excuse)(least)
+            rates[index] = 1 / repeated(works[index], contention=contention)(least)
 
         threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
         for thread in threads:
@@ -88,77 +95,74 @@ def in_threads(
         for thread in threads:
             thread.join()
         if not all(rates):
-            raise RuntimeError("a measuring thread failed; what it raised is above")
+            raise RuntimeError("a measuring thread failed; its error is above")
         return 1 / sum(rates)
 
-    return stretch
+    return timing
 
 
 def best_of(
-    measured: Sequence[Stretch],
-    turn: Callable[[], AbstractContextManager[None]],
+    timings: Sequence[Timing],
+    lock: Callable[[], AbstractContextManager[None]],
     *,
-    stretch: float = STRETCH_S,
-    stretches: int = STRETCHES,
+    interval: float = INTERVAL_S,
+    intervals: int = INTERVALS,
 ) -> list[float]:
-    """Seconds a call, for each of `measured` in its best stretch; `turn` is held during each.
+    """Return the seconds a call of each timing in its best interval; `lock` is held during each.
 
-    Where stretches agree, or single calls take far longer than one should, no further one is made.
+    No further interval begins where the best two agree, or single calls take far too long.
     """
-    times: list[list[float]] = [[] for _ in measured]
-    left = PATIENCE * stretch * stretches * len(measured)
-    for number in range(stretches):
+    times: list[list[float]] = [[] for _ in timings]
+    left = PATIENCE * interval * intervals * len(timings)
+    for number in range(intervals):
         if number and (left <= 0 or all(map(_agree, times))):
             break
         if number:
             time.sleep(PAUSE_S)
-        with turn():
+        with lock():
             began = time.perf_counter()
-            for measure, own in zip(measured, times, strict=True):
-                measure(min(WARM_UP_S, stretch))
-                own.append(measure(stretch))
+            for timing, own in zip(timings, times, strict=True):
+                timing(min(WARM_UP_S, interval))
+                own.append(timing(interval))
             left -= time.perf_counter() - began
     return [min(own) for own in times]
 
 
 def _agree(times: Sequence[float]) -> bool:
-    """Whether the two best times are close: nothing has disturbed them."""
+    """Return whether the two best times are close, so that nothing has disturbed them."""
     best, *others = sorted(times)
-    return bool(others) and others[0] <= CLOSE * best
+    return bool(others) and others[0] <= AGREE_FACTOR * best
 
 
 def together(
     work: Work,
     settle: Work,
-    group: Group,
-    excuse: cpu_contention.Excuse = cpu_contention.none,
+    group: TimingGroup,
+    contention: ContentionTimer = not_timed,
     *,
     seconds: float = TOGETHER_S,
 ) -> float:
-    """Seconds for the best of some calls that others make too; the same number for all of them.
+    """Return the seconds of the best of some calls that all ranks make, the same number each.
 
-    All begin each call together, and it is as long as the longest of them takes: a sender is
-    done once the kernel has taken its data, long before a narrow link has carried them. A single
-    call is enough to be timed, as an exchange moves more than a shaped link lets through at once.
-    What any of the group has lost to other programs in a call has delayed all, and does not count;
-    the time for which they were at work always does.
+    All ranks begin each call together, and its time is that of the slowest rank: a sender is done
+    once the kernel has taken its data, long before a narrow link has carried them. A single call
+    can be timed, because an exchange moves more than a shaped link passes at once. CPU time that
+    any rank lost to other programs has delayed all and does not count; CPU time of work does.
     """
     work()
     settle()
     (once,) = group.longest([repeated(work, settle)(0.0)])
     least, most = TOGETHER_CALLS
-    spans, lost, used = [], [], []
+    spans, waited, ran = [], [], []
     for _ in range(max(least, min(most, int(seconds / max(once, 1e-6))))):
         group.longest([0.0])
-        account = excuse()
+        cpu_time = contention()
         began = time.perf_counter()
         work()
         settle()
         spans.append(time.perf_counter() - began)
-        told = account()
-        lost.append(told.lost)
-        used.append(told.used)
-    calls = zip(group.longest(spans), group.sums(lost), group.longest(used), strict=True)
-    return min(
-        max(span - excused, min(span, busy), span * _LEAST_SHARE) for span, excused, busy in calls
-    )
+        used = cpu_time()
+        waited.append(used.waited)
+        ran.append(used.ran)
+    calls = zip(group.longest(spans), group.sums(waited), group.longest(ran), strict=True)
+    return min(max(span - lost, min(span, busy), span * _LEAST_SHARE) for span, lost, busy in calls)

@@ -20,23 +20,23 @@ def spin(seconds: float) -> None:
         pass
 
 
-def test_alone_nothing_is_excused() -> None:
-    account = cpu_contention.none()
+def test_alone_nothing_is_subtracted() -> None:
+    account = cpu_contention.not_timed()
     spin(0.01)
     assert account() == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("excuse", [cpu_contention.of_thread, cpu_contention.of_process])
+@pytest.mark.parametrize("timer", [cpu_contention.of_thread, cpu_contention.of_process])
 def test_the_time_at_work_is_told_and_no_more_is_lost_than_has_passed(
-    excuse: Callable[[], cpu_contention.Excuse],
+    timer: Callable[[], cpu_contention.ContentionTimer],
 ) -> None:
-    began, account = time.perf_counter(), excuse()()
+    began, account = time.perf_counter(), timer()()
     spin(0.05)
     told = account()
     passed = time.perf_counter() - began
-    assert told.used > 0.04
-    assert told.lost >= 0.0
-    assert told.used + told.lost < passed + 0.05, "this process has other threads, that sleep"
+    assert told.ran > 0.04
+    assert told.waited >= 0.0
+    assert told.ran + told.waited < passed + 0.05, "this process has other threads, that sleep"
 
 
 def test_the_work_of_other_threads_belongs_to_the_process_and_not_to_the_thread() -> None:
@@ -54,7 +54,7 @@ def test_the_work_of_other_threads_belongs_to_the_process_and_not_to_the_thread(
     told = own(), everybody()
     seen.set()
     other.join()
-    assert told[0].used < 0.09 < told[1].used
+    assert told[0].ran < 0.09 < told[1].ran
 
 
 def test_where_the_kernel_says_nothing_all_of_it_counts(
@@ -66,7 +66,7 @@ def test_where_the_kernel_says_nothing_all_of_it_counts(
     assert account() == (0.0, 0.0)
 
 
-def test_a_quota_is_no_excuse() -> None:
+def test_time_lost_to_a_quota_counts() -> None:
     """Two threads that want a tenth of a processor lose time to each other, and to the quota."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -75,7 +75,7 @@ def test_a_quota_is_no_excuse() -> None:
         os.read(reading, 1)  # until we have a quota
         account = cpu_contention.of_thread()()
         spin(0.05)
-        os._exit(0 if account().lost == 0.0 else 1)
+        os._exit(0 if account().waited == 0.0 else 1)
     os.close(reading)
     with slowed(child, 0.1) as how:
         os.close(writing)

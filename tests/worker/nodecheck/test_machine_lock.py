@@ -10,12 +10,12 @@ import pytest
 
 from elastic_driver.worker.nodecheck import machine_lock
 from elastic_driver.worker.nodecheck.machine_lock import (
-    arrive,
     is_shared,
+    lock,
+    lock_key,
+    register_host,
     this_machine,
     this_stack,
-    turn,
-    turn_key,
 )
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
@@ -44,7 +44,7 @@ def test_on_one_machine_nobody_measures_at_the_same_time(server: RendezvousServe
     def run(name: str) -> None:
         with RendezvousClient(server.url, TOKEN) as client:
             for _ in range(3):
-                with turn(client, name, ["m"]):
+                with lock(client, name, ["m"]):
                     inside.append(name)
                     most.append(len(inside))
                     time.sleep(0.02)
@@ -64,7 +64,7 @@ def test_pairs_that_cross_do_not_block_each_other(server: RendezvousServer) -> N
     def run(name: str, machines: list[str]) -> None:
         with RendezvousClient(server.url, TOKEN) as client:
             for _ in range(5):
-                with turn(client, name, machines):
+                with lock(client, name, machines):
                     done.append(name)
 
     threads = [
@@ -80,9 +80,9 @@ def test_pairs_that_cross_do_not_block_each_other(server: RendezvousServer) -> N
 
 def test_a_turn_is_left_when_what_is_measured_fails(server: RendezvousServer) -> None:
     with RendezvousClient(server.url, TOKEN) as client:
-        with pytest.raises(ArithmeticError), turn(client, "a", ["m"]):
+        with pytest.raises(ArithmeticError), lock(client, "a", ["m"]):
             raise ArithmeticError
-        entry = client.get(turn_key("m"))
+        entry = client.get(lock_key("m"))
         assert entry is not None
         assert entry.value == b""
 
@@ -92,11 +92,11 @@ def test_nobody_waits_for_ever_for_one_that_does_not_leave(
 ) -> None:
     monkeypatch.setattr(machine_lock, "PATIENCE_S", 0.3)
     with RendezvousClient(server.url, TOKEN) as client:
-        client.set(turn_key("m"), b"stuck")
+        client.set(lock_key("m"), b"stuck")
         began = time.monotonic()
-        with turn(client, "a", ["m"]):
+        with lock(client, "a", ["m"]):
             assert time.monotonic() - began >= 0.3
-        entry = client.get(turn_key("m"))
+        entry = client.get(lock_key("m"))
         assert entry is not None
         assert entry.value == b"stuck", "a turn that was not had is not given back"
 
@@ -105,18 +105,18 @@ def test_a_turn_whose_holder_died_ends_with_its_lease(
     server: RendezvousServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with RendezvousClient(server.url, TOKEN) as client:
-        client.set(turn_key("m"), b"dead", lease=0.2)
+        client.set(lock_key("m"), b"dead", lease=0.2)
         began = time.monotonic()
-        with turn(client, "a", ["m"]):
+        with lock(client, "a", ["m"]):
             assert time.monotonic() - began < machine_lock.PATIENCE_S / 2
-            entry = client.get(turn_key("m"))
+            entry = client.get(lock_key("m"))
             assert entry is not None
             assert entry.value == b"a"
 
 
 def test_a_machine_that_is_not_known_has_no_turns(server: RendezvousServer) -> None:
-    with RendezvousClient(server.url, TOKEN) as client, turn(client, "a", ["", ""]):
-        assert client.get(turn_key("")) is None
+    with RendezvousClient(server.url, TOKEN) as client, lock(client, "a", ["", ""]):
+        assert client.get(lock_key("")) is None
 
 
 def test_a_machine_has_a_name_that_stays() -> None:
@@ -127,12 +127,12 @@ def test_a_machine_is_shared_once_a_second_host_has_arrived(server: RendezvousSe
     with RendezvousClient(server.url, TOKEN) as client:
         assert not is_shared(client, "m")
         for _ in range(2):
-            arrive(client, "m", "a")
+            register_host(client, "m", "a")
         assert not is_shared(client, "m")
-        arrive(client, "m", "b")
+        register_host(client, "m", "b")
         assert is_shared(client, "m")
         for host in "ab":
-            arrive(client, "", host)
+            register_host(client, "", host)
         assert not is_shared(client, ""), "nobody knows which machines those are"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic_driver.worker.nodecheck.model import (
-    ROOM,
+    MEMORY_SHARE,
     SIZES,
     SMALLEST,
     Transformer,
@@ -27,7 +27,7 @@ def test_the_largest_model_that_fits_is_chosen(free: int, name: str) -> None:
 def test_a_model_never_needs_more_than_its_share_of_the_memory() -> None:
     for free in range(1, 100):
         chosen = largest_that_fits(free * GIB)
-        assert SIZES[chosen].needed <= ROOM * free * GIB
+        assert SIZES[chosen].needed <= MEMORY_SHARE * free * GIB
 
 
 def test_the_number_of_parameters_is_the_one_that_is_reckoned_with() -> None:

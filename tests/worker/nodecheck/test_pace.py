@@ -1,4 +1,4 @@
-"""The best of several stretches: what passes does not count, what lasts does."""
+"""The best of several intervals: what passes does not count, what lasts does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from elastic_driver.worker.nodecheck import pace
-from elastic_driver.worker.nodecheck.cpu_contention import Account
+from elastic_driver.worker.timing.cpu_slowdown import CpuTime
 
 
 def test_a_stall_in_one_stretch_does_not_count() -> None:
@@ -20,7 +20,7 @@ def test_a_stall_in_one_stretch_does_not_count() -> None:
     def work() -> None:
         time.sleep(0.1 if next(calls) == 5 else 0.005)
 
-    (seconds,) = pace.best_of([pace.repeated(work)], contextlib.nullcontext, stretch=0.05)
+    (seconds,) = pace.best_of([pace.repeated(work)], contextlib.nullcontext, interval=0.05)
     assert 0.005 <= seconds < 0.025
 
 
@@ -45,20 +45,20 @@ def test_each_stretch_is_measured_in_a_turn_and_others_get_theirs_between() -> N
         yield
         turns.append("left")
 
-    times = iter([0.0, 3.0, 0.0, 2.0, 0.0, 1.0])  # before each stretch there is a warm-up
+    times = iter([0.0, 3.0, 0.0, 2.0, 0.0, 1.0])  # before each interval there is a warm-up
 
-    def stretch(_least: float) -> float:
+    def timing(_least: float) -> float:
         assert turns[-1] == "taken"
         return next(times)
 
-    assert pace.best_of([stretch], turn, stretch=0.02, stretches=3) == [1.0]
+    assert pace.best_of([timing], turn, interval=0.02, intervals=3) == [1.0]
     assert turns == ["taken", "left"] * 3
 
 
 @pytest.mark.parametrize(
     ("times", "made"), [((1.0, 1.05, 9.0), 2), ((1.05, 1.0, 9.0), 2), ((1.0, 1.2, 1.1), 3)]
 )
-def test_stretches_that_agree_are_enough(times: tuple[float, ...], made: int) -> None:
+def test_intervals_that_agree_are_enough(times: tuple[float, ...], made: int) -> None:
     left = [seconds for pair in zip(times, times, strict=True) for seconds in pair]
 
     assert pace.best_of([lambda _least: left.pop(0)], contextlib.nullcontext) == [1.0]
@@ -72,7 +72,7 @@ def test_calls_that_take_long_are_not_repeated_for_long() -> None:
         next(calls)
         time.sleep(0.05)
 
-    pace.best_of([pace.repeated(work)], contextlib.nullcontext, stretch=0.01, stretches=4)
+    pace.best_of([pace.repeated(work)], contextlib.nullcontext, interval=0.01, intervals=4)
     assert next(calls) == 2, "once to warm up, once to be timed"
 
 
@@ -134,7 +134,7 @@ def test_everybody_makes_as_many_calls_as_the_slowest_has_time_for(others: float
 def test_what_anybody_lost_does_not_count_and_what_was_done_does(
     own: float, others: float, used: float, least: float
 ) -> None:
-    account = Account(lost=own, used=used)
+    account = CpuTime(ran=used, waited=own)
     seconds = pace.together(
         lambda: time.sleep(0.02),
         lambda: None,

@@ -27,7 +27,7 @@ from elastic_driver.policies.nodecheck.messages import (
     go_key,
     result_key,
 )
-from elastic_driver.worker.nodecheck.serve import in_a_child
+from elastic_driver.worker.nodecheck.serve import in_child
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
@@ -40,16 +40,16 @@ WORKER = "a.0.1"
 
 
 def test_a_child_works_and_ends_without_its_parent_noticing() -> None:
-    assert in_a_child(lambda: None) == 0
+    assert in_child(lambda: None) == 0
 
 
 def test_a_child_that_fails_says_why(capfd: pytest.CaptureFixture[str]) -> None:
-    assert in_a_child(lambda: {}["missing"]) == 1
+    assert in_child(lambda: {}["missing"]) == 1
     assert "KeyError: 'missing'" in capfd.readouterr().err
 
 
 def test_a_child_that_is_killed_is_told_by_its_signal() -> None:
-    assert in_a_child(lambda: os.kill(os.getpid(), signal.SIGKILL)) == -signal.SIGKILL
+    assert in_child(lambda: os.kill(os.getpid(), signal.SIGKILL)) == -signal.SIGKILL
 
 
 @pytest.fixture

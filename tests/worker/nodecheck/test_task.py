@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic_driver.policies.nodecheck.messages import Place, TaskSettings
-from elastic_driver.worker.nodecheck.task import Task
+from elastic_driver.worker.nodecheck.task import NodeCheckTask
 from tests.support.gloo import run_ranks
 
 SMALL = TaskSettings(matrix=32, products=3, payload=4096, exchanges=3, model_steps=1)
@@ -34,7 +34,7 @@ def exchange_with_a_slow_third(rank: int, _size: int) -> float:
 
     if rank == 2:
         dist.all_gather = late
-    return Task(SMALL, rank, places(0, 1, 2))._exchange()[0]
+    return NodeCheckTask(SMALL, rank, places(0, 1, 2))._exchange()[0]
 
 
 def test_in_a_group_of_three_the_slow_one_does_not_make_the_others_slow(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_in_a_group_of_three_the_slow_one_does_not_make_the_others_slow(tmp_path
 
 
 def exchange_with_two_processes_a_node(rank: int, _size: int) -> float:
-    return Task(SMALL, rank, places(0, 0, 1, 1))._exchange()[0]
+    return NodeCheckTask(SMALL, rank, places(0, 0, 1, 1))._exchange()[0]
 
 
 def test_all_processes_of_two_nodes_exchange_together(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_all_processes_of_two_nodes_exchange_together(tmp_path: Path) -> None:
 
 def exchange_of_three(rank: int, _size: int, stacks: list[str]) -> tuple[float, bool]:
     where = [Place(node=n, machine="m", stack=stack) for n, stack in enumerate(stacks)]
-    return Task(SMALL, rank, where, shared=True)._exchange()
+    return NodeCheckTask(SMALL, rank, where, shared=True)._exchange()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def everything(rank: int, _size: int) -> tuple[float | int | None, ...]:
     settings = TaskSettings(
         matrix=32, products=3, payload=4096, exchanges=2, model=True, model_steps=1
     )
-    result = Task(settings, rank, places(*range(dist.get_world_size()))).measure()
+    result = NodeCheckTask(settings, rank, places(*range(dist.get_world_size()))).measure()
     measured = (result.compute, result.network, result.step, result.bandwidth, result.latency)
     return (*measured, result.parameters)
 
@@ -95,26 +95,26 @@ def test_everything_that_is_asked_for_is_measured(tmp_path: Path, size: int) -> 
 
 
 def late_at_computing(rank: int, _size: int, folder: Path) -> bool:
-    """Whether the other one was computing still as the turns for the exchange were taken."""
+    """Whether the other one was computing still as the locks for the exchange were taken."""
     taken: list[bool] = []
 
     @contextlib.contextmanager
-    def turn(machines: Iterable[str]) -> Iterator[None]:
+    def lock(machines: Iterable[str]) -> Iterator[None]:
         if len(tuple(machines)) > 1:
             taken.append((folder / "computed").exists())
         yield
 
     where = [Place(node=node, machine="m", stack="s") for node in range(2)]
-    task = Task(SMALL, rank, where, turn)
+    task = NodeCheckTask(SMALL, rank, where, lock)
     if rank == 1:
         time.sleep(LATE_S)
         (folder / "computed").touch()
-    with task._together():
+    with task._all_locks():
         pass
     return all(taken)
 
 
-def test_turns_for_the_exchange_are_taken_once_all_have_computed(tmp_path: Path) -> None:
+def test_locks_for_the_exchange_are_taken_once_all_have_computed(tmp_path: Path) -> None:
     assert run_ranks(2, late_at_computing, tmp_path, tmp_path) == [True, True]
 
 
@@ -127,7 +127,7 @@ def broken_numbers(rank: int, _size: int) -> str:
 
     dist.all_gather = corrupt
     with pytest.raises(ArithmeticError) as error:
-        Task(SMALL, rank, places(0, 1))._exchange()
+        NodeCheckTask(SMALL, rank, places(0, 1))._exchange()
     return str(error.value)
 
 
