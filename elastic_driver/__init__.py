@@ -1,7 +1,7 @@
 """Elastic training: `import elastic_driver as elastic`.
 
-Who trains, with which rank, until when. The names below are all a script needs; each is loaded
-when it is first used, so that importing this package costs milliseconds and no torch.
+The names in `__all__` are all that a script needs. Each is loaded on first use, so importing this
+package costs milliseconds and does not import torch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
     "wrap",
 ]
 
-_HOME = {
+_MODULES = {
     "ElasticSampler": "worker.sampler",
     "FixedBatch": "worker.batches",
     "HostsUpdatedInterrupt": "errors",
@@ -87,7 +87,7 @@ _CURRENT = "worker.current"  # the module of all other names
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME.get(name, _CURRENT)}"), name)
+    value = getattr(import_module(f"{__name__}.{_MODULES.get(name, _CURRENT)}"), name)
     globals()[name] = value  # the next use finds it without coming here
     return value
 

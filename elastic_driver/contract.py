@@ -1,4 +1,4 @@
-"""Names that cross a process boundary: variables a worker is born with, and store keys.
+"""Names that cross a process boundary: variables of a worker, routes of the driver, store keys.
 
 The torchrun names keep torchrun's meaning, so that an unmodified `init_process_group()`
 script runs (https://docs.pytorch.org/docs/stable/elastic/run.html).
@@ -22,12 +22,11 @@ SCRATCH = "ELASTIC_SCRATCH"  # a folder for multiprocessing's sockets, removed b
 TF_CONFIG = "TF_CONFIG"  # TensorFlow's name; only with --tf-config
 
 # ---- a variable of an agent, never of a worker -------------------------------------------
-BORN_WARM = (
-    "ELASTIC_BORN_WARM"  # the warm parent that was forked with it (`agent.warm.fork_client`)
-)
+# The warm parent that was forked with the agent (`agent.warm.fork_client`).
+BORN_WARM = "ELASTIC_BORN_WARM"
 
-# A SIGTERM that comes behind this signal is the agent's: no notice, the end. By default it is
-# ignored, so it means nothing to anybody else.
+# A SIGTERM after this signal comes from the agent and ends the worker at once. By default this
+# signal is ignored, so other processes do not notice it.
 STOP_MARK = "SIGURG"
 
 # ---- variables of a worker (torchrun's) --------------------------------------------------
@@ -61,80 +60,81 @@ TF_BARRIER_PATH = "/v1/tf/barrier"
 TF_SYNCHRONIZE_PATH = "/v1/tf/synchronize"
 
 # ---- keys of the store: "<scope>/<key>" --------------------------------------------------
-JOB_SPEC = "job/spec"  # messages.JobSpec, written once
-JOB_WORLD = "job/world"  # messages.World of the newest complete round
-JOB_STACKS = "job/stacks"  # the number of the newest question where everybody stands
-JOB_NOTICE = "job/notice"  # messages.Notice: leave the current round
-JOB_SAVE = "job/save"  # messages.SaveRequest: the last who hold the state put it on disk
-JOB_ALLOCATION = "job/allocation"  # messages.Allocation: who trains how much of a step
+JOB_SPEC = "job/spec"  # documents.JobSpec, written once
+JOB_WORLD = "job/world"  # documents.World of the newest complete round
+JOB_STACKS = "job/stacks"  # the number of the newest request for all stacks
+JOB_NOTICE = "job/notice"  # documents.Notice: leave the current round
+JOB_SAVE = "job/save"  # documents.SaveRequest: write the final checkpoint
+JOB_ALLOCATION = "job/allocation"  # documents.Allocation: each worker's share of a step
 
 
 def agent_lease(host: str, incarnation: int) -> str:
-    """The lease an agent renews while it lives."""
+    """Return the key of the lease that an agent renews while it lives."""
     return f"agents/{host}.{incarnation}/lease"
 
 
 def agent_order(host: str, incarnation: int, number: int) -> str:
-    """The agent's n-th order (messages.Order), counted from 1."""
+    """Return the key of the agent's n-th order (documents.Order), counted from 1."""
     return f"agents/{host}.{incarnation}/orders/{number}"
 
 
 def agent_of_lease(key: str) -> tuple[str, int] | None:
-    """The (host, incarnation) whose `agent_lease` this key is; None for any other key."""
-    parts = key.split("/")
-    if len(parts) != 3 or parts[0] != "agents" or parts[2] != "lease":
-        return None
-    host, _, incarnation = parts[1].rpartition(".")
+    """Return the (host, incarnation) whose `agent_lease` this key is; None for any other key."""
+    host, _, incarnation = (_owner(key, "agents", "lease") or "").rpartition(".")
     return (host, int(incarnation)) if host and incarnation.isdecimal() else None
 
 
 def worker_lease(worker: str) -> str:
-    """The lease a worker's heartbeat thread renews."""
+    """Return the key of the lease that a worker's heartbeats renew."""
     return f"workers/{worker}/lease"
 
 
 def worker_of_lease(key: str) -> str | None:
-    """The worker whose `worker_lease` this key is; None for any other key."""
-    parts = key.split("/")
-    return parts[1] if len(parts) == 3 and parts[0] == "workers" and parts[2] == "lease" else None
+    """Return the worker whose `worker_lease` this key is; None for any other key."""
+    return _owner(key, "workers", "lease")
 
 
 def worker_half_lease(worker: str) -> str:
-    """Renewed with `worker_lease`, and expires when half of that time has passed in silence."""
-    return f"workers/{worker}/beat"
+    """Return the key of a lease that is renewed with `worker_lease` and half as long."""
+    return f"workers/{worker}/half_lease"
 
 
 def worker_of_half_lease(key: str) -> str | None:
-    """The worker whose `worker_half_lease` this key is; None for any other key."""
-    parts = key.split("/")
-    return parts[1] if len(parts) == 3 and parts[0] == "workers" and parts[2] == "beat" else None
+    """Return the worker whose `worker_half_lease` this key is; None for any other key."""
+    return _owner(key, "workers", "half_lease")
 
 
 def worker_progress(worker: str) -> str:
-    """messages.Progress, written with each heartbeat."""
+    """Return the key of a worker's documents.Progress, written with each heartbeat."""
     return f"workers/{worker}/progress"
 
 
 def round_prefix(round_id: int) -> str:
-    """Every key that belongs to one round; sealed and deleted when the round is over."""
+    """Return the prefix of one round's keys; sealed and deleted when the round is over."""
     return f"rounds/{round_id}/"
 
 
 def worker_id(host: str, slot: int, incarnation: int) -> str:
-    """A process's stable name, fit for a file name: `<host>.<slot>.<incarnation>`."""
+    """Return a worker's stable name, fit for a file name: `<host>.<slot>.<incarnation>`."""
     return f"{host}.{slot}.{incarnation}"
 
 
 def worker_prefix(worker: str) -> str:
-    """Every key of one worker; deleted when its process is gone."""
+    """Return the prefix of one worker's keys; deleted when its process is gone."""
     return f"workers/{worker}/"
 
 
 def agent_prefix(host: str, incarnation: int) -> str:
-    """Every key of one agent; deleted when its process is gone."""
+    """Return the prefix of one agent's keys; deleted when its process is gone."""
     return f"agents/{host}.{incarnation}/"
 
 
 def host_of_worker(worker: str) -> str:
-    """The host part of a worker's name."""
+    """Return the host part of a worker's name."""
     return worker.rsplit(".", 2)[0]
+
+
+def _owner(key: str, scope: str, last: str) -> str | None:
+    """Return the middle part of `<scope>/<owner>/<last>`; None for any other key."""
+    parts = key.split("/")
+    return parts[1] if len(parts) == 3 and (parts[0], parts[2]) == (scope, last) else None

@@ -1,7 +1,7 @@
 """The errors of elastic-driver and the exit status each one means.
 
 Every message says what was needed, what was found and what to try. The command line turns
-an `ElasticError` into one line and its `exit_code`; anything else is a bug of ours (70).
+an `ElasticError` into one line and its `exit_code`; any other exception is our bug (70).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class UsageError(ElasticError):
 
 
 class ClusterError(ElasticError):
-    """Hosts, slots or the rendezvous could not be had in time."""
+    """Hosts, slots or the rendezvous were not available in time."""
 
     exit_code = ExitCode.UNAVAILABLE
 

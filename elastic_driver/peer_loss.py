@@ -1,16 +1,16 @@
-"""Whether a failed process fell only because one of its peers was lost.
+"""Recognises, by its output, a process that failed only because one of its peers was lost.
 
-When one rank dies, the collectives of all others break, and an unmodified script lets that
-exception end it too. Such a *victim* must not be taken for the cause: the job is judged by
-the process that failed first. The agent asks this about a worker's last words; code inside a
-worker may ask it about an exception's text. Pure text in, verdict out.
+When one rank dies, the collectives of all others break, and that exception ends an unmodified
+script too. Such a *victim* must not count as the cause: the job is judged by the process that
+failed first. The agent checks the last lines of a worker's output, a worker the text of an
+exception. Pure.
 """
 
 from __future__ import annotations
 
-# Only torch.distributed's own transports and stores, and TensorFlow's collectives, say these.
-SURE_SIGNS = (
-    "gloo/transport/",  # every failed read, write and time-out of gloo's pairs names this path
+# Only torch.distributed's own transports and stores, and TensorFlow's collectives, write these.
+CERTAIN = (
+    "gloo/transport/",  # in every failed read, write and time-out of gloo's pairs
     "connectFullMesh failed",  # gloo, building a group
     "Application timeout caused pair closure",  # gloo
     "ncclRemoteError",
@@ -25,8 +25,8 @@ SURE_SIGNS = (
     "WorldBrokenError",  # ours
 )
 
-# Any program may say these; they count only beside a sign of torch.distributed.
-COMMON_SIGNS = (
+# Any program may write these; they count only beside a word of `TORCH`.
+AMBIGUOUS = (
     "Connection closed by peer",
     "Connection closed by remote peer",
     "Connection reset",
@@ -35,7 +35,7 @@ COMMON_SIGNS = (
     "Timed out waiting",
     "Socket Timeout",
 )
-CONTEXT_SIGNS = (
+TORCH = (
     "torch/distributed/",
     "torch.distributed",
     "DistBackendError",
@@ -48,9 +48,9 @@ CONTEXT_SIGNS = (
 
 
 def looks_like_peer_loss(text: str) -> bool:
-    """True where `text` (an exception, the tail of a log) tells of a broken group."""
-    if any(sign in text for sign in SURE_SIGNS):
-        return True
-    return any(sign in text for sign in COMMON_SIGNS) and any(
-        sign in text for sign in CONTEXT_SIGNS
-    )
+    """Return whether `text` (an exception, the tail of a log) reports a broken group."""
+
+    def has(phrases: tuple[str, ...]) -> bool:
+        return any(phrase in text for phrase in phrases)
+
+    return has(CERTAIN) or (has(AMBIGUOUS) and has(TORCH))

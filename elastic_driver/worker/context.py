@@ -1,9 +1,8 @@
-"""What the launcher told this process at birth, read once from its environment.
+"""The context of a worker: the variables that the agent put into its environment.
 
-`world` asks for it when a script calls `elastic.init()`. A process that was not started by
-`elasticrun` has no such context and trains alone, as a world of one. A process that carries only
-some of the variables was started wrongly, and is told so. The token itself is never here, only
-the path of the file that holds it. Times are seconds. torch is never imported.
+`elastic.init()` reads it. A process that `elasticrun` did not start has no context and trains
+alone, as a world of one. Some variables without the others are an error. The context holds the path
+of the token file, never the token. Times are seconds. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -11,48 +10,52 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import socket
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from msgspec import Struct
+import msgspec
+from msgspec import Meta, Struct, field
 
 from elastic_driver import contract
 from elastic_driver.core.documents import SlotInfo
 from elastic_driver.errors import UsageError
 
-LOCAL_RANK = "LOCAL_RANK"  # torchrun's name; at birth it is the slot, and the slot never changes
-DEFAULT_HEARTBEAT_TIMEOUT_S = 30.0
-N = TypeVar("N", int, float)
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 _NEEDED = (contract.WORKER_ID, contract.RENDEZVOUS, contract.TOKEN_FILE)
 
 
 class WorkerContext(Struct, frozen=True, kw_only=True):
-    """The identity of this process and where it finds the rendezvous."""
+    """The identity of this worker, and the address of its rendezvous."""
 
-    run_id: str
-    worker: str  # `<host>.<slot>.<incarnation>`
-    host: str
-    slot: int
-    endpoint: str  # http://host:port
-    token_file: str
-    heartbeat_timeout: float
-    hang_timeout: float | None = None  # None: adapts to the step time; 0: off
-    leave_notice: float = 0.0  # from a signal to the end of this process; 0: at once
-    scratch: str | None = None  # a folder that the agent removes when it ends
+    run_id: str = field(name=contract.RUN_ID, default="")
+    worker: str = field(name=contract.WORKER_ID)  # `<host>.<slot>.<incarnation>`
+    host: str = field(name=contract.HOSTNAME)
+    # Torchrun's name; when a worker starts, its local rank is its slot.
+    slot: Annotated[int, Meta(ge=0)] = field(name="LOCAL_RANK", default=0)
+    endpoint: str = field(name=contract.RENDEZVOUS)  # http://host:port
+    token_file: str = field(name=contract.TOKEN_FILE)
+    heartbeat_timeout: Seconds = field(name=contract.HEARTBEAT_TIMEOUT, default=30.0)
+    # None: adapts to the step time; 0: off.
+    hang_timeout: Seconds | None = field(name=contract.HANG_TIMEOUT, default=None)
+    # From a preemption signal to the end of this process; 0: at once.
+    leave_notice: Seconds = field(name=contract.LEAVE_NOTICE, default=0.0)
+    # A folder that the agent removes when it ends.
+    scratch: str | None = field(name=contract.SCRATCH, default=None)
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext | None:
-    """This worker's context, or None for a process that `elasticrun` did not start.
+    """Return this worker's context, or None for a process that `elasticrun` did not start.
 
-    Raises `UsageError` where some of the variables are there and others are missing or wrong,
-    and where another launcher has started several processes, which would not find each other.
+    Raises `UsageError` where some of the variables are missing or wrong, and where another
+    launcher has started several processes, which would not find each other.
     """
-    env = os.environ if environ is None else environ
-    present = [name for name in _NEEDED if env.get(name)]
+    env = {k: v for k, v in (os.environ if environ is None else environ).items() if v}
+    present = [name for name in _NEEDED if name in env]
     if not present:
-        if _number(env, "WORLD_SIZE", 1, int) > 1:
+        if env.get("WORLD_SIZE", "1") not in ("0", "1"):
             raise UsageError(
                 "WORLD_SIZE says that this process is one of several, but it was not started by "
                 "elasticrun; start the script with `elasticrun -np N script.py`"
@@ -65,35 +68,24 @@ def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext 
             "start the script with `elasticrun script.py`, or unset every ELASTIC_* variable "
             "to train in this process alone"
         )
-    worker = env[contract.WORKER_ID]
     endpoint = env[contract.RENDEZVOUS]
     if urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname:
         raise UsageError(
             f"{contract.RENDEZVOUS} is {endpoint!r}, not http://HOST:PORT; "
             "start the script with `elasticrun script.py`"
         )
-    return WorkerContext(
-        run_id=env.get(contract.RUN_ID, ""),
-        worker=worker,
-        host=env.get(contract.HOSTNAME) or worker.rsplit(".", 2)[0],
-        slot=_number(env, LOCAL_RANK, 0, int),
-        endpoint=endpoint,
-        token_file=env[contract.TOKEN_FILE],
-        heartbeat_timeout=_number(
-            env, contract.HEARTBEAT_TIMEOUT, DEFAULT_HEARTBEAT_TIMEOUT_S, float
-        ),
-        hang_timeout=(
-            _number(env, contract.HANG_TIMEOUT, 0.0, float)
-            if env.get(contract.HANG_TIMEOUT)
-            else None
-        ),
-        leave_notice=_number(env, contract.LEAVE_NOTICE, 0.0, float),
-        scratch=env.get(contract.SCRATCH),
-    )
+    env.setdefault(contract.HOSTNAME, contract.host_of_worker(env[contract.WORKER_ID]))
+    try:
+        return msgspec.convert(env, WorkerContext, strict=False)
+    except msgspec.ValidationError as error:
+        name = re.findall(r"\w+", str(error))[-1]  # "Expected `float` - at `$.NAME`"
+        raise UsageError(
+            f"{name} is {env[name]!r}; it must be a number that is not negative"
+        ) from error
 
 
 def alone(host: str = "localhost", slot: int = 0) -> SlotInfo:
-    """The place of a process that trains by itself: rank 0 of 1."""
+    """Return the place of a process that trains alone: rank 0 of 1."""
     return SlotInfo(
         host=host,
         slot=slot,
@@ -118,19 +110,6 @@ def address_towards(endpoint: str) -> str | None:
         probe.connect((parts.hostname, parts.port))
         return str(probe.getsockname()[0])
     return None
-
-
-def _number(env: Mapping[str, str], name: str, default: N, kind: Callable[[str], N]) -> N:
-    text = env.get(name)
-    if not text:
-        return default
-    try:
-        value = kind(text)
-    except ValueError:
-        value = kind("-1")
-    if not 0 <= value < float("inf"):
-        raise UsageError(f"{name} is {text!r}; it must be a number that is not negative")
-    return value
 
 
 def use_scratch(folder: str) -> None:

@@ -16,19 +16,19 @@ from elastic_driver.worker.world import session
 
 __all__ = ["busy", "report_progress"]
 
-BUSY_S = 3600.0  # that `busy` lasts unless told otherwise: nothing is silent for ever
+BUSY_S = 3600.0  # the default limit of `busy`
 
 
 def report_progress(step: int | None = None, samples: int | None = None) -> None:
-    """Say that this worker is getting on. `commit()` does so by itself.
+    """Report that this worker makes progress. `commit()` does so by itself.
 
     Args:
-        step: the step just finished, for loops that train without commits: from the time between
-            two of them follows how long a silence is too long. None: a sign of life only, from
-            the midst of a long step or an evaluation.
-        samples: how many samples that were, in this process; not used yet.
+        step: the number of the finished step, for loops without commits. The times between reported
+            steps determine the length of silence that counts as a hang. None: report life only,
+            from within a long step or an evaluation.
+        samples: the number of samples of this process in that step; not used yet.
 
-    Costs a microsecond; may be called as often as one likes.
+    Costs a microsecond.
     """
     del samples
     member = session.membership()
@@ -42,14 +42,14 @@ def report_progress(step: int | None = None, samples: int | None = None) -> None
 
 @contextmanager
 def busy(what: str, within: float = BUSY_S) -> Iterator[None]:
-    """Inside, this worker may be silent: `with elastic.busy("evaluation"): ...`.
+    """Allow this worker to be silent inside: `with elastic.busy("evaluation"): ...`.
 
-    Peers that wait for it meanwhile are not taken to hang either. May be nested; the later end
-    counts. The worker still has to beat: one that is stopped or killed is noticed as ever.
+    Peers that wait for it meanwhile do not count as hung either. Blocks may be nested; the later
+    end counts. Heartbeats go on: a worker that is stopped or killed is noticed as always.
 
     Args:
-        what: for readers of the script.
-        within: after this many seconds silence counts again.
+        what: a name for readers of the script.
+        within: seconds after which silence counts again.
     """
     del what
     member = session.membership()

@@ -1,18 +1,17 @@
-"""For an orchestrator of TensorFlow: one line for each of the driver's `/v1/tf` routes.
+"""A client of the driver's `/v1/tf` routes, for an orchestrator of TensorFlow.
 
     node = TfNode("10.0.0.1:5000", min_nodes=2, max_nodes=4)
     while not done:
         spec = node.cluster_spec(timeout=600)
         run_tensorflow(TF_CONFIG=tf_config(spec.cluster, spec.task), until=node.changed)
 
-TensorFlow itself is not imported, and is not needed here. One node belongs to one thread. In a
-process that `elasticrun` started the driver is found by itself; others name it. Times are seconds.
+TensorFlow is neither imported nor needed here. One node belongs to one thread. A process that
+`elasticrun` started finds the driver in its environment; others name it. Times are seconds.
 """
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import TypeVar
 from urllib.parse import urlencode
 
@@ -37,14 +36,14 @@ from rendezvous.errors import RequestError
 
 __all__ = ["ClusterSpec", "TfClusterError", "TfNode", "WaitingNodes", "tf_config"]
 
-SLICE_S = 20.0  # of a wait, so that a node that dies while it waits is forgotten soon
+SLICE_S = 20.0  # the longest request that waits: a node that dies in it is dropped soon
 ANSWER_S = 10.0  # for the driver to answer, beyond the time that a call waits
 _encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
 
 
 class TfClusterError(ClusterError):
-    """The driver's answer is no; `code` says which: `timed_out`, `member_gone`, `failed` …"""
+    """The driver refused; `code` says why: `timed_out`, `member_gone`, `failed` …"""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -57,9 +56,11 @@ class TfNode:
     Args:
         address: `host:port` of this node's TensorFlow server; no other node may have it.
         min_nodes, max_nodes: of the cluster, the same on every node.
-        gather: how long others may still join once the minimum has come; the same on every node.
-        endpoint: the driver's `http://host:port`, and `token_file`, the path of the file with the
-            job's token; by default those of the job that this process belongs to.
+        gather: seconds for further nodes to join after the minimum; the same on every node.
+        endpoint: the driver's `http://host:port`; by default that of this process's job.
+        token_file: path of the file with the job's token; by default that of this process's job.
+
+    Raises `UsageError` where no driver is named and the process belongs to no job.
     """
 
     def __init__(
@@ -73,22 +74,22 @@ class TfNode:
         token_file: str | None = None,
     ) -> None:
         if endpoint is None or token_file is None:
-            born = context.from_environment()
-            if born is None:
+            job = context.from_environment()
+            if job is None:
                 raise UsageError(
                     "no driver is known here; start this with elasticrun, or give endpoint=… and "
                     "token_file=…"
                 )
-            endpoint, token_file = born.endpoint, born.token_file
+            endpoint, token_file = job.endpoint, job.token_file
         self.address = address
         self._bounds = (min_nodes, max_nodes)
         self._gather = gather
         self._client = RendezvousClient(endpoint, read_token_file(token_file), timeout=ANSWER_S)
 
     def cluster_spec(self, timeout: float) -> ClusterSpec:
-        """Leave the cluster, if this node is in one, and wait for the next with this node in it.
+        """Leave this node's cluster, wait for the next one with this node in it and return it.
 
-        Raises TfClusterError, `timed_out` after `timeout` seconds.
+        Raises `TfClusterError` with code `timed_out` after `timeout` seconds.
         """
         until = time.monotonic() + timeout
         while True:
@@ -101,18 +102,19 @@ class TfNode:
                     raise
 
     def waiting_nodes(self) -> WaitingNodes:
-        """Who waits and who was lost; says that this node lives, so ask several times a lease."""
+        """Return the waiting and the lost nodes; renews this node's lease."""
         path = f"{contract.TF_WAITING_NODES_PATH}?{urlencode({'address': self.address})}"
         return msgspec.convert(self._client.get_json(path), WaitingNodes)
 
     def changed(self) -> bool:
-        """Whether this node should ask for the next cluster; says that it lives, too."""
+        """Return whether to ask for the next cluster; renews this node's lease."""
         return self.waiting_nodes().count != 0
 
     def barrier(self, tag: str, timeout: float, *, failure: str | None = None) -> None:
-        """Wait until every member has come to `tag`; `failure`: why this one does not.
+        """Wait up to `timeout` seconds until every member calls this with `tag`.
 
-        Raises TfClusterError on every member alike, naming who failed or is missing.
+        `failure`: the reason why this member cannot; it fails the barrier for all. Raises
+        `TfClusterError` on every member, with the names of those that failed or are missing.
         """
         request = BarrierRequest(self.address, tag, timeout, failure)
         self._post(contract.TF_BARRIER_PATH, request, timeout, Passed)
@@ -120,7 +122,7 @@ class TfNode:
     def synchronize(
         self, tag: str, value: bytes, timeout: float, *, failure: str | None = None
     ) -> dict[str, bytes]:
-        """Every member's value by address, in the order of their indices; else as `barrier`."""
+        """Return every member's value by address, in the order of indices; else as `barrier`."""
         request = SynchronizeRequest(self.address, tag, timeout, value, failure)
         return self._post(contract.TF_SYNCHRONIZE_PATH, request, timeout, Synchronized).values
 
@@ -131,12 +133,7 @@ class TfNode:
     def __enter__(self) -> TfNode:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _post(self, path: str, request: msgspec.Struct, wait: float, kind: type[T]) -> T:

@@ -1,4 +1,4 @@
-"""Lines a worker writes to its stderr about itself: rare, one at a time, each a whole sentence."""
+"""Lines that a worker writes about itself to its stderr: few, and each a whole sentence."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import sys
 
 
 def say(message: str) -> None:
-    """Write one line, marked as ours, without splitting it among other processes' lines."""
+    """Write one line, marked as ours, in one piece."""
     sys.stderr.write(f"elastic: {message}\n")
     sys.stderr.flush()

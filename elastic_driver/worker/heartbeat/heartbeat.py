@@ -20,14 +20,8 @@ from collections.abc import Callable
 import msgspec
 
 from elastic_driver import contract
+from elastic_driver.core import events
 from elastic_driver.core.documents import Allocation, Notice, Progress, decode, encode
-from elastic_driver.core.events import (
-    WorkerLeaving,
-    WorkerResumed,
-    WorkerStack,
-    WorkerStalled,
-    WorkerStepped,
-)
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import StallWatch
@@ -78,7 +72,7 @@ class Heartbeat:
         self._timeout, self._on_notice = timeout, on_notice
         self._before_heartbeat = before_heartbeat
         self._stall_watch, self._preemption = stall_watch, preemption
-        self._events: list[WorkerStalled | WorkerResumed | WorkerStack] = []  # not posted yet
+        self._pending: list[msgspec.Struct] = []  # events to post
         self._idle = timeout / 3  # a lease survives two lost requests
         self._longest = min(self._idle, LONGEST_WAIT_S)
         self._reported = (0, 0)  # round and step of the progress sent last
@@ -115,7 +109,7 @@ class Heartbeat:
         Called by the training thread before it reports that it has left the round.
         """
         if self._first_step_of != round_id and self._progress.steps > 0:
-            event = WorkerStepped(self._worker, round_id, self._progress.version)
+            event = events.WorkerStepped(self._worker, round_id, self._progress.version)
             client.post_json(EVENTS_PATH, _encode_event(event))
             self._first_step_of, self._round_starts = round_id, False
 
@@ -129,7 +123,7 @@ class Heartbeat:
                     self._next_wait(),
                 ]
                 self._send(min(wait for wait in due if wait is not None))
-                self._post_events()
+                self._post_pending()
                 if round_id := self._progress.round:
                     self.report_first_step(self._client, round_id)
             except AbortedError:
@@ -174,7 +168,7 @@ class Heartbeat:
         elif key == contract.JOB_WORLD:
             self._round_starts = True
         elif key == contract.JOB_STACKS:
-            self._events.append(self._stall_watch.stack(int(value)))
+            self._pending.append(self._stall_watch.stack(int(value)))
         else:
             self._progress.allocation = decode(Allocation, value)
 
@@ -182,14 +176,14 @@ class Heartbeat:
         """Post a stall or its end at once; return the seconds until the next check."""
         event = self._stall_watch.check(time.monotonic())
         if event is not None:
-            self._events.append(event)
-        self._post_events()
+            self._pending.append(event)
+        self._post_pending()
         return self._stall_watch.due(time.monotonic())
 
-    def _post_events(self) -> None:
-        while self._events:  # kept until posted: the driver may be away
-            self._client.post_json(EVENTS_PATH, _encode_event(self._events[0]))
-            del self._events[0]
+    def _post_pending(self) -> None:
+        while self._pending:  # kept until posted: the driver may be away
+            self._client.post_json(EVENTS_PATH, _encode_event(self._pending[0]))
+            del self._pending[0]
 
     def _report(self) -> tuple[Set, ...]:
         """Return the write of this worker's progress; none before the first step of a round."""
@@ -228,7 +222,7 @@ class Heartbeat:
         self._pause = min(next_pause(self._pause, self._progress.size, stepped=stepped), self._idle)
         return self._pause
 
-    def _report_leaving(self, event: WorkerLeaving) -> str:
+    def _report_leaving(self, event: events.WorkerLeaving) -> str:
         """Post that this worker leaves; return why that failed, or ""."""
         if self._silent:
             return "it does not answer"

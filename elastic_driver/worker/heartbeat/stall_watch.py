@@ -21,12 +21,7 @@ import time
 
 from elastic_driver.core.events import WorkerResumed, WorkerStack, WorkerStalled
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from elastic_driver.worker.heartbeat.training_thread import (
-    Location,
-    TrainingThread,
-    location_of,
-    stack_of,
-)
+from elastic_driver.worker.heartbeat.training_thread import TrainingThread, location_of, stack_of
 
 LEAST_S = 60.0  # the adaptive limit is never shorter than this
 USUAL_STEPS = 20.0  # nor than this many median steps
@@ -109,7 +104,7 @@ class StallWatch:
             return False
         return used - before > WORKING_SHARE * (now - since)
 
-    def _dump_stacks(self, silence: float, location: Location) -> None:
+    def _dump_stacks(self, silence: float, location: str) -> None:
         """Write all stacks past Python's own buffers, whose lock may be what hangs."""
         place = "in a collective" if location == "collective" else "outside of collectives"
         line = f"elastic: no progress for {silence:.1f} s, the training thread stands {place}:\n"

@@ -24,13 +24,7 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.errors import ClusterError
-from elastic_driver.policies.nodecheck.messages import (
-    TASK_SETTINGS,
-    Assignment,
-    TaskEnded,
-    TaskSettings,
-    assignment_key,
-)
+from elastic_driver.policies.nodecheck import messages
 from elastic_driver.worker.nodecheck.task import choose_interface, run
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
@@ -54,13 +48,13 @@ def main() -> None:
         return RendezvousClient(endpoint, token)
 
     with connect() as client:
-        entry = client.get(TASK_SETTINGS)
+        entry = client.get(messages.TASK_SETTINGS)
     if entry is None:
         raise ClusterError("no node check is going on at this rendezvous")
-    settings = msgspec.json.decode(entry.value, type=TaskSettings)
+    settings = msgspec.json.decode(entry.value, type=messages.TaskSettings)
     if settings.model:
         importlib.import_module(_USED_BY_DDP)
-    assignment = Assignment(
+    assignment = messages.Assignment(
         task=int(env[contract.ROUND]),
         rank=int(env["RANK"]),
         size=int(env["WORLD_SIZE"]),
@@ -76,9 +70,9 @@ def main() -> None:
         exit_like(in_child(run_task))
         number += 1
         with connect() as client:
-            ended = msgspec.json.encode(TaskEnded(worker, assignment.task))
+            ended = msgspec.json.encode(messages.TaskEnded(worker, assignment.task))
             client.post_json(EVENTS_PATH, ended)
-            assignment = _next(client, assignment_key(worker, number))
+            assignment = _next(client, messages.assignment_key(worker, number))
 
 
 def in_child(work: Callable[[], object]) -> int:
@@ -106,12 +100,12 @@ def exit_like(code: int) -> None:
         raise SystemExit(abs(code))
 
 
-def _next(client: RendezvousClient, key: str) -> Assignment:
+def _next(client: RendezvousClient, key: str) -> messages.Assignment:
     """Wait for the next task, for as long as the check lasts; the agent ends this process."""
     while True:
         entry = client.get(key, wait=_WAIT_S)
         if entry is not None:
-            return msgspec.json.decode(entry.value, type=Assignment)
+            return msgspec.json.decode(entry.value, type=messages.Assignment)
 
 
 if __name__ == "__main__":

@@ -26,15 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_driver import contract
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.errors import ClusterError
-from elastic_driver.policies.nodecheck.messages import (
-    Assignment,
-    Place,
-    TaskResult,
-    TaskSettings,
-    go_key,
-    place_key,
-    result_key,
-)
+from elastic_driver.policies.nodecheck import messages
+from elastic_driver.policies.nodecheck.messages import Assignment, Place, TaskResult, TaskSettings
 from elastic_driver.worker.context import address_towards
 from elastic_driver.worker.nodecheck import cpu_contention, machine_lock, pace
 from elastic_driver.worker.nodecheck.model import SIZES, ModelSize, Transformer, largest_that_fits
@@ -273,12 +266,12 @@ def run(
         ready = WorkerReady(worker, task, -1, clean=True, reason="ready to measure")
         client.post_json(EVENTS_PATH, msgspec.json.encode(ready))
         until = time.monotonic() + settings.timeout  # `policies.nodecheck.gate` lets all begin
-        if _await(client, go_key(task), until) is None:
+        if _await(client, messages.go_key(task), until) is None:
             raise ClusterError(f"not told to begin within {settings.timeout:g} s")
         shared = machine_lock.is_shared(client, machine)
         lock = partial(machine_lock.lock, client, worker)
         result = NodeCheckTask(settings, rank, places, lock, shared=shared).measure()
-        client.set(result_key(task, worker), msgspec.json.encode(result))
+        client.set(messages.result_key(task, worker), msgspec.json.encode(result))
         dist.barrier()  # nobody leaves while another still needs it
     finally:
         dist.destroy_process_group()
@@ -290,11 +283,11 @@ def _meet(client: RendezvousClient, assignment: Assignment, timeout: float) -> l
     own = Place(
         node=assignment.node, machine=machine_lock.this_machine(), stack=machine_lock.this_stack()
     )
-    client.set(place_key(assignment.task, assignment.rank), msgspec.json.encode(own))
+    client.set(messages.place_key(assignment.task, assignment.rank), msgspec.json.encode(own))
     until = time.monotonic() + timeout
     places = []
     for rank in range(assignment.size):
-        place = _await(client, place_key(assignment.task, rank), until)
+        place = _await(client, messages.place_key(assignment.task, rank), until)
         if place is None:
             raise ClusterError(f"rank {rank} of the group did not come within {timeout:g} s")
         places.append(msgspec.json.decode(place, type=Place))

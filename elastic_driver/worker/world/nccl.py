@@ -18,10 +18,7 @@ Pitfalls of torch's calls (docs/nccl.md lists what was tried on a GPU):
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,26 +98,18 @@ class Nccl:
             for group in newest_first
             if any(device.type == "cuda" for device in group._device_types)
         ]
-        with _as_one(backends):
+        if not backends:
+            return
+        backends[0]._group_start()  # several of one device must be aborted as one: pytorch#119797
+        try:
             for backend in backends:
                 backend.abort()
+        finally:
+            backends[0]._group_end()
 
     def forget(self) -> None:
         """Make torch drop the aborted groups without waiting; on the training thread."""
         c10d._abort_process_group()
-
-
-@contextmanager
-def _as_one(backends: list[Any]) -> Iterator[None]:
-    """Abort several communicators of one device as one (pytorch's issue 119797)."""
-    if not backends:
-        yield
-        return
-    backends[0]._group_start()
-    try:
-        yield
-    finally:
-        backends[0]._group_end()
 
 
 def _disable_torch_error_handling() -> None:
