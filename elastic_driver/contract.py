@@ -48,7 +48,7 @@ TORCHRUN_NAMES = (
 
 # ---- routes of the driver, besides those of the store (`rendezvous.wire`) -----------------
 STATUS_PATH = "/v1/status"
-METRICS_PATH = "/metrics"  # where Prometheus looks unless told otherwise
+METRICS_PATH = "/metrics"  # the default of Prometheus
 SCALE_PATH = "/v1/scale"
 STOP_PATH = "/v1/stop"
 STACKS_PATH = "/v1/stacks"

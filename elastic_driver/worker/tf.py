@@ -20,15 +20,8 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.core.tf_config import tf_config
 from elastic_driver.errors import ClusterError, UsageError
-from elastic_driver.policies.tf.messages import (
-    BarrierRequest,
-    ClusterSpec,
-    ClusterSpecRequest,
-    Passed,
-    Synchronized,
-    SynchronizeRequest,
-    WaitingNodes,
-)
+from elastic_driver.policies.tf import messages
+from elastic_driver.policies.tf.messages import ClusterSpec, WaitingNodes
 from elastic_driver.worker import context
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
@@ -94,7 +87,7 @@ class TfNode:
         until = time.monotonic() + timeout
         while True:
             wait = min(SLICE_S, max(0.0, until - time.monotonic()))
-            request = ClusterSpecRequest(self.address, *self._bounds, wait, self._gather)
+            request = messages.ClusterSpecRequest(self.address, *self._bounds, wait, self._gather)
             try:
                 return self._post(contract.TF_CLUSTER_SPEC_PATH, request, wait, ClusterSpec)
             except TfClusterError as error:
@@ -116,15 +109,17 @@ class TfNode:
         `failure`: the reason why this member cannot; it fails the barrier for all. Raises
         `TfClusterError` on every member, with the names of those that failed or are missing.
         """
-        request = BarrierRequest(self.address, tag, timeout, failure)
-        self._post(contract.TF_BARRIER_PATH, request, timeout, Passed)
+        request = messages.BarrierRequest(self.address, tag, timeout, failure)
+        self._post(contract.TF_BARRIER_PATH, request, timeout, messages.Passed)
 
     def synchronize(
         self, tag: str, value: bytes, timeout: float, *, failure: str | None = None
     ) -> dict[str, bytes]:
         """Return every member's value by address, in the order of indices; else as `barrier`."""
-        request = SynchronizeRequest(self.address, tag, timeout, value, failure)
-        return self._post(contract.TF_SYNCHRONIZE_PATH, request, timeout, Synchronized).values
+        request = messages.SynchronizeRequest(self.address, tag, timeout, value, failure)
+        return self._post(
+            contract.TF_SYNCHRONIZE_PATH, request, timeout, messages.Synchronized
+        ).values
 
     def close(self) -> None:
         """Close the connection; a later call opens another."""

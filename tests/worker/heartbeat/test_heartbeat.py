@@ -45,7 +45,7 @@ def server(events: queue.SimpleQueue[dict[str, object]]) -> Iterator[RendezvousS
 
 
 @contextlib.contextmanager
-def beating(
+def sending_heartbeats(
     server: RendezvousServer, progress: TrainingProgress, preemption: PreemptionWatch | None = None
 ) -> Iterator[None]:
     """A heartbeat of this progress, with no limit to its patience."""
@@ -68,19 +68,19 @@ def beating(
         preemption.close()
 
 
-def test_the_first_step_of_a_round_is_told_soon_though_the_beat_before_could_wait_longer(
+def test_the_first_step_of_a_round_is_told_soon_though_the_heartbeat_before_could_wait_longer(
     server: RendezvousServer, events: queue.SimpleQueue[dict[str, object]]
 ) -> None:
     progress = TrainingProgress()
-    with beating(server, progress):
-        # The thread has had time to begin a beat that nothing but a new world can end.
+    with sending_heartbeats(server, progress):
+        # The thread has had time to begin a heartbeat that nothing but a new world can end.
         with pytest.raises(queue.Empty):
             events.get(timeout=0.3)
         server.apply((Set(contract.JOB_WORLD, b"{}"),))
         progress.entered(1, 0)
         progress.committed(1)
-        told = events.get(timeout=1.0)
-    assert told == {"type": "worker_stepped", "worker": "a.0.1", "round": 1, "step": 1}
+        event = events.get(timeout=1.0)
+    assert event == {"type": "worker_stepped", "worker": "a.0.1", "round": 1, "step": 1}
 
 
 def test_who_passes_shares_on_hears_of_new_ones_at_once_and_says_what_it_has(
@@ -90,7 +90,7 @@ def test_who_passes_shares_on_hears_of_new_ones_at_once_and_says_what_it_has(
     progress.entered(1, 0)
     progress.division, progress.wants_allocations = Division(8, 3), True
     progress.committed(1)
-    with beating(server, progress):
+    with sending_heartbeats(server, progress):
         for shares in ((5, 2, 1), (3, 3, 2)):
             server.apply((Set(contract.JOB_ALLOCATION, encode(Allocation(1, shares, "test"))),))
             eventually(
@@ -104,7 +104,7 @@ def test_who_passes_shares_on_hears_of_new_ones_at_once_and_says_what_it_has(
     assert decode(Progress, entry.value).division == Division(8, 3)
 
 
-def test_the_beats_of_a_world_that_trains_are_as_many_as_a_driver_bears() -> None:
+def test_the_heartbeats_of_a_world_that_trains_are_as_many_as_a_driver_bears() -> None:
     pauses = [next_pause(9.0, size, stepped=True) for size in (1, 64, 256, 512, 10_000)]
     assert pauses == [0.25, 0.25, 1.0, 2.0, 2.0]
     assert next_pause(2.0, 4, stepped=False) == 3.0, "there was nothing to tell"
@@ -114,24 +114,24 @@ def test_others_hear_nothing_of_shares(server: RendezvousServer) -> None:
     progress = TrainingProgress()
     progress.entered(1, 0)
     server.apply((Set(contract.JOB_ALLOCATION, encode(Allocation(1, (1, 1), "test"))),))
-    with beating(server, progress):
+    with sending_heartbeats(server, progress):
         progress.committed(1)
         eventually(
             lambda: server.apply((Get((contract.worker_progress("a.0.1"),)),))[0].entries,
             within=5.0,
-            what="a beat after the step",
+            what="a heartbeat after the step",
         )
     assert progress.allocation is None
 
 
-def test_a_notice_is_passed_on_at_once_though_the_beat_could_wait_longer(
+def test_a_notice_is_passed_on_at_once_though_the_heartbeat_could_wait_longer(
     server: RendezvousServer, events: queue.SimpleQueue[dict[str, object]]
 ) -> None:
     preemption = PreemptionWatch("a.0.1", 30.0)
     preemption.listen()
-    with beating(server, TrainingProgress(), preemption):
+    with sending_heartbeats(server, TrainingProgress(), preemption):
         with pytest.raises(queue.Empty):
             events.get(timeout=0.3)
         os.kill(os.getpid(), signal.SIGUSR1)
-        told = events.get(timeout=2.0)
-    assert (told["type"], told["worker"], told["deadline"]) == ("worker_leaving", "a.0.1", 30.0)
+        event = events.get(timeout=2.0)
+    assert (event["type"], event["worker"], event["deadline"]) == ("worker_leaving", "a.0.1", 30.0)

@@ -27,19 +27,21 @@ def test_of_long_steps_all_are_told_and_told_again() -> None:
     assert steps_of(samples, 1.0) == [1, 2, 3, 4]
 
 
-def test_a_message_is_bounded_and_reaches_back_over_several_beats_whatever_a_step_takes() -> None:
+def test_a_message_is_bounded_and_reaches_back_over_several_heartbeats_whatever_a_step_takes() -> (
+    None
+):
     for step_time in (0.0005, 0.003, 0.01, 0.1, 1.0):
         samples = StepSamples()
-        beat = max(int(2.0 / step_time), 1)
+        heartbeat = max(int(2.0 / step_time), 1)
         reported: list[int] = []
-        for first in range(0, 10 * beat, beat):
-            for step in range(first, first + beat):
+        for first in range(0, 10 * heartbeat, heartbeat):
+            for step in range(first, first + heartbeat):
                 samples.record(1, step, cost(0.001))
             reported = steps_of(samples, step_time)
         assert len(reported) <= MAX_SAMPLES
         reach = reported[-1] - reported[0] + steps_per_sample(step_time)
-        assert reach * step_time >= min(COVERED_S, 10 * beat * step_time)
-        message = Progress(1, 10 * beat, step_time, samples.collect(1, step_time))
+        assert reach * step_time >= min(COVERED_S, 10 * heartbeat * step_time)
+        message = Progress(1, 10 * heartbeat, step_time, samples.collect(1, step_time))
         assert decode(Progress, encode(message)) == message
 
 

@@ -32,14 +32,14 @@ def test_only_connections_made_meanwhile_and_not_to_the_rendezvous_count(
         made = GroupConnections(exclude_port=rendezvous.getsockname()[1])
         made.start()
         pair = connect(listener)
-        beat, _kept = connect(rendezvous)
+        kept_open, _kept = connect(rendezvous)
         udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         made.finish()
         # Both ends of the pair are in this process; of the other one only the server's end is
         # not a connection *to* the rendezvous.
         assert len(made) == 3
         made.close()
-        for end in (before, before_too, *pair, beat, _kept, udp):
+        for end in (before, before_too, *pair, kept_open, _kept, udp):
             end.close()
 
 

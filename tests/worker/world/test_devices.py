@@ -63,7 +63,7 @@ def test_a_thread_that_waits_for_its_device_is_freed_by_another_and_knows_why() 
     began = time.monotonic()
     half.cut_off("a.0.1 was killed")
     half.cut_off("and now this")
-    assert time.monotonic() - began < 1, "whoever hears of the loss goes on beating"
+    assert time.monotonic() - began < 1, "whoever hears of the loss goes on with its heartbeats"
     assert half.is_cut_off
     assert training.is_alive()
     device.let.set()
