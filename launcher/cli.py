@@ -13,7 +13,7 @@ from launcher.edge import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `elasticrun` with these arguments (default: the process's); returns the exit status."""
+    """Run `elasticrun` with these arguments (default: the process's); return the exit status."""
     words = sys.argv[1:] if argv is None else argv
     return run_command("elasticrun", lambda: _run(words))
 

@@ -49,7 +49,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `elasticctl` with these arguments (default: the process's); returns the exit status."""
+    """Run `elasticctl` with these arguments (default: the process's); return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     return run_command("elasticctl", lambda: _dispatch(words))
 

@@ -1,4 +1,4 @@
-"""The outermost edge of our commands: errors become a line and a status, never a traceback.
+"""Runs our commands: errors become a line and an exit status.
 
 A traceback is shown for a bug of ours only. `launcher.cli` and `launcher.ctl` call `run_command`
 with what they do.
@@ -15,7 +15,7 @@ from launcher import own_packages
 
 
 def run_command(name: str, act: Callable[[], int]) -> int:
-    """The exit status of the command `name`, which is `act`; our packages are found by then."""
+    """Run the command `name`, which is `act`; return its exit status."""
     try:
         return _run(name, act)
     except KeyboardInterrupt:  # before a job has begun; a running one has its own handlers

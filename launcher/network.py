@@ -1,4 +1,4 @@
-"""Which address of this machine other hosts reach it at, and which interface that is.
+"""The address at which other hosts reach this machine, and its interface.
 
 The routing table knows: a UDP socket that is connected towards a host (no packet is sent) has
 the address the host will see. The launcher asks for the rendezvous' address, each agent for the
@@ -20,7 +20,7 @@ SOMEWHERE = "192.0.2.1"  # RFC 5737: an address of no host, to ask for the defau
 
 
 def address_towards(address: str, port: int = _ANY_PORT) -> str | None:
-    """Our address on the way to a host's name or address; None where there is no way."""
+    """Return our address on the way to a host's name or address; None if there is no way."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
         for family, _, _, _, target in found:
@@ -31,7 +31,7 @@ def address_towards(address: str, port: int = _ANY_PORT) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this address; None for loopback's and for nobody's."""
+    """Return the interface that has this address; None for loopback or if none has."""
     wanted = _parse(address)
     if wanted is None or wanted.is_loopback:
         return None
@@ -42,7 +42,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of(interfaces: Iterable[str]) -> tuple[str, str] | None:
-    """The first of these interfaces that is here, as (name, address): IPv4 where it has one."""
+    """Return the first of these interfaces here, as (name, address): IPv4 if it has one."""
     known = psutil.net_if_addrs()
     for name in interfaces:
         entries = known.get(name, [])
@@ -55,7 +55,7 @@ def address_of(interfaces: Iterable[str]) -> tuple[str, str] | None:
 
 
 def meeting_point(endpoint: str, wanted: Sequence[str]) -> tuple[str | None, str | None]:
-    """(address, interface) of this host for its workers to be reached at by those of others.
+    """Return (address, interface) at which workers of other hosts reach those of this one.
 
     That of the first of the `wanted` interfaces there is here; else the one that leads to the
     rendezvous at `endpoint`, a URL.
@@ -69,13 +69,13 @@ def meeting_point(endpoint: str, wanted: Sequence[str]) -> tuple[str | None, str
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address reaches this machine only; a name other than localhost does not."""
+    """Return whether an address is loopback; of names, only localhost is."""
     parsed = _parse(address)
     return address == "localhost" or (parsed is not None and parsed.is_loopback)
 
 
 def bracketed(address: str) -> str:
-    """An address as it stands in a URL."""
+    """Return an address as it is written in a URL."""
     return f"[{address}]" if ":" in address else address
 
 

@@ -1,4 +1,4 @@
-"""Our packages are found wherever we were started, and users are told what shadows them.
+"""Makes sure that our packages are imported, and not files of the same name.
 
 `rendezvous` and `elastic_driver` are names a user may well have files for. Python looks into the
 current folder (with `-m`), the script's folder and PYTHONPATH first, so such a file takes our
@@ -19,7 +19,7 @@ NAMES = ("elastic_driver", "rendezvous")
 
 
 def pin() -> None:
-    """Load our packages from where this file lies; what is imported of them later is ours.
+    """Load our packages from the folder of this file, so that later imports find ours.
 
     Only the packages themselves, which are cheap; their modules follow the package's path.
     """
@@ -35,7 +35,7 @@ def pin() -> None:
 
 
 def find_shadow(folders: Iterable[Path]) -> Path | None:
-    """The first file or package in these folders that takes the place of one of ours."""
+    """Return the first file or package in these folders that would be imported for one of ours."""
     for folder in folders:
         if folder.resolve() == ROOT:
             return None  # ours is found here, before anything in a later folder

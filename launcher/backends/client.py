@@ -1,4 +1,4 @@
-"""One running program that reaches a host: its input given once, its output as whole lines.
+"""A running ssh, srun or mpirun: it is given its input once, its output comes as whole lines.
 
 Belongs to the asyncio loop it is made on; used by `launcher.backends.remote` alone.
 """
@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from launcher.agent.lines import LineSplitter
 
 OnLines = Callable[[int, list[bytes]], None]
-"""Told the stream (1 stdout, 2 stderr) and lines without their newline."""
+"""Called with the stream (1 stdout, 2 stderr) and lines without their newline."""
 
 DRAIN_S = 1.0  # for output to end after the program: a helper of its own may hold the pipe
 _PIECE = 64 * 1024
 
 
 class Client:
-    """A started ssh, srun or mpirun; raises OSError where it cannot be. End it with `ended()`."""
+    """A started ssh, srun or mpirun; raises OSError if it cannot be. End it with `ended()`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Client:
         self._give(given)
 
     def flow(self, going: bool) -> None:
-        """Stop reading (False), so that the host is held up in turn, or go on (True)."""
+        """Pause reading (False), which slows the host down in turn, or resume it (True)."""
         self._paused = not going
         for fd in self._splitters:
             if going:
@@ -61,12 +61,12 @@ class Client:
                 self._loop.remove_reader(fd)
 
     def kill(self) -> None:
-        """End the client; what runs on the host is not touched by that."""
+        """Kill the program; what runs on the host goes on."""
         if self._process.returncode is None:
             self._process.kill()
 
     async def ended(self) -> int:
-        """Wait for its end and its last lines; the exit status as subprocess gives it."""
+        """Wait for its end and its last lines; return the exit status as subprocess does."""
         pidfd = os.pidfd_open(self._process.pid)
         over = asyncio.Event()
         self._loop.add_reader(pidfd, over.set)
@@ -95,7 +95,7 @@ class Client:
                 pipe.close()
 
     def _give(self, given: bytes) -> None:
-        """A few bytes: the pipe takes them at once."""
+        """Write a few bytes: the pipe takes them at once."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.write(given)

@@ -1,4 +1,4 @@
-"""When mpirun has started many of us: find out over MPI where all ranks are, and who goes on.
+"""When mpirun has started several of us: find the hosts of all ranks over MPI.
 
 `mpirun -np 8 elasticrun --backend mpi -- train.py`: sites where an outer mpirun or batch system
 says where to run. The ranks exchange their hosts' names (mpi4py), rank 0 becomes the driver of a
@@ -20,13 +20,13 @@ _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def started_ranks(environ: Mapping[str, str]) -> int:
-    """How often mpirun has started us; 1 where it has not."""
+    """Return how often mpirun has started us; 1 if it has not."""
     said = next((environ[name] for name in _SIZES if name in environ), "1")
     return int(said) if said.isdecimal() else 1
 
 
 def meet_ranks() -> Hosts | None:
-    """The hosts of all ranks with a slot for each rank, in the order of ranks; None: not rank 0.
+    """Return the hosts of all ranks, a slot for each rank, in their order; None: not rank 0.
 
     Every rank has to call it; MPI is left by then. Raises UsageError without mpi4py, or where it
     was built for another MPI than the mpirun that started us.
@@ -45,7 +45,7 @@ def meet_ranks() -> Hosts | None:
 
 
 def count_ranks(names: list[str]) -> Hosts:
-    """A slot for each rank; raises UsageError for a name that is none."""
+    """Return a slot for each rank; raises UsageError for an invalid name."""
     slots: dict[str, int] = {}
     for name in names:
         problem = check_host(name)

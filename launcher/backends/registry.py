@@ -1,7 +1,7 @@
 """Backends and sources of hosts by name: Python entry points, ours and those of other packages.
 
-Ours stand in setup.cfg. In a checkout that file is read too, since the metadata of an editable
-installation may be older than it.
+Ours are registered in setup.cfg. In a checkout that file is read itself, since the metadata of an
+editable installation may be older.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import Backend, BackendJob
 from launcher.backends.base import PACKAGE_ROOT
+from launcher.build_info import DISTRIBUTION
 
 BACKENDS = "elastic_driver.backends"
 DISCOVERY = "elastic_driver.discovery"
@@ -23,16 +24,16 @@ _PLANNED = {"ray": "it does not exist yet; use ssh, or local for this machine al
 
 
 def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
-    """Return the entry points of a group by name; an installed package may replace one of ours."""
-    found = {
-        point.name: point for point in (*_of_checkout(group), *metadata.entry_points(group=group))
-    }
-    return dict(sorted(found.items()))
+    """Return the entry points of a group by name; ours are not replaced by other packages."""
+    installed = {point.name: point for point in metadata.entry_points(group=group)}
+    return dict(sorted({**installed, **_ours(group)}.items()))
 
 
 def load(group: str, name: str) -> Any:
     """Return what is registered under a name; raises UsageError if nothing usable is."""
-    known = entry_points(group)
+    known = _ours(group)
+    if name not in known:  # only now: the metadata of all packages takes a while to read
+        known = entry_points(group)
     option = _OPTIONS[group]
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
@@ -57,11 +58,19 @@ def make_backend(name: str, job: BackendJob) -> Backend:
     return backend
 
 
-def _of_checkout(group: str) -> list[metadata.EntryPoint]:
+def _ours(group: str) -> dict[str, metadata.EntryPoint]:
     parser = configparser.ConfigParser()
     parser.read(os.path.join(PACKAGE_ROOT, "setup.cfg"))
-    if parser.get("metadata", "name", fallback="") != "elastic-driver":
-        return []
-    lines = parser.get("options.entry_points", group, fallback="").split("\n")
-    pairs = (line.partition("=") for line in lines if line.strip())
-    return [metadata.EntryPoint(name.strip(), value.strip(), group) for name, _, value in pairs]
+    if parser.get("metadata", "name", fallback="") == DISTRIBUTION:
+        lines = parser.get("options.entry_points", group, fallback="").split("\n")
+        pairs = [
+            (name.strip(), value.strip())
+            for name, _, value in (line.partition("=") for line in lines)
+            if value
+        ]
+        return {name: metadata.EntryPoint(name, value, group) for name, value in pairs}
+    try:
+        found = metadata.distribution(DISTRIBUTION).entry_points
+    except metadata.PackageNotFoundError:
+        return {}
+    return {point.name: point for point in found if point.group == group}

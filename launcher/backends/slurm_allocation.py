@@ -1,4 +1,4 @@
-"""What Slurm says of the allocation we run in: its nodes, and the workers each is for. Pure.
+"""The Slurm allocation we run in: its nodes, and the workers of each. Pure.
 
 `sbatch` and `salloc` describe an allocation in SLURM_* variables (sbatch(1), OUTPUT ENVIRONMENT
 VARIABLES). `launcher.plan` reads them here.
@@ -19,7 +19,7 @@ _GPUS = re.compile(r"(?:[^:,()]+:)*([0-9]{1,6})(?:\([^)]*\))?\Z")
 
 
 class SlurmAllocation(Struct, frozen=True, kw_only=True):
-    """A Slurm job's nodes."""
+    """The nodes of a Slurm job."""
 
     job_id: str
     nodes: tuple[str, ...]
@@ -30,11 +30,11 @@ class SlurmAllocation(Struct, frozen=True, kw_only=True):
 
     @property
     def source(self) -> str:
-        """Where hosts taken from here come from, in words."""
+        """The source of hosts taken from here, in words."""
         return f"Slurm job {self.job_id}"
 
     def hosts(self, slots: int | None, wanted: int | None) -> Hosts:
-        """The nodes with their slots.
+        """Return the nodes with their slots.
 
         Args:
             slots: `--slots-per-host` or `--nproc-per-node`, where given; it counts most.
@@ -55,7 +55,7 @@ class SlurmAllocation(Struct, frozen=True, kw_only=True):
 
 
 def read_allocation(environ: Mapping[str, str]) -> SlurmAllocation | None:
-    """The allocation these variables describe, None where there is none.
+    """Return the allocation these variables describe; None if there is none.
 
     Raises UsageError where they make no sense.
     """
@@ -82,7 +82,7 @@ def read_allocation(environ: Mapping[str, str]) -> SlurmAllocation | None:
 def _for_each_node(
     environ: Mapping[str, str], name: str, nodes: tuple[str, ...]
 ) -> tuple[int, ...] | None:
-    """`2(x3),1` as 2, 2, 2, 1."""
+    """Return `2(x3),1` as 2, 2, 2, 1."""
     text = environ.get(name)
     if text is None:
         return None
@@ -98,7 +98,7 @@ def _for_each_node(
 
 
 def _gpus(environ: Mapping[str, str]) -> int:
-    """GPUs of a node: `4`, `a100:4` or `a100:2,v100:1`; of this node, where only that is said."""
+    """Return the GPUs of a node, from `4`, `a100:4` or `a100:2,v100:1`."""
     text = environ.get("SLURM_GPUS_PER_NODE") or environ.get("SLURM_GPUS_ON_NODE") or "0"
     total = 0
     for part in text.split(","):

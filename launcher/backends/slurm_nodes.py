@@ -1,4 +1,4 @@
-"""The nodes that a Slurm allocation still has, asked of squeue (a `HostDiscovery`).
+"""Asks squeue which nodes a Slurm allocation still has.
 
 Slurm takes a node that failed out of a job that goes on without it (`--no-kill`) and does not give
 it back; `scontrol update job` takes nodes away and adds others. When the allocation itself is over,
@@ -25,7 +25,7 @@ _UNKNOWN = "Invalid job id"  # it was over so long ago that Slurm has forgotten 
 
 
 class AllocationDiscovery:
-    """Those of the known nodes that squeue names, and new ones.
+    """A `HostDiscovery`: the nodes of an allocation that squeue names.
 
     Args:
         job_id: the allocation.
@@ -49,7 +49,7 @@ class AllocationDiscovery:
         self._program = shutil.which("squeue", path=self._environ.get("PATH"))
 
     def find(self) -> Hosts:
-        """The nodes; raises DiscoveryError where Slurm does not say, UsageError for nonsense."""
+        """Return the nodes; raises DiscoveryError if Slurm does not say."""
         if self._program is not None and time.monotonic() - self._asked >= self._every:
             self._asked = time.monotonic()
             state, nodes = self._ask()
@@ -71,7 +71,7 @@ class AllocationDiscovery:
             self.on_over(f"Slurm job {self._job_id} is over ({why})")
 
     def _ask(self) -> tuple[str, str]:
-        """The allocation's state and its nodes."""
+        """Return the allocation's state and its nodes."""
         argv = [str(self._program), "--noheader", f"--jobs={self._job_id}", "--states=all"]
         argv.append("--format=%T %N")
         with subprocess.Popen(

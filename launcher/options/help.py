@@ -39,7 +39,7 @@ Exit status
 
 
 def render_help(width: int = 100) -> str:
-    """The whole text, wrapped to `width` columns."""
+    """Return the whole text, wrapped to `width` columns."""
     parts = [_HEAD]
     for group in GROUPS:
         members = [option for option in OPTIONS if option.group == group]

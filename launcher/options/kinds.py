@@ -197,7 +197,7 @@ def names(metavar: str) -> ValueKind[tuple[str, ...]]:
 
 
 def streams() -> ValueKind[str]:
-    """Which of stdout (1) and stderr (2): 0 to 3, or per local rank `0:1,1:3` (torchrun's form)."""
+    """Streams, stdout (1) and stderr (2): 0 to 3, or per local rank `0:1,1:3` (torchrun)."""
 
     def read(word: str) -> str:
         if not _STREAMS.match(word):

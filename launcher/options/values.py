@@ -57,19 +57,19 @@ class OptionValues:
         }
 
     def source(self, option: Option[Any]) -> str:
-        """Where the option's value came from."""
+        """Return the source of the option's value."""
         return self._settings[option].source
 
     def level(self, option: Option[Any]) -> int:
-        """How much its source counts: 0 default, 1 file, 2 environment, 3 command line."""
+        """Return the rank of its source: 0 default, 1 file, 2 environment, 3 command line."""
         return self._settings[option].level
 
     def replaced(self, option: Option[T], setting: Setting) -> OptionValues:
-        """The same values but for this one."""
+        """Return these values with one replaced."""
         return OptionValues({**self._settings, option: setting})
 
     def origins(self) -> tuple[tuple[str, str, str], ...]:
-        """(option, value, source) of everything that was set, in the order of the table."""
+        """Return (option, value, source) of all that were set, in the order of the table."""
         return tuple(
             (option.long, _shown(option, self[option]), self.source(option))
             for option in OPTIONS
@@ -79,7 +79,7 @@ class OptionValues:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was asked for: the options, the command to run (may be empty), and remarks to make."""
+    """A command line: the options, the command to run (may be empty), and remarks."""
 
     values: OptionValues
     command: tuple[str, ...]
@@ -118,7 +118,7 @@ _SHORT = sorted((s for s in _BY_SPELLING if not s.startswith("--")), key=len, re
 def split(
     argv: Sequence[str],
 ) -> tuple[dict[Option[Any], Words], tuple[str, ...], tuple[str, ...]]:
-    """The words of each option given; the command, everything from its first word on; remarks."""
+    """Return the words of each option given; the command and its arguments; remarks."""
     given: dict[Option[Any], Words] = {}
     remarks: list[str] = []
     rest = list(argv)
@@ -133,7 +133,7 @@ def split(
         if spelling in NEEDLESS:
             words, reason = NEEDLESS[spelling]
             del rest[: words if attached is None else 0]
-            remarks.append(f"{spelling} is passed over: {reason}")
+            remarks.append(f"{spelling} is ignored: {reason}")
             continue
         option = _find(spelling)
         taken = _take(option, spelling, attached, rest)
@@ -142,7 +142,7 @@ def split(
 
 
 def _split_argument(argument: str) -> tuple[str, str | None]:
-    """`--min_np=2` as `--min-np` and `2`; `-H=a` and `-Ha` as `-H` and `a`."""
+    """Split `--min_np=2` into `--min-np` and `2`; `-H=a` and `-Ha` into `-H` and `a`."""
     if argument.startswith("--"):
         name, equals, value = argument.partition("=")
         return name.replace("_", "-"), value if equals else None
@@ -164,7 +164,7 @@ def _find(spelling: str) -> Option[Any]:
 
 
 def _take(option: Option[Any], spelling: str, attached: str | None, rest: list[str]) -> Words:
-    """The option's words, removed from the rest of argv."""
+    """Remove the option's words from the rest of argv and return them."""
     wanted = option.kind.words
     if wanted == 0:
         return () if attached is None else (attached,)
@@ -222,7 +222,7 @@ def _from_file(path: Path, entries: Sequence[FileEntry]) -> Layer:
 
 
 def _words(option: Option[Any], text: str, source: str) -> Words:
-    """One text as the words that stand on the command line for it."""
+    """Return a text as the words it would be on the command line."""
     if not option.kind.repeat and option.kind.words <= 1:
         return (text,)
     try:
@@ -261,7 +261,7 @@ class FileEntry:
 
 
 def read_config(path: Path) -> list[FileEntry]:
-    """The entries of a file, in its order.
+    """Return the entries of a file, in its order.
 
     Raises:
         UsageError: the file cannot be read or is not a flat mapping; names file and line.

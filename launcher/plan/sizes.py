@@ -1,4 +1,4 @@
-"""How many workers a job starts with, needs and may have, from the options and the slots known.
+"""The number of workers a job starts with, needs and may have.
 
 Pure. `launch` calls it. The rules are horovodrun's (-np, --min-np, --max-np) and torchrun's
 (--nnodes, --nproc-per-node) where those two say anything:
@@ -31,14 +31,14 @@ from launcher.options.values import OptionValues
 
 
 class Machine(Struct, frozen=True):
-    """What this machine has, for `--nproc-per-node auto`."""
+    """The processors of a machine, for `--nproc-per-node auto`."""
 
     cpus: int
     gpus: int
 
 
 class JobSize(Struct, frozen=True):
-    """The four numbers of `elastic_driver.settings.Settings`, and a remark for the user."""
+    """The sizes of `elastic_driver.settings.Settings`, and a remark for the user."""
 
     start_np: int
     min_np: int
@@ -48,7 +48,7 @@ class JobSize(Struct, frozen=True):
 
 
 class Wish(Struct, frozen=True):
-    """What was asked for: -np, --min-np, --max-np, or the same by way of --nnodes."""
+    """The sizes asked for: -np, --min-np, --max-np, or the same from --nnodes."""
 
     asked: int | None
     least: int | None
@@ -56,9 +56,9 @@ class Wish(Struct, frozen=True):
 
 
 def slots_of_a_host(values: OptionValues, machine: Machine) -> int | None:
-    """Slots of a host listed without a number; None where nothing was said.
+    """Return the slots of a host listed without a number; None if nobody said.
 
-    Raises UsageError for `--nproc-per-node gpu` where there is none.
+    Raises UsageError for `--nproc-per-node gpu` if there is none.
     """
     workers = values[NPROC_PER_NODE]
     if workers is None:
@@ -76,7 +76,7 @@ def slots_of_a_host(values: OptionValues, machine: Machine) -> int | None:
 
 
 def read_wish(values: OptionValues, slots: int | None) -> Wish:
-    """Minimum, start and maximum as asked for; raises UsageError where they contradict."""
+    """Return the sizes asked for; raises UsageError if they contradict each other."""
     nodes = values[NNODES]
     given = max((NUM_PROC, MIN_NP, MAX_NP), key=values.level)
     if nodes is not None and values.level(NNODES) == values.level(given):
@@ -96,9 +96,9 @@ def read_wish(values: OptionValues, slots: int | None) -> Wish:
 
 
 def bounds_of_hosts(values: OptionValues) -> tuple[int, int | None]:
-    """The fewest and the most hosts of a world (None: any number), by --nnodes and --node-unit.
+    """Return the fewest and the most hosts of a world (None: any number).
 
-    Raises UsageError where no number of hosts can be right.
+    Raises UsageError if no number of hosts fits --nnodes and --node-unit.
     """
     nodes, unit = values[NNODES], values[NODE_UNIT]
     others = max(map(values.level, (NUM_PROC, MIN_NP, MAX_NP)))
@@ -114,7 +114,7 @@ def bounds_of_hosts(values: OptionValues) -> tuple[int, int | None]:
 
 
 def enough_hosts(settings: Settings, hosts: int, described: str) -> None:
-    """Raise ClusterError where a fixed list can never have the hosts that a world needs."""
+    """Raise ClusterError if a fixed list can never have the hosts that a world needs."""
     needed = units.width(settings)
     if hosts < needed:
         raise ClusterError(
@@ -125,7 +125,7 @@ def enough_hosts(settings: Settings, hosts: int, described: str) -> None:
 
 
 def decide_size(wish: Wish, capacity: int | None, hosts: str) -> JobSize:
-    """The numbers the job runs by.
+    """Return the sizes of the job.
 
     Args:
         wish: what was asked for.

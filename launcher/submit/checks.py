@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is started: files, commands, interfaces.
+"""Checks of a plan before anything is started: files, commands, interfaces.
 
 Called by `launcher.job` with a finished plan, also for --dry-run. Reads the file system and changes
 nothing there except that the log folder is made (`create`). A finding is a `UsageError` of a line.
@@ -64,7 +64,7 @@ def _check_command(command: tuple[str, ...], cwd: Path, environ: Mapping[str, st
 
 
 def is_python(program: str) -> bool:
-    """Whether a command is a Python interpreter, so that what follows is a script or -m."""
+    """Return whether a command is a Python interpreter: then a script or -m follows."""
     return program == sys.executable or Path(program).name.startswith("python")
 
 
@@ -83,7 +83,7 @@ def _check_executable(program: str, cwd: Path, environ: Mapping[str, str]) -> No
 
 
 def _check_module(module: str, cwd: Path, environ: Mapping[str, str]) -> None:
-    """Only the top package is looked for: finding a submodule would import its parents."""
+    """Look for the top package only: finding a submodule would import its parents."""
     top = module.partition(".")[0]
     folders = [str(folder) for folder in (cwd, *_python_path(cwd, environ))]
     if PathFinder.find_spec(top, folders) is None and find_spec(top) is None:
@@ -91,7 +91,7 @@ def _check_module(module: str, cwd: Path, environ: Mapping[str, str]) -> None:
 
 
 def _check_shadows(command: tuple[str, ...], cwd: Path, environ: Mapping[str, str]) -> None:
-    """A user's rendezvous.py beside the script would be imported in place of ours."""
+    """Refuse a user's rendezvous.py beside the script, which would be imported for ours."""
     if not is_python(command[0]) or len(command) < 2:
         return
     script = command[1]

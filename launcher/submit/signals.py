@@ -1,4 +1,4 @@
-"""Signals that a command of ours takes for itself for a while."""
+"""Handles signals for a while."""
 
 from __future__ import annotations
 

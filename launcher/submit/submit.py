@@ -46,7 +46,7 @@ _SIGNALS = {
 
 
 def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
-    """Run the job; returns its exit status. Raises ElasticError where it cannot be started."""
+    """Run the job; return its exit status. Raises ElasticError if it cannot be started."""
     if isinstance(plan.hosts, JoinedHosts):
         raise AssertionError("launcher.join.serve runs such a job")
     discovery = source = make_discovery(plan.hosts)
@@ -92,7 +92,7 @@ def run_driver(
     joined: JoinedNodes | None = None,
     source: HostDiscovery | None = None,
 ) -> int:
-    """Run a driver with these parts to the job's end; its exit status.
+    """Run a driver with these parts to the job's end; return its exit status.
 
     `source`: what `discovery` asks in the end; it may have to end the job.
     """
@@ -117,7 +117,7 @@ def run_driver(
 
 
 def hosts_now(plan: LaunchPlan, discovery: HostDiscovery) -> Hosts:
-    """The hosts there are before the driver asks for them; none where nobody has to know.
+    """Return the hosts before the driver asks for them; none if nobody needs them yet.
 
     A discovery that fails now is no mistake: the driver asks again.
     """
@@ -148,7 +148,7 @@ def backend_maker(name: str, job: BackendJob) -> MakeBackend:
 
 
 def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> LaunchPlan:
-    """The plan for a start without the hosts that have problems: these may join later.
+    """Return the plan for a start without the hosts that have problems; they may join later.
 
     Raises ClusterError where the job cannot be started on the others.
     """
@@ -169,7 +169,7 @@ def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> Launch
 
 @contextlib.contextmanager
 def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
-    """While this lasts, signals end the job and not this process.
+    """While this lasts, let signals end the job and not this process.
 
     Those that announce the end, as Slurm's --signal does, leave it `notice` seconds; 0: none.
     """

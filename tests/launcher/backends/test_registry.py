@@ -83,8 +83,16 @@ def test_ours_are_registered_like_any_other() -> None:
 def test_a_checkout_needs_no_metadata_and_an_installation_no_checkout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    point = registry.metadata.EntryPoint("ssh", "launcher.backends.ssh:make_backend", "x")
+    known = registry.entry_points(registry.BACKENDS)
+
+    def not_installed(_name: str) -> None:
+        raise registry.metadata.PackageNotFoundError
+
     monkeypatch.setattr(registry.metadata, "entry_points", lambda **_: ())
-    assert "ssh" in registry.entry_points(registry.BACKENDS)
+    monkeypatch.setattr(registry.metadata, "distribution", not_installed)
+    assert known["ssh"].value == point.value
+    registry.make_backend("ssh", BackendJob())
     monkeypatch.setattr(registry, "PACKAGE_ROOT", tmp_path)
     with pytest.raises(UsageError, match="--backend ssh: "):
         registry.make_backend("ssh", BackendJob())

@@ -81,9 +81,7 @@ def test_what_a_torchrun_or_mpirun_command_says_in_vain_is_passed_over_with_a_re
     )
     assert line.values[o.NPROC_PER_NODE] == 2
     assert line.command == ("./prog", "--role", "x")
-    assert line.warnings[0] == (
-        "--monitor-interval is passed over: a worker's end is noticed at once"
-    )
+    assert line.warnings[0] == ("--monitor-interval is ignored: a worker's end is noticed at once")
     assert len(line.warnings) == 4
 
 
