@@ -45,7 +45,8 @@ class Scenario:
     def send(self, event: ev.Event) -> list[Decision]:
         """Hand in one event; what was decided, including what followed from obedience."""
         decided = self.job.handle(event, self.now)
-        assert self.job.check() == [], event
+        violated = self.job.check()
+        assert violated == [], f"after {event}: {violated}"
         self.decisions += decided
         for decision in list(decided):
             decided += self._obey(decision)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from elastic_driver.core.job import Job
+import pytest
+
+from elastic_driver.core import events as ev
+from elastic_driver.core.job import Job, NotAtRestError
+from elastic_driver.core.rules.discovered import Discovered
 from elastic_driver.core.rules.fleet import AgentNews
 from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.workers import WorkerState
 from elastic_driver.settings import Settings
+from tests.core.broken import BROKEN, Break
 from tests.core.scenario import Scenario
 
 
@@ -67,3 +72,45 @@ def test_too_many_rounds_are_named() -> None:
     s = training()
     s.job.rounds.current.number = 9
     broken(s, "round 9 exceeds the reset limit of 5")
+
+
+# ---- rules that are broken on purpose ----------------------------------------------------
+
+
+def play_it_all() -> None:
+    """A loss, a host in cool-down, fewer and more workers, and the end."""
+    s = Scenario(start_np=3, min_np=2, max_np=3, host_failures=1).training(a=2, b=1)
+    s.now += 60.0
+    s.exit("b.0.1", 1)
+    s.ready("a.0.1", "a.1.1", version=7)
+    s.hosts(a=2, b=1, c=2)
+    s.exit("a.1.1", -9)
+    s.ready("a.0.1", version=8)
+    s.wait(1.0)
+    s.ready(*s.starting)
+    s.wait(1.0)
+    s.send(ev.ScaleRequested(2))
+    s.wait(1.0)
+    s.ready(*s.in_state("running"), version=9)
+    assert len(s.members) == 2
+    s.send(ev.StopRequested("it is over", 0))
+
+
+def test_a_job_of_which_nothing_is_broken_is_in_order() -> None:
+    play_it_all()
+
+
+@pytest.mark.parametrize("break_it", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_broken_rule_is_named(break_it: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it(monkeypatch)
+    with pytest.raises(AssertionError, match=BROKEN[break_it]):
+        play_it_all()
+
+
+def test_rules_that_do_not_come_to_rest_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def restless(self: Discovered, _now: float) -> None:
+        self.effects.announce("host_discovered", "again and again")
+
+    monkeypatch.setattr(Discovered, "advance", restless)
+    with pytest.raises(NotAtRestError, match=r"64 passes these rules still move: \['discovered'\]"):
+        training()

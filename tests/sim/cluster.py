@@ -218,8 +218,6 @@ class Cluster:
             self._check_replaced(decision)
 
     def _start_agent(self, decision: StartAgent) -> None:
-        if not self.job.hosts.usable(decision.host):
-            raise Violation(f"an agent is started on {decision.host}, which is not usable")
         agent = SimAgent(self, decision.host, decision.incarnation)
         self.agents[decision.host] = agent
         lost = ev.AgentLost(decision.host, decision.incarnation, "ssh: connection refused")
@@ -235,8 +233,6 @@ class Cluster:
     def _order(self, decision: GiveOrder) -> None:
         if isinstance(decision.order, msg.StartWorkerOrder):
             hosts = self.job.hosts
-            if not hosts.usable(decision.host):
-                raise Violation(f"{decision.order.worker} is started on an unusable host")
             if decision.order.place.slot >= hosts.slots(decision.host):
                 raise Violation(f"{decision.order.worker} is started beyond the host's slots")
         if isinstance(decision.order, msg.StopWorkerOrder):

@@ -6,6 +6,7 @@ import pytest
 
 from elastic_driver.core.rules.membership import Membership
 from elastic_driver.core.rules.plain import Plain
+from tests.core.broken import BROKEN, Break
 from tests.sim.runner import SeedFailed, run_seed
 
 SEEDS = 240
@@ -23,6 +24,14 @@ def test_a_seed_replays_exactly() -> None:
 
 def test_slow_workers_are_replaced_in_some_seeds() -> None:
     assert any(run_seed(seed).replaced for seed in range(SEEDS))  # the first ends the search
+
+
+@pytest.mark.parametrize("break_it", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_broken_rule_is_caught_by_an_invariant(
+    break_it: Break, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)
+    _assert_found_out(range(100), BROKEN[break_it])
 
 
 def test_a_core_that_forgets_who_holds_the_state_is_found_out(

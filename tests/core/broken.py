@@ -1,0 +1,75 @@
+"""Rules of the job, each broken on purpose: an invariant has to catch every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+from msgspec.structs import replace
+
+from elastic_driver.core.documents import SlotInfo
+from elastic_driver.core.rules import rounds
+from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules.membership import Membership
+from elastic_driver.core.rules.orders import Orders
+from elastic_driver.core.rules.placement import Placement
+from elastic_driver.core.rules.ranks import Seat, assign
+from elastic_driver.core.rules.workers import Worker
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def ranks_with_a_gap(patch: pytest.MonkeyPatch) -> None:
+    def from_one(seats: Iterable[Seat]) -> list[tuple[str, SlotInfo]]:
+        return [(name, replace(place, rank=place.rank + 1)) for name, place in assign(seats)]
+
+    patch.setattr(rounds, "assign", from_one)
+
+
+def the_youngest_first(patch: pytest.MonkeyPatch) -> None:
+    def backwards(seats: Iterable[Seat]) -> list[tuple[str, SlotInfo]]:
+        return assign(seat._replace(age=(not seat.age[0], -seat.age[1])) for seat in seats)
+
+    patch.setattr(rounds, "assign", backwards)
+
+
+def too_few_are_enough(patch: pytest.MonkeyPatch) -> None:
+    watch_forming = Membership._watch_forming
+
+    def with_one(self: Membership, now: float) -> None:
+        asked, self.settings = self.settings, replace(self.settings, min_np=1)
+        watch_forming(self, now)
+        self.settings = asked
+
+    patch.setattr(Membership, "_watch_forming", with_one)
+
+
+def no_number_is_too_many(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Capacity, "wanted", property(lambda _self: None))
+
+
+def a_cool_down_does_not_matter(patch: pytest.MonkeyPatch) -> None:
+    def there(self: Placement, host: str) -> bool:
+        return host in self.hosts
+
+    patch.setattr(Placement, "_eligible", there)
+
+
+def orders_without_a_reason(patch: pytest.MonkeyPatch) -> None:
+    stop = Orders.stop
+
+    def unexplained(self: Orders, worker: Worker, _reason: str) -> None:
+        stop(self, worker, "")
+
+    patch.setattr(Orders, "stop", unexplained)
+
+
+BROKEN: dict[Break, str] = {
+    ranks_with_a_gap: r"the ranks of round \d+ are \[1",
+    the_youngest_first: r"the oldest member of round \d+, .*, is rank [1-9]",
+    too_few_are_enough: r"round \d+ has \d+ members, at least \d+ are asked",
+    no_number_is_too_many: r"at most \d+ are allowed",
+    a_cool_down_does_not_matter: r"gets a worker or an agent though it is in cool-down",
+    orders_without_a_reason: "has no reason",
+}
+"""Each with what is said of it."""
