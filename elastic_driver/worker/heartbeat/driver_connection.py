@@ -19,7 +19,7 @@ from elastic_driver.core.documents import Member, Notice, SaveRequest, World, de
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
-from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpoint
+from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpointTask
 from elastic_driver.worker.heartbeat.heartbeat import Heartbeat
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
@@ -110,7 +110,7 @@ class DriverConnection:
                 return
 
     def await_world(
-        self, left: int, checkpoint: FinalCheckpoint | None = None
+        self, left: int, checkpoint: FinalCheckpointTask | None = None
     ) -> tuple[World, Member]:
         """Wait for the first world after round `left` with this worker in it; return both.
 
@@ -141,7 +141,7 @@ class DriverConnection:
             if me is not None and world.round > left:
                 return world, me
 
-    def _watch(self, checkpoint: FinalCheckpoint | None) -> dict[str, Entry]:
+    def _watch(self, checkpoint: FinalCheckpointTask | None) -> dict[str, Entry]:
         """Wait for new documents, for a moment only while a final checkpoint is being written."""
         keys, wait = {contract.JOB_WORLD: self._world_seen}, self._slice
         if checkpoint is not None:

@@ -30,7 +30,7 @@ class CheckpointableState(Protocol):
         """Return "" once the checkpoint is complete, why it failed, or None while it is written."""
 
 
-class FinalCheckpoint:
+class FinalCheckpointTask:
     """One worker's part in the final checkpoint."""
 
     def __init__(self, worker: str, state: CheckpointableState) -> None:

@@ -25,7 +25,10 @@ from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.worker import current
 from elastic_driver.worker.context import WorkerContext, alone
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
-from elastic_driver.worker.heartbeat.final_checkpoint import CheckpointableState, FinalCheckpoint
+from elastic_driver.worker.heartbeat.final_checkpoint import (
+    CheckpointableState,
+    FinalCheckpointTask,
+)
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.training_thread import TrainingThread
 from elastic_driver.worker.worker_log import say
@@ -125,7 +128,7 @@ class JobMembership:
             world = World(round=self._left + 1, members=(me,), reason="started alone")
             self._enter(world, me, HashStore(), self.progress.version)
             return world
-        checkpoint = FinalCheckpoint(driver.born.worker, state) if state is not None else None
+        checkpoint = FinalCheckpointTask(driver.born.worker, state) if state is not None else None
         while True:
             world, me = driver.await_world(self._left, checkpoint)
             store = driver.store(world.round)

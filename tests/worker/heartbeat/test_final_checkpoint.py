@@ -12,7 +12,7 @@ import elastic_driver as elastic
 from elastic_driver.core.documents import SaveRequest
 from elastic_driver.core.events import WorkerSaved
 from elastic_driver.worker.checkpoints import folder as folders
-from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpoint
+from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpointTask
 from rendezvous.errors import UnreachableError
 from tests.support.coordinator import eventually
 
@@ -49,14 +49,14 @@ def request(*members: str, number: int = 1, step: int = 3, seconds: float = 20.0
     return SaveRequest(number, step, members, seconds, "all leave")
 
 
-def posted(checkpoint: FinalCheckpoint) -> WorkerSaved | None:
+def posted(checkpoint: FinalCheckpointTask) -> WorkerSaved | None:
     """The result that it posts now, if any."""
     results: list[WorkerSaved] = []
     checkpoint.report(results.append)
     return results[0] if results else None
 
 
-def news(*workers: FinalCheckpoint) -> WorkerSaved:
+def news(*workers: FinalCheckpointTask) -> WorkerSaved:
     """What the first of these has to say in the end; the others have nothing to say."""
 
     def look() -> WorkerSaved | None:
@@ -68,7 +68,7 @@ def news(*workers: FinalCheckpoint) -> WorkerSaved:
 
 def test_those_who_are_asked_write_one_checkpoint_and_the_first_tells(tmp_path: Path) -> None:
     states = [Trained(tmp_path).state, Trained(tmp_path).state]
-    first, second = FinalCheckpoint(ME, states[0]), FinalCheckpoint(OTHER, states[1])
+    first, second = FinalCheckpointTask(ME, states[0]), FinalCheckpointTask(OTHER, states[1])
     first.begin(request(ME, OTHER))
     results: list[WorkerSaved] = []
     assert first.report(results.append), "the other's share is missing"
@@ -82,7 +82,7 @@ def test_those_who_are_asked_write_one_checkpoint_and_the_first_tells(tmp_path: 
 
 
 def test_a_result_that_cannot_be_posted_is_kept() -> None:
-    last = FinalCheckpoint(ME, Trained(None).state)
+    last = FinalCheckpointTask(ME, Trained(None).state)
     last.begin(request(ME))
 
     def fails(_event: WorkerSaved) -> None:
@@ -95,7 +95,7 @@ def test_a_result_that_cannot_be_posted_is_kept() -> None:
 
 def test_a_new_start_goes_on_from_the_last_commit(tmp_path: Path) -> None:
     before = Trained(tmp_path)
-    last = FinalCheckpoint(ME, before.state)
+    last = FinalCheckpointTask(ME, before.state)
     last.begin(request(ME))
     news(last)
     again = Trained(tmp_path, steps=0)  # takes no step of its own
@@ -104,20 +104,20 @@ def test_a_new_start_goes_on_from_the_last_commit(tmp_path: Path) -> None:
 
 
 def test_a_state_without_a_folder_says_so_at_once() -> None:
-    last = FinalCheckpoint(ME, Trained(None).state)
+    last = FinalCheckpointTask(ME, Trained(None).state)
     last.begin(request(ME))
     assert posted(last) == WorkerSaved(ME, 1, "", "")
 
 
 def test_who_is_not_asked_writes_nothing(tmp_path: Path) -> None:
-    last = FinalCheckpoint(ME, Trained(tmp_path).state)
+    last = FinalCheckpointTask(ME, Trained(tmp_path).state)
     last.begin(request(OTHER))
     assert posted(last) is None
     assert list(tmp_path.glob("step-*")) == []
 
 
 def test_who_holds_another_step_says_so(tmp_path: Path) -> None:
-    last = FinalCheckpoint(OTHER, Trained(tmp_path).state)
+    last = FinalCheckpointTask(OTHER, Trained(tmp_path).state)
     last.begin(request(ME, OTHER, step=4))
     told = posted(last)
     assert told is not None
@@ -140,7 +140,7 @@ def test_a_disk_that_fails_is_told_of_in_one_line(
     folder = tmp_path / "checkpoints"
     state = Trained(folder).state
     harm(folder)
-    last = FinalCheckpoint(ME, state)
+    last = FinalCheckpointTask(ME, state)
     last.begin(request(ME))
     told = news(last)
     assert bool(told.folder) == (harm is _remove), "a folder that is gone is made again"
@@ -149,7 +149,7 @@ def test_a_disk_that_fails_is_told_of_in_one_line(
 
 
 def test_one_that_died_while_writing_is_done_without(tmp_path: Path) -> None:
-    last = FinalCheckpoint(ME, Trained(tmp_path).state)
+    last = FinalCheckpointTask(ME, Trained(tmp_path).state)
     last.begin(request(ME, OTHER))
     assert posted(last) is None
     last.begin(request(ME, number=2))
