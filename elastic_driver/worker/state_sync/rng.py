@@ -41,7 +41,7 @@ class MersenneWatch:
         self._ask, self._gaussian = ask, gaussian
         self._second = ctypes.c_uint32.from_address(key + _WORD_BYTES)
         self._position = ctypes.c_uint32.from_address(position)
-        self._seen = (-1, -1)  # no word has this value: the first call asks
+        self._seen_second = self._seen_position = -1  # no word is −1: the first call asks
         self._state: Any = None
 
     def words(self) -> tuple[int, int]:
@@ -50,11 +50,12 @@ class MersenneWatch:
 
     def state(self) -> Any:
         """Return the state of the generator now."""
-        words = self.words()
-        if words != self._seen:
+        second, position = self._second.value, self._position.value
+        if position != self._seen_position or second != self._seen_second:
             self._state = self._ask()
             # Using up a stored Gaussian moves no word: only asking tells.
-            self._seen = (-1, -1) if self._state[self._gaussian] else words
+            self._seen_second = -1 if self._state[self._gaussian] else second
+            self._seen_position = position
         return self._state
 
 
