@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo import Step, summarise
+from examples.demo import RecordedStep, summarise
 from tests.support.job import ROOT, Hosts, elasticrun
 
 EXAMPLES = ROOT / "examples"
@@ -93,16 +93,16 @@ def test_the_demo_kills_a_worker_and_reports_what_happened() -> None:
 # ---- the demonstration's arithmetic ------------------------------------------------------
 
 
-def history(*steps: tuple[float, int, int, int, int]) -> list[Step]:
+def history(*steps: tuple[float, int, int, int, int]) -> list[RecordedStep]:
     """(t, step, round, size, pid) each."""
-    return [Step(t, step, number, 0, size, pid) for t, step, number, size, pid in steps]
+    return [RecordedStep(t, step, number, 0, size, pid) for t, step, number, size, pid in steps]
 
 
 def test_the_pause_lasts_until_the_slowest_survivor_trains_again() -> None:
     before = [(1.0, 1, 1, 3, pid) for pid in (7, 8, 9)]
     shrunk = [(2.1, 2, 2, 2, 7), (2.3, 2, 2, 2, 8)]
     grown = [(5.0, 3, 3, 3, pid) for pid in (7, 8, 10)]
-    summary = summarise(history(*before, *shrunk, *grown), Step(2.0, 1, 1, 2, 3, 9))
+    summary = summarise(history(*before, *shrunk, *grown), RecordedStep(2.0, 1, 1, 2, 3, 9))
     assert summary.sizes == [3, 2, 3]
     assert summary.pause_s == pytest.approx(0.3)
     assert summary.full_s == pytest.approx(3.0)
@@ -113,7 +113,7 @@ def test_the_pause_lasts_until_the_slowest_survivor_trains_again() -> None:
 def test_lost_and_repeated_steps_are_counted_and_break_the_promise() -> None:
     before = [(1.0, 1, 1, 3, pid) for pid in (7, 8, 9)]
     again = [(2.1, 1, 2, 2, 7), (2.2, 3, 2, 2, 7), (2.2, 3, 2, 2, 8)]
-    summary = summarise(history(*before, *again), Step(2.0, 1, 1, 2, 3, 9))
+    summary = summarise(history(*before, *again), RecordedStep(2.0, 1, 1, 2, 3, 9))
     assert (summary.steps, summary.lost, summary.repeated) == (3, 1, 1)
     assert summary.full_s is None
     assert not summary.as_promised
@@ -122,5 +122,5 @@ def test_lost_and_repeated_steps_are_counted_and_break_the_promise() -> None:
 def test_a_step_only_the_victim_finished_does_not_count() -> None:
     before = [(1.0, 1, 1, 2, 7), (1.0, 1, 1, 2, 9), (1.1, 2, 1, 2, 9)]
     after = [(2.0, 2, 2, 1, 7)]
-    summary = summarise(history(*before, *after), Step(1.5, 2, 1, 1, 2, 9))
+    summary = summarise(history(*before, *after), RecordedStep(1.5, 2, 1, 1, 2, 9))
     assert (summary.lost, summary.repeated) == (0, 0)
