@@ -51,7 +51,7 @@ def write_share(folder: Path, staging: Staging) -> Report:
     boxes = {item.index: item.tensor_data.chunk for item in items}
     chunks = tuple(_chunk(result, boxes[result.index]) for result in results)
     files = {name: mark_of(folder / name) for name in sorted({c.file for c in chunks})}
-    return Report(staging.layout, files, chunks)
+    return Report(staging.digest, files, chunks)
 
 
 def write_index(folder: Path, manifest: Manifest) -> Mark:

@@ -23,7 +23,7 @@ from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest
 from elastic_driver.worker.checkpoints.staging import Staging
-from elastic_driver.worker.checkpoints.writer import Share, Writer, describe
+from elastic_driver.worker.checkpoints.writer import CheckpointShare, Writer, describe
 from elastic_driver.worker.state_sync.sharing import Envelope, IncomingState, LiveState, split
 from elastic_driver.worker.state_sync.values import TensorKind
 from elastic_driver.worker.worker_log import say
@@ -110,26 +110,13 @@ class Checkpoints:
     def _stage(self, state: LiveState, version: int, group: _WriterGroup, consequence: str) -> Path:
         contents = split(state)
         kinds = {name: TensorKind.of(tensor) for name, tensor in contents.tensors.items()}
-        staging = self._staging
-        if staging is None or (staging.kinds, staging.rank, staging.size) != (
-            kinds,
-            group.rank,
-            group.size,
-        ):
-            self._staging = staging = Staging(kinds, group.rank, group.size)
-        staging.copy(contents.tensors)
-        writes_values = group.rank == 0
+        layout = (kinds, group.rank, group.size)
+        if self._staging is None or self._staging.layout != layout:
+            self._staging = Staging(*layout)
+        self._staging.copy(contents.tensors)
+        values = (contents.detached(), state.random.portable()) if group.rank == 0 else None
         folder = self._root / folders.folder_name(version, group.attempt)
-        self._writer.submit(
-            Share(
-                folder,
-                version,
-                staging,
-                contents.detached() if writes_values else None,
-                state.random.portable() if writes_values else {},
-                consequence,
-            )
-        )
+        self._writer.submit(CheckpointShare(folder, version, self._staging, values, consequence))
         return folder
 
     def _is_ready(self, version: int) -> bool:

@@ -56,14 +56,14 @@ def rows_and_bytes(kind: TensorKind) -> tuple[int, int]:
 class Staging:
     """Memory for one rank's share of the tensors, used again for every checkpoint of a world.
 
-    `kinds` are all tensors of the state, equal on every rank, `layout` a digest of them; `pieces`
-    are this rank's share, `copies` hold them in the same order. Memory: the share's bytes, on the
-    CPU, pinned where the tensors are on a GPU.
+    `kinds` are all tensors of the state, equal on every rank, `digest` is theirs; `pieces` are this
+    rank's share, `copies` hold them in the same order. Memory: the share's bytes, on the CPU,
+    pinned where the tensors are on a GPU.
     """
 
     def __init__(self, kinds: dict[str, TensorKind], rank: int, size: int) -> None:
-        self.kinds, self.rank, self.size = kinds, rank, size
-        self.layout = hashlib.sha256(msgspec.json.encode(kinds)).hexdigest()
+        self.kinds, self.rank, self.size = self.layout = kinds, rank, size
+        self.digest = hashlib.sha256(msgspec.json.encode(kinds)).hexdigest()
         self.pieces = share(kinds, rank, size)
         self.copies: list[Tensor] = []
 

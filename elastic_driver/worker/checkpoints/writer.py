@@ -35,20 +35,15 @@ EXIT_S = 60.0  # a process that ends waits this long for its own share …
 EXIT_OTHERS_S = 10.0  # … and this long for the others'
 
 
-class Share(Struct, frozen=True):
+class CheckpointShare(Struct, frozen=True):
     """One rank's part of one checkpoint: its staged tensors, and on rank 0 all plain values."""
 
     folder: Path
     version: int
     staging: Staging
-    contents: SplitState | None  # packed in the background: that takes longer than copying
-    random: dict[str, Any]
+    # With the states of the generators; packed in the background, which takes longer than copying.
+    values: tuple[SplitState, dict[str, Any]] | None
     consequence: str  # of a failure, for the log; "": whoever asked for it logs the failure
-
-    def write_values(self, contents: SplitState) -> None:
-        """Write all that is no tensor; raises `UsageError` for what could not be read safely."""
-        with folders.replacing(self.folder / folders.VALUES) as fresh:
-            fresh.write_bytes(msgspec.msgpack.encode(contents.envelope(self.random)))
 
 
 class Writer:
@@ -62,8 +57,10 @@ class Writer:
     def __init__(self, root: Path, keep: int) -> None:
         self._root, self._keep = root, keep
         self._changed = threading.Condition()
-        self._share: Share | None = None  # submitted, and not written yet
-        self._awaited: dict[Path, tuple[Share, float]] = {}  # without all reports; and deadlines
+        self._share: CheckpointShare | None = None  # submitted, and not written yet
+        self._awaited: dict[
+            Path, tuple[CheckpointShare, float]
+        ] = {}  # without all reports; and deadlines
         self._thread: threading.Thread | None = None
         self._owner = os.getpid()
         self._waited_for_at_exit = False
@@ -77,7 +74,7 @@ class Writer:
         with self._changed:
             return self._changed.wait_for(lambda: self._share is None, within)
 
-    def submit(self, share: Share) -> None:
+    def submit(self, share: CheckpointShare) -> None:
         """Have a share written; its staging must not be touched until the writer is free again."""
         with self._changed:
             self._share = share
@@ -132,15 +129,17 @@ class Writer:
             for awaited, deadline in list(self._awaited.values()):
                 self._poll(awaited, deadline)
 
-    def _write(self, share: Share) -> None:
+    def _write(self, share: CheckpointShare) -> None:
         from elastic_driver.worker.checkpoints.format import write_share  # noqa: PLC0415 - see there
 
         rank, written = share.staging.rank, False
         try:
             self._make_folder(share)
             report = write_share(share.folder, share.staging)
-            if share.contents is not None:
-                share.write_values(share.contents)
+            if share.values is not None:
+                contents, random = share.values
+                with folders.replacing(share.folder / folders.VALUES) as fresh:
+                    fresh.write_bytes(msgspec.msgpack.encode(contents.envelope(random)))
                 report.files[folders.VALUES] = folders.mark_of(share.folder / folders.VALUES)
             folders.write_document(folders.report_path(share.folder, rank), report)
             written = True
@@ -154,7 +153,7 @@ class Writer:
             self._share = None
             self._changed.notify_all()
 
-    def _make_folder(self, share: Share) -> None:
+    def _make_folder(self, share: CheckpointShare) -> None:
         """Create the checkpoint's folder; rank 0 alone creates the folder of all.
 
         So a rank that does not see the shared folder fails.
@@ -168,7 +167,7 @@ class Writer:
             )
         share.folder.mkdir(exist_ok=True)
 
-    def _failed(self, share: Share, reason: str) -> None:
+    def _failed(self, share: CheckpointShare, reason: str) -> None:
         """Free the space, and leave the reason in the folder for rank 0 to log."""
         if share.staging.rank == 0:
             self._give_up(share, reason)
@@ -181,13 +180,13 @@ class Writer:
         except OSError:
             self._complain(share, reason)
 
-    def _give_up(self, share: Share, reason: str) -> None:
+    def _give_up(self, share: CheckpointShare, reason: str) -> None:
         self._given_up = (share.folder, reason)
         folders.remove(share.folder)
         if share.consequence:
             self._complain(share, reason)
 
-    def _complain(self, share: Share, reason: str) -> None:
+    def _complain(self, share: CheckpointShare, reason: str) -> None:
         if not self._in_trouble:
             say(
                 f"the checkpoint of step {share.version} in {self._root} is not written: {reason}"
@@ -197,7 +196,7 @@ class Writer:
 
     # ---- rank 0: completing checkpoints --------------------------------------------------
 
-    def _poll(self, share: Share, deadline: float) -> None:
+    def _poll(self, share: CheckpointShare, deadline: float) -> None:
         """Complete the checkpoint if all ranks have reported; give it up if one cannot."""
         try:
             done = self._finish_if_reported(share)
@@ -213,7 +212,7 @@ class Writer:
                     del self._awaited[next(iter(self._awaited))]
                 self._changed.notify_all()
 
-    def _finish_if_reported(self, share: Share) -> bool:
+    def _finish_if_reported(self, share: CheckpointShare) -> bool:
         folder, size = share.folder, share.staging.size
         there = set(os.listdir(folder))
         for rank in range(size):
@@ -226,11 +225,11 @@ class Writer:
         self._finish(share, [folders.read_document(path, Report) for path in paths])
         return True
 
-    def _finish(self, share: Share, reports: list[Report]) -> None:
+    def _finish(self, share: CheckpointShare, reports: list[Report]) -> None:
         from elastic_driver.worker.checkpoints import format as dcp_format  # noqa: PLC0415 - see there
 
         for rank, report in enumerate(reports):
-            if report.layout != share.staging.layout:
+            if report.layout != share.staging.digest:
                 raise DamagedError(
                     f"rank {rank} has other tensors than rank 0; give the state the same on each"
                 )
