@@ -2,12 +2,12 @@
 
 Several names of this machine (localhost, 127.0.0.2, its own name) are separate hosts, each with an
 agent of its own. An agent's stdin is a pipe whose other end only this process holds: when the
-driver dies, even by SIGKILL, the agents see it close. Conversely this process is a child
-subreaper, so what an agent that was killed leaves behind comes here and is ended here.
+driver dies, even by SIGKILL, the agents see it close. This process is a child subreaper: what a
+killed agent leaves behind becomes its child and is ended here.
 
-A single host's agents are executed. Once there are several hosts, agents are forked from a process
-that has imported for all of them (`shared_parent`). Where hosts may come at any time, one agent
-more is there already, a *spare*: the next host's agent is it, once it is told (`agent.spare`).
+The agents of a single host are executed. With several hosts, agents are forked from a process
+that has imported for all of them (`shared_parent`). If hosts may come at any time, one more agent
+is kept ready, a *spare*, which becomes the agent of the next host (`launcher.agent.spare`).
 
 One thread, started with the first agent, watches for their ends and calls `on_lost`.
 """
@@ -42,7 +42,7 @@ from launcher.agent.processes import (
 from launcher.agent.spare import send_arguments
 from launcher.backends.addresses import is_this_machine, meeting_address, own_address
 from launcher.backends.base import AgentPlan, agent_argv, describe_end, spare_argv, words_of
-from launcher.backends.shared_parent import Birth, SharedParent
+from launcher.backends.shared_parent import ForkRequest, SharedParent
 
 _SPARE = ("", 0)  # no host and no incarnation: the key of the agent that waits for them
 LAST_RESORT_S = 2.0  # for the kernel to end what was killed
@@ -51,7 +51,7 @@ _LOOK_AGAIN_S = 0.005
 
 @dataclass(eq=False)
 class _RunningAgent:
-    """An agent's process, and whom to tell of its end."""
+    """The process of an agent, and the callback for its end."""
 
     plan: AgentPlan
     on_lost: OnLost
@@ -98,7 +98,7 @@ class LocalBackend(Backend):
         self._orphan_files = orphan_files
         self._lock = threading.Lock()
         self._agents: dict[tuple[str, int], _RunningAgent] = {}
-        self._unborn: dict[tuple[str, int], OnLost] = {}  # the shared parent is to fork them
+        self._requested: dict[tuple[str, int], OnLost] = {}  # the shared parent is to fork them
         self._first: str | None = None  # host that had an agent
         self._shared = SharedParent(endpoint, self._token_file, _say)
         self._none_left = threading.Condition(self._lock)
@@ -154,8 +154,8 @@ class LocalBackend(Backend):
                 if not self._several:
                     self._execute(plan, on_lost)
                 elif not self._give_spare(plan, on_lost):
-                    self._unborn[host, incarnation] = on_lost
-                    self._shared.bear(self._birth(plan))
+                    self._requested[host, incarnation] = on_lost
+                    self._shared.request(self._fork_request(plan))
                 if self._grows:
                     self._order_spare()
         except ClusterError as error:
@@ -166,7 +166,7 @@ class LocalBackend(Backend):
     def kill(self, host: str, incarnation: int) -> None:
         """See `Backend.kill`."""
         with self._lock:
-            on_lost = self._unborn.pop((host, incarnation), None)
+            on_lost = self._requested.pop((host, incarnation), None)
             agent = self._agents.get((host, incarnation))
             if agent is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -178,7 +178,7 @@ class LocalBackend(Backend):
         """See `Backend.close`."""
         with self._lock:
             self._closed = True
-            self._unborn.clear()
+            self._requested.clear()
         self._shared.close()
         with self._lock:
             if (spare := self._agents.get(_SPARE)) is not None:
@@ -212,23 +212,23 @@ class LocalBackend(Backend):
         self._agents[agent.plan.host, agent.plan.incarnation] = agent
         os.write(self._wake_write, b"+")
 
-    def _birth(self, plan: AgentPlan) -> Birth:
-        """What the shared parent is asked for; it calls back on its own thread."""
+    def _fork_request(self, plan: AgentPlan) -> ForkRequest:
+        """Return a request to the shared parent, which calls back on its own thread."""
         key = plan.host, plan.incarnation
 
-        def born(pid: int, warm: int, lifeline: int) -> bool:
+        def on_forked(pid: int, warm: int, lifeline: int) -> bool:
             with self._lock:
-                if key not in self._unborn:
+                if key not in self._requested:
                     return False
                 pidfd = os.pidfd_open(pid)
-                on_lost = self._unborn.pop(key)
+                on_lost = self._requested.pop(key)
                 self._watch_over(_RunningAgent(plan, on_lost, pid, pidfd, lifeline, warm))
                 return True
 
-        def refused() -> None:
+        def on_refused() -> None:
             reason = None
             with self._lock:
-                on_lost = self._unborn.pop(key, None)
+                on_lost = self._requested.pop(key, None)
                 if on_lost is None:
                     return
                 try:
@@ -238,18 +238,18 @@ class LocalBackend(Backend):
             if reason is not None:
                 on_lost(reason)
 
-        return Birth(plan, born, refused)
+        return ForkRequest(plan, on_forked, on_refused)
 
     def _order_spare(self) -> None:
-        """Have one forked when nobody is in a hurry, unless there is one; the lock is held."""
-        if _SPARE not in self._agents and _SPARE not in self._unborn:
-            self._unborn[_SPARE] = _nobody_minds
+        """Have a spare forked when nothing else is, unless there is one; the lock is held."""
+        if _SPARE not in self._agents and _SPARE not in self._requested:
+            self._requested[_SPARE] = _nobody_minds
             host, incarnation = _SPARE
             plan = AgentPlan(host, incarnation, spare_argv(self._python), self._env())
-            self._shared.bear(replace(self._birth(plan), can_wait=True))
+            self._shared.request(replace(self._fork_request(plan), can_wait=True))
 
     def _give_spare(self, plan: AgentPlan, on_lost: OnLost) -> bool:
-        """Make the spare this agent; False where there is none. The lock is held."""
+        """Make the spare this agent; return False if there is none. The lock is held."""
         agent = self._agents.get(_SPARE)
         if agent is None or select.select([agent.pidfd], [], [], 0)[0]:  # or it has just ended
             return False
@@ -271,7 +271,7 @@ class LocalBackend(Backend):
         self._thread.start()
 
     def _watch(self) -> None:
-        """Until `close` writes an x: wait for agents' ends."""
+        """Wait for the ends of agents, until `close` writes an x."""
         watched: set[_RunningAgent] = set()
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_read, selectors.EVENT_READ, None)
@@ -291,7 +291,7 @@ class LocalBackend(Backend):
                     watched.add(agent)
 
     def _ended(self, agent: _RunningAgent) -> None:
-        """An agent's process has ended: clear up after it, then tell the driver."""
+        """Clean up after an agent that has ended, then call its `on_lost`."""
         self._end_orphans(agent.warm)
         sweep_scratch()
         with self._lock:
@@ -305,7 +305,7 @@ class LocalBackend(Backend):
             agent.on_lost(describe_end(agent.plan.host, code))
 
     def _end_orphans(self, warm: int | None) -> None:
-        """Kill what lost its agent and came to us: our children that carry this job's mark.
+        """Kill processes whose agent has ended: our children with this job's mark.
 
         And those in the session `warm`, of the warm parent that was forked with that agent. Other
         children of this process (a library's user may have some) do not carry it, and what
@@ -349,11 +349,11 @@ def _spawn(plan: AgentPlan) -> tuple[int, int]:
 
 
 def _nobody_minds(_reason: str) -> None:
-    """The spare is lost, or none can be had."""
+    """Ignore that the spare is lost, or that none can be forked."""
 
 
 def _session(pid: int) -> int:
-    """The session of a child of ours, ended ones included; 0 where it was reaped meanwhile."""
+    """Return the session of a child, ended or not; 0 if it was reaped meanwhile."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:

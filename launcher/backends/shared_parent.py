@@ -1,4 +1,4 @@
-"""One import of torch for all agents of this machine: they are forked from the process that did it.
+"""One import of torch for all agents of this machine: they are forked from one process.
 
 Several names of one machine are separate hosts with an agent each, and every agent keeps a warm
 parent that imports what workers need: seconds of a processor each. `SharedParent` owns one more
@@ -44,40 +44,41 @@ END_S = 2 * SPEC_S  # for the thread to end
 
 
 @dataclass(frozen=True)
-class Birth:
-    """An agent that is wanted.
+class ForkRequest:
+    """A request for an agent to be forked.
 
     Args:
         plan: what it executes.
-        born: told its pid, that of its warm parent, and the writing end of its stdin, before it
-            begins; keeps that end if it says True. False: nobody wants it any more.
-        refused: called where none can be forked; it is to be started some other way.
-        can_wait: until nobody has asked for anything for a moment.
+        on_forked: called before the agent begins, with its pid, that of its warm parent, and the
+            writing end of its stdin; keeps that end and returns True, or returns False if
+            nobody wants the agent any more.
+        on_refused: called if none can be forked; the caller starts it some other way.
+        can_wait: it is forked once nobody has asked for anything for a moment.
     """
 
     plan: AgentPlan
-    born: Callable[[int, int, int], bool]
-    refused: Callable[[], None]
+    on_forked: Callable[[int, int, int], bool]
+    on_refused: Callable[[], None]
     can_wait: bool = False
 
 
 class _LostError(Exception):
-    """There is no shared parent; the text says why, and is empty where nobody need know."""
+    """There is no shared parent; the text says why, and is empty if users need not know."""
 
 
 class SharedParent:
-    """The process and its thread, from the first `bear` to `close`.
+    """The process and its thread, from the first request to `close`.
 
     Args:
         endpoint: the rendezvous' URL, which knows what workers run.
         token_file: the job's token.
-        say: tells people a sentence.
+        say: prints a sentence for users.
     """
 
     def __init__(self, endpoint: str, token_file: Path, say: Callable[[str], None]) -> None:
         self._endpoint, self._token_file, self._say = endpoint, token_file, say
-        self._births: queue.SimpleQueue[Birth | None] = queue.SimpleQueue()
-        self._later: deque[Birth] = deque()  # of those, what can wait; its thread's own
+        self._requests: queue.SimpleQueue[ForkRequest | None] = queue.SimpleQueue()
+        self._later: deque[ForkRequest] = deque()  # of those, what can wait; its thread's own
         self._thread: threading.Thread | None = None
         self._held: WarmParent | None = None
         self._launches = 0
@@ -86,21 +87,21 @@ class SharedParent:
         self._ending = threading.Event()
         self._wake_read, self._wake_write = -1, -1
 
-    def bear(self, birth: Birth) -> None:
-        """Have an agent forked as soon as everything is imported; returns at once."""
-        self._births.put(birth)
+    def request(self, request: ForkRequest) -> None:
+        """Have an agent forked as soon as everything is imported; return at once."""
+        self._requests.put(request)
         if self._thread is None:
             self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
             self._thread = threading.Thread(target=self._serve, name="shared-parent", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """End the process; agents and their warm parents go on. Who still waits is not told."""
+        """End the process; agents and their warm parents go on. Open requests are dropped."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._ending.set()
-        self._births.put(None)
+        self._requests.put(None)
         os.close(self._wake_write)
         thread.join(END_S)
         if not thread.is_alive():
@@ -109,11 +110,11 @@ class SharedParent:
     # ---- its thread ----------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while (birth := self._next()) is not None and not self._ending.is_set():
+        while (request := self._next()) is not None and not self._ending.is_set():
             try:
                 if not self._lost:
                     self._held = self._held or self._open()
-                    self._fork(self._held, birth)
+                    self._fork(self._held, request)
                     continue
             except _LostError as error:
                 self._lose(str(error))
@@ -122,22 +123,22 @@ class SharedParent:
             except Exception as error:  # or nobody would start those who wait
                 self._lose(f"a bug of ours: {error!r}")
             if not self._ending.is_set():
-                birth.refused()
+                request.on_refused()
         self._end()
 
-    def _next(self) -> Birth | None:
-        """What is to be borne now; None: nothing any more."""
+    def _next(self) -> ForkRequest | None:
+        """Return the next request; None: there will be no more."""
         while True:
             try:
-                birth = self._births.get(timeout=CALM_S if self._later else None)
+                request = self._requests.get(timeout=CALM_S if self._later else None)
             except queue.Empty:
                 return self._later.popleft()
-            if birth is None or not birth.can_wait:
-                return birth
-            self._later.append(birth)
+            if request is None or not request.can_wait:
+                return request
+            self._later.append(request)
 
     def _lose(self, why: str) -> None:
-        """Give it up, for good if it never was of use or too many were lost; people are told."""
+        """Give the process up, for good if it never was of use or too many were lost."""
         self._lost = not self._warm or self._launches >= MOST_LAUNCHES
         words = "" if self._held is None else self._held.last_words()
         self._end()
@@ -194,8 +195,8 @@ class SharedParent:
             raise _LostError("")  # what the agents will find out, too, and say
         self._warm = True
 
-    def _fork(self, held: WarmParent, birth: Birth) -> None:
-        """Have one agent forked; raises OSError or EOFError where none comes."""
+    def _fork(self, held: WarmParent, request: ForkRequest) -> None:
+        """Have one agent forked; raises OSError or EOFError if none comes."""
         stdin, lifeline = os.pipe2(os.O_CLOEXEC)
         ours, theirs = socket.socketpair()
         with ours, contextlib.ExitStack() as on_error:
@@ -207,13 +208,13 @@ class SharedParent:
             finally:
                 os.close(stdin)
             ours.settimeout(ANSWER_S)
-            plan = birth.plan
+            plan = request.plan
             env = {**os.environ, **plan.env}
             send_line(ours, {"argv": plan.argv, "env": env, "cwd": str(plan.cwd)})
             if not self._wait_for(ours, ANSWER_S):
                 raise TimeoutError(f"nothing in {ANSWER_S:g} s")
             answer = receive_line(ours)
-            if not birth.born(int(answer["pid"]), int(answer["warm"]), lifeline):
+            if not request.on_forked(int(answer["pid"]), int(answer["warm"]), lifeline):
                 _end_unwanted(held)
                 return
             on_error.pop_all()
@@ -221,7 +222,7 @@ class SharedParent:
                 ours.sendall(b"go")
 
     def _wait_for(self, line: socket.socket, seconds: float) -> bool:
-        """Whether something comes in time; raises `_LostError` when we are to end."""
+        """Return whether something arrives in time; raises `_LostError` after `close`."""
         ready, _, _ = select.select([line.fileno(), self._wake_read], [], [], seconds)
         if self._wake_read in ready:
             raise _LostError("")
@@ -229,6 +230,6 @@ class SharedParent:
 
 
 def _end_unwanted(held: WarmParent) -> None:
-    """End what came of a request that nobody wants any more."""
+    """End what was forked for a request that was withdrawn."""
     for pid in held.own_pids() - {held.pid}:
         end_child(pid)

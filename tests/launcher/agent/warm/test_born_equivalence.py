@@ -17,7 +17,7 @@ import pytest
 from elastic_driver.core.documents import encode
 from launcher.agent.processes import reap
 from launcher.backends.base import PACKAGE_ROOT, AgentPlan
-from launcher.backends.shared_parent import Birth, SharedParent
+from launcher.backends.shared_parent import ForkRequest, SharedParent
 from tests.launcher.agent.harness import Driver, eventually
 from tests.launcher.agent.warm.harness import DEADLINE_S, Outcome, agent
 from tests.launcher.agent.warm.test_equivalence import (
@@ -71,7 +71,7 @@ def forked_agent(folder: Path, *flags: str) -> Iterator[Born]:
     shared = SharedParent(driver.server.url, driver.token_file, said.append)
     answers = os.open(folder / "answers", os.O_RDWR | os.O_CLOEXEC)
     with agent(folder), open(answers, "rb", buffering=0) as heard:
-        shared.bear(Birth(plan, born, lambda: said.append("refused")))
+        shared.request(ForkRequest(plan, born, lambda: said.append("refused")))
         try:
             ((pid, lifeline),) = eventually(lambda: pids, DEADLINE_S, f"an agent; {said}")
             with open(lifeline, "wb") as ask:
