@@ -37,7 +37,7 @@ from elastic_driver.settings import Settings
 Part = TypeVar("Part")
 
 
-class Rule(Protocol):
+class Consequent(Protocol):
     """A part that draws consequences after each event."""
 
     def advance(self, now: float) -> None:
@@ -74,9 +74,9 @@ class JobParts:
         self.membership = self._make(Membership)
         self.reports = self._make(Reports)
 
-    def rule(self, name: str) -> Rule:
+    def rule(self, name: str) -> Consequent:
         """Return a part that draws consequences, by its name here."""
-        rule: Rule = getattr(self, name)
+        rule: Consequent = getattr(self, name)
         return rule
 
     def _make(self, part: type[Part]) -> Part:

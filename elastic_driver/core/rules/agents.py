@@ -10,36 +10,23 @@ from dataclasses import dataclass
 
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.events import AgentLost, AgentReady
-from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.fleet import AgentNews, AgentState, Fleet, HostAgent
-from elastic_driver.core.rules.hosts import HostManager
-from elastic_driver.core.rules.outcome import Cause, Outcome
+from elastic_driver.core.rules.fleet import AgentNews, AgentState, HostAgent
+from elastic_driver.core.rules.outcome import Cause
 from elastic_driver.core.rules.placement import Placement
-from elastic_driver.core.rules.rounds import Rounds
 from elastic_driver.core.rules.workers import (
     ACTIVE,
     Worker,
     WorkerNews,
     WorkerState,
-    WorkerStateRegistry,
 )
-from elastic_driver.settings import Settings
 
 
 @dataclass(slots=True)
-class Agents:
+class Agents(Rule):
     """Decides what follows from the news of agents."""
 
-    settings: Settings
-    effects: Effects
-    hosts: HostManager
-    fleet: Fleet
-    workers: WorkerStateRegistry
-    capacity: Capacity
-    outcome: Outcome
-    rounds: Rounds
     endings: Endings
     placement: Placement
 

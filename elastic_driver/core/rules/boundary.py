@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 
 from elastic_driver.core.decisions import AskProgress, PublishNotice
 from elastic_driver.core.events import ProgressReported
-from elastic_driver.core.rules.effects import Effects
-from elastic_driver.core.rules.rounds import OfRound, Rounds
-from elastic_driver.core.rules.workers import WorkerState, WorkerStateRegistry
-from elastic_driver.settings import Settings
+from elastic_driver.core.rules.base import Rule
+from elastic_driver.core.rules.rounds import OfRound
+from elastic_driver.core.rules.workers import WorkerState
 
 BASE_MARGIN = 0.1  # store → long-poll → heartbeat thread, on a busy machine
 MARGIN_PER_WORKER = 0.0005  # the server answers its long-polls one after the other
@@ -41,13 +40,9 @@ class Question:
 
 
 @dataclass(slots=True)
-class Boundary:
+class Boundary(Rule):
     """Has the members leave after a common step."""
 
-    settings: Settings
-    effects: Effects
-    workers: WorkerStateRegistry
-    rounds: Rounds
     asked: int = 0  # questions so far
     _question: OfRound[Question] = field(init=False)
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_driver.core.events import DiscoveryFailed, HostsDiscovered
-from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.effects import Effects
-from elastic_driver.core.rules.hosts import HostManager
+from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.rechecks import Rechecks
 
 
 @dataclass(slots=True)
-class Discovered:
+class Discovered(Rule):
     """Records and announces what discovery reports of hosts."""
 
-    effects: Effects
-    hosts: HostManager
-    capacity: Capacity
     rechecks: Rechecks
 
     def on_hosts(self, event: HostsDiscovered) -> None:

@@ -27,15 +27,12 @@ from elastic_driver.core.events import (
     WorkerLeaving,
 )
 from elastic_driver.core.rules import units
-from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.effects import Effects
-from elastic_driver.core.rules.fleet import Fleet
-from elastic_driver.core.rules.hosts import Drain, HostManager
+from elastic_driver.core.rules.base import Rule
+from elastic_driver.core.rules.hosts import Drain
 from elastic_driver.core.rules.notices import time_to_leave
-from elastic_driver.core.rules.outcome import Outcome, ScriptKind
-from elastic_driver.core.rules.rounds import OfRound, Rounds, RoundState
-from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerState, WorkerStateRegistry
-from elastic_driver.settings import Settings
+from elastic_driver.core.rules.outcome import ScriptKind
+from elastic_driver.core.rules.rounds import OfRound, RoundState
+from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerState
 
 REPLACEMENT_SHARE = 0.5  # of a deadline; the rest is for the boundary and for ending processes
 _HERE = (WorkerState.READY, WorkerState.RUNNING)
@@ -62,17 +59,9 @@ class Replacement:
 
 
 @dataclass(slots=True)
-class Drains:
+class Drains(Rule):
     """Records who has to go and why."""
 
-    settings: Settings
-    effects: Effects
-    hosts: HostManager
-    fleet: Fleet
-    workers: WorkerStateRegistry
-    capacity: Capacity
-    outcome: Outcome
-    rounds: Rounds
     replacement: Replacement | None = None
     _notices: dict[str, Drain] = field(default_factory=dict)  # of workers that were told to go
     _slow: OfRound[dict[str, SlowRank]] = field(init=False)  # members, the first found first

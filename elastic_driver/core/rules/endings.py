@@ -8,48 +8,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_driver.core.documents import Failure
-from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.effects import Effects
-from elastic_driver.core.rules.fleet import Fleet
-from elastic_driver.core.rules.hosts import HostManager
-from elastic_driver.core.rules.orders import Orders
+from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.outcome import (
     KILLED,
     Cause,
     Loss,
-    Outcome,
     ScriptKind,
     exit_status,
     failed_by_itself,
 )
-from elastic_driver.core.rules.rounds import Rounds, RoundState
+from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.workers import (
     ACTIVE,
     Worker,
     WorkerNews,
     WorkerState,
-    WorkerStateRegistry,
 )
 from elastic_driver.core.tf_config import TfLayout
-from elastic_driver.settings import Settings
 
 PLAIN_PROGRESS_S = 30.0  # a plain round that lived this long got somewhere: it cannot tell us
 _ENDED_BADLY = (Cause.OWN, Cause.VICTIM)  # a non-zero exit status, whosever fault
 
 
 @dataclass(slots=True)
-class Endings:
+class Endings(Rule):
     """Records failures, and ends the job where its workers' ends say so."""
 
-    settings: Settings
-    effects: Effects
-    hosts: HostManager
-    fleet: Fleet
-    workers: WorkerStateRegistry
-    capacity: Capacity
-    orders: Orders
-    outcome: Outcome
-    rounds: Rounds
     tf: TfLayout | None
     grace_over: bool = False  # the others' grace period has passed, and it was said
 

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from elastic_driver.core.decisions import PublishSave
 from elastic_driver.core.documents import SaveRequest
 from elastic_driver.core.events import WorkerSaved
+from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.drain import Drains
-from elastic_driver.core.rules.effects import Effects
-from elastic_driver.core.rules.outcome import Outcome
-from elastic_driver.core.rules.rounds import Rounds, RoundState
-from elastic_driver.core.rules.workers import Worker, WorkerState, WorkerStateRegistry
-from elastic_driver.settings import Settings
+from elastic_driver.core.rules.rounds import RoundState
+from elastic_driver.core.rules.workers import Worker, WorkerState
 
 
 @dataclass(slots=True)
@@ -44,14 +42,9 @@ class FinalSave:
 
 
 @dataclass(slots=True)
-class FinalCheckpoint:
+class FinalCheckpoint(Rule):
     """Asks those who leave to save the state."""
 
-    settings: Settings
-    effects: Effects
-    workers: WorkerStateRegistry
-    outcome: Outcome
-    rounds: Rounds
     drains: Drains
     requests: int = 0  # so far
     _last: FinalSave | None = None

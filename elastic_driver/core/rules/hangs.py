@@ -22,13 +22,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic_driver.core.events import WorkerResumed, WorkerSilent, WorkerStalled
-from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.outcome import Outcome, ScriptKind
-from elastic_driver.core.rules.rounds import OfRound, Rounds, RoundState
+from elastic_driver.core.rules.outcome import ScriptKind
+from elastic_driver.core.rules.rounds import OfRound, RoundState
 from elastic_driver.core.rules.stacks import MAX_STACK_CHARS, StackAnswer, Stacks
-from elastic_driver.core.rules.workers import Worker, WorkerState, WorkerStateRegistry
-from elastic_driver.settings import Settings
+from elastic_driver.core.rules.workers import Worker, WorkerState
 
 LEAVE_S = 5.0  # to leave a round that was broken; who can leave does so in well under a second
 LONG_STALL = 8.0  # times as long as first told: then even an evaluation is taken for a hang
@@ -55,14 +54,9 @@ class Stall:
 
 
 @dataclass(slots=True)
-class Hangs:
+class Hangs(Rule):
     """Gives up the members that hang, and breaks rounds in which nobody can go on."""
 
-    settings: Settings
-    effects: Effects
-    workers: WorkerStateRegistry
-    outcome: Outcome
-    rounds: Rounds
     stacks: Stacks
     endings: Endings
     mismatched_at: int | None = None  # `outcome.steps_reported` when a mismatch broke a round

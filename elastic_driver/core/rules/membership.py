@@ -10,21 +10,16 @@ from dataclasses import dataclass, field
 from math import inf
 
 from elastic_driver.core.rules import units
+from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.boundary import Boundary
-from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.drain import Drains
-from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.final_checkpoint import FinalCheckpoint
-from elastic_driver.core.rules.fleet import Fleet
-from elastic_driver.core.rules.hosts import HostManager
-from elastic_driver.core.rules.orders import Orders
-from elastic_driver.core.rules.outcome import Outcome, ScriptKind
+from elastic_driver.core.rules.outcome import ScriptKind
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.preemption import Preemption
-from elastic_driver.core.rules.rounds import OfRound, Rounds, RoundState
-from elastic_driver.core.rules.workers import Worker, WorkerState, WorkerStateRegistry
-from elastic_driver.settings import Settings
+from elastic_driver.core.rules.rounds import OfRound, RoundState
+from elastic_driver.core.rules.workers import Worker, WorkerState
 
 
 @dataclass(slots=True)
@@ -36,18 +31,9 @@ class ElasticRound:
 
 
 @dataclass(slots=True)
-class Membership:
+class Membership(Rule):
     """Forms the rounds of elastic jobs, and closes them for changes."""
 
-    settings: Settings
-    effects: Effects
-    hosts: HostManager
-    fleet: Fleet
-    workers: WorkerStateRegistry
-    capacity: Capacity
-    orders: Orders
-    outcome: Outcome
-    rounds: Rounds
     endings: Endings
     drains: Drains
     placement: Placement

@@ -13,24 +13,19 @@ from elastic_driver.contract import worker_id
 from elastic_driver.core.decisions import StartAgent, StopAgent
 from elastic_driver.core.documents import SlotInfo, StartWorkerOrder
 from elastic_driver.core.rules import units
-from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.drain import Drains
-from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.fleet import (
     FALLBACK_PORT,
     AgentNews,
     AgentState,
-    Fleet,
     HostAgent,
 )
-from elastic_driver.core.rules.hosts import Host, HostManager
-from elastic_driver.core.rules.orders import Orders
-from elastic_driver.core.rules.outcome import Outcome
+from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.ranks import Seat, assign
-from elastic_driver.core.rules.rounds import OfRound, Rounds, RoundState
-from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerStateRegistry
+from elastic_driver.core.rules.rounds import OfRound, RoundState
+from elastic_driver.core.rules.workers import ACTIVE, Worker
 from elastic_driver.core.tf_config import PortOffer, TfLayout, Where
-from elastic_driver.settings import Settings
 
 
 @dataclass(slots=True)
@@ -43,18 +38,9 @@ class Founders:
 
 
 @dataclass(slots=True)
-class Placement:
+class Placement(Rule):
     """Decides who leaves, where agents run and where workers start."""
 
-    settings: Settings
-    effects: Effects
-    hosts: HostManager
-    fleet: Fleet
-    workers: WorkerStateRegistry
-    capacity: Capacity
-    orders: Orders
-    outcome: Outcome
-    rounds: Rounds
     drains: Drains
     tf: TfLayout | None
     some_leave: bool = False  # whether any worker may be marked as leaving

@@ -9,21 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic_driver.core.rules import units
-from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.fleet import Fleet
-from elastic_driver.core.rules.orders import Orders
-from elastic_driver.core.rules.outcome import KILLED, Cause, Loss, Outcome, ScriptKind
+from elastic_driver.core.rules.outcome import KILLED, Cause, Loss, ScriptKind
 from elastic_driver.core.rules.placement import Placement
-from elastic_driver.core.rules.rounds import OfRound, Rounds, RoundState
+from elastic_driver.core.rules.rounds import OfRound, RoundState
 from elastic_driver.core.rules.workers import (
     ACTIVE,
     OCCUPYING,
     WorkerState,
-    WorkerStateRegistry,
 )
-from elastic_driver.settings import Settings
 
 
 @dataclass(slots=True)
@@ -36,17 +31,9 @@ class PlainRound:
 
 
 @dataclass(slots=True)
-class Plain:
+class Plain(Rule):
     """Forms the rounds of plain jobs, and restarts them."""
 
-    settings: Settings
-    effects: Effects
-    fleet: Fleet
-    workers: WorkerStateRegistry
-    capacity: Capacity
-    orders: Orders
-    outcome: Outcome
-    rounds: Rounds
     endings: Endings
     placement: Placement
     _own: OfRound[PlainRound] = field(init=False)

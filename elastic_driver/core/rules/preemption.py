@@ -12,17 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_driver.core.events import JobLeaving
-from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.final_checkpoint import FinalCheckpoint
-from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.notices import time_to_leave
-from elastic_driver.core.rules.orders import Orders
-from elastic_driver.core.rules.outcome import Departure, Outcome, ScriptKind
-from elastic_driver.core.rules.rounds import Rounds, RoundState
-from elastic_driver.core.rules.workers import WorkerState, WorkerStateRegistry
+from elastic_driver.core.rules.outcome import Departure, ScriptKind
+from elastic_driver.core.rules.rounds import RoundState
+from elastic_driver.core.rules.workers import WorkerState
 from elastic_driver.errors import ExitCode
-from elastic_driver.settings import Settings
 
 BOUNDARY_SHARE = 0.5  # of the time; the rest is for writing
 _FROM_THE_NEWEST = (
@@ -31,17 +27,9 @@ _FROM_THE_NEWEST = (
 
 
 @dataclass(slots=True)
-class Preemption:
+class Preemption(Rule):
     """Ends the job in good order when it has to go."""
 
-    settings: Settings
-    effects: Effects
-    hosts: HostManager
-    workers: WorkerStateRegistry
-    capacity: Capacity
-    orders: Orders
-    outcome: Outcome
-    rounds: Rounds
     final_checkpoint: FinalCheckpoint
 
     def on_job_leaving(self, event: JobLeaving, now: float) -> None:

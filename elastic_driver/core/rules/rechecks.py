@@ -16,24 +16,14 @@ from dataclasses import dataclass, field
 
 from elastic_driver.core.decisions import CheckHosts
 from elastic_driver.core.events import HostResult, HostsChecked
-from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.effects import Effects
-from elastic_driver.core.rules.hosts import Host, HostManager
-from elastic_driver.core.rules.outcome import Outcome
-from elastic_driver.core.rules.workers import WorkerStateRegistry
-from elastic_driver.settings import Settings
+from elastic_driver.core.rules.base import Rule
+from elastic_driver.core.rules.hosts import Host
 
 
 @dataclass(slots=True)
-class Rechecks:
+class Rechecks(Rule):
     """Holds hosts that have to be checked, and has them checked."""
 
-    settings: Settings
-    effects: Effects
-    hosts: HostManager
-    workers: WorkerStateRegistry
-    capacity: Capacity
-    outcome: Outcome
     _checking: dict[str, int] = field(default_factory=dict)  # host → position; being checked
     _checks: int = 0  # begun so far
     _held_since: float | None = None  # a host waits for a check since then

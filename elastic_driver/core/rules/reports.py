@@ -20,14 +20,11 @@ from elastic_driver.core.events import (
     WorkerStepped,
 )
 from elastic_driver.core.machine import assert_never
-from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.hangs import Hangs
-from elastic_driver.core.rules.hosts import HostManager
-from elastic_driver.core.rules.orders import Orders
-from elastic_driver.core.rules.outcome import Outcome, ScriptKind, cause_of
-from elastic_driver.core.rules.rounds import Rounds, RoundState
+from elastic_driver.core.rules.outcome import ScriptKind, cause_of
+from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.stacks import Stacks
 from elastic_driver.core.rules.workers import (
     ACTIVE,
@@ -35,22 +32,14 @@ from elastic_driver.core.rules.workers import (
     Worker,
     WorkerNews,
     WorkerState,
-    WorkerStateRegistry,
 )
 from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 
 
 @dataclass(slots=True)
-class Reports:
+class Reports(Rule):
     """Decides what follows from the report of one worker."""
 
-    effects: Effects
-    hosts: HostManager
-    workers: WorkerStateRegistry
-    capacity: Capacity
-    orders: Orders
-    outcome: Outcome
-    rounds: Rounds
     endings: Endings
     stacks: Stacks
     hangs: Hangs

@@ -20,9 +20,8 @@ from msgspec.structs import replace
 from elastic_driver.core.decisions import AskStacks, StackGroup
 from elastic_driver.core.documents import StacksOrder
 from elastic_driver.core.events import WorkerStack
-from elastic_driver.core.rules.effects import Effects
-from elastic_driver.core.rules.orders import Orders
-from elastic_driver.core.rules.workers import Worker, WorkerState, WorkerStateRegistry
+from elastic_driver.core.rules.base import Rule
+from elastic_driver.core.rules.workers import Worker, WorkerState
 from elastic_driver.core.stack_location import SEEN_WAITING
 
 ANSWER_S = 1.5  # a heartbeat thread answers within milliseconds, an agent within a second
@@ -51,12 +50,9 @@ class StackQuestion:
 
 
 @dataclass(slots=True)
-class Stacks:
+class Stacks(Rule):
     """Asks for stacks and collects the answers, one question at a time."""
 
-    effects: Effects
-    workers: WorkerStateRegistry
-    orders: Orders
     asked: int = 0  # questions so far
     _open: StackQuestion | None = None
 
