@@ -1,0 +1,30 @@
+"""What every rule works with: the settings, and the tables of hosts, agents, workers and rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.fleet import Fleet
+from elastic_driver.core.rules.hosts import HostManager
+from elastic_driver.core.rules.orders import Orders
+from elastic_driver.core.rules.outcome import Outcome
+from elastic_driver.core.rules.rounds import Rounds
+from elastic_driver.core.rules.workers import WorkerStateRegistry
+from elastic_driver.settings import Settings
+
+
+@dataclass(slots=True)
+class Rule:
+    """A part of the job that decides; reads these, and writes only its own fields."""
+
+    settings: Settings
+    effects: Effects
+    hosts: HostManager
+    fleet: Fleet
+    workers: WorkerStateRegistry
+    capacity: Capacity
+    orders: Orders
+    outcome: Outcome
+    rounds: Rounds
