@@ -278,50 +278,18 @@ class Tick(Struct, frozen=True, tag="tick"):
     """Nothing but time has passed; sent when `Job.deadline()` is reached."""
 
 
+_Steps: TypeAlias = WorkerStepped | WorkerStalled | WorkerResumed
 WorkerReport: TypeAlias = (
-    WorkerStarted
-    | WorkerReady
-    | WorkerStepped
-    | WorkerStalled
-    | WorkerResumed
-    | WorkerExited
-    | WorkerSilent
-    | WorkerLost
+    WorkerStarted | WorkerReady | _Steps | WorkerExited | WorkerSilent | WorkerLost
 )
-HostReport: TypeAlias = (
-    AgentReady
-    | AgentLost
-    | HostsDiscovered
-    | DiscoveryFailed
-    | HostsChecked
-    | HostLeaving
-    | DrainRequested
-    | DrainCancelled
-)
-JobReport: TypeAlias = (
-    WorkerLeaving
-    | WorkerSaved
-    | WorkerStack
-    | StacksRequested
-    | ProgressReported
-    | RankSlow
-    | RankRecovered
-    | ScaleRequested
-    | JobLeaving
-    | StopRequested
-    | Tick
-)
+_Drain: TypeAlias = HostLeaving | DrainRequested | DrainCancelled
+_Discovery: TypeAlias = HostsDiscovered | DiscoveryFailed | HostsChecked
+HostReport: TypeAlias = AgentReady | AgentLost | _Discovery | _Drain
+_Answer: TypeAlias = WorkerSaved | WorkerStack | ProgressReported
+_Request: TypeAlias = ScaleRequested | StacksRequested | JobLeaving | StopRequested
+JobReport: TypeAlias = _Answer | _Request | WorkerLeaving | RankSlow | RankRecovered | Tick
 Event: TypeAlias = WorkerReport | HostReport | JobReport | EventBatch
 WireEvent: TypeAlias = (
-    AgentReady
-    | WorkerStarted
-    | WorkerReady
-    | WorkerStepped
-    | WorkerStalled
-    | WorkerResumed
-    | WorkerStack
-    | WorkerExited
-    | WorkerSaved
-    | HostLeaving
-    | WorkerLeaving
-)
+    Together | WorkerStalled | WorkerResumed | WorkerStack | WorkerExited | WorkerSaved
+    | HostLeaving | WorkerLeaving
+)  # fmt: skip

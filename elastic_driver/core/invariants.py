@@ -14,7 +14,6 @@ from elastic_driver.contract import host_of_worker
 from elastic_driver.core.decisions import Decision, GiveOrder, PublishWorld, StartAgent
 from elastic_driver.core.documents import StartWorkerOrder, World
 from elastic_driver.core.job_parts import JobParts
-from elastic_driver.core.rules.outcome import ScriptKind
 from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, WorkerState
 
@@ -175,7 +174,7 @@ def _waiting(job: JobParts) -> Iterator[str]:
         if deadline is not None:
             yield "the job has ended but still waits for a moment"
         return
-    elastic, complete = outcome.kind is ScriptKind.ELASTIC, current.state is RoundState.COMPLETE
+    elastic, complete = outcome.elastic, current.state is RoundState.COMPLETE
     # Scripts that do not speak to us end when they like, once one of them has succeeded.
     runs_out = not elastic and outcome.first_success is not None
     if not complete and deadline is None and not runs_out:

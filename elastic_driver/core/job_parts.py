@@ -7,9 +7,10 @@ Each part owns its state and alone writes it; others read it, or call one of its
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from elastic_driver.core.rules.agents import Agents
+from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.discovered import Discovered
@@ -35,14 +36,6 @@ from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.settings import Settings
 
 Part = TypeVar("Part")
-
-
-class Consequent(Protocol):
-    """A part that draws consequences after each event."""
-
-    def advance(self, now: float) -> None:
-        """Do what follows from the present state; called again until nothing changes."""
-        ...
 
 
 class JobParts:
@@ -74,9 +67,9 @@ class JobParts:
         self.membership = self._make(Membership)
         self.reports = self._make(Reports)
 
-    def rule(self, name: str) -> Consequent:
+    def rule(self, name: str) -> Rule:
         """Return a part that draws consequences, by its name here."""
-        rule: Consequent = getattr(self, name)
+        rule: Rule = getattr(self, name)
         return rule
 
     def _make(self, part: type[Part]) -> Part:

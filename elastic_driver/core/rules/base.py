@@ -28,3 +28,6 @@ class Rule:
     orders: Orders
     outcome: Outcome
     rounds: Rounds
+
+    def advance(self, now: float) -> None:
+        """Do what follows from the present state; called again until nothing changes."""

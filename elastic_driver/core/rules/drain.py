@@ -18,19 +18,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from elastic_driver.core.events import (
-    DrainCancelled,
-    DrainRequested,
-    HostLeaving,
-    RankRecovered,
-    RankSlow,
-    WorkerLeaving,
-)
+from elastic_driver.core import events as ev
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.hosts import Drain
 from elastic_driver.core.rules.notices import time_to_leave
-from elastic_driver.core.rules.outcome import ScriptKind
 from elastic_driver.core.rules.rounds import OfRound, RoundState
 from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerState
 
@@ -73,11 +65,11 @@ class Drains(Rule):
 
     # ---- requests and notices ------------------------------------------------------------
 
-    def on_requested(self, event: DrainRequested, now: float) -> None:
+    def on_requested(self, event: ev.DrainRequested, now: float) -> None:
         """Drain a host."""
         self._drain(event.host, self._until(event.reason, event.deadline, now))
 
-    def on_host_leaving(self, event: HostLeaving, now: float) -> None:
+    def on_host_leaving(self, event: ev.HostLeaving, now: float) -> None:
         """Drain a host that goes away."""
         if self.fleet.current(event.host, event.incarnation) is None:
             late = f"agent {event.host}.{event.incarnation} is not the present one"
@@ -85,10 +77,10 @@ class Drains(Rule):
             return
         self._drain(event.host, self._with_notice(event, now))
 
-    def on_worker_leaving(self, event: WorkerLeaving, now: float) -> None:
+    def on_worker_leaving(self, event: ev.WorkerLeaving, now: float) -> None:
         """Drain a worker that has to go; its host stays."""
         worker = self.workers.workers.get(event.worker)
-        elastic = self.outcome.kind is ScriptKind.ELASTIC
+        elastic = self.outcome.elastic
         if worker is None or worker.state not in ACTIVE or not elastic:
             late = f"{event.worker} is gone or going, or has not taken part yet"
             self.effects.ignore(late)
@@ -100,7 +92,7 @@ class Drains(Rule):
         self.capacity.note_change()
         self.effects.announce("worker_leaving", event.reason, worker, deadline=event.deadline)
 
-    def on_cancelled(self, event: DrainCancelled) -> None:
+    def on_cancelled(self, event: ev.DrainCancelled) -> None:
         """Let the host be used again; workers that have not left yet stay."""
         if not self.hosts.undrain(event.host):
             self.effects.ignore(f"host {event.host} is not drained")
@@ -115,7 +107,7 @@ class Drains(Rule):
             patience = min(patience, deadline * REPLACEMENT_SHARE)
         return Drain(reason, now + patience)
 
-    def _with_notice(self, event: HostLeaving | WorkerLeaving, now: float) -> Drain:
+    def _with_notice(self, event: ev.HostLeaving | ev.WorkerLeaving, now: float) -> Drain:
         drain = self._until(event.reason, event.deadline, now)
         return replace(drain, leave_by=now + time_to_leave(event.deadline))
 
@@ -163,7 +155,7 @@ class Drains(Rule):
         """The members of this round that are slow, by worker."""
         return self._slow.get()
 
-    def on_slow(self, event: RankSlow, now: float) -> None:
+    def on_slow(self, event: ev.RankSlow, now: float) -> None:
         """Record that a rank has become slow."""
         worker = self.workers.workers.get(event.worker)
         here = worker is not None and worker.state in _HERE
@@ -173,7 +165,7 @@ class Drains(Rule):
             return
         self.slow.setdefault(event.worker, SlowRank(event.ratio, now))
 
-    def on_recovered(self, event: RankRecovered, now: float) -> None:
+    def on_recovered(self, event: ev.RankRecovered, now: float) -> None:
         """Record that a rank is no longer slow: it stays, and its host counts like any other."""
         round_is_over = event.round != self.rounds.current.number
         if round_is_over or self.slow.pop(event.worker, None) is None:
@@ -191,7 +183,7 @@ class Drains(Rule):
 
     def advance(self, now: float) -> None:
         """Follow the replacement that goes on, or begin one."""
-        if not self.settings.replace_slow or self.outcome.kind is not ScriptKind.ELASTIC:
+        if not self.settings.replace_slow or not self.outcome.elastic:
             return
         complete = self.rounds.current.state is RoundState.COMPLETE
         if self.replacement is not None:

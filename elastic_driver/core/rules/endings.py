@@ -63,7 +63,7 @@ class Endings(Rule):
             self._blame_host(worker, reason, now)
             if self.outcome.first_success is None:
                 self.count_failure(now, member=member)
-        elastic = self.outcome.kind is ScriptKind.ELASTIC
+        elastic = self.outcome.elastic
         if member and elastic and self.outcome.end is None:
             self.rounds.leave(now, f"{worker.id} {reason}")
 
@@ -72,7 +72,7 @@ class Endings(Rule):
 
         A plain round counts once, however many of its workers fall; it is judged when they have.
         """
-        if self.outcome.kind is not ScriptKind.ELASTIC:
+        if not self.outcome.elastic:
             return
         current = self.rounds.current
         stands = current.state is RoundState.COMPLETE and current.stepped and not member
@@ -103,7 +103,7 @@ class Endings(Rule):
 
     def _anybody_left(self) -> bool:
         """Whether someone of the present world lives (a newcomer does not carry it on)."""
-        elastic = self.outcome.kind is ScriptKind.ELASTIC
+        elastic = self.outcome.elastic
         if self.rounds.current.state is RoundState.FORMING or not elastic:
             return self.workers.count(*ACTIVE) > 0
         trained = self.workers.having(WorkerState.READY, WorkerState.RUNNING)
@@ -111,7 +111,7 @@ class Endings(Rule):
 
     def _judge_wipe_out(self) -> None:
         outcome = self.outcome
-        elastic = outcome.kind is ScriptKind.ELASTIC
+        elastic = outcome.elastic
         by_itself = failed_by_itself(
             outcome.losses, kind=outcome.kind, has_progress=outcome.has_progress
         )
@@ -139,7 +139,7 @@ class Endings(Rule):
             if not worker.is_member or self._stands_by(worker):
                 self.orders.stop(worker, "the job is finishing: nobody new joins")
         self._dismiss_servers()
-        losses, elastic = self.outcome.losses, self.outcome.kind is ScriptKind.ELASTIC
+        losses, elastic = self.outcome.losses, self.outcome.elastic
         bad = next((loss for loss in losses if loss.member and loss.cause in _ENDED_BADLY), None)
         left = self.workers.count(*ACTIVE)
         if bad is not None and (left == 0 or not elastic):

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from elastic_driver.core.events import WorkerResumed, WorkerSilent, WorkerStalled
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.outcome import ScriptKind
 from elastic_driver.core.rules.rounds import OfRound, RoundState
 from elastic_driver.core.rules.stacks import MAX_STACK_CHARS, StackAnswer, Stacks
 from elastic_driver.core.rules.workers import Worker, WorkerState
@@ -102,7 +101,7 @@ class Hangs(Rule):
     def advance(self, now: float) -> None:
         """Judge the members that stand still."""
         stalls = self._stalls.get()
-        if not stalls or self.outcome.kind is not ScriptKind.ELASTIC:
+        if not stalls or not self.outcome.elastic:
             return
         running = list(self.workers.having(WorkerState.RUNNING))
         spoken = [worker for worker in running if worker.id in stalls]

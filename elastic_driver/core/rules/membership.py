@@ -15,7 +15,6 @@ from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.final_checkpoint import FinalCheckpoint
-from elastic_driver.core.rules.outcome import ScriptKind
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.preemption import Preemption
 from elastic_driver.core.rules.rounds import OfRound, RoundState
@@ -47,7 +46,7 @@ class Membership(Rule):
 
     def advance(self, now: float) -> None:
         """Do what the present state asks for."""
-        if self.outcome.kind is not ScriptKind.ELASTIC or self.placement.unsettled:
+        if not self.outcome.elastic or self.placement.unsettled:
             return  # leavers are stale; they are marked anew on the next pass
         if self.placement.some_leave:
             self._stop_newcomers()

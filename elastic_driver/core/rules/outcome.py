@@ -168,6 +168,11 @@ class Outcome:
         self.budget = Budget(self.settings)
 
     @property
+    def elastic(self) -> bool:
+        """Whether the script is known to be an elastic one."""
+        return self.kind is ScriptKind.ELASTIC
+
+    @property
     def finishing(self) -> bool:
         """Whether the job comes to its end: nothing is started any more."""
         return self.first_success is not None or self.departure is not None

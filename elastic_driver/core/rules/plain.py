@@ -43,7 +43,7 @@ class Plain(Rule):
 
     def advance(self, now: float) -> None:
         """Do what the present state asks for."""
-        if self.outcome.kind is ScriptKind.ELASTIC:
+        if self.outcome.elastic:
             return
         if self.rounds.current.state is RoundState.CLOSING:
             self._watch_stopping(now)

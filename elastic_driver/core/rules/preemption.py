@@ -15,7 +15,7 @@ from elastic_driver.core.events import JobLeaving
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.final_checkpoint import FinalCheckpoint
 from elastic_driver.core.rules.notices import time_to_leave
-from elastic_driver.core.rules.outcome import Departure, ScriptKind
+from elastic_driver.core.rules.outcome import Departure
 from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.workers import WorkerState
 from elastic_driver.errors import ExitCode
@@ -46,7 +46,7 @@ class Preemption(Rule):
         departure = self.outcome.departure
         if departure is None:
             return
-        if self.outcome.kind is not ScriptKind.ELASTIC:
+        if not self.outcome.elastic:
             self._end("its workers are told to stop; they did not ask to be told earlier")
             return
         waiting = f"the job is ending: {departure.reason}"

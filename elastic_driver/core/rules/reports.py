@@ -8,17 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_driver.core.events import (
-    WorkerExited,
-    WorkerLost,
-    WorkerReady,
-    WorkerReport,
-    WorkerResumed,
-    WorkerSilent,
-    WorkerStalled,
-    WorkerStarted,
-    WorkerStepped,
-)
+from elastic_driver.core import events as ev
 from elastic_driver.core.machine import assert_never
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
@@ -44,7 +34,7 @@ class Reports(Rule):
     stacks: Stacks
     hangs: Hangs
 
-    def on(self, event: WorkerReport, now: float) -> None:
+    def on(self, event: ev.WorkerReport, now: float) -> None:
         """Take in a report, if the worker's process may still exist."""
         worker = self.workers.workers.get(event.worker)
         if worker is None or worker.state not in OCCUPYING:
@@ -53,33 +43,33 @@ class Reports(Rule):
             self.effects.ignore(late)
             return
         match event:
-            case WorkerStarted():
+            case ev.WorkerStarted():
                 self._started(worker, event)
-            case WorkerReady():
+            case ev.WorkerReady():
                 self._ready(worker, event, now)
-            case WorkerStepped():
+            case ev.WorkerStepped():
                 self._stepped(worker, event)
-            case WorkerStalled():
+            case ev.WorkerStalled():
                 self.hangs.on_stalled(worker, event, now)
-            case WorkerResumed():
+            case ev.WorkerResumed():
                 self.hangs.on_resumed(worker, event)
-            case WorkerExited():
+            case ev.WorkerExited():
                 self._exited(worker, event, now)
-            case WorkerSilent():
+            case ev.WorkerSilent():
                 self.hangs.on_silent(worker, event, now)
-            case WorkerLost():
+            case ev.WorkerLost():
                 self._lost(worker, event, now)
             case _:
                 assert_never(event)
 
-    def _started(self, worker: Worker, event: WorkerStarted) -> None:
+    def _started(self, worker: Worker, event: ev.WorkerStarted) -> None:
         if worker.pid:
             self.effects.ignore(f"{worker.id} was started already")
             return
         self.workers.process_started(worker, event.pid)
         self.effects.announce("worker_started", f"pid {event.pid}", worker)
 
-    def _ready(self, worker: Worker, event: WorkerReady, now: float) -> None:
+    def _ready(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
         self._declare_elastic(now)
         running, current = worker.state is WorkerState.RUNNING, self.rounds.current
         if running and event.round != current.number:
@@ -96,14 +86,14 @@ class Reports(Rule):
 
     def _declare_elastic(self, now: float) -> None:
         """A worker has spoken: members lost while the job passed for plain broke the round."""
-        if self.outcome.kind is ScriptKind.ELASTIC:
+        if self.outcome.elastic:
             return
         self.outcome.declare(ScriptKind.ELASTIC)
         lost = next((loss for loss in self.outcome.losses if loss.member), None)
         if lost is not None:
             self.rounds.leave(now, f"{lost.failure.worker} {lost.reason}")
 
-    def _stepped(self, worker: Worker, event: WorkerStepped) -> None:
+    def _stepped(self, worker: Worker, event: ev.WorkerStepped) -> None:
         number = self.rounds.current.number
         in_round = worker.state is WorkerState.RUNNING and event.round == number
         just_left = worker.state is WorkerState.READY and event.round == worker.left
@@ -135,7 +125,7 @@ class Reports(Rule):
             reason = "everybody had it already"
         self.effects.announce("state_synced", reason, worker, step=step, receivers=len(receivers))
 
-    def _exited(self, worker: Worker, event: WorkerExited, now: float) -> None:
+    def _exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
         code, active = event.exit_code, worker.state in ACTIVE
         if self.outcome.kind is ScriptKind.UNDECLARED and active:
             # It never said a word; a later READY can still prove us wrong.
@@ -166,7 +156,7 @@ class Reports(Rule):
         members = [self.workers.workers.get(name) for name in self.rounds.current.members]
         return all(worker is None or worker.leaving for worker in members)
 
-    def _lost(self, worker: Worker, event: WorkerLost, now: float) -> None:
+    def _lost(self, worker: Worker, event: ev.WorkerLost, now: float) -> None:
         self.stacks.settle()  # the stacks are evidence, before it is killed
         if worker.leaving and self.workers.apply(worker, WorkerNews.TOLD_TO_STOP):
             self.orders.kill(worker, event.reason)

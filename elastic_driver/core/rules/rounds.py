@@ -18,7 +18,7 @@ from elastic_driver.core.documents import Member, RanksOrder, World
 from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.orders import Orders
-from elastic_driver.core.rules.outcome import Outcome, ScriptKind
+from elastic_driver.core.rules.outcome import Outcome
 from elastic_driver.core.rules.ranks import assign
 from elastic_driver.core.rules.workers import Worker, WorkerStateRegistry
 from elastic_driver.settings import Settings
@@ -131,7 +131,7 @@ class Rounds:
         That is no failure. `running`: it was in the round's process group and took that down.
         """
         reason = f"{worker.id} is gone ({worker.leaving})"
-        if self.outcome.kind is not ScriptKind.ELASTIC:
+        if not self.outcome.elastic:
             self.current.broken = reason
         elif running:
             self.leave(now, reason)
