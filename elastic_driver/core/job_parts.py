@@ -17,13 +17,13 @@ from elastic_driver.core.rules.discovered import Discovered
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.final_checkpoint import FinalCheckpoint
+from elastic_driver.core.rules.final_checkpoint import FinalSaves
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.hangs import Hangs
 from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.membership import Membership
 from elastic_driver.core.rules.orders import Orders
-from elastic_driver.core.rules.outcome import Outcome
+from elastic_driver.core.rules.outcome import JobOutcome
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.plain import Plain
 from elastic_driver.core.rules.preemption import Preemption
@@ -50,7 +50,7 @@ class JobParts:
         self.effects = Effects()
         self.capacity = self._make(Capacity)
         self.orders = self._make(Orders)
-        self.outcome = self._make(Outcome)
+        self.outcome = self._make(JobOutcome)
         self.rounds = self._make(Rounds)
         self.stacks = self._make(Stacks)
         self.boundary = self._make(Boundary)
@@ -61,7 +61,7 @@ class JobParts:
         self.drains = self._make(Drains)
         self.placement = self._make(Placement)
         self.agents = self._make(Agents)
-        self.final_checkpoint = self._make(FinalCheckpoint)
+        self.final_checkpoint = self._make(FinalSaves)
         self.preemption = self._make(Preemption)
         self.plain = self._make(Plain)
         self.membership = self._make(Membership)

@@ -47,7 +47,7 @@ class Member(Struct, frozen=True, array_like=True):
     clean: bool = True  # its tensors are those of `version`
 
 
-class Run(Struct, frozen=True, array_like=True):
+class SlotRun(Struct, frozen=True, array_like=True):
     """Workers of one host in slots next to each other, in the order of their ranks."""
 
     slot: Index  # of the first
@@ -59,7 +59,7 @@ class HostGroup(Struct, frozen=True, array_like=True):
     """Hosts that follow each other and have the same slots in use."""
 
     hosts: tuple[Annotated[str, Meta(min_length=1, max_length=253)], ...]
-    runs: Annotated[tuple[Run, ...], Meta(min_length=1)]
+    runs: Annotated[tuple[SlotRun, ...], Meta(min_length=1)]
 
 
 class Standings(Struct, frozen=True, array_like=True):
@@ -77,7 +77,7 @@ class Roster(Struct, frozen=True, array_like=True):
     standings: tuple[Standings, ...]
 
 
-class _Block(NamedTuple):
+class _HostBlock(NamedTuple):
     """Hosts of one group, and where they begin."""
 
     number: int  # among the blocks
@@ -102,11 +102,13 @@ class Members(Sequence[Member]):
     def __init__(self, roster: Roster) -> None:
         """Raises `ValueError` where the roster is too long or contradicts itself."""
         self.roster = roster
-        self._blocks: list[_Block] = []
+        self._blocks: list[_HostBlock] = []
         self._having: dict[int, list[int]] = {}  # by local rank, as they are asked for
         self._nodes = size = 0
         for number, group in enumerate(roster.groups):
-            block = _Block(number, group, sum(run.count for run in group.runs), self._nodes, size)
+            block = _HostBlock(
+                number, group, sum(run.count for run in group.runs), self._nodes, size
+            )
             self._blocks.append(block)
             self._nodes += len(group.hosts)
             size = block.behind
@@ -152,7 +154,7 @@ class Members(Sequence[Member]):
             local_rank += run.count
         return None
 
-    def _member(self, block: _Block, offset: int, local_rank: int) -> Member:
+    def _member(self, block: _HostBlock, offset: int, local_rank: int) -> Member:
         """The member with this local rank on the host at `offset` in its block."""
         slot, incarnation = _seat(block.group.runs, local_rank)
         host, node = block.group.hosts[offset], block.node + offset
@@ -211,8 +213,8 @@ def roster_of(members: Sequence[Member]) -> Roster:
     return Roster(tuple(groups), tuple(standings))
 
 
-def _runs(members: Iterable[Member]) -> tuple[Run, ...]:
-    runs: list[Run] = []
+def _runs(members: Iterable[Member]) -> tuple[SlotRun, ...]:
+    runs: list[SlotRun] = []
     for member in members:
         place = member.place
         incarnation = int(member.worker.rpartition(".")[2])
@@ -220,13 +222,13 @@ def _runs(members: Iterable[Member]) -> tuple[Run, ...]:
             raise ValueError(f"{member.worker} is no worker in slot {place.slot} of {place.host}")
         last = runs[-1] if runs else None
         if last and (last.slot + last.count, last.incarnation) == (place.slot, incarnation):
-            runs[-1] = Run(last.slot, last.count + 1, incarnation)
+            runs[-1] = SlotRun(last.slot, last.count + 1, incarnation)
         else:
-            runs.append(Run(place.slot, 1, incarnation))
+            runs.append(SlotRun(place.slot, 1, incarnation))
     return tuple(runs)
 
 
-def _seat(runs: tuple[Run, ...], local_rank: int) -> tuple[int, int]:
+def _seat(runs: tuple[SlotRun, ...], local_rank: int) -> tuple[int, int]:
     """(slot, incarnation) of a host's worker."""
     for run in runs:
         if local_rank < run.count:

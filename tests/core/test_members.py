@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.core.documents import Member, World, decode_world, encode_world
-from elastic_driver.core.members import Members, Roster, Run, Standings, roster_of
+from elastic_driver.core.members import Members, Roster, SlotRun, Standings, roster_of
 from elastic_driver.core.rules.ranks import Seat, assign
 
 
@@ -78,5 +78,5 @@ def test_a_roster_that_cannot_be_is_refused(text: str) -> None:
 def test_hosts_in_the_same_state_share_their_runs() -> None:
     roster = roster_of(members_on([("a", [(0, 1), (1, 1)]), ("b", [(0, 1), (1, 1)])]))
     assert [group.hosts for group in roster.groups] == [("a", "b")]
-    assert roster.groups[0].runs == (Run(0, 2, 1),)
+    assert roster.groups[0].runs == (SlotRun(0, 2, 1),)
     assert roster.standings == (Standings(4, -1, True),)

@@ -9,7 +9,7 @@ from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.orders import Orders
-from elastic_driver.core.rules.outcome import Outcome
+from elastic_driver.core.rules.outcome import JobOutcome
 from elastic_driver.core.rules.rounds import Rounds
 from elastic_driver.core.rules.workers import WorkerStateRegistry
 from elastic_driver.settings import Settings
@@ -26,7 +26,7 @@ class Rule:
     workers: WorkerStateRegistry
     capacity: Capacity
     orders: Orders
-    outcome: Outcome
+    outcome: JobOutcome
     rounds: Rounds
 
     def advance(self, now: float) -> None:

@@ -32,7 +32,7 @@ _GONE_AS_TOLD = (WorkerState.STOPPING, WorkerState.STOPPED)
 
 
 @dataclass(frozen=True, slots=True)
-class SlowRank:
+class SlowVerdict:
     """The verdict that a member computes slowly."""
 
     ratio: float  # its time over the usual one
@@ -56,7 +56,7 @@ class Drains(Rule):
 
     replacement: Replacement | None = None
     _notices: dict[str, Drain] = field(default_factory=dict)  # of workers that were told to go
-    _slow: OfRound[dict[str, SlowRank]] = field(init=False)  # members, the first found first
+    _slow: OfRound[dict[str, SlowVerdict]] = field(init=False)  # members, the first found first
     _replace_after: float = 0.0  # no replacement begins earlier
     _without_room: set[str] = field(default_factory=set)  # slow hosts that nobody can leave
 
@@ -151,7 +151,7 @@ class Drains(Rule):
     # ---- slow workers --------------------------------------------------------------------
 
     @property
-    def slow(self) -> dict[str, SlowRank]:
+    def slow(self) -> dict[str, SlowVerdict]:
         """The members of this round that are slow, by worker."""
         return self._slow.get()
 
@@ -163,7 +163,7 @@ class Drains(Rule):
             late = f"{event.worker} was slow in round {event.round}, which is over for it"
             self.effects.ignore(late)
             return
-        self.slow.setdefault(event.worker, SlowRank(event.ratio, now))
+        self.slow.setdefault(event.worker, SlowVerdict(event.ratio, now))
 
     def on_recovered(self, event: ev.RankRecovered, now: float) -> None:
         """Record that a rank is no longer slow: it stays, and its host counts like any other."""

@@ -42,7 +42,7 @@ class FinalSave:
 
 
 @dataclass(slots=True)
-class FinalCheckpoint(Rule):
+class FinalSaves(Rule):
     """Asks those who leave to save the state."""
 
     drains: Drains

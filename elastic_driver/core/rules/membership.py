@@ -14,7 +14,7 @@ from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.final_checkpoint import FinalCheckpoint
+from elastic_driver.core.rules.final_checkpoint import FinalSaves
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.preemption import Preemption
 from elastic_driver.core.rules.rounds import OfRound, RoundState
@@ -37,7 +37,7 @@ class Membership(Rule):
     drains: Drains
     placement: Placement
     boundary: Boundary
-    final_checkpoint: FinalCheckpoint
+    final_checkpoint: FinalSaves
     preemption: Preemption
     _own: OfRound[ElasticRound] = field(init=False)
 

@@ -147,7 +147,7 @@ class Budget:
 
 
 @dataclass(slots=True)
-class Outcome:
+class JobOutcome:
     """What the job has come to so far, and its end."""
 
     settings: Settings

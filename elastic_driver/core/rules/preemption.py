@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elastic_driver.core.events import JobLeaving
 from elastic_driver.core.rules.base import Rule
-from elastic_driver.core.rules.final_checkpoint import FinalCheckpoint
+from elastic_driver.core.rules.final_checkpoint import FinalSaves
 from elastic_driver.core.rules.notices import time_to_leave
 from elastic_driver.core.rules.outcome import Departure
 from elastic_driver.core.rules.rounds import RoundState
@@ -30,7 +30,7 @@ _FROM_THE_NEWEST = (
 class Preemption(Rule):
     """Ends the job in good order when it has to go."""
 
-    final_checkpoint: FinalCheckpoint
+    final_checkpoint: FinalSaves
 
     def on_job_leaving(self, event: JobLeaving, now: float) -> None:
         """Begin to end the job, which has to be gone in so many seconds."""

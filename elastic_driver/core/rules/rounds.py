@@ -18,7 +18,7 @@ from elastic_driver.core.documents import Member, RanksOrder, World
 from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.orders import Orders
-from elastic_driver.core.rules.outcome import Outcome
+from elastic_driver.core.rules.outcome import JobOutcome
 from elastic_driver.core.rules.ranks import assign
 from elastic_driver.core.rules.workers import Worker, WorkerStateRegistry
 from elastic_driver.settings import Settings
@@ -69,7 +69,7 @@ class Rounds:
     workers: WorkerStateRegistry
     capacity: Capacity
     orders: Orders
-    outcome: Outcome
+    outcome: JobOutcome
     current: Round = field(default_factory=lambda: Round(1, 0.0))
 
     def begin(self, now: float) -> None:
