@@ -106,7 +106,7 @@ class Summary:
 
     @property
     def as_promised(self) -> bool:
-        """Whether the job shrank and grew back, with every step done exactly once."""
+        """True if the job shrank and grew back, with every step done exactly once."""
         return self.sizes == [3, 2, 3] and (self.lost, self.repeated) == (0, 0)
 
     def lines(self) -> list[tuple[str, str]]:

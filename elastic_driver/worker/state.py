@@ -143,7 +143,7 @@ class State:
 
     @property
     def clean(self) -> bool:
-        """Whether the tensors are, or by `restore()` become, exactly those of `version`."""
+        """True if the tensors are, or by `restore()` become, exactly those of `version`."""
         return not self._torn and (self._snapshot or self._counter.at_rest())
 
     def commit(self) -> None:

@@ -1,4 +1,4 @@
-"""How a fixed global batch is shared, and the tree that adds its gradients."""
+"""The shares of a fixed global batch, and the tree that adds its gradients."""
 
 from __future__ import annotations
 

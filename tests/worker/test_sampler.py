@@ -19,7 +19,7 @@ from elastic_driver.worker.sampler import ElasticSampler
 
 
 class Place:
-    """Where the sampler under test believes to be."""
+    """The rank and size that the sampler under test sees."""
 
     rank, size = 0, 1
 

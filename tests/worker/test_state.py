@@ -1,4 +1,4 @@
-"""What a state keeps, rolls back, and reports, in one process."""
+"""A state keeps values, rolls them back, and reports its version; in one process."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class StepSum(ABC):
 
     @property
     def _shared(self) -> bool:
-        """Whether there are other workers to add with."""
+        """True if there are other workers to add with."""
         return len(self._ranges) > 1
 
     def _gradients(self) -> Entries:

@@ -1,1 +1,1 @@
-"""How ranks come to hold the same state: what `state` is made of, and how it travels."""
+"""The synchronisation of states between ranks: their parts, and the transfer."""

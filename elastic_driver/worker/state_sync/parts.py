@@ -28,7 +28,7 @@ Outgoing = tuple[Any, list[tuple[str, Tensor]]]  # a document; name and tensor o
 
 
 class TensorSpec(TensorKind, frozen=True, array_like=True):
-    """What a receiver must know to allocate a tensor: dtype, shape, type of device ("cpu", …)."""
+    """Dtype, shape and type of device ("cpu", "cuda") of a tensor that a receiver allocates."""
 
     device: str
 

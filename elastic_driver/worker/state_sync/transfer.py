@@ -28,7 +28,7 @@ class Route(Struct, frozen=True):
 
     @property
     def direct(self) -> bool:
-        """Whether only source and receiver take part, and no other rank."""
+        """True if only source and receiver take part, and no other rank."""
         return len(self.receivers) == 1
 
     def concerns(self, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""How the micro-batches' gradients become the step's, where no second process is needed."""
+"""The gradients of micro-batches become that of the step; here in one process."""
 
 from __future__ import annotations
 

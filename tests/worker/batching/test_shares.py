@@ -16,7 +16,7 @@ HEARD_AT = {3: (6, 1, 1), 9: (1, 1, 6), 10: (2, 2, 4), 21: (9, 9, 9)}
 
 
 def shares_by_step(rank: int, size: int) -> list[list[int]]:
-    """What is in force in each step; what rank 0 hears in some steps, and others never do."""
+    """Return the shares in force in each step; only rank 0 hears of new ones, in some steps."""
     heard: list[Allocation] = []
     shares = BalancedShares(lambda: heard[-1] if heard else None)
     found = [shares.enter(rank, size, 8)]

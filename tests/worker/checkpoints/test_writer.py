@@ -31,7 +31,7 @@ def world(size: int, round_id: int = 1) -> World:
 
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test leaves half-written is not waited for when the tests end."""
+    """Do not wait, when the tests end, for checkpoints that a test left half-written."""
     monkeypatch.setattr(writer, "PATIENCE_S", 20.0)
     monkeypatch.setattr(writer.atexit, "register", lambda _: None)
 

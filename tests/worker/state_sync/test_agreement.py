@@ -1,4 +1,4 @@
-"""Whose state wins: read from the world alone, the same answer on every rank."""
+"""The state that wins follows from the world alone, and is the same on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What settings and buffers were at a commit is what they are again after a failed step."""
+"""After a failed step, settings and buffers are again those of the last commit."""
 
 from __future__ import annotations
 
