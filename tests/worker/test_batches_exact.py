@@ -211,7 +211,7 @@ def world_of(group: dist.ProcessGroup, rank: int, members: int) -> Iterator[None
 
 
 class Results:
-    """Return the results of eight ranks, in one go: starting processes takes longer than the training."""
+    """The results of eight ranks, in one go: starting processes takes longer than the training."""
 
     def __init__(self, ranks: list[tuple[dict[tuple[str, int], Trained], list[str]]]) -> None:
         self._found = [found for found, _ in ranks]
