@@ -48,7 +48,6 @@ _LENGTH, _CONNECTION, _TOKEN, _ID = (
 )
 _IGNORED = ("host", "content-type", "accept", "accept-encoding", "user-agent")
 _KNOWN = frozenset((_LENGTH, _CONNECTION, _TOKEN, _ID, *_IGNORED))
-_FORBIDDEN = frozenset("\r\n\0")
 
 
 class PlainHead(Struct, frozen=True):
@@ -71,15 +70,17 @@ def read_head(head: bytes, lines: Mapping[bytes, str]) -> PlainHead | None:
     A plain head has one of the request lines in `lines` (values are their paths) and the headers
     that our clients send. None for anything unusual: aiohttp knows what to do about it.
     """
-    first, *rest = head.split(b"\r\n")
-    path = lines.get(first + b"\r\n")
-    if path is None or not head.isascii():
+    if not head.isascii() or b"\0" in head:
+        return None
+    first, *rest = head.decode("ascii").split("\r\n")
+    path = lines.get(f"{first}\r\n".encode())
+    if path is None or not head.count(b"\r") == head.count(b"\n") == len(rest):
         return None
     headers: dict[str, str] = {}
     for line in rest:
-        name, colon, value = line.decode("ascii").partition(":")
+        name, colon, value = line.partition(":")
         name = name.lower()
-        if not colon or name not in _KNOWN or name in headers or not _FORBIDDEN.isdisjoint(value):
+        if not colon or name not in _KNOWN or name in headers:
             return None
         headers[name] = value.strip(" \t")
     length = headers.get(_LENGTH, "")

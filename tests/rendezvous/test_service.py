@@ -1,4 +1,4 @@
-"""Who keeps deadlines on a loop is woken for the earliest, and told when the loop stood still."""
+"""The alarm rings for the earliest deadline, and tells when the loop was held up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Bell:
-    """Writes down when it rang, and for how long the loop stood still before."""
+    """Records when it rang, and for how long the loop was held up before."""
 
     def __init__(self) -> None:
         self.rings: list[tuple[float, float]] = []
