@@ -230,13 +230,10 @@ class Agent:
         reading = asyncio.create_task(
             asyncio.to_thread(self._client.get, contract.JOB_SPEC, FIRST_CONTACT_S)
         )
-        ending = asyncio.create_task(self._endings.get())
-        await asyncio.wait((reading, ending), return_when=asyncio.FIRST_COMPLETED)
-        if ending.done():
+        ending = await self._ending_before(reading)
+        if ending is not None:
             reading.cancel()
-            await asyncio.wait((reading,))
-            return ending.result()
-        ending.cancel()
+            return ending
         try:
             entry = reading.result()
             if entry is None:
@@ -258,16 +255,20 @@ class Agent:
         """Stop all workers and wait for their end; a further reason may shorten their grace."""
         ended = asyncio.create_task(workers.all_ended())
         workers.stop_all(ending.grace)
-        while not ended.done():
-            another = asyncio.create_task(self._endings.get())
-            await asyncio.wait((ended, another), return_when=asyncio.FIRST_COMPLETED)
-            if another.done():
-                workers.stop_all(another.result().grace)
-                if another.result().driver_gone:
-                    ending = another.result()
-            else:
-                another.cancel()
+        while (another := await self._ending_before(ended)) is not None:
+            workers.stop_all(another.grace)
+            if another.driver_gone:
+                ending = another
         return ending
+
+    async def _ending_before(self, task: asyncio.Task[Any]) -> Ending | None:
+        """Return the next reason to end; None if the task is done before there is one."""
+        ending = asyncio.create_task(self._endings.get())
+        await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            return ending.result()
+        ending.cancel()
+        return None
 
     def _leave(self, ending: Ending) -> Ending:
         """Say why we end, unless we were told to, and clean up for a driver that cannot."""

@@ -19,23 +19,8 @@ from launcher.network import is_loopback
 # Variables that an outer launcher may have left in our own environment; they would confuse the
 # script.
 _NOT_INHERITED_PREFIX = "TORCHELASTIC_"
-_NOT_INHERITED = frozenset(
-    (
-        *contract.TORCHRUN_NAMES,
-        contract.RUN_ID,
-        contract.HOSTNAME,
-        contract.WORKER_ID,
-        contract.ROUND,
-        contract.RENDEZVOUS,
-        contract.TOKEN_FILE,
-        contract.HEARTBEAT_TIMEOUT,
-        contract.HANG_TIMEOUT,
-        contract.LEAVE_NOTICE,
-        contract.VIRTUAL_WORKERS,
-        contract.BALANCE,
-        contract.SCRATCH,
-    )
-)
+_OURS = (str(name) for name in vars(contract).values() if str(name).startswith("ELASTIC_"))
+_NOT_INHERITED = frozenset((*contract.TORCHRUN_NAMES, *_OURS))
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,17 @@
-"""What a driver on another machine runs here over ssh, srun or mpirun, to have an agent here.
+"""The command that a driver on another machine runs here over ssh, srun or mpirun.
 
     python -m launcher.agent.remote keep NAME ARGS…   start the agent (`launcher.agent`) and stay
-    python -m launcher.agent.remote apart NAME ARGS…  the same, out of reach of who started us
+    python -m launcher.agent.remote apart NAME ARGS…  the same, outside mpirun's process tree
     python -m launcher.agent.remote wait NAME         until that agent is gone
     python -m launcher.agent.remote end NAME          kill that agent and everything below it
-    python -m launcher.agent.remote look FOLDER       say what this host has to offer
+    python -m launcher.agent.remote look FOLDER       print what this host has to offer
 
 `keep` reads the job's token from stdin, which is the only way it ever travels, and writes it to
-a 0600 file in a private folder that is removed with the agent. It does not depend on the
-session that started it: it is a session of its own, and what closes is not read. It is the agent's
+a 0600 file in a private folder that is removed with the agent. It does not depend on the session
+that started it: it is a session of its own, and its closed streams are not read. It is the agent's
 parent and the reaper of everything below it, as the local backend is for agents on its machine, so
-that no process outlives the agent; when *it* dies, the agent sees its stdin close and ends.
+that no process outlives the agent; when *it* dies, the agent sees its stdin close and ends. Times
+are seconds.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from launcher.build_info import version
 from rendezvous.auth import write_token_file
 
 FOLDER_PREFIX = "elastic-agent-"
-UP = "elastic-agent-up"  # `UP name`: the line that says the agent was started
-LOOKED = "elastic-look"  # `LOOKED {…}`: the line that says what `look` has found
-PATIENCE_S = 5.0  # for what was killed to be gone
-OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "ORTE_", "PRTE_")  # mpirun's words to a rank
+UP = "elastic-agent-up"  # `UP name`: this line says that the agent was started
+LOOKED = "elastic-look"  # `LOOKED {…}`: this line has the findings of `look`
+PATIENCE_S = 5.0  # for killed processes to be gone
+OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "ORTE_", "PRTE_")  # mpirun's variables for a rank
 _TOKEN = "token"  # noqa: S105 - a file's name
 _MAX_TOKEN = 4096
 _LOOK_AGAIN_S = 0.01
 
 
 def folder_of(name: str) -> Path:
-    """The private folder of an agent; the same for every process of this user here."""
+    """Return the private folder of an agent; the same for every process of this user here."""
     return Path(tempfile.gettempdir(), FOLDER_PREFIX + name)
 
 
@@ -56,22 +57,21 @@ def folder_of(name: str) -> Path:
 
 
 def keep(name: str, arguments: Sequence[str]) -> int:
-    """Start the agent with these arguments, wait for its end, leave nothing; its exit status."""
+    """Start the agent with these arguments, wait for its end, leave nothing; return its status."""
     token = sys.stdin.buffer.readline(_MAX_TOKEN).decode("ascii", "replace").strip()
     if not token:
         print("elasticrun: no token came over stdin", file=sys.stderr)
         return int(ExitCode.BUG)
     _detach()
     sweep(FOLDER_PREFIX)
-    folder = folder_of(name)
-    with held_folder(folder):
-        return _keep(name, folder, token, arguments)
+    with held_folder(folder_of(name)) as folder:
+        return _keep(name, write_token_file(folder / _TOKEN, token), arguments)
 
 
 def keep_apart(name: str, arguments: Sequence[str]) -> int:
-    """`keep` in a process that mpirun does not know of: when mpirun ends, it kills its ranks.
+    """Do `keep` in a process that mpirun does not know of: when mpirun ends, it kills its ranks.
 
-    Nor is anything below a rank: what mpirun says of ranks in the environment is removed.
+    mpirun's variables for ranks are removed, because nothing below this process is a rank.
     """
     for variable in [v for v in os.environ if v.startswith(OF_A_RANK)]:
         del os.environ[variable]
@@ -90,7 +90,7 @@ def _detach() -> None:
     """Outlive the session we were started in: no terminal, none of its signals, no stdin."""
     with contextlib.suppress(PermissionError):  # sshd has made us a session leader already
         os.setsid()
-    # A handler, not SIG_IGN: what is ignored would stay ignored in the agent and its workers.
+    # A handler, not SIG_IGN: an ignored signal would stay ignored in the agent and its workers.
     signal.signal(signal.SIGHUP, lambda _number, _frame: None)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -107,18 +107,17 @@ def start_agent(
     return subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.PIPE, start_new_session=True)
 
 
-def _keep(name: str, folder: Path, token: str, arguments: Sequence[str]) -> int:
-    token_file = write_token_file(folder / _TOKEN, token)
+def _keep(name: str, token_file: Path, arguments: Sequence[str]) -> int:
     become_subreaper()
     agent = start_agent(arguments, token_file)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda received, _frame: agent.send_signal(received))
     try:
         print(UP, name, flush=True)
-    except OSError:  # whoever asked for it has gone, and will ask again
+    except OSError:  # the driver's program has gone, and will be started again
         agent.kill()
     code = agent.wait()
-    end_children(PATIENCE_S)  # what lost its agent and came to us: we have no others
+    end_children(PATIENCE_S)  # those that lost their agent and came to us: we have no others
     sweep_scratch()
     return code if code >= 0 else 128 - code
 
@@ -133,7 +132,7 @@ def wait(name: str) -> int:
 
 
 def end(name: str) -> int:
-    """Kill an agent, its keeper and everything below them; 0 when nothing of it is left."""
+    """Kill an agent, its keeper and everything below them; return 0 when nothing of it is left."""
     folder = folder_of(name)
     pid = holder_of(folder)
     if pid is not None and not _kill_below(pid):
@@ -145,10 +144,10 @@ def end(name: str) -> int:
 
 
 def _kill_below(pid: int) -> bool:
-    """Whether the process and its descendants are gone.
+    """Kill a keeper and its descendants; return whether they are gone.
 
-    It is stopped first: it is the reaper of all of them, so whatever loses its parent meanwhile
-    stays below it and is found by the next look.
+    It is stopped first: it is the reaper of all of them, so that a process that loses its parent
+    meanwhile stays below it and is found by the next look.
     """
     deadline = time.monotonic() + PATIENCE_S
     try:
@@ -176,7 +175,7 @@ def _kill_below(pid: int) -> bool:
 
 
 def look(folder: str) -> int:
-    """Print what a driver wants to know before it relies on this host, as one JSON object."""
+    """Print the facts that a driver checks before it uses this host, as one JSON object."""
     found = {
         "version": version(),
         "python": platform.python_version(),
@@ -188,7 +187,7 @@ def look(folder: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the first argument says; returns the exit status."""
+    """Do what the first argument says; return the exit status."""
     match list(sys.argv[1:] if argv is None else argv):
         case ["keep", name, *arguments]:
             return keep(name, arguments)

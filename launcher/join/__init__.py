@@ -1,1 +1,1 @@
-"""Nodes that start by themselves: how one serves and the others join, and who may."""
+"""Nodes that start by themselves: one serves the job, the others join it with a secret."""

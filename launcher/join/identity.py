@@ -1,8 +1,8 @@
-"""What a node that joins calls itself, and which of several processes here is to serve.
+"""The name of a node that joins, and the choice of the one process here that serves.
 
 The first node of a machine has the machine's name, a second one at the same server `name-2`. A
-name is held through an abstract socket, which the kernel frees when the process ends, however it
-ends: so whoever holds the name now follows the process that held it before, and keeps its name.
+process holds a name through an abstract socket, which the kernel frees however the process ends. So
+the next process that holds the name follows the one before it, and keeps its name.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _NO_NAME = "node"
 
 
 def own_name() -> str:
-    """This machine's name, fit for a host's."""
+    """Return this machine's name, made fit for a host name."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:150].lstrip("._-")
     return name or _NO_NAME
 
 
 def machine_id() -> str:
-    """What tells this machine from another one of the same name (machine-id(5))."""
+    """Return an id that tells machines of the same name apart (machine-id(5))."""
     for path in (_MACHINE_ID, _BOOT_ID):
         with contextlib.suppress(OSError):
             if text := path.read_text(errors="replace").strip():
@@ -37,30 +37,30 @@ def machine_id() -> str:
 
 @contextlib.contextmanager
 def claim_port(port: int) -> Iterator[bool]:
-    """Whether we are the one process of this machine that is to serve at this port.
+    """Yield whether we are the one process of this machine that is to serve at this port.
 
     Asked before anything is opened or written: of two that begin together, both find it free.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
-        try:
-            held.bind(f"\0elastic-serve/{port}")
-        except OSError:
-            yield False
-        else:
-            yield True
+        yield _bind(held, f"elastic-serve/{port}")
 
 
 @contextlib.contextmanager
 def claim_name(place: str) -> Iterator[str]:
-    """A name that no other live node of this user and machine has at the server `place`."""
+    """Yield a name that no other live node of this user and machine has at the server `place`."""
     base = own_name()
     at = hashlib.sha256(place.encode()).hexdigest()[:16]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
         for number in range(1, _MOST + 1):
-            try:
-                held.bind(f"\0elastic-join/{os.geteuid()}/{at}/{number}")
-            except OSError:  # taken, by a node that lives
-                continue
-            yield base if number == 1 else f"{base}-{number}"
-            return
+            if _bind(held, f"elastic-join/{os.geteuid()}/{at}/{number}"):
+                yield base if number == 1 else f"{base}-{number}"
+                return
     raise OSError(f"{_MOST} nodes of this machine have joined {place} already")
+
+
+def _bind(held: socket.socket, name: str) -> bool:
+    """Hold an abstract name; return False if another live process holds it."""
+    with contextlib.suppress(OSError):
+        held.bind(f"\0{name}")
+        return True
+    return False

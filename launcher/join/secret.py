@@ -1,4 +1,4 @@
-"""What lets a node join: a secret that server and node both have, and which never travels.
+"""The secret that lets a node join: server and node both have it, and it is in no argument.
 
 It is one of three, in this order: the text of --token-file; the run's own token, where node and
 server share a state directory; a key derived from --run-id, which is only as secret as that. The
@@ -25,12 +25,12 @@ _COST = 2**14  # scrypt's N; with r=8 about 16 MiB and 50 ms for each guess (RFC
 
 
 def derive(run_id: str) -> str:
-    """The key that everybody who knows the run id has."""
+    """Return the key that everybody who knows the run id has."""
     return hashlib.scrypt(run_id.encode(), salt=_SALT, n=_COST, r=8, p=1, dklen=32).hex()
 
 
 def read_secret(path: str) -> str:
-    """The text of a --token-file; raises TokenError or UsageError for one that is no secret."""
+    """Return the text of a --token-file; raises TokenError or UsageError if it is no secret."""
     if not Path(path).exists():
         raise UsageError(
             f"--token-file {path} does not exist; copy the server's, or make one for server and "
@@ -48,7 +48,7 @@ def read_secret(path: str) -> str:
 
 
 def of_server(token_file: str | None, run_id: str | None) -> tuple[str, ...]:
-    """What the server takes from nodes beside its own token."""
+    """Return the secrets that the server takes from nodes beside its own token."""
     if token_file is not None:
         return (read_secret(token_file),)
     return () if run_id is None else (derive(run_id),)
@@ -57,7 +57,7 @@ def of_server(token_file: str | None, run_id: str | None) -> tuple[str, ...]:
 def of_node(
     token_file: str | None, run_id: str | None, state_dir: Path, port: int
 ) -> tuple[str, ...]:
-    """What a node may try, the best first; none: it has nothing (yet) to show."""
+    """Return the secrets a node may try, the best first; none: it has nothing (yet) to show."""
     if token_file is not None:
         return (read_secret(token_file),)
     found = _found(state_dir, run_id, port)
@@ -65,7 +65,7 @@ def of_node(
 
 
 def _found(state_dir: Path, run_id: str | None, port: int) -> tuple[str, ...]:
-    """Tokens of runs in the state directory: the one of this name, or those at this port."""
+    """Return tokens of runs in the state directory: of this name, or else at this port."""
     folders = sorted(state_dir.glob("*")) if run_id is None else [state_dir / run_id]
     tokens = []
     for folder in folders:

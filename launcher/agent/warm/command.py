@@ -1,4 +1,4 @@
-"""Which commands can be run from a warm parent, and which modules it is worth warming for them.
+"""The commands that can run from a warm parent, and the modules it is worth warming for them.
 
 Pure questions about a command line and the source files it names, asked once when the agent
 starts (`plan`). Source is read and parsed here, never imported or run.
@@ -10,14 +10,15 @@ import ast
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-_HARMLESS = frozenset("ObBqRsuP")  # the warm parent is born with them, and forks inherit them
+_HARMLESS = frozenset("ObBqRsuP")  # the warm parent starts with them, and forks inherit them
 _WITH_VALUE = frozenset("WX")
 _ENDING = {"c": "code", "m": "module"}
 
 _DYNAMIC = frozenset({"importlib", "runpy", "pkgutil", "code", "codeop"})
+_COMPUTED = frozenset({"__import__", "exec", "eval"})
 _MOST_FILES = 200
 _MOST_BYTES = 1 << 20
 
@@ -57,7 +58,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str]) -> PythonCommand:
 
 
 def _read_flags(letters: str, rest: list[str]) -> PythonCommand | None:
-    """One cluster of short flags (`-uO`, `-Xdev`, `-mpkg`); takes values out of `rest`."""
+    """Read one cluster of short flags (`-uO`, `-Xdev`, `-mpkg`); takes values out of `rest`."""
     for position, letter in enumerate(letters):
         if letter in _HARMLESS:
             continue
@@ -73,7 +74,7 @@ def _read_flags(letters: str, rest: list[str]) -> PythonCommand | None:
 
 
 def _check_interpreter(name: str, env: Mapping[str, str]) -> None:
-    """Only the agent's own interpreter: another one may have other modules, or none of `site`."""
+    """Refuse any but the agent's own interpreter: others have other modules, or no `site`."""
     found = shutil.which(name, path=env.get("PATH", os.defpath))
     ours = sys.executable
     if found is None:
@@ -87,24 +88,24 @@ def _check_interpreter(name: str, env: Mapping[str, str]) -> None:
 
 
 def first_path(command: PythonCommand, cwd: str) -> str | None:
-    """What the interpreter puts before `sys.path`, as far as modules may be found in it."""
+    """Return the folder that the interpreter puts before `sys.path`; None: it holds no modules."""
     if command.kind == "script":
         script = os.path.realpath(os.path.join(cwd, command.target))
         return script if os.path.isdir(script) else os.path.dirname(script)
     return cwd if command.kind == "module" else None
 
 
-# ---- what the program imports ------------------------------------------------------------
+# ---- the program's imports ---------------------------------------------------------------
 
 
 def imports(command: PythonCommand, cwd: str) -> frozenset[str] | None:
-    """Top-level modules the program imports, itself or through files beside it.
+    """Return the top-level modules the program imports, itself or through files beside it.
 
     None where that cannot be told: source that is not found or read, imports by computed name,
     or a great many files.
     """
     path0 = first_path(command, cwd)
-    start = _program_file(command, cwd)
+    start = None if path0 is None else _program_file(command, cwd)
     if start is None or path0 is None:
         return None
     found: set[str] = set()
@@ -125,7 +126,7 @@ def imports(command: PythonCommand, cwd: str) -> frozenset[str] | None:
 
 
 def only_standard_library(names: frozenset[str] | None) -> bool:
-    """Whether a program with these imports surely uses nothing that is slow to import."""
+    """Return whether a program with these imports surely uses nothing that is slow to import."""
     return names is not None and names <= sys.stdlib_module_names - _DYNAMIC
 
 
@@ -133,24 +134,18 @@ def _program_file(command: PythonCommand, cwd: str) -> str | None:
     if command.kind == "script":
         path = os.path.join(cwd, command.target)
         return os.path.join(path, "__main__.py") if os.path.isdir(path) else path
-    if command.kind == "module":
-        base = os.path.join(cwd, *command.target.split("."))
-        for candidate in (f"{base}.py", os.path.join(base, "__main__.py")):
-            if os.path.isfile(candidate):
-                return candidate
-    return None
+    base = os.path.join(cwd, *command.target.split("."))
+    candidates = (f"{base}.py", os.path.join(base, "__main__.py"))
+    return next(filter(os.path.isfile, candidates), None)
 
 
 def local_files(path0: str, name: str) -> list[str]:
-    """Source files of a module or package beside the program."""
+    """Return the source files of a module or package beside the program."""
     module = os.path.join(path0, f"{name}.py")
     if os.path.isfile(module):
         return [module]
-    package = os.path.join(path0, name)
-    if not os.path.isdir(package):
-        return []
     files: list[str] = []
-    for folder, folders, names in os.walk(package):
+    for folder, folders, names in os.walk(os.path.join(path0, name)):
         folders.sort()
         files += (os.path.join(folder, n) for n in sorted(names) if n.endswith(".py"))
         if len(files) > _MOST_FILES:
@@ -163,22 +158,17 @@ def _imports_of(file: str) -> set[str] | None:
         if os.path.getsize(file) > _MOST_BYTES:
             return None
         with open(file, "rb") as source:
-            tree = ast.parse(source.read())
+            nodes = list(ast.walk(ast.parse(source.read())))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            names.update(_from_names(node))
-        elif isinstance(node, ast.Name) and node.id in {"__import__", "exec", "eval"}:
-            return None
-    return names
+    if any(isinstance(node, ast.Name) and node.id in _COMPUTED for node in nodes):
+        return None
+    return {name.partition(".")[0] for node in nodes for name in _imported(node)}
 
 
-def _from_names(node: ast.ImportFrom) -> set[str]:
-    """`from a.b import c` is `a`; of `from . import c` the files are found in the package."""
-    if node.level == 0 and node.module:
-        return {node.module.partition(".")[0]}
-    return set()
+def _imported(node: ast.AST) -> Iterator[str]:
+    """Yield the modules a statement imports; those of `from . import c` are found as files."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        yield node.module

@@ -1,4 +1,4 @@
-"""What a job's warm parent is to be: its command, its variables, the modules to import.
+"""The plan of a job's warm parent: its command, its variables, the modules to import.
 
 Decided once, when the agent has read the job's specification; `starter` carries it out. A plan also
 judges each request: a worker can come from a warm parent only if it differs from it in nothing that
@@ -12,7 +12,7 @@ import json
 import os
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import elastic_driver.worker
 from elastic_driver.contract import TORCHRUN_NAMES
@@ -31,9 +31,10 @@ from launcher.agent.warm.command import (
 DEFAULT_PRELOAD = ("torch",)
 
 _THREADS = "OMP_NUM_THREADS"
+_OWN_PACKAGES = ("elastic_driver", "rendezvous", "launcher")
 
 # Variables in which workers may differ from their warm parent: they are read when something is
-# used, not when it is imported (OMP_NUM_THREADS is, and is told to torch again).
+# used, not when it is imported (OMP_NUM_THREADS is, and torch is called again for it).
 _LATE = frozenset(
     (
         *TORCHRUN_NAMES,
@@ -49,7 +50,7 @@ _LATE_PREFIXES = ("ELASTIC_", "TORCHELASTIC_", "GLOO_", "NCCL_")
 
 @dataclass(frozen=True)
 class WarmPlan:
-    """One warm parent: born with `argv`, `env` and `cwd`, it imports `preload`."""
+    """One warm parent: started with `argv`, `env` and `cwd`, it imports `preload`."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -60,20 +61,12 @@ class WarmPlan:
     rehearse: bool = True  # take a tiny training step too, where torch is among the modules
 
     def first_message(self, parent: int) -> dict[str, object]:
-        """Return the first message to the warm parent; `parent`: the process it is a child of."""
-        return {
-            "parent": parent,
-            "cwd": self.cwd,
-            "env": self.env,
-            "path0": self.path0,
-            "preload": list(self.preload),
-            "spares": self.spares,
-            "rehearse": self.rehearse,
-        }
+        """Return the first message to the warm parent; `parent` is the process it belongs to."""
+        return {**asdict(self), "parent": parent}
 
     def digest(self) -> str:
-        """Short for all of it: equal plans have equal ones, on this machine and any other."""
-        everything = json.dumps([self.argv, self.first_message(0)], sort_keys=True)
+        """Return a short form of all of it: equal plans have equal ones, on any machine."""
+        everything = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(everything.encode("ascii")).hexdigest()
 
     def check(self, spec: ProcessSpec, threads: int) -> None:
@@ -86,21 +79,17 @@ class WarmPlan:
         if spec.cwd != self.cwd or not os.path.isdir(spec.cwd):
             raise NotWarmable(f"the working directory {spec.cwd!r} is not the warm parent's")
         early = early_variables(spec.env)
-        changed = sorted(
-            name for name in early.keys() | self.env.keys() if early.get(name) != self.env.get(name)
-        )
-        changed = [name for name in changed if not _is_late(name)]
+        names = sorted(name for name in early.keys() | self.env.keys() if not _is_late(name))
+        changed = [name for name in names if early.get(name) != self.env.get(name)]
         if changed:
             raise NotWarmable(f"{', '.join(changed)} differ from when the warm parent was started")
         wanted = spec.env.get(_THREADS)
-        if wanted != self.env.get(_THREADS) and wanted not in [
-            str(n) for n in range(1, threads + 1)
-        ]:
+        if wanted != self.env.get(_THREADS) and str(wanted) not in map(str, range(1, threads + 1)):
             raise NotWarmable(f"{_THREADS} differs from when the warm parent was started")
 
 
 def early_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that all workers of a job have in common, and that imports may read."""
+    """Return the variables that all workers of a job have in common, and that imports may read."""
     return {name: value for name, value in env.items() if not _is_late(name) or name == _THREADS}
 
 
@@ -113,7 +102,7 @@ def plan(
     preload: Sequence[str] = DEFAULT_PRELOAD,
     rehearse: bool = True,
 ) -> WarmPlan:
-    """The warm parent for a job's command; raises `NotWarmable` where there should be none.
+    """Return the warm parent for a job's command; raises `NotWarmable` if there should be none.
 
     Args:
         argv: the command of every worker, interpreter first.
@@ -132,14 +121,17 @@ def plan(
     if warm is None and tuple(preload) == DEFAULT_PRELOAD and only_standard_library(used):
         raise NotWarmable("the program imports nothing but the standard library")
     path0 = first_path(command, cwd)
-    modules = list(dict.fromkeys(preload))
+    modules = list(preload)
     if used is not None and "elastic_driver" in used and not _has_own(path0):
-        modules += [name for name in _ours() if name not in modules]
+        # `elastic_driver` imports these as its names are used; they import all the rest.
+        package = elastic_driver.worker
+        found = pkgutil.iter_modules(package.__path__)
+        modules += [f"{package.__name__}.{module.name}" for module in found]
     return WarmPlan(
         argv=tuple(argv),
         env=early_variables(env),
         cwd=cwd,
-        preload=tuple(modules),
+        preload=tuple(dict.fromkeys(modules)),
         path0=path0,
         spares=1 if warm is None else warm,
         rehearse=rehearse,
@@ -147,35 +139,21 @@ def plan(
 
 
 def plan_for(spec: JobSpec, inherited: Mapping[str, str]) -> WarmPlan:
-    """The warm parent of a job's workers, for who has `inherited` as its own environment.
+    """Return the warm parent of a job's workers, for a process with the environment `inherited`.
 
     Raises `NotWarmable` where there should be none.
     """
+    env = common_environment(inherited, spec)
     return plan(
-        spec.command,
-        common_environment(inherited, spec),
-        spec.cwd,
-        warm=spec.warm,
-        preload=spec.preload,
-        rehearse=spec.rehearse,
+        spec.command, env, spec.cwd, warm=spec.warm, preload=spec.preload, rehearse=spec.rehearse
     )
 
 
-def _ours() -> list[str]:
-    """What `elastic_driver` imports as its names are used; these modules import all the rest.
-
-    Only for programs that import it themselves: any other may have modules of its own that are
-    called `rendezvous` or `launcher`.
-    """
-    package = elastic_driver.worker
-    return [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
-
-
 def _has_own(path0: str | None) -> bool:
-    """Whether the script brings modules of its own by the names of our packages."""
+    """Return whether the script brings modules of its own by the names of our packages."""
     home = os.path.dirname(elastic_driver.__path__[0])
     return path0 not in (None, home) and any(
-        local_files(str(path0), name) for name in ("elastic_driver", "rendezvous", "launcher")
+        local_files(str(path0), name) for name in _OWN_PACKAGES
     )
 
 

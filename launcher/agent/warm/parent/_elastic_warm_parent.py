@@ -5,12 +5,11 @@ interpreter would run it. So everything a worker takes from its interpreter (fla
 `sys.path`, `__main__`, tracebacks, the exit status) is made by CPython itself, not imitated.
 
 Three kinds of processes run this module: the *parent* (one), *spares* (forked, waiting for a
-request, children of the agent already) and, for a moment, what is to become a worker. Where several
-agents share a machine there is one more: a parent that is not an agent's, from which agents are
-forked with parents of their own (`_elastic_warm_shared`). It uses the
-standard library only, reads nothing but its inherited sockets, and starts no thread. It never
-touches an accelerator: whoever forks after that has a broken device (CUDA says "cannot
-re-initialize in forked subprocess").
+request, children of the agent already) and, for a moment, the process that becomes a worker. Where
+several agents share a machine there is a *shared parent* too, from which agents are forked with
+parents of their own (`_elastic_warm_shared`). It uses the standard library only, reads nothing but
+its inherited sockets, and starts no thread. It never touches an accelerator: a process that forks
+after that has a broken device (CUDA says "cannot re-initialize in forked subprocess").
 """
 
 from __future__ import annotations
@@ -31,12 +30,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from launcher.agent.warm.parent import _elastic_warm_common as common
     from launcher.agent.warm.parent import _elastic_warm_shared as shared
-    from launcher.agent.warm.parent import _elastic_warm_torch as warm_torch
     from launcher.agent.warm.parent import _elastic_warm_worker as worker
 else:  # as `sys.path` has it here, where the project may not be importable at all
     import _elastic_warm_common as common
     import _elastic_warm_shared as shared
-    import _elastic_warm_torch as warm_torch
     import _elastic_warm_worker as worker
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
@@ -48,43 +45,44 @@ _SHARED = ("socket:", "pipe:", "anon_inode:")
 def serve(conversation: str, baseline: frozenset[str]) -> None:
     """Be the warm parent for ever; returns only in a process that is to run the command.
 
-    `conversation` names two inherited descriptors: the queue of requests, which all spares read,
-    and the line to the agent, whose end is our end. `baseline` names the modules that a new
-    interpreter has imported by now.
+    Args:
+        conversation: two inherited descriptors: the queue of requests, which all spares read, and
+            the line to the agent, whose end is our end.
+        baseline: the modules that a new interpreter has imported by now.
     """
     queue_fd, status_fd = (int(number) for number in conversation.split(","))
     status = socket.socket(fileno=status_fd)
     queue = socket.socket(fileno=queue_fd)
     for held in (status, queue):
         held.set_inheritable(False)
-    born = {**common.receive_line(status), "baseline": baseline}
+    setup = {**common.receive_line(status), "baseline": baseline}
     if getattr(sys.flags, "safe_path", False):  # -P: nothing is found beside the script
-        born["path0"] = None
+        setup["path0"] = None
     os.environ.clear()
-    os.environ.update(born["env"])
+    os.environ.update(setup["env"])
     began = time.monotonic()
-    if "shared" in born:
-        shared.bind_to(born["parent"])
-    missing = _warm_up(born)
+    if "shared" in setup:
+        shared.bind_to(setup["parent"])
+    missing = _warm_up(setup)
     _rehearse_fork()
     sys.stdout.flush()  # what an import printed is no worker's output
-    reason = _unsafe(born, {0, 1, 2, queue_fd, status_fd}) or _shadowed(born)
+    reason = _unsafe(setup, {0, 1, 2, queue_fd, status_fd}) or _shadowed(setup)
     if reason:
         _refuse(status, reason)
-    sys.path_importer_cache.pop(born["path0"], None)  # a worker looks at the folder anew
+    sys.path_importer_cache.pop(setup["path0"], None)  # a worker looks at the folder anew
     torch: Any = sys.modules.get("torch")
-    born["thread_setters"] = warm_torch.thread_setters(torch) if torch else []
+    setup["thread_setters"] = common.thread_setters(torch) if torch else []
     gc.collect()
     gc.freeze()  # the collector no longer writes to these objects: their pages stay shared
     atexit.register(gc.unfreeze)  # at its end a worker collects what hangs together with them
-    born["ready"] = {
+    setup["ready"] = {
         "ready": round(time.monotonic() - began, 3),
         "missing": missing,
         "threads": torch.get_num_threads() if torch else 0,
     }
-    if "shared" in born:
-        queue, status = shared.bear_agents(born, queue, status)
-    _keep_spares(born, queue, status)
+    if "shared" in setup:
+        queue, status = shared.fork_agents(setup, queue, status)
+    _keep_spares(setup, queue, status)
 
 
 def _refuse(status: socket.socket, reason: str) -> NoReturn:
@@ -95,22 +93,22 @@ def _refuse(status: socket.socket, reason: str) -> NoReturn:
 # ---- warming -----------------------------------------------------------------------------
 
 
-def _warm_up(born: dict[str, Any]) -> list[str]:
-    """Import the modules as the script would; returns a line for each that cannot be had."""
+def _warm_up(setup: dict[str, Any]) -> list[str]:
+    """Import the modules as the script would; return a line for each that cannot be had."""
     missing: list[str] = []
-    path0: str | None = born["path0"]
+    path0: str | None = setup["path0"]
     gc.disable()  # until the fork: most of what an import makes lives as long as the process
     if path0 is not None:
         sys.path.insert(0, path0)
-    for name in born["preload"]:
+    for name in setup["preload"]:
         try:
             importlib.import_module(name)
         except Exception as error:
             missing.append(f"{name}: {type(error).__name__}: {error}")
     if "torch" in sys.modules and not any(line.startswith("torch:") for line in missing):
-        if born["rehearse"]:
-            warm_torch.first_step(sys.modules["torch"])
-        warm_torch.let_last_work_end(sys.modules["torch"])
+        if setup["rehearse"]:
+            common.first_step(sys.modules["torch"])
+        common.let_last_work_end(sys.modules["torch"])
     if path0 is not None:
         sys.path.remove(path0)
     return missing
@@ -119,7 +117,7 @@ def _warm_up(born: dict[str, Any]) -> list[str]:
 def _rehearse_fork() -> None:
     """Fork once for nothing: thread pools that know about forks (OpenBLAS) stop for it.
 
-    What runs afterwards does not know, and would be missing in a worker.
+    Threads that still run afterwards do not know, and would be missing in a worker.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python >= 3.12 warns of exactly what is checked next
@@ -129,42 +127,42 @@ def _rehearse_fork() -> None:
     os.waitpid(child, 0)
 
 
-def _unsafe(born: dict[str, Any], known: set[int]) -> str | None:
-    """Why a fork of this process would not be as good as a new one; None where it is."""
+def _unsafe(setup: dict[str, Any], known: set[int]) -> str | None:
+    """Return why a fork of this process would not be as good as a new one; None where it is."""
+    names = ", ".join(setup["preload"]) or "nothing"
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
-        names = sorted(_thread_name(thread) for thread in threads if int(thread) != os.getpid())
-        return f"importing {_names(born)} started threads ({', '.join(names)})"
+        others = sorted(_thread_name(thread) for thread in threads if int(thread) != os.getpid())
+        return f"importing {names} started threads ({', '.join(others)})"
     with open(f"/proc/self/task/{threads[0]}/children", encoding="ascii") as file:
         if file.read().split():
-            return f"importing {_names(born)} started processes"
-    for name, target in _open_files():
-        if target.startswith(_DEVICES):
-            return f"importing {_names(born)} opened the device {target}"
-        if target.startswith(_SHARED) and name not in known:
-            return f"importing {_names(born)} opened a {target.partition(':')[0]}"
+            return f"importing {names} started processes"
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed the directory is closed again
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if target.startswith(_DEVICES):
+                return f"importing {names} opened the device {target}"
+            if target.startswith(_SHARED) and int(number) not in known:
+                return f"importing {names} opened a {target.partition(':')[0]}"
     return None
 
 
-def _shadowed(born: dict[str, Any]) -> str | None:
-    """A module beside the script that would take the place of one that is imported already."""
-    path0 = born["path0"]
+def _shadowed(setup: dict[str, Any]) -> str | None:
+    """Return which module beside the script would take the place of an imported one, if any."""
+    path0 = setup["path0"]
     if path0 is None:
         return None
     for name in sorted({name.partition(".")[0] for name in sys.modules}):
-        if name in born["baseline"] or FrozenImporter.find_spec(name) is not None:
+        if name in setup["baseline"] or FrozenImporter.find_spec(name) is not None:
             continue  # a new interpreter has it before it looks at the script's folder
         beside = PathFinder.find_spec(name, [path0])
         if beside is None or beside.loader is None:
             continue
         other = PathFinder.find_spec(name)
         if other is not None and other.loader is not None and other.origin != beside.origin:
-            return f"{beside.origin} takes the place of a module that {_names(born)} needs"
+            names = ", ".join(setup["preload"]) or "nothing"
+            return f"{beside.origin} takes the place of a module that {names} needs"
     return None
-
-
-def _names(born: dict[str, Any]) -> str:
-    return ", ".join(born["preload"]) or "nothing"
 
 
 def _thread_name(thread: str) -> str:
@@ -175,34 +173,26 @@ def _thread_name(thread: str) -> str:
         return thread
 
 
-def _open_files() -> list[tuple[int, str]]:
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that listed the directory is closed again
-            found.append((int(name), os.readlink(f"/proc/self/fd/{name}")))
-    return found
-
-
 # ---- forking -----------------------------------------------------------------------------
 
 
-def _keep_spares(born: dict[str, Any], queue: socket.socket, status: socket.socket) -> None:
+def _keep_spares(setup: dict[str, Any], queue: socket.socket, status: socket.socket) -> None:
     """Keep that many spares waiting; returns only in one that was taken."""
     lives: list[int] = []  # one pipe for each spare: it says when the spare is taken or dies
     deaths = 0  # in a row
-    told = False
+    announced = False
     while True:
-        while len(lives) < born["spares"]:
+        while len(lives) < setup["spares"]:
             spare, fd = _fork_spare(status, lives)
             if spare:
-                worker.await_request(born, queue, fd)
+                worker.await_request(setup, queue, fd)
                 return
             if not os.read(fd, 1):
                 _refuse(status, "a fork did not become the agent's child; is it a child subreaper?")
             lives.append(fd)
-        if not told:
-            common.send_line(status, born["ready"])
-            told = True
+        if not announced:
+            common.send_line(status, setup["ready"])
+            announced = True
         ready, _, _ = select.select([status.fileno(), *lives], [], [])
         if status.fileno() in ready:  # the agent speaks once; this is its end
             os._exit(0)
@@ -218,7 +208,7 @@ def _keep_spares(born: dict[str, Any], queue: socket.socket, status: socket.sock
 
 
 def _fork_spare(status: socket.socket, lives: list[int]) -> tuple[bool, int]:
-    """Fork a spare, which is the agent's child; (whether we are it, its pipe).
+    """Fork a spare, which is the agent's child; return whether we are it, and its pipe.
 
     The spare holds the pipe's writing end for as long as it waits.
     """

@@ -1,10 +1,10 @@
 """The shared warm parent: further agents of its machine are forked from it, warm parents and all.
 
-It is a child of whoever starts the machine's agents (`launcher.backends.shared_parent`), and has
-imported what workers need. A request comes as one datagram with four descriptors: the agent's
-stdin, stdout and stderr, and a channel on which the rest is said: what to execute (backend), the
-pid (agent), "go" (backend). Whoever finds the channel ended forgets the request, so that no agent
-runs that the backend does not know of.
+It is a child of the process that starts the machine's agents (`launcher.backends.shared_parent`),
+and has imported what workers need. A request comes as one datagram with four descriptors: the
+agent's stdin, stdout and stderr, and a channel for the rest: what to execute (from the backend),
+the pid (from the agent), "go" (from the backend). A process that finds the channel ended forgets
+the request, so that no agent runs that the backend does not know of.
 
 Two processes come of a request: the agent, a child of the backend's process, which executes its
 command; and before that, forked from it, its warm parent, which has all imports behind it.
@@ -13,7 +13,6 @@ command; and before that, forked from it, its warm parent, which has all imports
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 else:
     import _elastic_warm_common as common
 
-_PR_SET_CHILD_SUBREAPER = 36
 _REQUEST_SECONDS = 10.0  # the backend says it all at once; longer means that it has given up
 _BORN_WARM = "ELASTIC_BORN_WARM"  # as `elastic_driver.contract` has it
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
@@ -34,21 +32,19 @@ Ends = tuple[socket.socket, socket.socket]  # of a warm parent: its queue, its s
 
 
 def bind_to(backend: int) -> None:
-    """End with the process that asks for agents, and overlook what Slurm tells all processes."""
-    common.die_with_parent()
-    if os.getppid() != backend:  # it died in between
-        os._exit(0)
+    """End with the process that asks for agents, and ignore Slurm's signals to all processes."""
+    common.die_with(backend)
     if "SLURM_STEP_ID" in os.environ:
         for number in _NOTICES:
             signal.signal(number, signal.SIG_IGN)
 
 
-def bear_agents(born: dict[str, Any], queue: socket.socket, status: socket.socket) -> Ends:
+def fork_agents(setup: dict[str, Any], queue: socket.socket, status: socket.socket) -> Ends:
     """Fork agents for ever; returns only in an agent's warm parent, with its ends.
 
-    There `born` then names the agent as the parent.
+    There `setup` then names the agent as the parent.
     """
-    common.send_line(status, born["ready"])
+    common.send_line(status, setup["ready"])
     while True:
         ready, _, _ = select.select([queue, status], [], [])
         if status in ready:  # the backend speaks once; this is its end
@@ -59,18 +55,18 @@ def bear_agents(born: dict[str, Any], queue: socket.socket, status: socket.socke
         if common.fork_apart() is None:
             queue.close()
             status.close()
-            return _be_agent(born, received)
+            return _be_agent(setup, received)
         for fd in received:
             os.close(fd)
 
 
-def _be_agent(born: dict[str, Any], received: list[int]) -> Ends:
+def _be_agent(setup: dict[str, Any], received: list[int]) -> Ends:
     """Agree with the backend, then execute; returns in the warm parent that was forked before.
 
     Until the backend has said go, both are in the session of the shared parent: that is how it
     finds and ends what has come of a request that it gave up.
     """
-    if os.getppid() != born["parent"]:  # it died, or does not adopt orphans
+    if os.getppid() != setup["parent"]:  # it died, or does not adopt orphans
         os._exit(0)
     *stdio, channel_fd = received
     channel = socket.socket(fileno=channel_fd)
@@ -85,30 +81,28 @@ def _be_agent(born: dict[str, Any], received: list[int]) -> Ends:
         if channel.recv(2) != b"go":
             os._exit(0)
         os.setsid()
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # its spares come early
+        common.prctl(common.PR_SET_CHILD_SUBREAPER, 1)  # its spares come early
         common.send_line(status, {"parent": agent})
         held = (queue.fileno(), status.fileno(), log)
-        request["env"][_BORN_WARM] = ",".join(map(str, (warm, *held, born["shared"])))
+        request["env"][_BORN_WARM] = ",".join(map(str, (warm, *held, setup["shared"])))
         _execute(request, stdio, held)
     for theirs in (queue, status, channel):
         theirs.close()
     for fd in stdio:
         os.close(fd)
-    _be_its_parent(born, agent, its_status, log)
+    _be_its_parent(setup, agent, its_status, log)
     return its_queue, its_status
 
 
-def _be_its_parent(born: dict[str, Any], agent: int, status: socket.socket, log: int) -> None:
+def _be_its_parent(setup: dict[str, Any], agent: int, status: socket.socket, log: int) -> None:
     """Become the warm parent of an agent, and wait for its word."""
-    common.die_with_parent()
-    if os.getppid() != agent:
-        os._exit(0)
+    common.die_with(agent)
     for target in (1, 2):
         os.dup2(log, target)
     os.close(log)
     status.settimeout(_REQUEST_SECONDS)
     try:
-        born.update(common.receive_line(status))
+        setup.update(common.receive_line(status))
     except (OSError, EOFError):
         os._exit(0)
     status.settimeout(None)

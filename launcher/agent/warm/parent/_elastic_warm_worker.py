@@ -1,9 +1,9 @@
 """A spare: waits for a request, then turns into exactly the process that was asked for.
 
 Runs in processes forked from the warm parent (`_elastic_warm_parent`). A request comes as one
-datagram with three descriptors: the worker's stdout, its stderr, and a channel on which the rest
-is said: the environment (agent), the pid (spare), "go" (agent). Whoever finds the channel ended
-forgets the request, so that no worker runs that the agent does not know of.
+datagram with three descriptors: the worker's stdout, its stderr, and a channel for the rest: the
+environment (from the agent), the pid (from the spare), "go" (from the agent). A process that finds
+the channel ended forgets the request, so that no worker runs that the agent does not know of.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from launcher.agent.warm.parent import _elastic_warm_common as common
-    from launcher.agent.warm.parent import _elastic_warm_torch as warm_torch
 else:
     import _elastic_warm_common as common
-    import _elastic_warm_torch as warm_torch
 
 _REQUEST_SECONDS = 5.0  # the agent says it all at once; longer means that it has given up
 _MARK = b"ELASTIC_WARM_FDS="  # first variable of the part of the environment that is ours
@@ -30,18 +28,16 @@ _MARK = b"ELASTIC_WARM_FDS="  # first variable of the part of the environment th
 # ---- waiting -----------------------------------------------------------------------------
 
 
-def await_request(born: dict[str, Any], queue: socket.socket, lifeline: int) -> None:
+def await_request(setup: dict[str, Any], queue: socket.socket, lifeline: int) -> None:
     """Wait as the agent's child until a request comes; then become what it asks for.
 
-    Our end of the pipe `lifeline` tells the warm parent that we have become the agent's (`+`), that
-    we still wait (it is open), and that we were taken (`t`) or have died (its end).
+    Our end of the pipe `lifeline` shows the warm parent that we have become the agent's child
+    (`+`), that we still wait (it is open), and that we were taken (`t`) or have died (its end).
     """
-    common.die_with_parent()
-    if os.getppid() != born["parent"]:  # it died in between, or does not adopt orphans
-        os._exit(0)
+    common.die_with(setup["parent"])
     os.write(lifeline, b"+")
-    if born["rehearse"] and "torch" in sys.modules:
-        warm_torch.first_step(sys.modules["torch"])  # the pages it writes are now our own
+    if setup["rehearse"] and "torch" in sys.modules:
+        common.first_step(sys.modules["torch"])  # the pages it writes are now our own
     _own_randomness()
     while True:
         data, received, _, _ = socket.recv_fds(queue, 16, 3)
@@ -55,14 +51,14 @@ def await_request(born: dict[str, Any], queue: socket.socket, lifeline: int) -> 
             queue.close()
             os.write(lifeline, b"t")
             os.close(lifeline)
-            _become(born, env, stdout, stderr)
+            _become(setup, env, stdout, stderr)
             return
         os.close(stdout)
         os.close(stderr)
 
 
 def _agree(channel: socket.socket) -> dict[str, str] | None:
-    """The environment of the worker to become; None where the agent has given up already."""
+    """Return the environment of the worker to become; None if the agent has given up already."""
     try:
         request = common.receive_line(channel)
     except (OSError, EOFError):
@@ -80,20 +76,20 @@ def _agree(channel: socket.socket) -> dict[str, str] | None:
 # ---- becoming ----------------------------------------------------------------------------
 
 
-def _become(born: dict[str, Any], env: dict[str, str], stdout: int, stderr: int) -> None:
-    """Everything in which a worker differs from the warm parent, but for the randomness."""
-    os.chdir(born["cwd"])
+def _become(setup: dict[str, Any], env: dict[str, str], stdout: int, stderr: int) -> None:
+    """Change everything in which a worker differs from the warm parent, but for the randomness."""
+    os.chdir(setup["cwd"])
     for source, target in ((stdout, 1), (stderr, 2)):
         os.dup2(source, target)
         os.close(source)
     os.environ.clear()
     os.environ.update(env)
-    _show_environment(born["env"], env)
+    _show_environment(setup["env"], env)
     _renew_stream(sys.stdout, 1)
     _renew_stream(sys.stderr, 2)
     threads = env.get("OMP_NUM_THREADS")
-    if threads is not None and threads != born["env"].get("OMP_NUM_THREADS"):
-        for set_threads in born["thread_setters"]:
+    if threads is not None and threads != setup["env"].get("OMP_NUM_THREADS"):
+        for set_threads in setup["thread_setters"]:
             set_threads(int(threads))
     if "multiprocessing.process" in sys.modules:  # its sockets go where the agent removes them
         config = sys.modules["multiprocessing.process"].current_process()._config
@@ -104,7 +100,7 @@ def _become(born: dict[str, Any], env: dict[str, str], stdout: int, stderr: int)
 def _renew_stream(stream: Any, fd: int) -> None:
     """Make a standard stream anew over its descriptor, as CPython's `create_stdio` does.
 
-    The object stays, since handlers of loggers may hold it; what it has learned of the
+    The object stays, since handlers of loggers may hold it; what it knows of the
     descriptor (terminal or not, seekable or not, block size) is learned again.
     """
     unbuffered = bool(stream.write_through)
@@ -124,7 +120,7 @@ def _renew_stream(stream: Any, fd: int) -> None:
 
 
 def _own_randomness() -> None:
-    """What a new process seeds from the system, so that siblings differ (`random` does itself)."""
+    """Seed what a new process seeds, so that siblings differ (`random` does it by itself)."""
     loaded: dict[str, Any] = dict(sys.modules)
     if "numpy.random" in loaded:
         loaded["numpy.random"].seed()

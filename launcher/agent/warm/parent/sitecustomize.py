@@ -1,11 +1,11 @@
-"""The door through which an interpreter becomes a warm parent, and a fork of it a worker.
+"""Turns an interpreter into a warm parent, and a fork of it into a worker.
 
 `site` imports this module after the interpreter is set up and before it runs its command. Here
 the warm parent stays for good; each worker forked from it *returns*, and its interpreter then
 runs the command as if nothing had happened. The real `sitecustomize`, if there is one, is
 imported in the worker, at the moment at which it would have been.
 
-An error must end the process: going on would run the training script in the warm parent.
+An error must end the process: otherwise the training script would run in the warm parent.
 """
 
 import os
@@ -13,12 +13,12 @@ import sys
 
 _baseline = frozenset(sys.modules)
 _here = os.path.dirname(os.path.abspath(__file__))
-_conversation = os.environ.pop("ELASTIC_WARM_FDS", None)
+_descriptors = os.environ.pop("ELASTIC_WARM_FDS", None)
 
-if _conversation is not None:
+if _descriptors is not None:
     try:
-        __import__("_elastic_warm_parent").serve(_conversation, _baseline)
-    except BaseException:  # whatever it was: see above
+        __import__("_elastic_warm_parent").serve(_descriptors, _baseline)
+    except BaseException:  # any error at all: see above
         import traceback
 
         traceback.print_exc()
