@@ -136,7 +136,7 @@ class HoldBack:
 
     @property
     def holding(self) -> bool:
-        """Whether a traceback is being held."""
+        """True while a traceback is being held."""
         return bool(self._held)
 
     def _hold(self, lines: list[bytes], now: float) -> list[bytes]:

@@ -151,6 +151,8 @@ class Node:
                 except _ServerLostError as error:
                     plan.say(str(error))
                 self._searching = True
+                if self._signals:
+                    return 128 + self._signals[0]
                 patience, option = plan.elastic_timeout, "--elastic-timeout"
 
     def _secrets(self) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ class WorkerStarter:
 
     @property
     def warm(self) -> bool:
-        """Whether the next `start` will be a fork, as far as is known without asking."""
+        """True if the next `start` will be a fork, as far as is known without asking."""
         return self._warm_parent() is not None
 
     async def ready(self) -> None:

@@ -1,4 +1,4 @@
-"""What runs inside the warm parent, in the user's own interpreter.
+"""Modules that run inside the warm parent, in the user's own interpreter.
 
 The directory is put on the warm parent's PYTHONPATH, so that `site` imports `sitecustomize` from
 here before the interpreter turns to the job's command. Nothing here imports this project, nothing
