@@ -60,12 +60,29 @@ TF_BARRIER_PATH = "/v1/tf/barrier"
 TF_SYNCHRONIZE_PATH = "/v1/tf/synchronize"
 
 # ---- keys of the store: "<scope>/<key>" --------------------------------------------------
+CHECK_SPEC = "checks/spec"  # documents.JobSpec for the agents of node checks
 JOB_SPEC = "job/spec"  # documents.JobSpec, written once
 JOB_WORLD = "job/world"  # documents.World of the newest complete round
 JOB_STACKS = "job/stacks"  # the number of the newest request for all stacks
 JOB_NOTICE = "job/notice"  # documents.Notice: leave the current round
 JOB_SAVE = "job/save"  # documents.SaveRequest: write the final checkpoint
 JOB_ALLOCATION = "job/allocation"  # documents.Allocation: each worker's share of a step
+
+
+FIRST_OF_CHECKS = 10**9
+"""Agents and workers that a node check starts have incarnations from here on, and its tasks have
+round numbers from here on: no name of a check is ever one of the job's."""
+
+
+def spec_key(incarnation: int) -> str:
+    """Return the key of the JobSpec for agents of this incarnation."""
+    return JOB_SPEC if incarnation < FIRST_OF_CHECKS else CHECK_SPEC
+
+
+def is_worker_of_check(worker: str) -> bool:
+    """Return whether a node check has started this worker."""
+    incarnation = worker.rpartition(".")[2]
+    return incarnation.isdecimal() and int(incarnation) >= FIRST_OF_CHECKS
 
 
 def agent_lease(host: str, incarnation: int) -> str:

@@ -152,11 +152,15 @@ class DiscoveryFailed(Struct, frozen=True, tag="discovery_failed"):
 
 
 class AgentLost(Struct, frozen=True, tag="agent_lost"):
-    """An agent could not be started, ended, or let its lease expire; its workers end with it."""
+    """An agent could not be started, ended, or let its lease expire; its workers end with it.
+
+    `ended`: its process is gone; otherwise only its lease has expired.
+    """
 
     host: str
     incarnation: int
     reason: str
+    ended: bool = True
 
 
 class WorkerSilent(Struct, frozen=True, tag="worker_silent"):

@@ -46,6 +46,7 @@ from elastic_driver.core.events import (
     WireEvent,
 )
 from elastic_driver.errors import ExitCode
+from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.runtime import metrics
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.joined import JoinedNodes
@@ -62,7 +63,7 @@ _EVENT_STREAM = "text/event-stream"
 
 Reason = Annotated[str, Meta(min_length=1, max_length=500)]
 # What a route may post:
-Request = WireEvent | ScaleRequested | DrainRequested | DrainCancelled | StacksRequested
+Request = WireEvent | TaskEnded | ScaleRequested | DrainRequested | DrainCancelled | StacksRequested
 
 
 class ScaleRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,7 +119,9 @@ class DriverPort(Protocol):
         """Have `reply` called with the status document, soon and on another thread."""
 
 
-_decode_event: Callable[[bytes], WireEvent] = msgspec.json.Decoder(WireEvent).decode
+_decode_event: Callable[[bytes], WireEvent | TaskEnded] = msgspec.json.Decoder(
+    WireEvent | TaskEnded
+).decode
 _decode_scale = msgspec.json.Decoder(ScaleRequest).decode
 _decode_drain = msgspec.json.Decoder(DrainRequest).decode
 _decode_reason = msgspec.json.Decoder(ReasonGiven).decode

@@ -44,7 +44,6 @@ from elastic_driver.core.documents import (
 )
 from elastic_driver.core.events import (
     AgentLost,
-    Event,
     ProgressReading,
     ProgressReported,
     WorkerExited,
@@ -55,19 +54,28 @@ from elastic_driver.core.events import (
     WorkerStepped,
 )
 from elastic_driver.errors import assert_never
-from elastic_driver.policies.requests import KeysRead, PublishKey, ReadKeys, Reply, SendEvent
+from elastic_driver.policies.messages import (
+    KeysRead,
+    KillAgent,
+    PublishKey,
+    ReadKeys,
+    Reply,
+    SendEvent,
+    ShowLine,
+)
+from elastic_driver.policies.nodecheck.checker import CheckDecision, CheckEnded
 from elastic_driver.policies.stragglers.machine import RoundPublished
 from elastic_driver.runtime.backend import Backend
+from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.failures import HeldTails
-from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.mailbox import MachineEvent
 from elastic_driver.runtime.reporter import Reporter
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Delete, DeletePrefix, Entries, Get, Operation, Set, Written
 
-AnyDecision: TypeAlias = Decision | Reply | ReadKeys | PublishKey | SendEvent
+AnyDecision: TypeAlias = Decision | Reply | SendEvent | CheckDecision
 
 READ_S = 1.0  # for the store to answer a `ReadKeys`
 KEPT_ORDERS = 4096  # of one agent; it reads them as they come, and is never that far behind
@@ -107,17 +115,15 @@ class Executor:
         starter: Backend,
         log: EventLog,
         reporter: Reporter,
-        on_agent_ended: Callable[[AgentLost], None],
+        run_id: str,
         heartbeat_timeout: float,
-        checks: HostChecks | None,
+        checks: NodeChecks | None,
         post: Callable[[MachineEvent], None],
         answer: Callable[[Sequence[Reply]], None],
     ) -> None:
-        """`post` hands an event to the core. It and `on_agent_ended` may be called by any thread,
-        and must not block.
-        """
+        """`post` puts an event into the mailbox; any thread may call it."""
         self._server, self._starter, self._log = server, starter, log
-        self._reporter, self._on_agent_ended = reporter, on_agent_ended
+        self._reporter, self.run_id = reporter, run_id
         self._checks, self._post = checks, post
         self._answer, self._replies = answer, list[Reply]()
         self._heartbeat_timeout = heartbeat_timeout
@@ -147,6 +153,10 @@ class Executor:
                 self._server.post([Set(key, value)])
             case SendEvent(event=event):
                 self._post(event)
+            case KillAgent(host=host, incarnation=incarnation):
+                self._kill(host, incarnation)
+            case ShowLine(line=line) if self._checks is not None:
+                self._checks.say(line)
             case StartAgent():
                 self._start_agent(decision)
             case StopAgent():
@@ -169,14 +179,10 @@ class Executor:
                 self._server.post([DeletePrefix(prefix, seal=True)])
             case AskStacks(number=number):
                 self._server.post([Set(contract.JOB_STACKS, str(number).encode())])
-            case CheckHosts():
-                if self._checks is None:
-                    raise AssertionError("hosts are checked only in jobs that began with a check")
-                self._checks.start(decision, self._post)
             case Announce():
                 self._announce(decision)
-            case EndJob():
-                raise AssertionError("the driver ends the job, see ElasticDriver")
+            case EndJob() | CheckHosts() | CheckEnded() | ShowLine():
+                raise AssertionError(f"{decision} is the loop's to carry out")
             case _:
                 assert_never(decision)
 
@@ -196,9 +202,17 @@ class Executor:
         self._agents[host, incarnation] = AgentRecord(host, incarnation)
 
         def on_lost(reason: str) -> None:
-            self._on_agent_ended(AgentLost(host, incarnation, reason))
+            self._post(AgentLost(host, incarnation, reason))
 
-        self._starter.start(host, incarnation, on_lost)
+        backend = self._backend_for(incarnation)
+        if backend is not None:
+            backend.start(host, incarnation, on_lost)
+
+    def _backend_for(self, incarnation: int) -> Backend | None:
+        """The backend that has started an agent; None once its check is over."""
+        if incarnation < contract.FIRST_OF_CHECKS:
+            return self._starter
+        return None if self._checks is None else self._checks.backend
 
     def _note_order(self, decision: GiveOrder) -> None:
         match decision.order:
@@ -243,7 +257,7 @@ class Executor:
         if isinstance(found, Entries):
             entries = {key: (entry.value, entry.revision) for key, entry in found.entries.items()}
         seconds = time.monotonic() - began + self.look_seconds
-        self._post(KeysRead(decision.machine, entries, seconds))
+        self._post(KeysRead(decision.machine, decision.keys, entries, seconds))
 
     def _ask_progress(self, decision: AskProgress) -> None:
         """Read how far the workers are, and post it as an event.
@@ -269,8 +283,8 @@ class Executor:
 
     # ---- what happened -------------------------------------------------------------------
 
-    def heard(self, event: Event) -> None:
-        """Note what happened to a worker, before the core hears of it."""
+    def note(self, event: MachineEvent) -> None:
+        """Take in what has happened to a worker of the job, before its machine does."""
         match event:
             case WorkerStarted() if event.worker in self._workers:
                 self._workers[event.worker].pid = event.pid
@@ -314,26 +328,40 @@ class Executor:
             self.tails.add(event, record.round)
         self._server.post([DeletePrefix(contract.worker_prefix(event.worker))])
 
+    def note_check(self, event: MachineEvent) -> None:
+        """Take in what has happened to an agent or a worker of a node check."""
+        match event:
+            case WorkerExited(worker=worker):
+                self._workers.pop(worker, None)
+                self._server.post([DeletePrefix(contract.worker_prefix(worker))])
+            case AgentLost():
+                self.agent_lost(event)
+            case _:
+                pass
+
     def was_told_to_stop(self, worker: str) -> bool:
         """Whether a worker's end is a planned one."""
         return worker in self._workers and self._workers[worker].expected
 
-    def agent_ended(self, host: str, incarnation: int) -> None:
-        """Note that an agent's process has ended, and its workers with it."""
-        if self._agents.pop((host, incarnation), None) is None:
-            return
-        gone = [w for w, record in self._workers.items() if record.agent == (host, incarnation)]
-        for worker in gone:
-            del self._workers[worker]
-        self._fence(host, incarnation)
-        if gone:
-            self._server.post([DeletePrefix(contract.worker_prefix(worker)) for worker in gone])
+    def agent_lost(self, event: AgentLost) -> None:
+        """Take in that an agent's process has ended, and its workers with it."""
+        agent = (event.host, event.incarnation)
+        if not event.ended:
+            self._kill(*agent)
+        elif self._agents.pop(agent, None) is not None:
+            gone = [worker for worker, record in self._workers.items() if record.agent == agent]
+            for worker in gone:
+                del self._workers[worker]
+            self._fence(*agent)
+            if gone:
+                self._server.post([DeletePrefix(contract.worker_prefix(w)) for w in gone])
 
-    def agent_silent(self, host: str, incarnation: int) -> None:
-        """End an agent whose lease has expired: it must not go on beside its successor."""
-        if (host, incarnation) in self._agents:
+    def _kill(self, host: str, incarnation: int) -> None:
+        """End an agent at once: it must not go on beside its successor."""
+        backend = self._backend_for(incarnation)
+        if (host, incarnation) in self._agents and backend is not None:
             self._fence(host, incarnation)
-            self._starter.kill(host, incarnation)
+            backend.kill(host, incarnation)
 
     def _fence(self, host: str, incarnation: int) -> None:
         """Refuse an agent from now on: one that was only cut off ends as soon as it is back."""
@@ -348,8 +376,7 @@ class Executor:
         silent = f"not heard of for {self._heartbeat_timeout:g} s (--heartbeat-timeout)"
         agent = contract.agent_of_lease(key)
         if agent is not None:
-            self.agent_silent(*agent)
-            return AgentLost(*agent, reason=silent)
+            return AgentLost(*agent, reason=silent, ended=False)
         worker = contract.worker_of_lease(key)
         if worker is not None:
             if worker not in self._workers:  # its end was reported before

@@ -29,7 +29,7 @@ import msgspec
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.policies.requests import Rejection, Reply, RequestDropped
+from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
 from elastic_driver.policies.shards.messages import (
     DoneRequest,
     ExtendRequest,

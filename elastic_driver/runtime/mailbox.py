@@ -1,7 +1,7 @@
-"""The driver's mailbox, and what can lie in it: the core's events, and the shell's own messages.
+"""The driver's mailbox and its messages: the machines' events, and some of the driver's own.
 
-Put there by the server, discovery, a starter's threads and whoever asks the job to stop; taken
-out by the driver's mailbox thread alone, which turns most of the shell's messages into events.
+The server, discovery, the backends' threads and signal handlers put messages in; the driver's
+thread alone takes them out.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from elastic_driver.core.events import AgentLost, Event
-from elastic_driver.policies.requests import KeysRead, RequestDropped
+from elastic_driver.core.events import Event
+from elastic_driver.core.job import Job
+from elastic_driver.policies.messages import KeysRead, RequestDropped
+from elastic_driver.policies.nodecheck.messages import TaskEnded
+from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.policies.shards.messages import ShardRequest, WorkerEnded
 from elastic_driver.policies.stragglers.machine import RoundPublished
 from elastic_driver.policies.tf.messages import TfRequest
+from elastic_driver.runtime.host_lists import Hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +30,18 @@ class LeaseLapsed:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentEnded:
-    """The starter says that an agent's process is gone, or never was."""
+class JobBegins:
+    """The job is to begin: its machine takes part from now on."""
 
-    event: AgentLost
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class CheckAsked:
+    """Hosts are to be checked before the job; `answer` takes the report, or why there is none."""
+
+    hosts: Hosts
+    answer: Callable[[CheckReport | Exception], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +57,11 @@ class StopNow:
 
 
 PolicyEvent: TypeAlias = (
-    ShardRequest | WorkerEnded | TfRequest | RequestDropped | KeysRead | RoundPublished
+    ShardRequest | WorkerEnded | TfRequest | RequestDropped | KeysRead | RoundPublished | TaskEnded
 )
 """Events that name their machine: each has a `machine`."""
 MachineEvent: TypeAlias = Event | PolicyEvent
-Message: TypeAlias = MachineEvent | LeaseLapsed | AgentEnded | StatusAsked | StopNow
+Message: TypeAlias = MachineEvent | LeaseLapsed | StatusAsked | StopNow | JobBegins | CheckAsked
 M = TypeVar("M")
 
 

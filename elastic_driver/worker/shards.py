@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
-from elastic_driver.policies.requests import Rejection, Reply
+from elastic_driver.policies.messages import Rejection, Reply
 from elastic_driver.policies.shards import messages
 from elastic_driver.policies.shards.datasets import DataSets
 from elastic_driver.worker import context

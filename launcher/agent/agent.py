@@ -227,9 +227,8 @@ class Agent:
 
     async def _first_contact(self) -> JobSpec | Ending:
         """Read the job's specification; return the reason to end that came first, if any."""
-        reading = asyncio.create_task(
-            asyncio.to_thread(self._client.get, contract.JOB_SPEC, FIRST_CONTACT_S)
-        )
+        key = contract.spec_key(self._config.incarnation)
+        reading = asyncio.create_task(asyncio.to_thread(self._client.get, key, FIRST_CONTACT_S))
         ending = await self._ending_before(reading)
         if ending is not None:
             reading.cancel()
@@ -237,7 +236,7 @@ class Agent:
         try:
             entry = reading.result()
             if entry is None:
-                raise RendezvousError(f"no {contract.JOB_SPEC} within {FIRST_CONTACT_S:.0f} s")
+                raise RendezvousError(f"no {key} within {FIRST_CONTACT_S:.0f} s")
             return decode(JobSpec, entry.value)
         except (RendezvousError, msgspec.DecodeError) as error:
             return Ending(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)

@@ -113,7 +113,8 @@ class SharedParent:
         while (request := self._next()) is not None and not self._ending.is_set():
             try:
                 if not self._lost:
-                    self._held = self._held or self._open()
+                    incarnation = request.plan.incarnation
+                    self._held = self._held or self._open(incarnation)
                     self._fork(self._held, request)
                     continue
             except _LostError as error:
@@ -155,10 +156,10 @@ class SharedParent:
             self._held.end()
             self._held = None
 
-    def _open(self) -> WarmParent:
+    def _open(self, incarnation: int) -> WarmParent:
         """Start it, and wait until it is warm; raises `_LostError`."""
         try:
-            plan = plan_for(self._read_spec(), os.environ)
+            plan = plan_for(self._read_spec(incarnation), os.environ)
         except NotWarmable:
             raise _LostError("") from None  # nothing is warm in this job
         self._launches, self._warm = self._launches + 1, False
@@ -174,11 +175,11 @@ class SharedParent:
             ) from error
         return self._held
 
-    def _read_spec(self) -> JobSpec:
+    def _read_spec(self, incarnation: int) -> JobSpec:
         try:
             token = read_token_file(self._token_file)
             with RendezvousClient(self._endpoint, token, timeout=SPEC_S) as client:
-                entry = client.get(contract.JOB_SPEC)
+                entry = client.get(contract.spec_key(incarnation))
             if entry is None:
                 raise _LostError("the rendezvous does not say what the job runs")
             return decode(JobSpec, entry.value)

@@ -18,7 +18,7 @@ from launcher.join.secret import of_server
 from launcher.join.serve_address import bind_address, own_address
 from launcher.plan.hosts import JoinedHosts
 from launcher.plan.launch import LaunchPlan
-from launcher.submit.submit import run_driver
+from launcher.submit.submit import make_driver, run_driver
 
 
 def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
@@ -46,6 +46,7 @@ def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
             nodes.own_starter = LocalBackend(endpoint, token_file, address=own_address(bound))
         return nodes
 
-    return run_driver(
-        plan, discovery=nodes, starter=starter, bind_host=bound, run_dir=run_dir, joined=nodes
+    driver = make_driver(
+        plan, nodes, starter=starter, bind_host=bound, run_dir=run_dir, joined=nodes
     )
+    return run_driver(driver, plan)

@@ -1,10 +1,7 @@
 """The node check as a user asks for it: before a job trains, or by itself.
 
-`submit` calls `check_before_training` for `--network-check` and its relatives,
-`launcher.ctl` calls `check_hosts` for `elasticctl check`. How a check is run is
-`elastic_driver.runtime.node_checks`, what it finds `elastic_driver.policies.nodecheck.check`; here
-is
-what comes in and what people get to see.
+`submit` calls `check_before_training` for `--network-check` and its relatives, `elasticctl check`
+calls `check_hosts`. The driver runs the check; here it is set up, and its findings are shown.
 """
 
 from __future__ import annotations
@@ -12,21 +9,22 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
-from elastic_driver.policies.nodecheck.check import NodeVerdict
 from elastic_driver.policies.nodecheck.messages import TaskSettings
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.backend import MakeBackend
 from elastic_driver.runtime.check_history import CheckHistoryFile
-from elastic_driver.runtime.discovery import HostDiscovery
-from elastic_driver.runtime.host_checks import HostChecks
+from elastic_driver.runtime.checks import CheckSettings, NodeChecks
+from elastic_driver.runtime.discovery import FixedDiscovery, HostDiscovery
+from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
-from elastic_driver.runtime.node_checks import CheckSettings, NodeChecker
+from elastic_driver.runtime.options import DriverOptions
+from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.plan.launch import LaunchPlan, NodeCheckPlan
 from launcher.submit.signals import handled
@@ -45,39 +43,22 @@ class CheckStoppedError(ElasticError):
 
 
 def check_before_training(
+    driver: ElasticDriver,
+    checks: NodeChecks,
     plan: LaunchPlan,
-    wish: NodeCheckPlan,
     hosts: Hosts,
-    *,
-    starter: MakeBackend,
-    bind_host: str,
     run_dir: RunDir,
-) -> tuple[HostChecks, dict[str, str]]:
-    """Check the hosts: the findings, kept in the run's folder too, and hosts not to use → why.
+) -> dict[str, str]:
+    """Check the hosts before the job begins; return those not to use, with the reasons.
 
-    Raises ClusterError where no host is left, CheckStoppedError on a signal.
+    What was found is shown, and kept in the run's folder. Raises ClusterError where no host is
+    left, CheckStoppedError on a signal.
     """
-    run_dir.create()
-    say = _say if plan.verbosity >= 0 else _say_nothing
-    kept = CheckHistoryFile(Path(plan.state_dir), _say)
-
-    def make(some: Hosts, known: Sequence[NodeVerdict]) -> NodeChecker:
-        return make_checker(
-            plan,
-            wish,
-            some,
-            starter=starter,
-            bind_host=bind_host,
-            run_dir=RunDir(run_dir.path, _FOLDER),
-            say=say,
-            known=known,
-        )
-
     with _ended_by_signals():
-        report = remember(make(hosts, ()).run(), kept)
-    file = run_dir.path / REPORT_FILE
-    file.write_bytes(msgspec.json.encode(report) + b"\n")
-    excluded = report.excluded(stragglers=wish.exclude_stragglers)
+        report = remember(driver.check(hosts), CheckHistoryFile(Path(plan.state_dir), _say))
+    checks.report = report
+    (run_dir.path / REPORT_FILE).write_bytes(msgspec.json.encode(report) + b"\n")
+    excluded = report.excluded(stragglers=checks.settings.exclude_stragglers)
     if plan.verbosity >= 0 or excluded:
         print(show(report, as_json=plan.log_format == "json"), file=sys.stderr, flush=True)
     if len(excluded) == len(report.nodes):
@@ -85,15 +66,21 @@ def check_before_training(
             f"all {len(excluded)} nodes failed the check; the first: {report.nodes[0].node} "
             f"{next(iter(excluded.values()))}; repair them, or start without --network-check"
         )
-    checks = HostChecks(
-        report,
-        make,
-        exclude_stragglers=wish.exclude_stragglers,
-        file=file,
-        keep=kept.add,
-        say=say,
+    return excluded
+
+
+def make_checks(
+    plan: LaunchPlan, wish: NodeCheckPlan, *, starter: MakeBackend, run_dir: RunDir
+) -> NodeChecks:
+    """Return the checks of a job with this plan."""
+    return NodeChecks(
+        check_settings(plan, wish),
+        make_backend=starter,
+        folder=RunDir(run_dir.path, _FOLDER),
+        file=run_dir.path / REPORT_FILE,
+        keep=CheckHistoryFile(Path(plan.state_dir), _say).add,
+        say=_say if plan.verbosity >= 0 else _say_nothing,
     )
-    return checks, excluded
 
 
 def check_hosts(
@@ -106,12 +93,29 @@ def check_hosts(
     run_dir: RunDir,
     say: Callable[[str], None],
 ) -> CheckReport:
-    """Check the hosts with the plan's settings; raises ElasticError where that cannot begin."""
-    checker = make_checker(
-        plan, wish, hosts, starter=starter, bind_host=bind_host, run_dir=run_dir, say=say
+    """Check the hosts by a driver without a job; raises ElasticError where that cannot begin."""
+    checks = NodeChecks(
+        check_settings(plan, wish),
+        make_backend=starter,
+        folder=RunDir(run_dir.path, _FOLDER),
+        say=say,
     )
-    with _ended_by_signals():
-        report = checker.run()
+    driver = ElasticDriver(
+        settings=plan.settings,
+        spec=plan.spec,
+        discovery=FixedDiscovery(hosts),
+        starter=starter,
+        run_dir=run_dir,
+        reporter=Reporter(sys.stderr),
+        options=DriverOptions(bind_host=bind_host),
+        checks=checks,
+    )
+    driver.open()
+    try:
+        with _ended_by_signals():
+            report = driver.check(hosts)
+    finally:
+        driver.abandon()
     return remember(report, CheckHistoryFile(Path(plan.state_dir), say))
 
 
@@ -122,38 +126,19 @@ def remember(report: CheckReport, kept: CheckHistoryFile) -> CheckReport:
     return msgspec.structs.replace(report, before=before)
 
 
-def make_checker(
-    plan: LaunchPlan,
-    wish: NodeCheckPlan,
-    hosts: Hosts,
-    *,
-    starter: MakeBackend,
-    bind_host: str,
-    run_dir: RunDir,
-    say: Callable[[str], None],
-    known: Sequence[NodeVerdict] = (),
-) -> NodeChecker:
-    """A check of these hosts with the plan's settings, not yet begun."""
-    checked = tuple((host, n if wish.every_slot else 1) for host, n in hosts if n > 0)
-    if not checked:
-        raise ClusterError("there are no hosts to check; does the source of hosts name any?")
-    return NodeChecker(
-        checked,
-        settings=CheckSettings(
-            stragglers=wish.stragglers,
-            start_timeout=min(plan.settings.start_timeout, wish.timeout),
-            task_timeout=wish.timeout,
-            heartbeat_timeout=plan.settings.heartbeat_timeout,
-            task=TaskSettings(
-                timeout=wish.timeout, performance=wish.performance, model=wish.stragglers
-            ),
-            env=plan.spec.env,
+def check_settings(plan: LaunchPlan, wish: NodeCheckPlan) -> CheckSettings:
+    """Return how the plan's node checks are made."""
+    return CheckSettings(
+        stragglers=wish.stragglers,
+        exclude_stragglers=wish.exclude_stragglers,
+        every_slot=wish.every_slot,
+        start_timeout=min(plan.settings.start_timeout, wish.timeout),
+        task_timeout=wish.timeout,
+        heartbeat_timeout=plan.settings.heartbeat_timeout,
+        task=TaskSettings(
+            timeout=wish.timeout, performance=wish.performance, model=wish.stragglers
         ),
-        starter=starter,
-        run_dir=run_dir,
-        bind=(bind_host, 0),
-        say=say,
-        known=known,
+        env=plan.spec.env,
     )
 
 
@@ -193,7 +178,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    print(f"elasticrun: {line}", file=sys.stderr, flush=True)
+    Reporter(sys.stderr).note(line)  # which does not wait for a terminal that stands still
 
 
 def _say_nothing(_line: str) -> None:

@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from elastic_driver.core.events import JobLeaving
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
 from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend
+from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
@@ -32,7 +32,7 @@ from launcher.plan.hosts import JoinedHosts
 from launcher.plan.launch import LaunchPlan
 from launcher.submit.bind_address import choose_bind_host
 from launcher.submit.discovery import make_discovery
-from launcher.submit.nodecheck import WithoutHosts, check_before_training
+from launcher.submit.nodecheck import WithoutHosts, check_before_training, make_checks
 from launcher.submit.signals import handled
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # of an end to come, as Slurm's --signal gives
@@ -56,64 +56,84 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     for problem in problems.values():
         print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
     plan = without(plan, hosts, problems)
-    checks: HostChecks | None = None
-    if plan.node_check is not None:
-        hosts = discovery.find()
-        checks, bad = check_before_training(
-            plan,
-            plan.node_check,
-            hosts,
-            starter=backend_maker(plan.backend, replace(job, grows=False)),
-            bind_host=str(job.bind_host),
-            run_dir=run_dir,
+    backend = backend_maker(plan.backend, job)
+    if plan.node_check is None:
+        driver = make_driver(
+            plan, discovery, starter=backend, bind_host=str(job.bind_host), run_dir=run_dir
         )
-        plan, discovery = without(plan, hosts, bad), WithoutHosts(discovery, bad)
-        good = tuple(host for host, _slots in hosts if host not in bad)
-        plan = replace(plan, settings=replace(plan.settings, checked_hosts=good))
-    return run_driver(
+        return run_driver(driver, plan, source=source)
+    checks = make_checks(
         plan,
-        discovery=discovery,
-        starter=backend_maker(plan.backend, job),
+        plan.node_check,
+        starter=backend_maker(plan.backend, replace(job, grows=False)),
+        run_dir=run_dir,
+    )
+    driver = make_driver(
+        plan,
+        discovery,
+        starter=backend,
         bind_host=str(job.bind_host),
         run_dir=run_dir,
         checks=checks,
-        source=source,
     )
+    hosts = discovery.find()
+    driver.open()
+    try:
+        bad = check_before_training(driver, checks, plan, hosts, run_dir)
+        plan, discovery = without(plan, hosts, bad), WithoutHosts(discovery, bad)
+        good = tuple(host for host, _slots in hosts if host not in bad)
+        plan = replace(plan, settings=replace(plan.settings, checked_hosts=good))
+    except BaseException:
+        driver.abandon()
+        raise
+    return run_driver(driver, plan, discovery=discovery, source=source)
 
 
-def run_driver(
+def make_driver(
     plan: LaunchPlan,
-    *,
     discovery: HostDiscovery,
+    *,
     starter: MakeBackend,
     bind_host: str,
     run_dir: RunDir,
-    checks: HostChecks | None = None,
+    checks: NodeChecks | None = None,
     joined: JoinedNodes | None = None,
-    source: HostDiscovery | None = None,
-) -> int:
-    """Run a driver with these parts to the job's end; return its exit status.
-
-    `source`: what `discovery` asks in the end; it may have to end the job.
-    """
+) -> ElasticDriver:
+    """Return a driver for this plan with these parts."""
     level, as_json = Level(plan.verbosity + 1), plan.log_format == "json"
-    reporter = Reporter(sys.stderr, level=level, as_json=as_json)
-    driver = ElasticDriver(
+    return ElasticDriver(
         settings=plan.settings,
         spec=plan.spec,
         discovery=discovery,
         starter=starter,
         run_dir=run_dir,
-        reporter=reporter,
+        reporter=Reporter(sys.stderr, level=level, as_json=as_json),
         options=replace(plan.driver, bind_host=bind_host),
         checks=checks,
         joined=joined,
     )
+
+
+def run_driver(
+    driver: ElasticDriver,
+    plan: LaunchPlan,
+    *,
+    discovery: HostDiscovery | None = None,
+    source: HostDiscovery | None = None,
+) -> int:
+    """Run a driver to the job's end; return its exit status.
+
+    Args:
+        driver: it has the plan's parts, and may be open.
+        plan: the job's settings may have changed since the driver was made.
+        discovery: in place of the driver's own.
+        source: what `discovery` asks in the end; it may have to end the job.
+    """
     if isinstance(source, AllocationDiscovery):
         source.on_over = lambda reason: driver.request_stop(reason, int(ExitCode.TERMINATED))
     notice = plan.settings.grace_period
-    with warnings_shown(reporter, "rendezvous"), stop_on_signals(driver, notice=notice):
-        return driver.run().exit_code
+    with warnings_shown(driver.reporter, "rendezvous"), stop_on_signals(driver, notice=notice):
+        return driver.run(plan.settings, discovery).exit_code
 
 
 def hosts_now(plan: LaunchPlan, discovery: HostDiscovery) -> Hosts:

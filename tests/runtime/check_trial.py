@@ -28,9 +28,9 @@ from random import Random
 from elastic_driver.policies.nodecheck.check import Verdict
 from elastic_driver.policies.nodecheck.messages import TaskSettings
 from elastic_driver.runtime.backend import OnLost
-from elastic_driver.runtime.node_checks import CheckSettings, NodeChecker
-from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.runtime.checks import CheckSettings
 from launcher.backends.local import LocalBackend
+from tests.runtime.checks import check_without_a_job
 from tests.support.cluster import Cluster
 from tests.support.job import ROOT
 from tests.support.slowing import slowed
@@ -58,12 +58,12 @@ def with_a_quota(hosts: Sequence[str], *, model: bool) -> Trial:
                         pid = self._agents[host, incarnation].pid
                     stack.enter_context(slowed(pid, share))
 
-            report = NodeChecker(
+            report = check_without_a_job(
                 tuple((host, 1) for host in hosts),
                 settings=CheckSettings(task=TaskSettings(model=model)),
-                starter=Slowing,
-                run_dir=RunDir(Path(folder), "check"),
-            ).run()
+                make_backend=Slowing,
+                folder=Path(folder),
+            )
         return {n.node: (n.verdict.value, n.compute, n.network) for n in report.nodes}
 
     return trial

@@ -12,8 +12,8 @@ import pytest
 
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.runtime.checks import CheckSettings, NodeChecks
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.runtime.reporter import Level, Reporter
@@ -23,16 +23,15 @@ from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import ChangingHosts, JobUnderTest, StartJob
 
 
-def found(report: CheckReport) -> HostChecks:
+def found(report: CheckReport, folder: Path) -> NodeChecks:
     """What a check before the job found; no host is checked again."""
 
-    def make(*_hosts: object) -> NoReturn:
+    def make(*_where: object) -> NoReturn:
         raise AssertionError("no check was expected")
 
-    def keep(_found: CheckReport) -> None:
-        pass
-
-    return HostChecks(report, make, exclude_stragglers=False, file=None, keep=keep, say=print)
+    checks = NodeChecks(CheckSettings(), make_backend=make, folder=RunDir(folder, "node-check"))
+    checks.report = report
+    return checks
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
         stderr = io.StringIO()
         source = ChangingHosts(hosts)
         run_dir = RunDir(tmp_path / "state", f"run{len(jobs)}")
-        checks = None if node_check is None else found(node_check)
+        checks = None if node_check is None else found(node_check, run_dir.path)
         driver = ElasticDriver(
             settings=Settings(**{**values, **settings}),  # type: ignore[arg-type]
             spec=JobSpec("run", ("true",), "/", {}, 30.0, 30.0, 3),

@@ -15,7 +15,7 @@ from elastic_driver.core.documents import (
     ShutdownOrder,
 )
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
-from elastic_driver.runtime import driver as driver_module
+from elastic_driver.runtime import loop
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.options import DriverOptions
@@ -65,7 +65,7 @@ def test_asked_twice_it_waits_for_nobody(start_job: StartJob) -> None:
 def test_agents_that_do_not_heed_their_shutdown_are_waited_for_with_a_bound(
     start_job: StartJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver_module, "AGENT_EXIT_S", 0.2)
+    monkeypatch.setattr(loop, "AGENT_EXIT_S", 0.2)
     cluster = Cluster()
     cluster.heeds_shutdown = False
     job = start_job(cluster=cluster, stop_grace=0.1)

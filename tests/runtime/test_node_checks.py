@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,16 +12,17 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
+from elastic_driver.contract import FIRST_OF_CHECKS
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.nodecheck.check import Verdict
 from elastic_driver.policies.nodecheck.messages import TaskSettings
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.backend import OnLost
-from elastic_driver.runtime.node_checks import CheckSettings, NodeChecker
-from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.runtime.checks import CheckSettings
 from launcher.backends.local import LocalBackend
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
+from tests.runtime.checks import check_without_a_job
 
 HERE = ("localhost", "127.0.0.2", "127.0.0.3", "127.0.0.4")
 TASK = (sys.executable, "-m", "tests.runtime.check_tasks")
@@ -46,14 +48,13 @@ def check(
     slots: int = 1,
 ) -> CheckReport:
     before = set(psutil.Process().children(recursive=True))  # other tests' zombies, adopted here
-    checker = NodeChecker(
+    report = check_without_a_job(
         tuple((host, slots) for host in HERE[:hosts]),
         settings=chosen,
-        starter=starter,
-        run_dir=RunDir(folder, "check"),
+        make_backend=starter,
+        folder=folder,
         say=say,
     )
-    report = checker.run()
     left = set(psutil.Process().children(recursive=True)) - before
     assert not left, "the check left processes behind"
     assert list((folder / "check").iterdir()) == []
@@ -142,7 +143,7 @@ def test_an_agent_that_is_killed_in_the_middle_costs_its_node_the_verdict(tmp_pa
 
     def kill(line: str) -> None:
         if "round 1" in line:
-            backends[0].kill(HERE[1], 1)
+            backends[0].kill(HERE[1], FIRST_OF_CHECKS)
 
     report = check(tmp_path, 2, settings(), starter=starter, say=kill)
     assert report.nodes[1].verdict is Verdict.FAULTY
@@ -156,12 +157,19 @@ def test_what_is_known_so_far_is_shown_over_http(tmp_path: Path) -> None:
     def look(line: str) -> None:
         if ": round " not in line:
             return
+        looking.append(threading.Thread(target=read))  # this one is the driver's
+        looking[-1].start()
+
+    def read() -> None:
         folder = tmp_path / "check"
         url = json.loads((folder / "endpoint.json").read_text())["url"]
         with RendezvousClient(url, read_token_file(folder / "token")) as client:
             seen.append(client.get_json("/v1/status"))
 
+    looking: list[threading.Thread] = []
     check(tmp_path, 4, settings({HERE[2]: "slow"}), say=look)
+    for thread in looking:
+        thread.join(10)
     assert [status["state"] for status in seen] == ["checking", "checking"]
     assert [status["rounds"] for status in seen] == [0, 1]
 

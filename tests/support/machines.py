@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from elastic_driver.core.events import Tick
-from elastic_driver.policies.requests import Reply
+from elastic_driver.policies.messages import Reply
 from elastic_driver.policies.shards.datasets import DataSets
 from elastic_driver.policies.tf.cluster import TfCluster
 from elastic_driver.runtime.machine_api import MachineRoutes, OpenRequests, RequestEvent

@@ -6,7 +6,7 @@ each process writes its `TaskResult` and posts `TaskEnded`. Times are seconds, s
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -78,8 +78,10 @@ class Place(Struct, frozen=True, kw_only=True):
 class TaskEnded(Struct, frozen=True, tag="task_ended", forbid_unknown_fields=True):
     """A process has written its result, and waits for its next Assignment. Posted as an event."""
 
+    machine: ClassVar[Literal["check"]] = "check"
+
     worker: Annotated[str, Meta(min_length=1, max_length=1024)]
-    task: Annotated[int, Meta(ge=0, le=2**31)]
+    task: Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class TaskResult(Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,7 +18,7 @@ from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.events import AgentLost, Tick, WorkerLost, WorkerStarted
 from elastic_driver.errors import UsageError
-from elastic_driver.policies.requests import Rejection, Reply, RequestDropped
+from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
 from elastic_driver.policies.shards.ledger import ShardLedger, open_ledger
 from elastic_driver.policies.shards.messages import (
     WORLD,

@@ -21,7 +21,7 @@ from elastic_driver.core.decisions import Announce
 from elastic_driver.core.documents import Allocation, Progress, World, decode_progress, encode
 from elastic_driver.core.events import RankRecovered, RankSlow, Tick
 from elastic_driver.core.status import SlowStatus
-from elastic_driver.policies.requests import KeysRead, MachineName, PublishKey, ReadKeys, SendEvent
+from elastic_driver.policies.messages import KeysRead, MachineName, PublishKey, ReadKeys, SendEvent
 from elastic_driver.policies.stragglers.balance import Balancer, Cost, Move
 from elastic_driver.policies.stragglers.compute import Change, Slowness, StragglerWatch
 from elastic_driver.policies.stragglers.links import LinkWatch

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from elastic_driver.policies.requests import Rejection
+from elastic_driver.policies.messages import Rejection
 from elastic_driver.policies.tf.messages import Synchronized, TfAnswer
 
 MAX_TAGS = 4096  # that wait for somebody at the same time

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 from msgspec import Meta, Struct
 
 from elastic_driver.core.tf_config import Task
-from elastic_driver.policies.requests import Rejection
+from elastic_driver.policies.messages import Rejection
 
 MAX_WAIT_S = 60.0  # of one cluster_spec request; who waits longer asks again and keeps its place
 MAX_VALUE_BYTES = 1024 * 1024

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import ClusterError
+from elastic_driver.runtime.checks import CheckSettings
 from elastic_driver.runtime.discovery import FixedDiscovery
-from elastic_driver.runtime.node_checks import CheckSettings
 from launcher import cli, ctl
 from launcher.options.values import resolve
 from launcher.plan.launch import Facts, NodeCheckPlan, make_plan

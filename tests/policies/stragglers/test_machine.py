@@ -19,7 +19,7 @@ from elastic_driver.core.documents import (
 )
 from elastic_driver.core.events import Event, RankRecovered, RankSlow, Tick
 from elastic_driver.core.status import SlowStatus
-from elastic_driver.policies.requests import KeysRead, PublishKey, ReadKeys, SendEvent
+from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, SendEvent
 from elastic_driver.policies.stragglers.machine import LOOK_S, SHARE, RoundPublished, Stragglers
 
 USUAL, SLOW = 0.1, 0.4
@@ -61,7 +61,7 @@ class Bench:
             assert self.machine.deadline() is None
             self.now += self.takes
             found = {k: self.entries[k] for k in asked.keys if k in self.entries}
-            read = KeysRead("stragglers", found if self.answers else {}, self.takes)
+            read = KeysRead("stragglers", asked.keys, found if self.answers else {}, self.takes)
             for decision in self.machine.handle(read, self.now):
                 match decision:
                     case SendEvent(event=event):

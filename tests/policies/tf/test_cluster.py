@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic_driver.core.tf_config import tf_config
-from elastic_driver.policies.requests import Rejection
+from elastic_driver.policies.messages import Rejection
 from elastic_driver.policies.tf.cluster import TfCluster
 from elastic_driver.policies.tf.messages import (
     BarrierRequest,

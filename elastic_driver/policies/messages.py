@@ -1,4 +1,4 @@
-"""Decisions and events that several machines have: requests over HTTP, keys of the store, events.
+"""Events and decisions that several machines have in common.
 
 A request comes to its machine as an event with a ticket; the machine decides a `Reply` with the
 same ticket, at once or later. `runtime.machine_api` keeps the connections.
@@ -50,12 +50,13 @@ class ReadKeys(CausedDecision, frozen=True, tag="read_keys"):
 
 
 class KeysRead(Struct, frozen=True, tag="keys_read"):
-    """The entries that `ReadKeys` has found; empty where the store did not answer in time.
+    """The entries under these keys; empty where there are none, or the store was too busy.
 
     `seconds`: how long the reading took, and the machine's handling of the last answer.
     """
 
     machine: MachineName
+    keys: tuple[str, ...]
     entries: Entries
     seconds: float
 
@@ -65,6 +66,21 @@ class PublishKey(CausedDecision, frozen=True, tag="publish_key"):
 
     key: str
     value: bytes
+    reason: str
+
+
+class KillAgent(CausedDecision, frozen=True, tag="kill_agent"):
+    """End this agent and everything it started, at once; refuse it from now on."""
+
+    host: str
+    incarnation: int
+    reason: str
+
+
+class ShowLine(CausedDecision, frozen=True, tag="show_line"):
+    """Show the user a line."""
+
+    line: str
     reason: str
 
 

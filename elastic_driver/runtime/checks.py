@@ -1,0 +1,226 @@
+"""Everything around the machines of node checks: their agents' backend, and what they have found.
+
+One check at a time, before the job or of hosts that come later while it runs. The machine
+(`policies.nodecheck.checker`) decides; here its agents get a folder and a backend of their own,
+and its report is added to those before it, shown by `/v1/status`, and kept in files. Called by the
+driver's thread, except where noted. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from elastic_driver import contract
+from elastic_driver.core.decisions import CheckHosts
+from elastic_driver.core.documents import JobSpec, encode
+from elastic_driver.core.events import HostResult, HostsChecked
+from elastic_driver.errors import ClusterError
+from elastic_driver.policies.nodecheck.check import NodeVerdict
+from elastic_driver.policies.nodecheck.checker import CheckLimits, NodeChecker
+from elastic_driver.policies.nodecheck.messages import TASK_SETTINGS, TaskSettings
+from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.runtime.backend import Backend, MakeBackend
+from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.run_dir import RunDir
+from rendezvous.auth import write_token_file
+from rendezvous.server import RendezvousServer
+from rendezvous.wire import Set
+
+PACKAGES = Path(__file__).resolve().parents[2]
+TASK = (sys.executable, "-m", "elastic_driver.worker.nodecheck.serve")
+# What the task imports, and the model's part, which takes as long again.
+PRELOAD = ("elastic_driver.worker.nodecheck.task",)
+PRELOAD_MODEL = (*PRELOAD, "torch._dynamo")
+STOP_S = 10.0  # for a check that is abandoned to end its agents
+
+
+class CheckSettings(Struct, frozen=True, kw_only=True):
+    """How the node checks of a run are made."""
+
+    stragglers: bool = True  # look for slow nodes too
+    exclude_stragglers: bool = False  # and keep them out of the job
+    every_slot: bool = True  # a process for each slot; otherwise one for each host
+    start_timeout: float = 60.0  # for an agent to come up
+    task_timeout: float = 120.0  # for the task of one round, with its start
+    heartbeat_timeout: float = 30.0
+    task: TaskSettings = TaskSettings()
+    command: tuple[str, ...] = TASK  # what a process of a task runs
+    warm: int | None = None  # processes that have imported torch in advance, as `JobSpec.warm`
+    env: dict[str, str] = {}  # added to the agents' environment for it
+
+    def spec(self, run_id: str) -> JobSpec:
+        """Return what the agents of a check run."""
+        return JobSpec(
+            run_id=run_id,
+            command=self.command,
+            cwd=str(PACKAGES),
+            env=self.env,
+            heartbeat_timeout=self.heartbeat_timeout,
+            grace_period=0.0,
+            max_restarts=0,
+            local_ranks_filter=(),  # what tasks print is for the report, not for the terminal
+            warm=self.warm,
+            preload=PRELOAD_MODEL if self.task.model else PRELOAD,
+            rehearse=False,  # a task warms up by itself before it measures
+        )
+
+    def limits(self) -> CheckLimits:
+        """Return what the machine has to know."""
+        return CheckLimits(
+            stragglers=self.stragglers,
+            start_timeout=self.start_timeout,
+            task_timeout=self.task_timeout,
+            task=self.task.summary,
+        )
+
+
+class NodeChecks:
+    """The node checks of one run.
+
+    Args:
+        settings: how they are made.
+        make_backend: makes a backend for the agents of one check.
+        folder: for the token and the address that these agents are given.
+        file: where the findings of this run are kept; None: nowhere.
+        keep: adds the findings of a later check to what is kept beyond this run.
+        say: shows the user a line.
+    """
+
+    def __init__(
+        self,
+        settings: CheckSettings,
+        *,
+        make_backend: MakeBackend,
+        folder: RunDir,
+        file: Path | None = None,
+        keep: Callable[[CheckReport], None] = lambda _report: None,
+        say: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self.settings, self.say = settings, say
+        self.report: CheckReport | None = None  # of all checks; replaced, never changed
+        self.backend: Backend | None = None  # of the check that is going on
+        self._make_backend, self._folder = make_backend, folder
+        self.file, self._keep = file, keep
+        self._number = 0  # checks begun so far
+        self._asked: CheckHosts | None = None  # that the job waits for
+        self._ending: threading.Thread | None = None
+        self.stopped = False
+
+    def begin(
+        self, hosts: Hosts, server: RendezvousServer, token: str, asked: CheckHosts | None = None
+    ) -> NodeChecker:
+        """Return the machine of a new check, whose agents can be started from now on.
+
+        Raises ElasticError where it cannot be made, and while another check is going on: it would
+        want the same folder, and the processors whose speed the other one measures.
+        """
+        if self.stopped or self.backend is not None:
+            raise ClusterError("another check is going on")
+        every, known = self.settings.every_slot, self.report.nodes if self.report else ()
+        checked = tuple((host, n if every else 1) for host, n in hosts if n > 0)
+        if not checked:
+            raise ClusterError("there are no hosts to check; does the source of hosts name any?")
+        self._folder.create()
+        write_token_file(self._folder.token_file, token)
+        self._folder.write_endpoint(server.url, time.time())
+        spec = self.settings.spec(self._folder.run_id)
+        server.apply(
+            [
+                Set(contract.CHECK_SPEC, encode(spec)),
+                Set(TASK_SETTINGS, encode(self.settings.task)),
+            ]
+        )
+        self.backend = self._make_backend(server.url, self._folder.token_file)
+        self._asked = asked
+        checker = NodeChecker(
+            checked, number=self._number, limits=self.settings.limits(), known=known
+        )
+        self._number += 1
+        return checker
+
+    def end(
+        self, report: CheckReport, then: Callable[[CheckReport, HostsChecked | None], None]
+    ) -> None:
+        """End the agents' backend and keep the report, in a thread; then call `then` there.
+
+        `then` takes the report and, where the job has asked for the check, the answer to it.
+        """
+        report = msgspec.structs.replace(report, checked_at=time.time())
+        asked, self._asked = self._asked, None
+
+        def work() -> None:
+            self._close()
+            if not self.stopped:
+                then(report, None if asked is None else self._add(asked, report))
+
+        self._ending = threading.Thread(target=work, name="check-end", daemon=True)
+        self._ending.start()
+
+    def stop(self) -> None:
+        """End a check that is going on, and everything it started; no other begins. Idempotent."""
+        self.stopped = True
+        if self._ending is not None:
+            self._ending.join(STOP_S)
+        self._close()
+
+    def _close(self) -> None:
+        if self.backend is not None:
+            self.backend.close(0.0)
+            self._folder.close()
+            self.backend = None
+
+    def _add(self, asked: CheckHosts, report: CheckReport) -> HostsChecked:
+        """Add a check of hosts that came later to what is known; called by the ending thread."""
+        excluded = report.excluded(stragglers=self.settings.exclude_stragglers)
+        before = self.report
+        self.report = report if before is None else merged(before, report)
+        self._write()
+        self._keep(report)
+        self.say(report.summary())
+        results = (
+            HostResult(node.node, node.node not in excluded, excluded.get(node.node, _words(node)))
+            for node in report.nodes
+        )
+        return HostsChecked(tuple(results), asked.number)
+
+    def _write(self) -> None:
+        if self.file is None:
+            return
+        try:
+            self.file.write_bytes(msgspec.json.encode(self.report) + b"\n")
+        except OSError as error:
+            self.say(f"cannot keep what the check found in {self.file}: {error.strerror}")
+
+
+def merged(before: CheckReport, after: CheckReport) -> CheckReport:
+    """Return both checks as one: newer verdicts replace older ones, and measurements add up."""
+    nodes = {node.node: node for node in before.nodes}
+    for node in after.nodes:
+        known = nodes.get(node.node)
+        history = node.history if known is None else known.history + node.history
+        nodes[node.node] = msgspec.structs.replace(node, history=history)
+    return CheckReport(
+        rounds=before.rounds + after.rounds,
+        seconds=before.seconds + after.seconds,
+        nodes=tuple(nodes.values()),
+        checked_at=time.time(),
+        task=after.task,
+        before=before.before,
+    )
+
+
+def impossible(asked: CheckHosts, error: Exception) -> HostsChecked:
+    """Return the answer to a check that cannot be made: no host passes, the job asks again."""
+    reason = f"it could not be made: {error}"
+    return HostsChecked(tuple(HostResult(h, False, reason) for h, _ in asked.hosts), asked.number)
+
+
+def _words(node: NodeVerdict) -> str:
+    return f"{node.verdict.value}: {node.reason}" if node.reason else node.verdict.value
