@@ -1,4 +1,4 @@
-"""What comes out of the core: every decision, each with its reason.
+"""Every decision that the core takes, each with its reason.
 
 All are frozen. `Job.handle(event, now)` returns them in the order in which they are to be
 carried out; `runtime.executor` does so.
@@ -14,7 +14,7 @@ from elastic_driver.core.documents import Failure, Order, SaveRequest, World
 
 
 class CausedDecision(Struct, frozen=True, kw_only=True):
-    """What all decisions have: `cause`, the number of the event that led to it (0: not numbered).
+    """A decision; `cause` is the number of the event that led to it (0: not numbered).
 
     `machine.stamped` fills it in, in the driver's loop and nowhere else.
     """

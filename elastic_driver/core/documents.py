@@ -1,7 +1,8 @@
-"""The documents the driver publishes on keys, and the orders it gives to agents.
+"""The documents that driver, agents and workers write to keys for each other, and agents' orders.
 
-Pure data (JSON by msgspec). Workers, agents and the HTTP API read them; only the core makes
-them. Their keys are named in `elastic_driver.contract`.
+Pure data (JSON by msgspec). The core makes worlds, notices, save requests and orders; workers
+write their progress; the launcher writes the job's specification. The keys are named in
+`elastic_driver.contract`.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ Share = Annotated[int, Meta(ge=0, le=2**31)]
 
 
 class Sample(Struct, frozen=True, array_like=True):
-    """What a committed step cost a rank, without waiting for others: the mean over the steps since
-    the sample before, where those are short.
+    """The cost of a committed step for a rank, without waiting for others; the mean over the steps
+    since the sample before, where those are short.
 
     `compute` is all of its computing, with one forward-backward pass in place of several;
     `one_pass` that pass alone. `exchange` is not in `compute`: what exchanging the gradients cost
@@ -101,7 +102,7 @@ class Sample(Struct, frozen=True, array_like=True):
 
 
 class Division(Struct, frozen=True, array_like=True):
-    """How a rank takes part in a fixed batch: `share` of a step's `virtual_workers`."""
+    """A rank's part of a fixed batch: `share` of a step's `virtual_workers`."""
 
     virtual_workers: Share
     share: Share
@@ -111,7 +112,7 @@ MAX_LINKS = 16  # in one message
 
 
 class LinkUse(Struct, frozen=True, array_like=True):
-    """What went over the connections to one peer's address since the round began: seconds in which
+    """The use of the connections to one peer's address since the round began: seconds in which
     something was under way, and bytes that arrived."""
 
     peer: Host
@@ -127,7 +128,7 @@ class Links(Struct, frozen=True, array_like=True):
 
 
 class Progress(Struct, frozen=True):
-    """How far a worker is: `step` committed steps in all, seconds for one, in round `round`.
+    """A worker's progress: `step` committed steps in all, seconds for one, in round `round`.
 
     `samples` are its last measured steps, oldest first, each told several times. `division`: how it
     takes part in a fixed batch, where shares are the driver's to give. `links`: its connections
@@ -151,7 +152,7 @@ class Allocation(Struct, frozen=True):
 
 
 class JobSpec(Struct, frozen=True):
-    """What every worker of the job runs; no secrets."""
+    """The command that every worker of the job runs, and its settings; no secrets."""
 
     run_id: str
     command: tuple[str, ...]  # argv of a worker

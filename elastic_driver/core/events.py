@@ -1,4 +1,4 @@
-"""What goes into the core: every event, each with one line of meaning.
+"""Every event that the core takes in, each with one line of meaning.
 
 All are frozen; what comes out of the core is in `decisions`. Times are not in them:
 `Job.handle(event, now)` is told the time, in monotonic seconds.
@@ -82,7 +82,7 @@ class WorkerResumed(Struct, frozen=True, tag="worker_resumed", forbid_unknown_fi
 
 
 class WorkerStack(Struct, frozen=True, tag="worker_stack", forbid_unknown_fields=True):
-    """Where a worker stands, because somebody asked (`AskStacks`, by its number).
+    """A worker's stack, because somebody asked (`AskStacks`, by its number).
 
     `where`: collective, elsewhere, or in words what its agent sees (`own` False) of one that may
     be unable to answer itself. `stack`: of its training thread, innermost last.
@@ -108,7 +108,7 @@ class WorkerExited(Struct, frozen=True, tag="worker_exited", forbid_unknown_fiel
 
 
 class WorkerSaved(Struct, frozen=True, tag="worker_saved", forbid_unknown_fields=True):
-    """How a `SaveRequest` went, from its first member, or of trouble from any other.
+    """The result of a `SaveRequest`, from its first member; trouble may come from any of them.
 
     `folder` of the complete checkpoint, or the `problem`; neither: there is no `checkpoint_dir`.
     """
@@ -209,7 +209,7 @@ class RankRecovered(Struct, frozen=True, tag="rank_recovered"):
 
 
 class HostResult(Struct, frozen=True):
-    """What a check found out about a host: whether it may get workers, and the verdict in words."""
+    """The result of a host's check: whether it may get workers, and the verdict in words."""
 
     host: str
     passed: bool

@@ -125,7 +125,7 @@ class Job(JobParts):
             case ev.WorkerStack():
                 self.stacks.on_worker_stack(event)
             case ev.StacksRequested():
-                self.stacks.ask(now, event.reason)
+                self.stacks.ask(now, event.reason or "somebody asks")
             case ev.ProgressReported():
                 self.boundary.on_progress_reported(event, now)
             case ev.RankSlow():
@@ -137,7 +137,7 @@ class Job(JobParts):
             case ev.JobLeaving():
                 self.preemption.on_job_leaving(event, now)
             case ev.StopRequested():
-                self.outcome.finish(event.exit_code, event.reason)
+                self.outcome.finish(event.exit_code, event.reason or "it was asked to stop")
             case ev.Tick():
                 pass  # only time has passed; the rules see to it
             case _:
@@ -171,7 +171,7 @@ class Job(JobParts):
         return moved
 
     def _mark(self) -> tuple[object, ...]:
-        """What a rule may change and another reads: not every consequence is a decision."""
+        """Return all that a rule may change and another reads: not every change is a decision."""
         return (
             len(self.effects.decisions),
             self.rounds.current.number,

@@ -1,4 +1,4 @@
-"""Who takes part in a round: places, and the short form in which all of them travel.
+"""The members of a round: their places, and the short form in which all of them travel.
 
 Ranks of a host are contiguous, and everything else about a place follows from who sits where. So a
 `World` goes over the wire as hosts with runs of slots: 1 kB for a thousand members, 10 kB for ten
@@ -63,7 +63,7 @@ class HostGroup(Struct, frozen=True, array_like=True):
 
 
 class Standings(Struct, frozen=True, array_like=True):
-    """So many ranks that follow each other brought the same state along."""
+    """A run of `count` ranks that brought the same state along."""
 
     count: Count
     version: int
@@ -177,7 +177,7 @@ class Members(Sequence[Member]):
         return Member(name, place, standings.version, standings.clean)
 
     def _hosts_with(self, local_rank: int) -> list[int]:
-        """How many hosts have this local rank: those before each block, and behind them all."""
+        """Return how many hosts have this local rank, before each block and behind them all."""
         if local_rank not in self._having:
             counts = (len(b.group.hosts) * (b.local_size > local_rank) for b in self._blocks)
             self._having[local_rank] = list(accumulate(counts, initial=0))

@@ -1,4 +1,4 @@
-"""Where a thread stands, told by the file its innermost Python frame is in.
+"""The place of a thread, told by the file its innermost Python frame is in.
 
 `worker.heartbeat.watch` asks for its own training thread, the agent for one that it sees from
 outside. Pure.
@@ -21,7 +21,7 @@ SEEN_ELSEWHERE = "outside of collectives, seen by py-spy"
 
 
 def waits_for_peers(filename: str) -> bool:
-    """Whether a thread whose innermost frame is in this file waits for peers.
+    """Return whether a thread whose innermost frame is in this file waits for peers.
 
     A script that calls `wait()` of a torch work object itself looks like one that waits elsewhere.
     """

@@ -1,4 +1,4 @@
-"""Which state wins when a round forms, and who has to receive it.
+"""The state that wins when a round forms, and the ranks that have to receive it.
 
 The workers apply this rule to the World document, each for itself and without exchanging a word;
 the driver applies it to its own records, for the event log. Pure.

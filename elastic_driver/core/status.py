@@ -54,7 +54,7 @@ class SlowStatus(Struct, frozen=True):
 
 
 class CounterStatus(Struct, frozen=True):
-    """What has been used up, and the limits (None: no limit)."""
+    """Counters, and their limits (None: no limit)."""
 
     failures: int
     max_restarts: int | None

@@ -36,7 +36,7 @@ class Task(Struct, frozen=True, order=True):
 
 
 class PortOffer(NamedTuple):
-    """Where a member's TensorFlow server may listen: an address, and ports that were free."""
+    """An address, and ports that were free, for a member's TensorFlow server."""
 
     address: str
     ports: tuple[int, ...]
@@ -138,7 +138,7 @@ class TfLayout:
         return {where: tf_config(cluster, task) for where, task in self._tasks.items()}
 
     def essential(self, where: Where) -> bool:
-        """Whether the training is not over while this slot's task runs.
+        """Return whether the training is not over while this slot's task runs.
 
         Parameter servers and the evaluator run until they are stopped; so do workers that serve
         a chief beside parameter servers (`ParameterServerStrategy`).

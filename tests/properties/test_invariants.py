@@ -52,12 +52,12 @@ def seldom(random: Random) -> list[ev.Event]:
         ev.WorkerStack(worker, number, WHY, WHY, random.random() < 0.5),
         ev.WorkerSilent(worker, WHY),
         ev.WorkerSaved(worker, number, random.choice(["", "step-1"]), random.choice(["", WHY])),
-        ev.WorkerLeaving(worker, soon, WHY),
-        ev.HostLeaving(host, random.randint(1, 2), soon, WHY),
+        ev.WorkerLeaving(worker, soon, random.choice(["", WHY])),
+        ev.HostLeaving(host, random.randint(1, 2), soon, random.choice(["", WHY])),
         ev.DrainRequested(host, WHY, random.choice([None, soon])),
-        ev.DrainCancelled(host, WHY),
+        ev.DrainCancelled(host, random.choice(["", WHY])),
         ev.HostsChecked((passed,), random.randint(1, 2)),
-        ev.StacksRequested(WHY),
+        ev.StacksRequested(random.choice(["", WHY])),
     ]
 
 

@@ -48,7 +48,8 @@ class Agents(Rule):
             late = f"agent {event.host}.{event.incarnation} is not the present one"
             self.effects.ignore(late)
             return
-        self.effects.announce("agent_lost", event.reason, host=event.host)
+        reason = event.reason or "no reason was given"
+        self.effects.announce("agent_lost", reason, host=event.host)
         was_up = agent.state is AgentState.READY
         self.fleet.apply(agent, AgentNews.LOST)
         there = self.workers.on_host(event.host)
@@ -56,7 +57,7 @@ class Agents(Rule):
         if failed and self.outcome.first_success is None and self.outcome.end is None:
             self.endings.count_failure(now, member=any(worker.is_member for worker in failed))
         if self.outcome.end is None:
-            self._host_without_agent(agent, event.reason, now, was_up=was_up)
+            self._host_without_agent(agent, reason, now, was_up=was_up)
 
     def advance(self, now: float) -> None:
         """Give up an agent that takes longer than `start_timeout` to come up."""

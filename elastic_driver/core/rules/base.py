@@ -1,4 +1,4 @@
-"""What every rule works with: the settings, and the tables of hosts, agents, workers and rounds."""
+"""The base of every rule: the settings, and the tables of hosts, agents, workers and rounds."""
 
 from __future__ import annotations
 

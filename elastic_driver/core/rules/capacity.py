@@ -16,7 +16,7 @@ from elastic_driver.settings import Settings
 
 @dataclass(slots=True)
 class Capacity:
-    """How many workers are wanted, and what has changed since the last look."""
+    """The number of workers wanted, and a note of changes since the last look."""
 
     settings: Settings
     effects: Effects
@@ -27,7 +27,7 @@ class Capacity:
 
     @property
     def wanted(self) -> int | None:
-        """How many workers to aim at; None: as many as there are slots."""
+        """The number of workers to aim at; None: as many as there are slots."""
         return self.settings.max_np if self.target is None else self.target
 
     def at_most_wanted(self, need: int) -> int:

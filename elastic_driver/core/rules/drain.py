@@ -27,6 +27,7 @@ from elastic_driver.core.rules.rounds import OfRound, RoundState
 from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerState
 
 REPLACEMENT_SHARE = 0.5  # of a deadline; the rest is for the boundary and for ending processes
+NO_REASON = "no reason was given"
 _HERE = (WorkerState.READY, WorkerState.RUNNING)
 _GONE_AS_TOLD = (WorkerState.STOPPING, WorkerState.STOPPED)
 
@@ -67,7 +68,7 @@ class Drains(Rule):
 
     def on_requested(self, event: ev.DrainRequested, now: float) -> None:
         """Drain a host."""
-        self._drain(event.host, self._until(event.reason, event.deadline, now))
+        self._drain(event.host, self._until(event.reason or NO_REASON, event.deadline, now))
 
     def on_host_leaving(self, event: ev.HostLeaving, now: float) -> None:
         """Drain a host that goes away."""
@@ -90,7 +91,8 @@ class Drains(Rule):
             return
         self._notices[worker.id] = self._with_notice(event, now)
         self.capacity.note_change()
-        self.effects.announce("worker_leaving", event.reason, worker, deadline=event.deadline)
+        drain = self._notices[worker.id]
+        self.effects.announce("worker_leaving", drain.reason, worker, deadline=event.deadline)
 
     def on_cancelled(self, event: ev.DrainCancelled) -> None:
         """Let the host be used again; workers that have not left yet stay."""
@@ -99,7 +101,7 @@ class Drains(Rule):
             return
         self.hosts.trust(event.host)  # whoever looked after it may have cured its slowness, too
         self.capacity.note_change()
-        self.effects.announce("drain_cancelled", event.reason, host=event.host)
+        self.effects.announce("drain_cancelled", event.reason or NO_REASON, host=event.host)
 
     def _until(self, reason: str, deadline: float | None, now: float) -> Drain:
         patience = self.settings.start_timeout
@@ -108,7 +110,7 @@ class Drains(Rule):
         return Drain(reason, now + patience)
 
     def _with_notice(self, event: ev.HostLeaving | ev.WorkerLeaving, now: float) -> Drain:
-        drain = self._until(event.reason, event.deadline, now)
+        drain = self._until(event.reason or NO_REASON, event.deadline, now)
         return replace(drain, leave_by=now + time_to_leave(event.deadline))
 
     def _drain(self, host: str, drain: Drain) -> None:
@@ -296,12 +298,12 @@ class Drains(Rule):
         return None
 
     def _last_change(self) -> bool:
-        """Whether a failure may need the changes that the reset limit leaves."""
+        """Return whether a failure may need the changes that the reset limit leaves."""
         limit = self.settings.reset_limit
         return limit is not None and self.rounds.current.number >= limit
 
     def _makes_a_world(self, worker: Worker, target: str) -> bool:
-        """Whether those who stay, and who take others' places, are on whole units of hosts."""
+        """Return whether those who stay, and the replacement, are on whole units of hosts."""
         if not units.limited(self.settings):
             return True
         staying = [w for w in self.workers.having(*ACTIVE) if w is not worker and not w.leaving]

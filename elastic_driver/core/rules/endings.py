@@ -102,7 +102,7 @@ class Endings(Rule):
             self._judge_wipe_out()
 
     def _anybody_left(self) -> bool:
-        """Whether someone of the present world lives (a newcomer does not carry it on)."""
+        """Return whether someone of the present world lives (a newcomer does not carry it on)."""
         elastic = self.outcome.elastic
         if self.rounds.current.state is RoundState.FORMING or not elastic:
             return self.workers.count(*ACTIVE) > 0
@@ -152,7 +152,7 @@ class Endings(Rule):
             self._announce_grace(left, now)
 
     def _stands_by(self, worker: Worker) -> bool:
-        """Whether it took part once, and the present world went on without it (node units)."""
+        """Return whether the present world went on without this earlier member (node units)."""
         current = self.rounds.current
         outside = worker.state is WorkerState.READY and worker.id not in current.members
         return outside and current.state is RoundState.COMPLETE

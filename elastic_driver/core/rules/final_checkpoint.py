@@ -22,7 +22,7 @@ from elastic_driver.core.rules.workers import Worker, WorkerState
 
 @dataclass(slots=True)
 class FinalSave:
-    """What became of the state after `request.step` steps, as far as it is known."""
+    """The fate of the state after `request.step` steps, as far as it is known."""
 
     request: SaveRequest
     round: int  # before it, the state is saved
@@ -33,7 +33,7 @@ class FinalSave:
 
     @property
     def outcome(self) -> str:
-        """What is on disk, in words."""
+        """Describe what is on disk."""
         step = self.request.step
         if self.folder:
             return f"the state of step {step} is in {self.folder}"
@@ -102,7 +102,7 @@ class FinalSaves(Rule):
         return set(known.request.members) <= {worker.id for worker in holders}
 
     def _until(self, holders: list[Worker], now: float) -> float:
-        """When the first of them is going to be stopped."""
+        """Return when the first of them is going to be stopped."""
         if self.outcome.departure is not None:
             return self.outcome.departure.end_by
         drains = [self.drains.of(worker) for worker in holders]

@@ -102,7 +102,7 @@ class Fleet:
         return agent if agent is not None and agent.incarnation == incarnation else None
 
     def is_ready(self, host: str) -> bool:
-        """Whether the host has an agent that takes orders."""
+        """Return whether the host has an agent that takes orders."""
         agent = self.agents.get(host)
         return agent is not None and agent.state is AgentState.READY
 

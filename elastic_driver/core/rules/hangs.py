@@ -147,7 +147,7 @@ class Hangs(Rule):
         self.endings.give_up_worker(worker, reason, now, stack=stall.stack)
 
     def _lasts(self, workers: Sequence[Worker]) -> bool:
-        """Whether all stand still for so long that it can be no evaluation."""
+        """Return whether all stand still for so long that it can be no evaluation."""
         if self.settings.hang_timeout is not None:
             return True
         stalls = [self._stalls.get()[worker.id] for worker in workers]

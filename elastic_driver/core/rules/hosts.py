@@ -83,7 +83,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class HostChanges:
-    """What a discovery changed: (host, slots), (host), (host, slots before, slots now)."""
+    """The changes of a discovery: (host, slots), (host), (host, slots before, slots now)."""
 
     added: tuple[tuple[str, int], ...]
     removed: tuple[str, ...]
@@ -219,7 +219,7 @@ class HostManager:
         self._distrusted.discard(name)
 
     def distrusted(self, name: str) -> bool:
-        """Whether the host is the last choice, being slow."""
+        """Return whether the host is the last choice, being slow."""
         return name in self._distrusted
 
     def choice(self) -> tuple[Host, ...]:
@@ -250,7 +250,7 @@ class HostManager:
         return min((h.until for h in self._hindered[Hindrance.COOL_DOWN].values()), default=None)
 
     def suspect(self, name: str, now: float) -> bool:
-        """Whether an agent was lost there within the window: do not rely on its next one."""
+        """Return whether an agent was lost there within the window: do not rely on its next one."""
         host = self._hosts.get(name)
         return host is not None and self._recent(host.agent_losses, now) > 0
 

@@ -23,7 +23,7 @@ from elastic_driver.core.rules.workers import Worker, WorkerState
 
 @dataclass(slots=True)
 class ElasticRound:
-    """What one round waits for."""
+    """The moments since which one round waits."""
 
     change_since: float | None = None  # a planned change waits since then
     left_since: float | None = None  # the first member left it at the boundary then
@@ -96,7 +96,7 @@ class Membership(Rule):
             self.boundary.leave(now, reason)
 
     def _waits_until(self, leavers: list[Worker]) -> float | None:
-        """Until when these workers wait for their replacements to be ready; None: not at all."""
+        """Return until when these workers wait for their replacements; None: not at all."""
         drains = [self.drains.of(worker) for worker in leavers]
         until = [drain.replace_until for drain in drains if drain is not None]
         if not until or len(until) < len(drains):  # others leave now: one change for all
@@ -104,7 +104,7 @@ class Membership(Rule):
         return min(until) if self._replacements_are_coming() else None
 
     def _hand_over_until(self, leavers: list[Worker]) -> float:
-        """Until when workers that all leave may train on for somebody who takes over to come."""
+        """Return until when workers that all leave may train on and wait for successors."""
         drains = [self.drains.of(worker) for worker in leavers]
         ends = [drain.replace_until for drain in drains if drain and drain.leave_by is not None]
         return min(ends, default=inf)
@@ -117,7 +117,7 @@ class Membership(Rule):
         return bool(self.fleet.starting() or self.placement.free_slots(1))
 
     def _slots_come_free(self) -> bool:
-        """Whether others with a notice make room for somebody to whom one can hand the state."""
+        """Return whether others with a notice make room for a worker that can take the state."""
         going = self.workers.having(WorkerState.READY, WorkerState.STOPPING)
         noticed = (w for w in going if self.drains.has_notice(w))
         return sum(1 for worker in noticed if self.hosts.usable(worker.host)) > 1
@@ -220,7 +220,7 @@ class Membership(Rule):
             self._complete(ready, now, "every worker is ready")
 
     def _founders_boot(self, now: float) -> bool:
-        """Whether the first round only waits for workers that were started for it.
+        """Return whether the first round only waits for workers that were started for it.
 
         Seen without a look at each, for that would cost the square of their number.
         """
@@ -232,7 +232,7 @@ class Membership(Rule):
         return not self._fresh_is_due(now)
 
     def _fresh_is_due(self, now: float) -> bool:
-        """Whether workers that were started together are waited for no longer."""
+        """Return whether workers that were started together are waited for no longer."""
         founded_at = self.placement.founders.at
         since = self.rounds.current.since if founded_at is None else founded_at
         at = since + self.settings.start_timeout
@@ -320,7 +320,7 @@ class Membership(Rule):
         return [best] if best is not None and best.version > newest and room else []
 
     def _would_be_lost(self, ready: list[Worker]) -> bool:
-        """Whether only workers that leave hold the newest state, and nobody can receive it."""
+        """Return whether only leavers hold the newest state, and nobody can receive it."""
         newest = max((w.version for w in ready if w.clean), default=-1)
         waiting = self.workers.having(WorkerState.READY)
         ahead = any(w.leaving and w.clean and w.version > newest for w in waiting)

@@ -1,4 +1,4 @@
-"""How the time of a notice is divided: what is for leaving, and what for ending processes.
+"""The time of a notice: one part is for leaving, the last for ending processes.
 
 Batch systems and clouds announce that a host, or all of them, go away in so many seconds. The
 agents and the core reckon alike, so that nobody is stopped while others still count on it.
@@ -11,5 +11,5 @@ STOPPING_S = 5.0  # the last part of the time, for ending processes that are sti
 
 
 def time_to_leave(deadline: float) -> float:
-    """How much of a deadline workers have to leave by themselves; the rest is for ending them."""
+    """Return the part of a deadline in which workers leave by themselves; then they are ended."""
     return deadline - min(STOPPING_S, deadline / 2)

@@ -1,4 +1,4 @@
-"""How the job ends: its failures, the budget of restarts, and the exit status.
+"""The end of the job: its failures, the budget of restarts, and the exit status.
 
 Nothing here changes a worker or a round. Times are monotonic seconds.
 """
@@ -19,7 +19,7 @@ KILLED = -9  # the status of a worker that died with its agent, or is killed for
 
 
 class ScriptKind(str, Enum):
-    """What the script turned out to be, by what it does."""
+    """The kind of the script, told by what it does."""
 
     UNDECLARED = "undeclared"
     ELASTIC = "elastic"
@@ -27,7 +27,7 @@ class ScriptKind(str, Enum):
 
 
 class Cause(str, Enum):
-    """What brought a worker down."""
+    """The cause of a worker's end."""
 
     OWN = "own"  # a non-zero exit status of its own
     SIGNAL = "signal"
@@ -52,7 +52,7 @@ class Loss:
 
 
 def cause_of(exit_code: int, *, victim: bool) -> Cause:
-    """What an exit says about its cause; negative codes are signals."""
+    """Return the cause of an exit; negative codes are signals."""
     if victim:
         return Cause.VICTIM
     return Cause.SIGNAL if exit_code < 0 else Cause.OWN
@@ -74,7 +74,7 @@ def first_failure(losses: Sequence[Loss]) -> Failure | None:
 
 
 def failed_by_itself(losses: Sequence[Loss], *, kind: ScriptKind, has_progress: bool) -> bool:
-    """Whether losing all members this way means that the script fails, not the machines.
+    """Return whether losing all members this way means that the script fails, not the machines.
 
     An elastic job of which nobody ever finished a step has failed when every worker died,
     however, unless all of them died with their agents. Any other job has failed when every
@@ -96,7 +96,7 @@ class Departure:
 
 
 class Budget:
-    """How many failures the job may still survive.
+    """The number of failures that the job may still survive.
 
     With `max_restarts` given, every failure counts. Without, only fruitless ones: failures
     in a row with no step finished in between, those within `settle` seconds of each other
@@ -128,7 +128,7 @@ class Budget:
         self._incident_at = None
 
     def exceeded(self) -> str | None:
-        """Which limit is exceeded, its value and how to raise it; None while within."""
+        """Say which limit is exceeded and how to raise it; None while within."""
         limit = self._settings.max_restarts
         if limit is not None:
             if self.failures <= limit:
@@ -148,7 +148,7 @@ class Budget:
 
 @dataclass(slots=True)
 class JobOutcome:
-    """What the job has come to so far, and its end."""
+    """The result of the job so far, and its end."""
 
     settings: Settings
     effects: Effects

@@ -56,7 +56,7 @@ class Placement(Rule):
 
     @property
     def unsettled(self) -> bool:
-        """Whether slots, workers or wishes have changed and leavers are not marked anew yet."""
+        """Whether slots, workers or wishes have changed and leavers are stale."""
         return self.capacity.changed and self.outcome.first_success is None
 
     def advance(self, now: float) -> None:
@@ -143,14 +143,14 @@ class Placement(Rule):
                 relied_on += 1
 
     def _more_hosts(self, need: float, hosts: int) -> bool:
-        """Whether one more host is needed, for its slots or to make up a unit."""
+        """Return whether one more host is needed, for its slots or to make up a unit."""
         settings = self.settings
         if settings.max_hosts is not None and hosts >= settings.max_hosts:
             return False
         return need > 0 or not units.enough(hosts, settings)
 
     def _eligible(self, host: str) -> bool:
-        """Whether the host may get workers now; while a worker is replaced, only one host may."""
+        """Return whether the host may get workers now; during a replacement only its target may."""
         replacement = self.drains.replacement
         return self.hosts.usable(host) and (replacement is None or host == replacement.target)
 
@@ -239,7 +239,7 @@ class Placement(Rule):
         return sorted(usable, key=self.hosts.preference)
 
     def _better_is_coming(self) -> bool:
-        """Whether slow hosts need not be used: others' agents start, and enough workers go on."""
+        """Return whether slow hosts can wait: others' agents start, and enough workers go on."""
         coming = any(not self.hosts.distrusted(agent.host) for agent in self.fleet.starting())
         return coming and self.workers.active() >= self.settings.min_np
 

@@ -23,7 +23,7 @@ from elastic_driver.core.rules.workers import (
 
 @dataclass(slots=True)
 class PlainRound:
-    """What one round waits for."""
+    """The moments since which one round waits."""
 
     slots_since: float | None = None  # enough slots are ready since then
     started_at: float | None = None  # every process is up since then
@@ -143,7 +143,7 @@ class Plain(Rule):
             self._restart(now, f"{first.failure.worker} {first.reason}")
 
     def _comes_from_outside(self, loss: Loss) -> bool:
-        """Whether a loss is surely not the script's own doing, so that its peers need no watching.
+        """Return whether a loss is surely not the script's own doing: its peers need no watching.
 
         No program ends itself by SIGKILL; other signals may be a crash that all its peers share.
         """

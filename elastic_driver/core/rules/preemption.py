@@ -37,7 +37,7 @@ class Preemption(Rule):
         if self.outcome.departure is not None:
             self.effects.ignore(f"the job is ending already: {self.outcome.departure.reason}")
             return
-        self._begin(event.reason, now, now + time_to_leave(event.deadline))
+        self._begin(event.reason or "the job has to go", now, now + time_to_leave(event.deadline))
 
     def advance(self, now: float) -> None:
         """End the job where all hosts go away; where it is to end, see that it does so in time."""

@@ -152,7 +152,7 @@ class Reports(Rule):
             self.endings.record_loss(worker, cause, now, code, event.log_tail)
 
     def _all_leave(self) -> bool:
-        """Whether the whole world is leaving: then those who finish have finished the job."""
+        """Return whether the whole world leaves: then those who finish have finished the job."""
         members = [self.workers.workers.get(name) for name in self.rounds.current.members]
         return all(worker is None or worker.leaving for worker in members)
 

@@ -25,7 +25,7 @@ from elastic_driver.settings import Settings
 
 
 class RoundState(str, Enum):
-    """How far a round has come."""
+    """The stages of a round."""
 
     FORMING = "forming"  # waits for hosts, agents and workers
     COMPLETE = "complete"  # published; its members train

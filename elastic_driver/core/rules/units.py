@@ -1,4 +1,4 @@
-"""Which hosts a world may be made of: whole units (`--node-unit`), within `--nnodes MIN:MAX`.
+"""The hosts that may make up a world: whole units (`--node-unit`), within `--nnodes MIN:MAX`.
 
 Pure. Called where a round is placed or completed, and where a change is considered. Hosts that
 are there and do not fit are a reserve: workers there are started, wait as standbys, and are let
@@ -15,7 +15,7 @@ from elastic_driver.settings import Settings
 
 
 def limited(settings: Settings) -> bool:
-    """Whether the number of hosts matters at all."""
+    """Return whether the number of hosts matters at all."""
     return settings.node_unit > 1 or settings.min_hosts > 1 or settings.max_hosts is not None
 
 
@@ -25,7 +25,7 @@ def width(settings: Settings) -> int:
 
 
 def enough(hosts: int, settings: Settings) -> bool:
-    """Whether so many hosts need no further one: they are as many as allowed, or whole units."""
+    """Return whether `hosts` are enough: as many as allowed, or whole units."""
     if settings.max_hosts is not None and hosts >= settings.max_hosts:
         return True
     return hosts >= settings.min_hosts and hosts % settings.node_unit == 0
@@ -89,5 +89,5 @@ def shortage(hosts: int, settings: Settings) -> str:
 
 
 def range_of(hosts: int) -> tuple[str, ...]:
-    """So many hosts without a name, where only their number matters."""
+    """Return `hosts` placeholder host names."""
     return tuple(map(str, range(hosts)))

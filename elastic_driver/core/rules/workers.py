@@ -94,7 +94,7 @@ class Worker:
 
     @property
     def seat(self) -> Seat:
-        """What the assignment of ranks needs to know."""
+        """The worker as the assignment of ranks sees it."""
         return Seat(self.id, self.host, self.slot, self.age)
 
     @property
@@ -200,7 +200,7 @@ class WorkerStateRegistry:
             self._by_state[state].clear()
 
     def count(self, *states: WorkerState) -> int:
-        """How many workers are in these states."""
+        """Return how many workers are in these states."""
         return sum(len(self._by_state[state]) for state in states)
 
     def having(self, *states: WorkerState) -> Iterator[Worker]:
