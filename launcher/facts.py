@@ -17,7 +17,7 @@ from launcher.options.values import CommandLine
 from launcher.plan.hosts import HOSTFILE, choose_discovery
 from launcher.plan.launch import Facts
 from launcher.plan.role import Serve
-from launcher.plan.sizes import Machine
+from launcher.plan.sizes import MachineFacts
 
 
 def collect_facts(
@@ -41,7 +41,7 @@ def collect_facts(
     )
 
 
-def this_machine(environ: Mapping[str, str]) -> Machine:
+def this_machine(environ: Mapping[str, str]) -> MachineFacts:
     """Return the cores and NVIDIA GPUs, without importing torch (which takes a second)."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -50,7 +50,7 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
         # CUDA ignores everything from the first invalid entry on; -1 is the usual one.
         listed = [entry.strip() for entry in visible.split(",")]
         gpus = next((n for n, e in enumerate(listed) if not e or e.startswith("-")), len(listed))
-    return Machine(cpus=len(os.sched_getaffinity(0)), gpus=gpus)
+    return MachineFacts(cpus=len(os.sched_getaffinity(0)), gpus=gpus)
 
 
 def working_folder() -> str:

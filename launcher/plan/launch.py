@@ -37,7 +37,7 @@ from launcher.plan.hosts import (
 from launcher.plan.role import Serve
 from launcher.plan.sizes import (
     JobSize,
-    Machine,
+    MachineFacts,
     bounds_of_hosts,
     decide_size,
     enough_hosts,
@@ -54,7 +54,7 @@ class Facts(Struct, frozen=True):
     state_dir: str
     cwd: str
     python: str  # the interpreter that runs `script.py` and `-m module`
-    machine: Machine
+    machine: MachineFacts
     hostfile_text: str | None = None  # the text of the hostfile, if one is given
     environ: dict[str, str] = {}
     ranks: Hosts | None = None  # if mpirun has started us: a slot for each rank
@@ -185,9 +185,9 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
 # ---- parts -------------------------------------------------------------------------------
 
 
-def _node(allocation: SlurmAllocation, here: Machine) -> Machine:
+def _node(allocation: SlurmAllocation, here: MachineFacts) -> MachineFacts:
     """Return what a node of the allocation has; this machine may be a login node."""
-    return Machine(cpus=allocation.cpus or here.cpus, gpus=allocation.gpus)
+    return MachineFacts(cpus=allocation.cpus or here.cpus, gpus=allocation.gpus)
 
 
 def _hosts_and_size(
@@ -243,7 +243,7 @@ def _driver_options(values: OptionValues, role: Serve | None) -> DriverOptions:
     return replace(options, discovery_interval=0.0) if role else options
 
 
-def _node_check(values: OptionValues, machine: Machine) -> NodeCheckPlan | None:
+def _node_check(values: OptionValues, machine: MachineFacts) -> NodeCheckPlan | None:
     """Each of the four flags asks for the check; the later ones for more of it."""
     exclude = values[o.EXCLUDE_STRAGGLER]
     slow = values[o.STRAGGLER_DETECTION] or exclude

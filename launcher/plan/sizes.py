@@ -30,7 +30,7 @@ from launcher.options.table import (
 from launcher.options.values import OptionValues
 
 
-class Machine(Struct, frozen=True):
+class MachineFacts(Struct, frozen=True):
     """The processors of a machine, for `--nproc-per-node auto`."""
 
     cpus: int
@@ -55,7 +55,7 @@ class Wish(Struct, frozen=True):
     most: int | None
 
 
-def slots_of_a_host(values: OptionValues, machine: Machine) -> int | None:
+def slots_of_a_host(values: OptionValues, machine: MachineFacts) -> int | None:
     """Return the slots of a host listed without a number; None if nobody said.
 
     Raises UsageError for `--nproc-per-node gpu` if there is none.

@@ -8,7 +8,7 @@ from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from launcher.options.values import resolve
 from launcher.plan.hosts import DiscoveredHosts, FixedHosts
 from launcher.plan.launch import Facts, LaunchPlan, make_plan
-from launcher.plan.sizes import Machine
+from launcher.plan.sizes import MachineFacts
 
 SCRIPT = ("--host-discovery-script", "./find.sh")
 
@@ -16,7 +16,7 @@ SCRIPT = ("--host-discovery-script", "./find.sh")
 def plan(
     *argv: str,
     command: tuple[str, ...] = ("train.py",),
-    machine: Machine = Machine(cpus=8, gpus=0),
+    machine: MachineFacts = MachineFacts(cpus=8, gpus=0),
     hostfile: str | None = None,
     **environ: str,
 ) -> LaunchPlan:
@@ -88,13 +88,13 @@ def test_sizes_with_discovered_hosts(
 @pytest.mark.parametrize(
     ("wanted", "machine", "slots"),
     [
-        ("auto", Machine(8, 0), 8),
-        ("auto", Machine(8, 2), 2),
-        ("gpu", Machine(8, 2), 2),
-        ("cpu", Machine(8, 2), 8),
+        ("auto", MachineFacts(8, 0), 8),
+        ("auto", MachineFacts(8, 2), 2),
+        ("gpu", MachineFacts(8, 2), 2),
+        ("cpu", MachineFacts(8, 2), 8),
     ],
 )
-def test_workers_of_a_node_are_counted_here(wanted: str, machine: Machine, slots: int) -> None:
+def test_workers_of_a_node_are_counted_here(wanted: str, machine: MachineFacts, slots: int) -> None:
     made = plan("--nproc-per-node", wanted, machine=machine)
     assert made.settings.start_np == slots
 
@@ -304,7 +304,7 @@ def test_some_nodes_of_an_allocation_may_be_named_and_no_others() -> None:
 
 def test_workers_of_a_node_are_counted_as_slurm_has_it() -> None:
     gpus = {**IN_SLURM, "SLURM_GPUS_ON_NODE": "4"}
-    made = plan("--nproc-per-node", "gpu", machine=Machine(8, 0), **gpus)
+    made = plan("--nproc-per-node", "gpu", machine=MachineFacts(8, 0), **gpus)
     assert made.settings.start_np == 8
 
 
@@ -323,7 +323,7 @@ def test_being_started_many_times_is_refused(variables: dict[str, str], said: st
 
 def test_the_ranks_of_mpirun_are_the_hosts_of_one_job() -> None:
     line = resolve(["--backend", "mpi", "--", "train.py"], {"OMPI_COMM_WORLD_SIZE": "3"})
-    facts = Facts("run", "/state", "/work", "/py", Machine(8, 0), ranks=(("a", 2), ("b", 1)))
+    facts = Facts("run", "/state", "/work", "/py", MachineFacts(8, 0), ranks=(("a", 2), ("b", 1)))
     made = make_plan(line, facts)
     assert made.hosts == FixedHosts((("a", 2), ("b", 1)), "the ranks of mpirun")
     assert (made.backend, made.settings.start_np) == ("mpi", 3)

@@ -12,7 +12,7 @@ import pytest
 from elastic_driver.errors import UsageError
 from launcher.options.values import resolve
 from launcher.plan.launch import Facts, make_plan
-from launcher.plan.sizes import Machine
+from launcher.plan.sizes import MachineFacts
 from launcher.submit.checks import check_plan
 from tests.support.permissions import where_permissions_apply
 
@@ -20,7 +20,7 @@ ENVIRON = {"PATH": os.environ.get("PATH", os.defpath)}
 
 
 def check(folder: Path, *argv: str, create: bool = False, **environ: str) -> None:
-    facts = Facts("run", str(folder), str(folder), sys.executable, Machine(2, 0))
+    facts = Facts("run", str(folder), str(folder), sys.executable, MachineFacts(2, 0))
     plan = make_plan(resolve(argv, {}), facts)
     check_plan(plan, {**ENVIRON, **environ}, create=create)
 

@@ -18,7 +18,7 @@ from elastic_driver.runtime.discovery import FixedDiscovery
 from launcher import cli, ctl
 from launcher.options.values import resolve
 from launcher.plan.launch import Facts, NodeCheckPlan, make_plan
-from launcher.plan.sizes import Machine
+from launcher.plan.sizes import MachineFacts
 from launcher.submit import nodecheck
 from tests.support.job import eventually
 
@@ -53,7 +53,7 @@ def elasticrun(tmp_path: Path, troubles: dict[str, str], *flags: str) -> tuple[i
 
 
 def node_check_plan(*flags: str, gpus: int = 0) -> NodeCheckPlan | None:
-    facts = Facts("run", "/state", "/", sys.executable, Machine(cpus=2, gpus=gpus))
+    facts = Facts("run", "/state", "/", sys.executable, MachineFacts(cpus=2, gpus=gpus))
     return make_plan(resolve([*flags, "train.py"], {}), facts).node_check
 
 
