@@ -46,8 +46,7 @@ class _ThreadStack(Struct, frozen=True):
 
 async def look(pid: int, helpers: set[int]) -> Seen:
     """Look at a process of ours. `helpers` holds the pid of py-spy while it runs."""
-    beside = Path(sys.executable).with_name("py-spy")
-    program = str(beside) if beside.is_file() else shutil.which("py-spy")
+    program = find_py_spy()
     if program is not None and state_of(pid) not in ("stopped", "gone"):
         with contextlib.suppress(OSError):
             argv = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
@@ -55,6 +54,12 @@ async def look(pid: int, helpers: set[int]) -> Seen:
             if seen is not None:
                 return seen
     return Seen(f"no answer; its process is {state_of(pid)}")
+
+
+def find_py_spy() -> str | None:
+    """Return the program's path, if it is installed."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.is_file() else shutil.which("py-spy")
 
 
 def state_of(pid: int) -> str:
