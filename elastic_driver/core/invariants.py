@@ -55,7 +55,8 @@ def _world(job: JobParts, world: World) -> Iterator[str]:
     if ranks != list(range(world.size)) or any(m.place.size != world.size for m in world.members):
         yield f"the ranks of {name} are {ranks}, not 0 to {world.size - 1}"
     members = [worker for m in world.members if (worker := job.workers.workers.get(m.worker))]
-    oldest = min(members, key=lambda worker: worker.age, default=None)
+    complete = len(members) == world.size  # one that ended at once may be forgotten already
+    oldest = min(members, key=lambda worker: worker.age) if members and complete else None
     if oldest is not None and oldest.place.rank != 0:
         yield f"the oldest member of {name}, {oldest.id}, is rank {oldest.place.rank}"
     least = min(settings.min_np, settings.start_min_np or settings.min_np)
