@@ -24,13 +24,12 @@ if TYPE_CHECKING:
         size,
         slot,
     )
-    from elastic_driver.worker.progress import busy, report_progress
     from elastic_driver.worker.run import run
     from elastic_driver.worker.sampler import ElasticSampler
     from elastic_driver.worker.sharded import ShardedDataset
     from elastic_driver.worker.shards import IncompleteDataError, ShardClient
     from elastic_driver.worker.state import ObjectState, State, TorchState
-    from elastic_driver.worker.world.session import init, shutdown
+    from elastic_driver.worker.world.session import busy, init, report_progress, shutdown
     from elastic_driver.worker.world.wrapping import wrap
 
 __all__ = [
@@ -74,9 +73,9 @@ _MODULES = {
     "TorchState": "worker.state",
     "WorldBrokenError": "errors",
     "allocate_microbatches": "batch.microbatches",
-    "busy": "worker.progress",
+    "busy": "worker.world.session",
     "init": "worker.world.session",
-    "report_progress": "worker.progress",
+    "report_progress": "worker.world.session",
     "run": "worker.run",
     "shutdown": "worker.world.session",
     "wrap": "worker.world.wrapping",

@@ -26,6 +26,7 @@ from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current
 from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints
+from elastic_driver.worker.compute_clock import ComputeClock, clock_for
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.state_sync import sharing
 from elastic_driver.worker.state_sync.agreement import Agreement, StateLostError, agree
@@ -34,8 +35,6 @@ from elastic_driver.worker.state_sync.rng import RandomStates
 from elastic_driver.worker.state_sync.step_counter import Advancing, StepCounter
 from elastic_driver.worker.state_sync.transfer import Route
 from elastic_driver.worker.state_sync.values import copied
-from elastic_driver.worker.timing.computing import ComputeClock
-from elastic_driver.worker.timing.device_clock import clock_for
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.wrapping import mark_in_sync

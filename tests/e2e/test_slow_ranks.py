@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_driver.worker.timing.samples import steps_per_sample
+from elastic_driver.worker.heartbeat.progress import steps_per_sample
 from tests.support.job import JOBS, RunningJob, elasticrun
 from tests.support.slowing import slowed
 

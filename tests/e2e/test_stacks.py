@@ -5,15 +5,20 @@ pip install -c constraints.txt py-spy
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
+
 import pytest
 
-from launcher.agent.stacks import find_py_spy
 from tests.e2e.test_control import ctl, here
 from tests.support.job import JOBS, elasticrun
 
+PY_SPY = shutil.which("py-spy") or Path(sys.executable).with_name("py-spy").is_file()
+
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_py_spy() is None, reason="py-spy is not installed (extra `stacks`)"),
+    pytest.mark.skipif(not PY_SPY, reason="py-spy is not installed (extra `stacks`)"),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_driver.worker.timing.device_clock import DeviceClock
+from elastic_driver.worker.compute_clock import DeviceClock
 
 pytestmark = [
     pytest.mark.gpu,

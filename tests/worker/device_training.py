@@ -8,7 +8,7 @@ from typing import Any
 
 import elastic_driver as elastic
 from elastic_driver.core.documents import Notice
-from elastic_driver.worker.world import devices, membership, session
+from elastic_driver.worker.world import membership, nccl, session
 from elastic_driver.worker.world.membership import JobMembership
 from elastic_driver.worker.world.nccl import BackendChoice
 from tests.support.coordinator import Recorder
@@ -80,7 +80,7 @@ def dies_while_connecting(path: str) -> None:
 
 def cannot_be_ended(path: str, what: str) -> None:
     """A device of which this never returns: `abort`, or `forget`."""
-    devices.CUT_OFF_S = membership.TAKE_DOWN_S = 0.5
+    nccl.CUT_OFF_S = membership.TAKE_DOWN_S = 0.5
     device = pretend(path)
     setattr(device, what, lambda: time.sleep(600))
     job, record = Everything(), Recorder(path)

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core.documents import Member, Notice, SaveRequest, World, decode, decode_world
-from elastic_driver.core.events import WorkerReady
+from elastic_driver.core.events import WorkerReady, WorkerSaved
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
-from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpointTask
 from elastic_driver.worker.heartbeat.heartbeat import Heartbeat
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
@@ -37,10 +37,69 @@ MAX_REASON_CHARS = 1000
 GOODBYE_S = 1.0  # the longest wait for the driver when the heartbeat ends
 
 
-class DriverConnection:
-    """The connections of one worker to its driver.
+class CheckpointableState(Protocol):
+    """The part of `State` that writes a final checkpoint."""
 
-    Raises `TokenError` where the token file cannot be used. `start` connects.
+    def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
+        """Begin to write one share; return the checkpoint's folder, None if the state has none.
+
+        Raises an exception that says why it cannot be written.
+        """
+
+    def final_checkpoint_problem(self, folder: Path) -> str | None:
+        """Return "" once the checkpoint is complete, why it failed, or None while it is written."""
+
+
+class FinalCheckpointTask:
+    """One worker's part in the final checkpoint of a job whose workers all have to leave.
+
+    The driver requests it while this worker waits for a world. The state writes its shares in the
+    background; the first of the requested workers reports the result. All calls come from the
+    training thread, which trains nothing meanwhile.
+    """
+
+    def __init__(self, worker: str, state: CheckpointableState) -> None:
+        self._worker, self._state = worker, state
+        self._pending: tuple[SaveRequest, Path] | None = None  # being written; this worker reports
+        self._result: WorkerSaved | None = None
+
+    def begin(self, request: SaveRequest) -> None:
+        """Carry out the driver's request; a failure becomes the result and is not raised."""
+        self._pending = self._result = None
+        if self._worker not in request.members:
+            return
+        folder, problem, rank = None, "", request.members.index(self._worker)
+        try:
+            folder = self._state.begin_final_checkpoint(request, rank)
+        except Exception as error:  # of any kind: the others must not wait for this worker
+            problem = (str(error) or type(error).__name__)[:MAX_REASON_CHARS]
+        if rank == 0 and folder is not None:
+            self._pending = request, folder
+        elif rank == 0 or problem:
+            self._result = WorkerSaved(self._worker, request.number, "", problem)
+
+    def report(self, post: Callable[[WorkerSaved], object]) -> bool:
+        """Post the result once it is known; return whether it is still pending.
+
+        The result is kept for the next call where `post` raises.
+        """
+        if self._pending is not None:
+            request, folder = self._pending
+            problem = self._state.final_checkpoint_problem(folder)
+            if problem is not None:
+                self._pending, saved_in = None, "" if problem else str(folder)
+                problem = problem[:MAX_REASON_CHARS]
+                self._result = WorkerSaved(self._worker, request.number, saved_in, problem)
+        if self._result is not None:
+            post(self._result)
+            self._result = None
+        return self._pending is not None
+
+
+class DriverConnection:
+    """The connections of one worker to its driver; `heartbeat.start` opens the first one.
+
+    Raises `TokenError` where the token file cannot be used.
     """
 
     def __init__(
@@ -57,7 +116,7 @@ class DriverConnection:
         self._world_seen = 0  # revision of the newest World
         self._request_seen = 0  # revision of the newest SaveRequest
         self.preemption = PreemptionWatch(born.worker, born.leave_notice)
-        self._heartbeat = Heartbeat(
+        self.heartbeat = Heartbeat(
             born.worker,
             self._client.clone(),
             progress,
@@ -68,13 +127,9 @@ class DriverConnection:
             preemption=self.preemption,
         )
 
-    def start(self) -> None:
-        """Start the heartbeat. Raises `RendezvousError` where the rendezvous cannot be used."""
-        self._heartbeat.start()
-
     def stop(self) -> None:
         """Stop the heartbeat, delete the leases and close the connections, within seconds."""
-        self._heartbeat.stop()
+        self.heartbeat.stop()
         self.preemption.close()
         # A lease that expired would count as a hang, and the process may take long to end.
         with contextlib.suppress(RendezvousError):
@@ -89,25 +144,19 @@ class DriverConnection:
 
     def report_ready(self, left: int, state_version: StateVersion, reason: str) -> None:
         """Report READY for the next round after round `left`; retry while the driver is away."""
-        event = WorkerReady(
-            worker=self.born.worker,
-            round=left,
-            version=state_version.steps,
-            clean=state_version.clean,
-            reason=reason[:MAX_REASON_CHARS],
-        )
+        steps, clean = state_version.steps, state_version.clean
+        event = WorkerReady(self.born.worker, left, steps, clean, reason[:MAX_REASON_CHARS])
         silent = False
         while True:
             try:
                 if left:
-                    self._heartbeat.report_first_step(self._client, left)
+                    self.heartbeat.report_first_step(self._client, left)
                 self._post(event)
+                return
             except UnreachableError as error:
                 if not silent:
                     say(f"cannot report for the next round, trying on ({error})")
                 silent = True
-            else:
-                return
 
     def await_world(
         self, left: int, checkpoint: FinalCheckpointTask | None = None

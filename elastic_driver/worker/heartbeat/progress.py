@@ -1,4 +1,4 @@
-"""The few fields that the training thread and the heartbeat thread share.
+"""The fields that the training thread and the heartbeat thread share, and the measured steps.
 
 The training thread writes its progress at every commit and compares one integer; the heartbeat
 thread reads the progress and writes the requests to leave. Each field has one writer and is
@@ -8,22 +8,95 @@ replaced as a whole, and the interpreter makes each assignment atomic, so no loc
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 
-from elastic_driver.core.documents import Allocation, Division, Links
-from elastic_driver.worker.timing.samples import StepSamples
+from msgspec import Struct
+
+from elastic_driver.core.documents import MAX_SAMPLES, Allocation, Division, Links, Sample
+from elastic_driver.worker.cpu_time import CpuSlowdown
 
 NEVER = sys.maxsize  # a step that no job reaches
 AT_ONCE = -1  # every step is later than this one
 KEPT_TIMES = 101  # step times from which the median is taken
+SAMPLE_S = 0.075  # the least total time of the steps of one sample
+COVERED_S = 4.0  # the time that the samples of one message cover: at least two heartbeats
+LEAST_SAMPLES = 8  # in a message, however long steps are
+LARGEST_BACKLOG = 4096  # steps between two heartbeats
 
 
-def _no_links() -> None:
-    return None
+class StepCost(Struct, frozen=True):
+    """The cost of one step to this rank.
+
+    `compute`: in all, with one forward-backward pass; `one_pass`: of that pass; `exchange`: CPU
+    time of the process while it waited for others, spent on exchanging gradients.
+    """
+
+    compute: float
+    one_pass: float
+    exchange: float = 0.0
+
+
+class StepSamples:
+    """The measured steps of this process in its current round, for the driver's comparison.
+
+    Steps may take a millisecond while heartbeats are seconds apart and their messages small. So for
+    steps shorter than `SAMPLE_S`, a sample is the mean over 2ⁿ steps. It is a mean because a
+    processor that is taken away now and then slows some of these steps a lot and the others not at
+    all. All ranks end their samples at the same steps, because n follows from the step time they
+    share; where it differs, every second sample of one rank ends with a sample of the other. The
+    samples of the last seconds are repeated in each heartbeat, so a lost message does no harm.
+
+    The training thread records, the heartbeat thread collects: a deque's `append` and `popleft` are
+    atomic, so no lock is needed.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: deque[tuple[int, int, StepCost]] = deque(maxlen=LARGEST_BACKLOG)
+        # The fields below belong to the heartbeat thread.
+        self._kept: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self._round = 0
+        self._slowdown = CpuSlowdown()
+        self._unfinished: list[tuple[float, float, float]] = []  # steps of the next sample
+
+    def record(self, round_id: int, step: int, cost: StepCost) -> None:
+        """Record the cost of a committed step; called by the training thread."""
+        self._recorded.append((round_id, step, cost))
+
+    def collect(self, round_id: int, step_time: float) -> tuple[Sample, ...]:
+        """Return the samples of this round to report, oldest first; for the heartbeat thread.
+
+        `step_time`: seconds of a whole step, waiting included.
+        """
+        if round_id != self._round:
+            self._round = round_id
+            self._kept.clear()
+            self._unfinished.clear()
+        every, slowdown = steps_per_sample(step_time), self._slowdown.factor()
+        while self._recorded:
+            recorded_in, step, cost = self._recorded.popleft()
+            if recorded_in != round_id:
+                continue
+            self._unfinished.append((cost.compute, cost.one_pass, cost.exchange * slowdown))
+            if step % every == 0:
+                means = map(fmean, zip(*self._unfinished, strict=True))
+                self._kept.append(Sample(step, *(round(mean, 6) for mean in means)))
+                self._unfinished.clear()
+        needed = COVERED_S / (every * step_time) if step_time > 0 else MAX_SAMPLES
+        return tuple(self._kept)[-max(LEAST_SAMPLES, math.ceil(needed)) :]
+
+
+def steps_per_sample(step_time: float) -> int:
+    """Return the smallest power of two of steps that takes `SAMPLE_S`, up to the backlog."""
+    every = 1
+    while every * step_time < SAMPLE_S and every < LARGEST_BACKLOG:
+        every *= 2
+    return every
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +115,7 @@ class TrainingProgress:
     reported_steps: int = 0  # commits and reported steps in this round
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     samples: StepSamples = field(default_factory=StepSamples)
-    links: Callable[[], Links | None] = _no_links  # reads the link usage of the round's group
+    links: Callable[[], Links | None] = field(init=False)  # reads the usage of the group's links
     division: Division | None = None  # set by a FixedBatch with `balance`
     wants_allocations: bool = False  # set by the same: watch for new allocations
     # Written by the heartbeat thread.
@@ -52,6 +125,7 @@ class TrainingProgress:
 
     def __post_init__(self) -> None:
         self.committed_at = self.active_at = time.monotonic()
+        self.left()
 
     def committed(self, version: int) -> bool:
         """Record a committed step; return whether the round has to be left now."""
@@ -69,9 +143,8 @@ class TrainingProgress:
 
     def entered(self, round_id: int, version: int, size: int = 1) -> None:
         """Record a new round, without a commit and without a request to leave so far."""
-        self.size = size
+        self.size, self.version = size, version
         self.committed_at = self.active_at = time.monotonic()
-        self.version = version
         self.leave_after, self.steps, self.reported_steps = NEVER, 0, 0
         self.division, self.wants_allocations = None, False
         self.round = round_id
@@ -79,4 +152,4 @@ class TrainingProgress:
     def left(self) -> None:
         """Record that this process is in no round."""
         self.round = 0
-        self.links = _no_links
+        self.links = lambda: None

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
-from elastic_driver.worker.nodecheck.cpu_contention import ContentionTimer, not_timed
+from elastic_driver.worker.cpu_time import ContentionTimer, not_timed
 
 WARM_UP_S = 0.1  # loads libraries, and uses up what a quota has saved for an idle process
 INTERVAL_S = 0.3  # several periods of a quota

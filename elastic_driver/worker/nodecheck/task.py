@@ -28,8 +28,9 @@ from elastic_driver.core.events import WorkerReady
 from elastic_driver.errors import ClusterError
 from elastic_driver.policies.nodecheck import messages
 from elastic_driver.policies.nodecheck.messages import Assignment, Place, TaskResult, TaskSettings
+from elastic_driver.worker import cpu_time
 from elastic_driver.worker.context import address_towards
-from elastic_driver.worker.nodecheck import cpu_contention, machine_lock, pace
+from elastic_driver.worker.nodecheck import machine_lock, pace
 from elastic_driver.worker.nodecheck.model import SIZES, ModelSize, Transformer, largest_that_fits
 from rendezvous.client import RendezvousClient
 from rendezvous.torch_store import HTTPStore
@@ -70,10 +71,10 @@ class NodeCheckTask:
         on_cpu = self.device.type == "cpu"
         self._machines = tuple(place.machine for place in places) if on_cpu else ()
         self._lock = lock
-        self._thread_contention = self._contention = cpu_contention.not_timed
+        self._thread_contention = self._contention = cpu_time.not_timed
         if shared and on_cpu:
-            self._thread_contention = cpu_contention.of_thread()
-            self._contention = cpu_contention.of_process()
+            self._thread_contention = cpu_time.of_thread()
+            self._contention = cpu_time.of_process()
 
     def measure(self) -> TaskResult:
         """Measure everything that the settings ask for, each thing by itself."""

@@ -9,7 +9,7 @@ Torch's global state must be touched by the main thread only. So the thread make
 creator, registered through torch's public extension point, returns the object that is ready.
 Collectives, DDP and `new_group()` behave as with "gloo", because the object is gloo's own;
 `dist.get_backend()` returns the other name. Where NCCL carries CUDA tensors, torch makes that half
-itself (`cpu:elastic_gloo,cuda:nccl`); see `devices`.
+itself (`cpu:elastic_gloo,cuda:nccl`); see `nccl`.
 
 Only `membership` uses this module. Times are seconds.
 """
@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroupGloo, Store
 from elastic_driver.core.documents import World
 from elastic_driver.worker.context import address_towards
 from elastic_driver.worker.world.connections import GroupConnections
-from elastic_driver.worker.world.devices import DeviceHalf
+from elastic_driver.worker.world.nccl import DeviceHalf
 
 BACKEND = "elastic_gloo"
 COLLECTIVE_TIMEOUT_S = 1800.0  # torch's default; the lease of a hung peer expires long before

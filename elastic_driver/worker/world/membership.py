@@ -24,18 +24,17 @@ from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.worker import current
 from elastic_driver.worker.context import WorkerContext, alone
-from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
-from elastic_driver.worker.heartbeat.final_checkpoint import (
+from elastic_driver.worker.heartbeat.driver_connection import (
     CheckpointableState,
+    DriverConnection,
     FinalCheckpointTask,
 )
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
-from elastic_driver.worker.heartbeat.training_thread import TrainingThread
+from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import groups
-from elastic_driver.worker.world.devices import DeviceHalf
 from elastic_driver.worker.world.groups import Attempt, RoundGroup, RoundOverError
-from elastic_driver.worker.world.nccl import BackendChoice
+from elastic_driver.worker.world.nccl import BackendChoice, DeviceHalf
 from elastic_driver.worker.world.wrapping import tear_down_wrappers
 
 GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
@@ -88,7 +87,7 @@ class JobMembership:
         # One request a rank instead of one a peer; gloo reads it when a group is built.
         os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
         if self._driver is not None:
-            self._driver.start()
+            self._driver.heartbeat.start()
 
     def stop(self) -> None:
         """Leave the world and end the heartbeat; bounded, whatever the peers do."""

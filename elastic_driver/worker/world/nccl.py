@@ -1,8 +1,18 @@
-"""NCCL for the CUDA tensors of a round: the choice of the backend, and torch's calls.
+"""NCCL for the CUDA tensors of a round: the choice of the backend, torch's calls, the orderly end.
 
-Gloo is always there: it carries CPU tensors, the state and the agreement of every round. NCCL
-carries CUDA tensors beside it: where the script asks for it or, if the script asks for nothing, in
-rounds in which every worker has a GPU of its own.
+Gloo is always there: it connects the processes, carries CPU tensors, the state and the agreement of
+every round, and breaks in place (`groups`). NCCL carries CUDA tensors beside it, in a second half
+of torch's process group: where the script asks for it or, if the script asks for nothing, in rounds
+in which every worker has a GPU of its own. That half differs from gloo in three ways:
+
+- The processor runs ahead: the result of a collective is there only when the device has *settled*.
+  A collective that is cut off leaves garbage, with which the device would go on computing. So the
+  training thread settles before the optimizer touches the parameters, and learns it there.
+- A lost peer ends nothing by itself: the device waits until this half is *cut off*. That takes up
+  to a second and wakes the training thread, so it runs on a thread of its own.
+- No worker may build the next group while another is still in the old one: READY comes last.
+
+`DeviceHalf` keeps the order of these steps. Times are seconds.
 
 Pitfalls of torch's calls (docs/nccl.md lists what was tried on a GPU):
 
@@ -18,13 +28,15 @@ Pitfalls of torch's calls (docs/nccl.md lists what was tried on a GPU):
 from __future__ import annotations
 
 import os
+import threading
+import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from elastic_driver.errors import UsageError
+from elastic_driver.errors import UsageError, WorldBrokenError
 from elastic_driver.worker.worker_log import say
 
 _GLOO_ONLY = ({"gloo"}, {"cpu:gloo"}, {"cpu:gloo", "cuda:gloo"})
@@ -40,6 +52,7 @@ _VARIABLES = {
 }
 # These make torch turn its own error handling on again.
 _CONFLICTING = {"TORCH_NCCL_DESYNC_DEBUG": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+CUT_OFF_S = 20.0  # longer than any cut-off takes; a worker that needs more has to end
 # Errors that would occur in every other round, too.
 _MISUSE = ("ncclInvalidUsage", "ncclInvalidArgument", "invalid usage", "no GPUs found")
 
@@ -121,6 +134,70 @@ def _disable_torch_error_handling() -> None:
     for name, value in _CONFLICTING.items():
         if os.environ.get(name, "").upper() == value:
             say(f"{name}={value} makes torch end this worker when a peer is lost; unset it")
+
+
+class DeviceHalf:
+    """One round's half of the group; thread-safe."""
+
+    def __init__(self, device: Nccl) -> None:
+        self.device = device
+        self._lock = threading.Lock()
+        self._reason: str | None = None  # of the cut-off, once it has begun
+        self._deadline = 0.0  # of the cut-off
+        self._ended = threading.Event()
+        self._error: str | None = None  # why the cut-off failed
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Return whether `cut_off` was called: the device's results do not count any more."""
+        return self._reason is not None
+
+    def settle(self) -> None:
+        """Wait until the device has done its work; called on the training thread.
+
+        Raises `WorldBrokenError` where it was cut off: its results are garbage then.
+        """
+        self.device.settle()
+        if self._reason is not None:
+            raise WorldBrokenError(f"the group was left while the device worked: {self._reason}")
+
+    def cut_off(self, reason: str) -> None:
+        """Begin to end all work of the group and return at once; the first call counts."""
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._deadline = time.monotonic() + CUT_OFF_S
+            self._reason = reason  # before anything ends: nobody must take garbage for results
+        threading.Thread(target=self._abort, name="elastic-cut-off", daemon=True).start()
+
+    def problem(self) -> str | None:
+        """Return why this process can join no other group: the cut-off failed or is late.
+
+        None if it can. Any thread: the training thread may wait for a device that waits for us.
+        """
+        if self._error is not None:
+            return f"its device's group could not be ended: {self._error}"
+        late = self._reason is not None and time.monotonic() >= self._deadline
+        if late and not self._ended.is_set():
+            return f"its device's group was not ended within {CUT_OFF_S:g} s"
+        return None
+
+    def wait_until_cut_off(self) -> None:
+        """After `cut_off`, wait until the device writes nothing any more, or there is a `problem`.
+
+        Called on the training thread.
+        """
+        while not self._ended.is_set() and self.problem() is None:
+            self._ended.wait(max(0.0, self._deadline - time.monotonic()))
+        if self.problem() is None:
+            self.device.settle()
+
+    def _abort(self) -> None:
+        try:
+            self.device.abort()
+        except Exception as error:  # `problem` returns it
+            self._error = str(error).partition("\n")[0]
+        self._ended.set()
 
 
 @dataclass(frozen=True)

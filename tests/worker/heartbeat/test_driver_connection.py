@@ -30,7 +30,7 @@ def test_who_stops_on_purpose_is_never_taken_for_silent_or_lost(tmp_path: Path) 
         connection = DriverConnection(
             born, TrainingProgress(), on_notice=lambda _notice: None, before_heartbeat=lambda: None
         )
-        connection.start()
+        connection.heartbeat.start()
         connection.stop()
         deadline = time.monotonic() + 2 * born.heartbeat_timeout
         while time.monotonic() < deadline:  # its end may take long

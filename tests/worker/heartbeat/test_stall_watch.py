@@ -12,8 +12,7 @@ import elastic_driver as elastic
 from elastic_driver.core.events import WorkerResumed, WorkerStalled
 from elastic_driver.worker.heartbeat import stall_watch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from elastic_driver.worker.heartbeat.stall_watch import StallWatch
-from elastic_driver.worker.heartbeat.training_thread import TrainingThread
+from elastic_driver.worker.heartbeat.stall_watch import StallWatch, TrainingThread
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.membership import JobMembership
 from tests.support.job import eventually

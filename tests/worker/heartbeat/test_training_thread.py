@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_driver.worker.heartbeat.training_thread import TrainingThread
+from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from tests.support.coordinator import eventually
 
 

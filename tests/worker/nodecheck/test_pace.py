@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from elastic_driver.worker.cpu_time import CpuTime
 from elastic_driver.worker.nodecheck import pace
-from elastic_driver.worker.timing.cpu_slowdown import CpuTime
 
 
 def test_a_stall_in_one_stretch_does_not_count() -> None:

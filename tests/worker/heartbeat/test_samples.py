@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from elastic_driver.core.documents import MAX_SAMPLES, Progress, Sample, decode, encode
-from elastic_driver.worker.timing.samples import COVERED_S, StepCost, StepSamples, steps_per_sample
+from elastic_driver.worker.heartbeat.progress import (
+    COVERED_S,
+    StepCost,
+    StepSamples,
+    steps_per_sample,
+)
 
 
 def cost(seconds: float) -> StepCost:

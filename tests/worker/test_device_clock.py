@@ -15,10 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_driver.worker.timing.computing import ComputeClock
-from elastic_driver.worker.timing.device_clock import DeviceClock, clock_for
+from elastic_driver.worker.compute_clock import ComputeClock, DeviceClock, clock_for
 from tests.support.gloo import run_ranks
-from tests.worker.timing.test_computing import (
+from tests.worker.test_compute_clock import (
     SLOW_S,
     Slow,
     fixed_batch,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import elastic_driver as elastic
-from elastic_driver.worker.timing.computing import ComputeClock
+from elastic_driver.worker.compute_clock import ComputeClock
 from tests.support.gloo import run_ranks
 
 SLOW_S = 0.06  # what rank 1 needs more for a pass; the others wait for it

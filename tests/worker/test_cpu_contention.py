@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.worker.nodecheck import cpu_contention
+from elastic_driver.worker import cpu_time
 from tests.support.slowing import slowed
 
 
@@ -21,14 +21,14 @@ def spin(seconds: float) -> None:
 
 
 def test_alone_nothing_is_subtracted() -> None:
-    account = cpu_contention.not_timed()
+    account = cpu_time.not_timed()
     spin(0.01)
     assert account() == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("timer", [cpu_contention.of_thread, cpu_contention.of_process])
+@pytest.mark.parametrize("timer", [cpu_time.of_thread, cpu_time.of_process])
 def test_the_time_at_work_is_told_and_no_more_is_lost_than_has_passed(
-    timer: Callable[[], cpu_contention.ContentionTimer],
+    timer: Callable[[], cpu_time.ContentionTimer],
 ) -> None:
     began, account = time.perf_counter(), timer()()
     spin(0.05)
@@ -40,7 +40,7 @@ def test_the_time_at_work_is_told_and_no_more_is_lost_than_has_passed(
 
 
 def test_the_work_of_other_threads_belongs_to_the_process_and_not_to_the_thread() -> None:
-    own, everybody = cpu_contention.of_thread()(), cpu_contention.of_process()()
+    own, everybody = cpu_time.of_thread()(), cpu_time.of_process()()
     done, seen = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -60,8 +60,8 @@ def test_the_work_of_other_threads_belongs_to_the_process_and_not_to_the_thread(
 def test_where_the_kernel_says_nothing_all_of_it_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_contention, "_THREAD", tmp_path / "none")
-    account = cpu_contention.of_thread()()
+    monkeypatch.setattr(cpu_time, "_THREAD", tmp_path / "none")
+    account = cpu_time.of_thread()()
     spin(0.01)
     assert account() == (0.0, 0.0)
 
@@ -73,7 +73,7 @@ def test_time_lost_to_a_quota_counts() -> None:
     if child == 0:
         os.close(writing)
         os.read(reading, 1)  # until we have a quota
-        account = cpu_contention.of_thread()()
+        account = cpu_time.of_thread()()
         spin(0.05)
         os._exit(0 if account().waited == 0.0 else 1)
     os.close(reading)
