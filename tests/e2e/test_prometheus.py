@@ -6,13 +6,13 @@ import json
 import shutil
 import subprocess
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from tests.support.job import RunningJob, elasticrun, eventually
 from tests.support.nodes import free_port
@@ -51,10 +51,9 @@ def prometheus(folder: Path, target: str, token: Path) -> Iterator[str]:
 
 def ask(address: str, path: str, **query: str) -> Any:
     """Ask Prometheus; None while it does not listen yet."""
-    url = f"{address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 - http, ours
-            return json.load(answer)["data"]
+        answer = requests.get(f"{address}/api/v1/{path}", params=query, timeout=10)
+        return answer.json()["data"]
     except OSError:
         return None
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import urllib.error
-import urllib.request
 from typing import Any
 
 import msgspec
 import pytest
+import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_driver.core.events import ScaleRequested
@@ -138,18 +137,14 @@ def test_a_driver_answers_who_has_the_token_and_nobody_else(start_job: StartJob)
     cluster.ready("a.0.1", "a.1.1", "b.0.1")
     cluster.world(1)
     url = f"{cluster.endpoint}/metrics"
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(url, timeout=10)  # noqa: S310 - http to our own server
-    assert refused.value.code == 401
-    refused.value.close()
+    assert requests.get(url, timeout=10).status_code == 401
 
     def scrape() -> dict[tuple[str, ...], float]:
-        request = urllib.request.Request(  # noqa: S310
-            url, headers={"Authorization": f"Bearer {cluster.token}"}
-        )
-        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
-            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-            return read(answer.read())
+        bearer = {"Authorization": f"Bearer {cluster.token}"}
+        answer = requests.get(url, headers=bearer, timeout=10)
+        answer.raise_for_status()
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        return read(answer.content)
 
     found = scrape()
     assert found["elastic_world_size",] == 3

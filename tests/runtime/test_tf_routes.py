@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 import pytest
+import requests
 
 from tests.runtime.jobs import JobUnderTest, StartJob
 from tests.runtime.waiting import until
@@ -23,13 +24,10 @@ class Api:
         self.port = int(job.driver.endpoint.rpartition(":")[2])
 
     def call(self, method: str, path: str, body: Any = None, token: str | None = None) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        url = f"http://127.0.0.1:{self.port}/v1/tf/{path}"
         headers = {"Authorization": f"Bearer {token or self.token}"}
-        connection.request(method, f"/v1/tf/{path}", json.dumps(body), headers)
-        answer = connection.getresponse()
-        found = json.loads(answer.read())
-        connection.close()
-        return answer.status, found
+        answer = requests.request(method, url, data=json.dumps(body), headers=headers, timeout=20)
+        return answer.status_code, answer.json()
 
     def join(self, address: str = "a:1", wait: float = 0.0, **more: Any) -> Any:
         return self.call("POST", "cluster_spec", {"address": address, "wait": wait, **AB, **more})
