@@ -9,84 +9,56 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from elastic_driver.batch.microbatches import allocate_microbatches
-    from elastic_driver.errors import HostsUpdatedInterrupt, WorldBrokenError
-    from elastic_driver.worker.batches import FixedBatch
-    from elastic_driver.worker.current import (
-        cross_rank,
-        cross_size,
-        is_initialized,
-        local_rank,
-        local_size,
-        rank,
-        round_id,
-        size,
-        slot,
-    )
-    from elastic_driver.worker.run import run
-    from elastic_driver.worker.sampler import ElasticSampler
-    from elastic_driver.worker.sharded import ShardedDataset
-    from elastic_driver.worker.shards import IncompleteDataError, ShardClient
-    from elastic_driver.worker.state import ObjectState, State, TorchState
-    from elastic_driver.worker.world.session import busy, init, report_progress, shutdown
-    from elastic_driver.worker.world.wrapping import wrap
+if TYPE_CHECKING:  # for type checkers and editors: the names of `_NAMES`
+    from elastic_driver.batch.microbatches import allocate_microbatches as allocate_microbatches
+    from elastic_driver.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+    from elastic_driver.errors import WorldBrokenError as WorldBrokenError
+    from elastic_driver.worker.batches import FixedBatch as FixedBatch
+    from elastic_driver.worker.current import cross_rank as cross_rank
+    from elastic_driver.worker.current import cross_size as cross_size
+    from elastic_driver.worker.current import is_initialized as is_initialized
+    from elastic_driver.worker.current import local_rank as local_rank
+    from elastic_driver.worker.current import local_size as local_size
+    from elastic_driver.worker.current import rank as rank
+    from elastic_driver.worker.current import round_id as round_id
+    from elastic_driver.worker.current import size as size
+    from elastic_driver.worker.current import slot as slot
+    from elastic_driver.worker.run import run as run
+    from elastic_driver.worker.sampler import ElasticSampler as ElasticSampler
+    from elastic_driver.worker.sharded import ShardedDataset as ShardedDataset
+    from elastic_driver.worker.shards import IncompleteDataError as IncompleteDataError
+    from elastic_driver.worker.shards import ShardClient as ShardClient
+    from elastic_driver.worker.state import ObjectState as ObjectState
+    from elastic_driver.worker.state import State as State
+    from elastic_driver.worker.state import TorchState as TorchState
+    from elastic_driver.worker.world.session import busy as busy
+    from elastic_driver.worker.world.session import init as init
+    from elastic_driver.worker.world.session import report_progress as report_progress
+    from elastic_driver.worker.world.session import shutdown as shutdown
+    from elastic_driver.worker.world.wrapping import wrap as wrap
 
-__all__ = [
-    "ElasticSampler",
-    "FixedBatch",
-    "HostsUpdatedInterrupt",
-    "IncompleteDataError",
-    "ObjectState",
-    "ShardClient",
-    "ShardedDataset",
-    "State",
-    "TorchState",
-    "WorldBrokenError",
-    "allocate_microbatches",
-    "busy",
-    "cross_rank",
-    "cross_size",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "rank",
-    "report_progress",
-    "round_id",
-    "run",
-    "shutdown",
-    "size",
-    "slot",
-    "wrap",
-]
-
-_MODULES = {
-    "ElasticSampler": "worker.sampler",
-    "FixedBatch": "worker.batches",
-    "HostsUpdatedInterrupt": "errors",
-    "IncompleteDataError": "worker.shards",
-    "ObjectState": "worker.state",
-    "ShardClient": "worker.shards",
-    "ShardedDataset": "worker.sharded",
-    "State": "worker.state",
-    "TorchState": "worker.state",
-    "WorldBrokenError": "errors",
-    "allocate_microbatches": "batch.microbatches",
-    "busy": "worker.world.session",
-    "init": "worker.world.session",
-    "report_progress": "worker.world.session",
-    "run": "worker.run",
-    "shutdown": "worker.world.session",
-    "wrap": "worker.world.wrapping",
+_NAMES = {  # by module
+    "batch.microbatches": "allocate_microbatches",
+    "errors": "HostsUpdatedInterrupt WorldBrokenError",
+    "worker.batches": "FixedBatch",
+    "worker.current": "cross_rank cross_size is_initialized local_rank local_size rank round_id "
+    "size slot",
+    "worker.run": "run",
+    "worker.sampler": "ElasticSampler",
+    "worker.sharded": "ShardedDataset",
+    "worker.shards": "IncompleteDataError ShardClient",
+    "worker.state": "ObjectState State TorchState",
+    "worker.world.session": "busy init report_progress shutdown",
+    "worker.world.wrapping": "wrap",
 }
-_CURRENT = "worker.current"  # the module of all other names
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES.get(name, _CURRENT)}"), name)
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value  # the next use finds it without coming here
     return value
 

@@ -85,6 +85,11 @@ def is_worker_of_check(worker: str) -> bool:
     return incarnation.isdecimal() and int(incarnation) >= FIRST_OF_CHECKS
 
 
+def agent_prefix(host: str, incarnation: int) -> str:
+    """Return the prefix of one agent's keys; deleted when its process is gone."""
+    return f"agents/{host}.{incarnation}/"
+
+
 def agent_lease(host: str, incarnation: int) -> str:
     """Return the key of the lease that an agent renews while it lives."""
     return f"agents/{host}.{incarnation}/lease"
@@ -139,11 +144,6 @@ def worker_id(host: str, slot: int, incarnation: int) -> str:
 def worker_prefix(worker: str) -> str:
     """Return the prefix of one worker's keys; deleted when its process is gone."""
     return f"workers/{worker}/"
-
-
-def agent_prefix(host: str, incarnation: int) -> str:
-    """Return the prefix of one agent's keys; deleted when its process is gone."""
-    return f"agents/{host}.{incarnation}/"
 
 
 def host_of_worker(worker: str) -> str:

@@ -9,18 +9,10 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NoReturn
 
-from rendezvous.errors import ElasticError, RendezvousError
+from rendezvous import errors as rendezvous_errors
 
-__all__ = [
-    "ClusterError",
-    "ElasticError",
-    "ExitCode",
-    "HostsUpdatedInterrupt",
-    "NotEnoughSlotsError",
-    "RendezvousError",
-    "UsageError",
-    "WorldBrokenError",
-]
+ElasticError = rendezvous_errors.ElasticError
+RendezvousError = rendezvous_errors.RendezvousError
 
 
 class ExitCode(IntEnum):

@@ -50,7 +50,5 @@ TORCH = (
 def looks_like_peer_loss(text: str) -> bool:
     """Return whether `text` (an exception, the tail of a log) reports a broken group."""
 
-    def has(phrases: tuple[str, ...]) -> bool:
-        return any(phrase in text for phrase in phrases)
-
-    return has(CERTAIN) or (has(AMBIGUOUS) and has(TORCH))
+    ambiguous = any(phrase in text for phrase in AMBIGUOUS)
+    return any(phrase in text for phrase in (*CERTAIN, *(TORCH if ambiguous else ())))

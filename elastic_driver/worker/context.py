@@ -53,18 +53,18 @@ def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext 
     launcher has started several processes, which would not find each other.
     """
     env = {k: v for k, v in (os.environ if environ is None else environ).items() if v}
-    present = [name for name in _NEEDED if name in env]
-    if not present:
+    missing = [name for name in _NEEDED if name not in env]
+    if len(missing) == len(_NEEDED):
         if env.get("WORLD_SIZE", "1") not in ("0", "1"):
             raise UsageError(
                 "WORLD_SIZE says that this process is one of several, but it was not started by "
                 "elasticrun; start the script with `elasticrun -np N script.py`"
             )
         return None
-    missing = [name for name in _NEEDED if name not in present]
     if missing:
+        present = next(name for name in _NEEDED if name in env)
         raise UsageError(
-            f"{', '.join(missing)} missing from the environment though {present[0]} is set; "
+            f"{', '.join(missing)} missing from the environment though {present} is set; "
             "start the script with `elasticrun script.py`, or unset every ELASTIC_* variable "
             "to train in this process alone"
         )
@@ -79,25 +79,15 @@ def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext 
         return msgspec.convert(env, WorkerContext, strict=False)
     except msgspec.ValidationError as error:
         name = re.findall(r"\w+", str(error))[-1]  # "Expected `float` - at `$.NAME`"
-        raise UsageError(
-            f"{name} is {env[name]!r}; it must be a number that is not negative"
-        ) from error
+        message = f"{name} is {env[name]!r}; it must be a number that is not negative"
+        raise UsageError(message) from error
 
 
 def alone(host: str = "localhost", slot: int = 0) -> SlotInfo:
     """Return the place of a process that trains alone: rank 0 of 1."""
-    return SlotInfo(
-        host=host,
-        slot=slot,
-        rank=0,
-        local_rank=0,
-        cross_rank=0,
-        size=1,
-        local_size=1,
-        cross_size=1,
-        node_rank=0,
-        node_count=1,
-    )
+    ranks = dict.fromkeys(("rank", "local_rank", "cross_rank", "node_rank"), 0)
+    sizes = dict.fromkeys(("size", "local_size", "cross_size", "node_count"), 1)
+    return SlotInfo(host=host, slot=slot, **ranks, **sizes)
 
 
 def address_towards(endpoint: str) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -20,7 +21,6 @@ from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.worker.state import State
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.groups import RoundOverError
-from elastic_driver.worker.world.membership import JobMembership
 from rendezvous.errors import SealedError
 
 P = ParamSpec("P")
@@ -49,7 +49,7 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
         if member.group is None:
             member.report_ready(state.state_version(), "started", state)
             member.join(state.state_version())
-        breaks = _BreakCounter()
+        breaks: deque[object] = deque(maxlen=MAX_EQUAL_BREAKS)
         rejoined = False
         while True:
             roll_back = None
@@ -63,7 +63,9 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
                 clear_frames(interrupt)
                 reason = describe(interrupt)
             except Exception as error:
-                if not broke_the_world(error) or breaks.is_endless(member, state):
+                members = member.world and [m.worker for m in member.world.members]
+                breaks.append((members, state.version))
+                if not broke_the_world(error) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
                     raise
                 clear_frames(error)
                 reason, roll_back = describe(error), state.restore
@@ -74,38 +76,19 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
     return train
 
 
-class _BreakCounter:
-    """Counts the broken worlds of the same members without a finished step between."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._last: tuple[tuple[str, ...], int] | None = None  # members and version of the state
-
-    def is_endless(self, member: JobMembership, state: State) -> bool:
-        """Count one broken world; return whether joining again would only hide the error."""
-        members = tuple(m.worker for m in member.world.members) if member.world is not None else ()
-        now = (members, state.version)
-        self._count = self._count + 1 if now == self._last else 1
-        self._last = now
-        return self._count >= MAX_EQUAL_BREAKS
-
-
 def broke_the_world(error: BaseException) -> bool:
     """Return whether `error`, or a cause of it, is a collective that lost a peer or a link.
 
     NCCL and the stores raise `DistError`s. Gloo raises plain RuntimeErrors, which are recognised by
     their text, as the agent recognises the victims of a lost peer. All others are the script's own.
     """
-    return any(_is_broken_collective(link) for link in _chain(error, contexts=False))
-
-
-def _is_broken_collective(error: BaseException) -> bool:
-    if isinstance(error, WorldBrokenError | DistError | RoundOverError | SealedError):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    message = str(error)
-    return looks_like_peer_loss(message) and _SIZE_MISMATCH not in message
+    for link in _chain(error, contexts=False):
+        if isinstance(link, WorldBrokenError | DistError | RoundOverError | SealedError):
+            return True
+        text = str(link) if isinstance(link, RuntimeError) else ""
+        if looks_like_peer_loss(text) and _SIZE_MISMATCH not in text:
+            return True
+    return False
 
 
 def describe(error: BaseException) -> str:

@@ -117,9 +117,8 @@ class TfNode:
     ) -> dict[str, bytes]:
         """Return every member's value by address, in the order of indices; else as `barrier`."""
         request = messages.SynchronizeRequest(self.address, tag, timeout, value, failure)
-        return self._post(
-            contract.TF_SYNCHRONIZE_PATH, request, timeout, messages.Synchronized
-        ).values
+        path, answer = contract.TF_SYNCHRONIZE_PATH, messages.Synchronized
+        return self._post(path, request, timeout, answer).values
 
     def close(self) -> None:
         """Close the connection; a later call opens another."""

@@ -1,9 +1,9 @@
 """The heartbeat thread of a worker: renews its leases, reports progress, receives notices.
 
-One request does all three and waits for a notice, so nobody polls and a notice arrives within the
-delay of a message. The thread never touches torch and decides nothing: it calls `on_notice` for
-every new notice. While the driver does not answer, the thread logs one line and keeps trying, and
-training goes on.
+One request does all three and waits for a notice, so there is no polling and a notice arrives
+within the delay of a message. The thread never touches torch and decides nothing: it calls
+`on_notice` for every new notice. While the driver does not answer, the thread logs one line and
+keeps trying, and training goes on.
 
 `world` starts it once a process, before anything else can block. A forked child (a DataLoader
 worker) has no such thread. Times are seconds.
@@ -88,7 +88,7 @@ class Heartbeat:
     def start(self) -> None:
         """Send the first heartbeat and start the thread.
 
-        Raises `RendezvousError` where nobody answers the first heartbeat or it is refused.
+        Raises `RendezvousError` where the first heartbeat is not answered or is refused.
         """
         self._send(wait=0.0)
         self._thread = threading.Thread(target=self._run, name="elastic-heartbeat", daemon=True)
@@ -158,24 +158,21 @@ class Heartbeat:
         if not isinstance(result, Entries) or result.timed_out:
             return
         for key, entry in result.entries.items():
-            if entry.revision > self._seen[key]:
-                self._seen[key] = entry.revision
-                self._receive(key, entry.value)
-
-    def _receive(self, key: str, value: bytes) -> None:
-        if key == contract.JOB_NOTICE:
-            self._on_notice(decode(Notice, value))
-        elif key == contract.JOB_WORLD:
-            self._round_starts = True
-        elif key == contract.JOB_STACKS:
-            self._pending.append(self._stall_watch.stack(int(value)))
-        else:
-            self._progress.allocation = decode(Allocation, value)
+            if entry.revision <= self._seen[key]:
+                continue
+            self._seen[key] = entry.revision
+            if key == contract.JOB_NOTICE:
+                self._on_notice(decode(Notice, entry.value))
+            elif key == contract.JOB_WORLD:
+                self._round_starts = True
+            elif key == contract.JOB_STACKS:
+                self._pending.append(self._stall_watch.stack(int(entry.value)))
+            else:
+                progress.allocation = decode(Allocation, entry.value)
 
     def _check_stall(self) -> float | None:
         """Post a stall or its end at once; return the seconds until the next check."""
-        event = self._stall_watch.check(time.monotonic())
-        if event is not None:
+        if event := self._stall_watch.check(time.monotonic()):
             self._pending.append(event)
         self._post_pending()
         return self._stall_watch.due(time.monotonic())
@@ -194,14 +191,8 @@ class Heartbeat:
         self._reported = (round_id, version)
         times = tuple(progress.step_times)[-RECENT_STEPS:]
         usual = statistics.median(times) if times else step_time
-        document = Progress(
-            round=round_id,
-            step=version,
-            step_time=step_time,
-            samples=progress.samples.collect(round_id, usual),
-            division=progress.division,
-            links=progress.links(),
-        )
+        samples, links = progress.samples.collect(round_id, usual), progress.links()
+        document = Progress(round_id, version, step_time, samples, progress.division, links)
         return (Set(contract.worker_progress(self._worker), encode(document)),)
 
     def _next_wait(self) -> float:

@@ -36,7 +36,7 @@ _HANDLED = 0x80  # marks a signal number that our Python handler wrote
 class SignalCounter:
     """Counts the signals this process got; another thread than the main one may read them.
 
-    Nothing changes before `listen`. Only signals that nobody handles are taken over; a handler or
+    Nothing changes before `listen`. Only signals without a handler are taken over; a handler or
     a wakeup descriptor that the script sets later stays in force.
     """
 
@@ -94,15 +94,12 @@ class SignalCounter:
         """Return how often each announcing signal, and the mark, has come so far."""
         with contextlib.suppress(OSError):
             for byte in self._reader.recv(4096):
-                self._record(byte)
+                number = byte & ~_HANDLED
+                if byte & _HANDLED:
+                    self._handled[number] += 1
+                elif number == STOP_MARK or (number in self._taken and self._is_ours(number)):
+                    self._caught[number] += 1  # any other signal is the script's own
         return self._caught | self._handled  # both may have recorded it: the larger count is right
-
-    def _record(self, byte: int) -> None:
-        number = byte & ~_HANDLED
-        if byte & _HANDLED:
-            self._handled[number] += 1
-        elif number == STOP_MARK or (number in self._taken and self._is_ours(number)):
-            self._caught[number] += 1  # any other signal is the script's own
 
     def _is_ours(self, number: int) -> bool:
         return signal.getsignal(number) == self._on_signal
@@ -153,20 +150,17 @@ class PreemptionWatch(SignalCounter):
         now = time.monotonic()
         if self._deadline is None:
             self._first, self._deadline = numbers[0], now + self._notice
-            self._announce(report)
+            name = self._first.name
+            problem = report(WorkerLeaving(self._worker, self._notice, f"it got {name}"))
+            if problem:
+                say(f"got {name}, and the driver cannot be reached ({problem}); ending by it")
+                self._end(self._first)
+            else:
+                say(f"got {name}: leaving at a step boundary, within {self._notice:g} s")
         elif now >= self._deadline:
             say(f"still here {self._notice:g} s after {self._first.name}; ending by it")
             self._end(self._first)
         return max(0.0, self._deadline - now)
-
-    def _announce(self, report: Callable[[WorkerLeaving], str]) -> None:
-        name = self._first.name
-        problem = report(WorkerLeaving(self._worker, self._notice, f"it got {name}"))
-        if problem:
-            say(f"got {name}, and the driver cannot be told ({problem}); ending by it")
-            self._end(self._first)
-        else:
-            say(f"got {name}: leaving at a step boundary, within {self._notice:g} s")
 
 
 def end_by(number: signal.Signals) -> None:

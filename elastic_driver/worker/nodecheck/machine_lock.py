@@ -4,7 +4,7 @@ Containers, or several names of one machine, are hosts of their own and share pr
 them measured at once, each would time the others. So a process holds the lock of its machine while
 it times something; the lock is a key of the check's store, and one kernel is one machine. On
 machines of their own this costs a request. A process that dies loses the lock with its lease.
-Nobody waits longer than `PATIENCE_S`, and then measures anyway: a time that is too long is measured
+A process waits at most `PATIENCE_S` and then measures anyway: a time that is too long is measured
 again beside a fast node before it counts. Times are seconds.
 """
 
@@ -20,7 +20,8 @@ from rendezvous.client import RendezvousClient
 
 PATIENCE_S = 12.0
 LEASE_S = 30.0  # of a lock: longer than any measurement on a CPU
-_POLL_S = 0.5  # a lease that expires wakes nobody who waits for the key
+_POLL_S = 0.5  # a lease that expires does not wake a process that waits for the key
+HOSTS = "checks/machines/"  # the key of a machine's hosts, without its id
 _FREE = b""
 
 
@@ -46,38 +47,29 @@ def this_stack() -> str:
 
 def register_host(client: RendezvousClient, machine: str, host: str) -> None:
     """Record that a host is on this machine."""
-    client.append(_hosts_key(machine), f"{host}\n".encode())
+    client.append(HOSTS + machine, f"{host}\n".encode())
 
 
 def is_shared(client: RendezvousClient, machine: str) -> bool:
     """Return whether more than one host has registered on this machine."""
-    entry = client.get(_hosts_key(machine))
+    entry = client.get(HOSTS + machine)
     return machine != "" and entry is not None and len(set(entry.value.splitlines())) > 1
 
 
-def _hosts_key(machine: str) -> str:
-    return f"checks/machines/{machine}"
-
-
 def lock_key(machine: str) -> str:
-    """Return the key that holds the name of the worker with the lock; empty: nobody has it."""
+    """Return the key that holds the name of the worker with the lock; empty: no worker has it."""
     return f"checks/machine_locks/{machine}"
 
 
 @contextlib.contextmanager
 def lock(client: RendezvousClient, worker: str, machines: Iterable[str]) -> Iterator[None]:
-    """Hold the locks of these machines, always taken in the same order, so nobody deadlocks."""
+    """Hold the locks of these machines, always taken in the same order, so no process deadlocks."""
     until = time.monotonic() + PATIENCE_S
-    keys = [lock_key(machine) for machine in sorted(set(machines)) if machine]
-    held = []
-    try:
-        for key in keys:
+    with contextlib.ExitStack() as held:
+        for key in [lock_key(machine) for machine in sorted(set(machines)) if machine]:
             if _take(client, key, worker, until):
-                held.append(key)
+                held.callback(client.set, key, _FREE)
         yield
-    finally:
-        for key in held:
-            client.set(key, _FREE)
 
 
 def _take(client: RendezvousClient, key: str, worker: str, until: float) -> bool:

@@ -68,19 +68,10 @@ class Transformer(nn.Module):  # type: ignore[misc]  # torch is not followed by 
         super().__init__()
         self.tokens = nn.Embedding(size.vocabulary, size.width)
         self.positions = nn.Embedding(size.tokens, size.width)
-        block = nn.TransformerEncoderLayer(
-            size.width,
-            size.heads,
-            4 * size.width,
-            dropout=0.0,
-            activation="gelu",
-            batch_first=True,
-            norm_first=True,
-        )
-        self.norm = nn.LayerNorm(size.width)
-        self.blocks = nn.TransformerEncoder(
-            block, size.layers, self.norm, enable_nested_tensor=False
-        )
+        shape = size.width, size.heads, 4 * size.width
+        block = nn.TransformerEncoderLayer(*shape, 0.0, "gelu", batch_first=True, norm_first=True)
+        norm = self.norm = nn.LayerNorm(size.width)
+        self.blocks = nn.TransformerEncoder(block, size.layers, norm, enable_nested_tensor=False)
 
     def forward(self, batch: Tensor) -> Tensor:
         """Return the mean loss of predicting each next token; `batch`: (sequences, tokens)."""

@@ -153,7 +153,7 @@ def together(
     settle()
     (once,) = group.longest([repeated(work, settle)(0.0)])
     least, most = TOGETHER_CALLS
-    spans, waited, ran = [], [], []
+    spans, used = [], []
     for _ in range(max(least, min(most, int(seconds / max(once, 1e-6))))):
         group.longest([0.0])
         cpu_time = contention()
@@ -161,8 +161,7 @@ def together(
         work()
         settle()
         spans.append(time.perf_counter() - began)
-        used = cpu_time()
-        waited.append(used.waited)
-        ran.append(used.ran)
-    calls = zip(group.longest(spans), group.sums(waited), group.longest(ran), strict=True)
+        used.append(cpu_time())
+    waited, ran = group.sums([u.waited for u in used]), group.longest([u.ran for u in used])
+    calls = zip(group.longest(spans), waited, ran, strict=True)
     return min(max(span - lost, min(span, busy), span * _LEAST_SHARE) for span, lost, busy in calls)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -30,7 +31,7 @@ from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.wire import EVENTS_PATH
 
-# DistributedDataParallel imports it: more than a second, better spent before anybody measures.
+# DistributedDataParallel imports it: more than a second, better spent before any measurement.
 _USED_BY_DDP = "torch._dynamo"
 _WAIT_S = 60.0  # of one request for the next task; then it is repeated
 _PR_SET_PDEATHSIG = 1
@@ -54,25 +55,26 @@ def main() -> None:
     settings = msgspec.json.decode(entry.value, type=messages.TaskSettings)
     if settings.model:
         importlib.import_module(_USED_BY_DDP)
-    assignment = messages.Assignment(
-        task=int(env[contract.ROUND]),
-        rank=int(env["RANK"]),
-        size=int(env["WORLD_SIZE"]),
-        node=int(env["GROUP_RANK"]),
-    )
+    names = {"task": contract.ROUND, "rank": "RANK", "size": "WORLD_SIZE", "node": "GROUP_RANK"}
+    assignment = messages.Assignment(**{field: int(env[name]) for field, name in names.items()})
 
     def run_task() -> None:
         with connect() as client:
             run(client, worker, assignment, settings)
 
-    number = 0
-    while True:
-        exit_like(in_child(run_task))
-        number += 1
+    for number in itertools.count(1):
+        code = in_child(run_task)
+        if code < 0:  # end as the child did
+            os.kill(os.getpid(), -code)
+        if code:
+            raise SystemExit(abs(code))
         with connect() as client:
             ended = msgspec.json.encode(messages.TaskEnded(worker, assignment.task))
             client.post_json(EVENTS_PATH, ended)
-            assignment = _next(client, messages.assignment_key(worker, number))
+            key = messages.assignment_key(worker, number)
+            while (entry := client.get(key, wait=_WAIT_S)) is None:
+                pass  # as long as the check lasts; the agent ends this process
+            assignment = msgspec.json.decode(entry.value, type=messages.Assignment)
 
 
 def in_child(work: Callable[[], object]) -> int:
@@ -80,32 +82,17 @@ def in_child(work: Callable[[], object]) -> int:
 
     The child dies with this process.
     """
-    child = _FORK.Process(target=_run_in_child, args=(os.getpid(), work))
+    parent = os.getpid()
+
+    def run_in_child() -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == parent:
+            work()
+
+    child = _FORK.Process(target=run_in_child)
     child.start()
     child.join()
     return child.exitcode or 0
-
-
-def _run_in_child(parent: int, work: Callable[[], object]) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == parent:
-        work()
-
-
-def exit_like(code: int) -> None:
-    """End as the child did, unless it succeeded."""
-    if code < 0:
-        os.kill(os.getpid(), -code)
-    if code:
-        raise SystemExit(abs(code))
-
-
-def _next(client: RendezvousClient, key: str) -> messages.Assignment:
-    """Wait for the next task, for as long as the check lasts; the agent ends this process."""
-    while True:
-        entry = client.get(key, wait=_WAIT_S)
-        if entry is not None:
-            return msgspec.json.decode(entry.value, type=messages.Assignment)
 
 
 if __name__ == "__main__":

@@ -86,11 +86,8 @@ class NodeCheckTask:
         if size is not None:
             model, batch = _make_model(size, self.device)
             parameters = sum(p.numel() for p in model.parameters())
-            timings.append(
-                pace.repeated(
-                    lambda: model(batch).backward(), self._settle, self._thread_contention
-                )
-            )
+            contention = self._thread_contention
+            timings.append(pace.repeated(lambda: model(batch).backward(), self._settle, contention))
         seconds = pace.best_of(timings, partial(self._lock, self._machines[rank : rank + 1]))
         compute = settings.products * seconds[0]
         if size is not None:
@@ -109,13 +106,12 @@ class NodeCheckTask:
 
     @contextlib.contextmanager
     def _all_locks(self) -> Iterator[None]:
-        """Hold the locks of all machines of the group; rank 0 takes them for everybody.
+        """Hold the locks of all machines of the group; rank 0 takes them for all ranks.
 
         It takes them once all ranks are here: a rank that still computes needs its machine's lock.
         """
-        leads = dist.get_rank() == 0
         dist.barrier()
-        with self._lock(self._machines) if leads else contextlib.nullcontext():
+        with self._lock(self._machines if dist.get_rank() == 0 else ()):
             dist.barrier()
             yield
 
@@ -268,12 +264,12 @@ def run(
         client.post_json(EVENTS_PATH, msgspec.json.encode(ready))
         until = time.monotonic() + settings.timeout  # `policies.nodecheck.gate` lets all begin
         if _await(client, messages.go_key(task), until) is None:
-            raise ClusterError(f"not told to begin within {settings.timeout:g} s")
+            raise ClusterError(f"the driver did not let it begin within {settings.timeout:g} s")
         shared = machine_lock.is_shared(client, machine)
         lock = partial(machine_lock.lock, client, worker)
         result = NodeCheckTask(settings, rank, places, lock, shared=shared).measure()
         client.set(messages.result_key(task, worker), msgspec.json.encode(result))
-        dist.barrier()  # nobody leaves while another still needs it
+        dist.barrier()  # no rank leaves while another still needs it
     finally:
         dist.destroy_process_group()
         store.close()
@@ -281,9 +277,8 @@ def run(
 
 def _meet(client: RendezvousClient, assignment: Assignment, timeout: float) -> list[Place]:
     """Publish our place; return the places of all ranks of the group."""
-    own = Place(
-        node=assignment.node, machine=machine_lock.this_machine(), stack=machine_lock.this_stack()
-    )
+    machine, stack = machine_lock.this_machine(), machine_lock.this_stack()
+    own = Place(node=assignment.node, machine=machine, stack=stack)
     client.set(messages.place_key(assignment.task, assignment.rank), msgspec.json.encode(own))
     until = time.monotonic() + timeout
     places = []

@@ -48,8 +48,20 @@ class GroupConnections:
         """Hold the connections that were made since `start()`."""
         self.close()
         for inode, descriptor in _open_sockets():
-            if inode not in self._before:
-                self._hold(descriptor, inode)
+            if inode in self._before:
+                continue
+            try:
+                copy = os.dup(descriptor)
+            except OSError:  # closed meanwhile
+                continue
+            if os.fstat(copy).st_ino != inode:  # the number is another file's by now
+                os.close(copy)
+                continue
+            connection = socket.socket(fileno=copy)
+            if self._is_peer(connection):
+                self._held.append(connection)
+            else:
+                connection.close()
 
     def add(self, others: GroupConnections) -> None:
         """Hold the connections of a subgroup, too."""
@@ -89,20 +101,6 @@ class GroupConnections:
             with contextlib.suppress(OSError):  # the peer was faster
                 connection.shutdown(how)
 
-    def _hold(self, descriptor: int, inode: int) -> None:
-        try:
-            copy = os.dup(descriptor)
-        except OSError:  # closed meanwhile
-            return
-        if os.fstat(copy).st_ino != inode:  # the number is another file's by now
-            os.close(copy)
-            return
-        connection = socket.socket(fileno=copy)
-        if self._is_peer(connection):
-            self._held.append(connection)
-        else:
-            connection.close()
-
     def _is_peer(self, connection: socket.socket) -> bool:
         internet = connection.family in (socket.AF_INET, socket.AF_INET6)
         if connection.type != socket.SOCK_STREAM or not internet:
@@ -140,9 +138,7 @@ def link_usage(connections: list[socket.socket]) -> Links | None:
         totals[peer] = seconds + max(busy - limited, 0) * 1e-6, carried + acked
     if not totals:
         return None
-    uses = [
-        LinkUse(peer, round(seconds, 6), carried) for peer, (seconds, carried) in totals.items()
-    ]
+    uses = [LinkUse(peer, round(seconds, 6), sent) for peer, (seconds, sent) in totals.items()]
     uses.sort(key=lambda use: -use.carried)
     return Links(own, tuple(uses[:MAX_LINKS]))
 

@@ -1,7 +1,7 @@
 """Builds, breaks and takes down the torch process group of one round.
 
 Connecting to peers cannot be interrupted, neither in gloo nor in NCCL, and a peer that dies in that
-moment would hold up everybody until some timeout. So it runs in a daemon thread (`Attempt`), and
+moment would hold up all others until some timeout. So it runs in a daemon thread (`Attempt`), and
 the caller goes on as soon as the round is known to be over; the thread ends when it can.
 
 Torch's global state must be touched by the main thread only. So the thread makes the bare
@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
 
 from elastic_driver.core.documents import World
+from elastic_driver.errors import WorldBrokenError
 from elastic_driver.worker.context import address_towards
 from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.nccl import DeviceHalf
@@ -61,7 +62,14 @@ class Attempt(Generic[T]):
 
         Raises what it raises, and `RoundOverError` after `abandon` or `timeout` seconds.
         """
-        threading.Thread(target=self._carry_out, args=(work,), name=name, daemon=True).start()
+
+        def carry_out() -> None:
+            try:
+                self._outcome.put((work(),))
+            except Exception as error:  # the caller of `run` raises it
+                self._outcome.put(error)
+
+        threading.Thread(target=carry_out, name=name, daemon=True).start()
         try:
             outcome = self._outcome.get(timeout=timeout)
         except Empty:
@@ -74,12 +82,6 @@ class Attempt(Generic[T]):
         """Make `run` raise now; any thread may call it, at any time."""
         self._outcome.put(RoundOverError(reason))
 
-    def _carry_out(self, work: Callable[[], T]) -> None:
-        try:
-            self._outcome.put((work(),))
-        except Exception as error:  # `run` raises it
-            self._outcome.put(error)
-
 
 @dataclass(eq=False)
 class RoundGroup:
@@ -89,7 +91,7 @@ class RoundGroup:
     connections: GroupConnections
     half: DeviceHalf | None = None  # carries the accelerator's tensors, where there is one
     elected: bool = True  # whether the workers voted for such a half, if they voted
-    close_store: Callable[[], None] | None = None
+    close_store: Callable[[], None] = lambda: None
 
     def vote(self, identity: str) -> bool:
         """Return whether every worker has a device of its own; a collective.
@@ -111,11 +113,27 @@ class RoundGroup:
             if not barrier.is_completed():
                 self.connections.shut_reads()  # it must not hold up the end of the group
 
+    def cut_off_device(self, *, broken: bool) -> str | None:
+        """Cut the device off, if there is one, and wait until it is idle.
+
+        Unless the round is `broken` or the device is cut off already, it first finishes its work.
+        Returns the problem where that fails.
+        """
+        half = self.half
+        if half is None:
+            return None
+        if not broken and not half.is_cut_off:
+            with contextlib.suppress(WorldBrokenError):
+                half.settle()
+                self.linger()
+        half.cut_off("this round is left")
+        half.wait_until_cut_off()
+        return half.problem()
+
     def end(self) -> None:
         """Free the connections and the store; called when every member has left the group."""
         self.connections.close()
-        if self.close_store is not None:
-            self.close_store()
+        self.close_store()
 
 
 def build(
@@ -180,17 +198,13 @@ def gloo_device(world: World, endpoint: str | None) -> Any:
     named = os.environ.get("GLOO_SOCKET_IFNAME")
     if named:
         return ProcessGroupGloo.create_device(interface=named.split(",")[0])
-    if _is_on_one_host(world):
+    hosts = {member.place.host for member in world.members}
+    if len(hosts) == 1 or all(h in _LOOPBACK_NAMES or h.startswith("127.") for h in hosts):
         return ProcessGroupGloo.create_device(hostname="127.0.0.1")
     address = address_towards(endpoint or "")
     if address is not None and not address.startswith("127."):
         return ProcessGroupGloo.create_device(hostname=address)
     return ProcessGroupGloo.create_default_device()
-
-
-def _is_on_one_host(world: World) -> bool:
-    hosts = {member.place.host for member in world.members}
-    return len(hosts) == 1 or all(h in _LOOPBACK_NAMES or h.startswith("127.") for h in hosts)
 
 
 # ---- torch's global state; the main thread only ------------------------------------------

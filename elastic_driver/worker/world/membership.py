@@ -8,7 +8,6 @@ for a lost peer. A process that `elasticrun` did not start is a world of one. Ti
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -21,7 +20,7 @@ from torch.distributed import HashStore, Store
 
 from elastic_driver.core.documents import Member, Notice, World
 from elastic_driver.core.state_version import StateVersion
-from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
+from elastic_driver.errors import ExitCode, UsageError
 from elastic_driver.worker import current
 from elastic_driver.worker.context import WorkerContext, alone
 from elastic_driver.worker.heartbeat.driver_connection import (
@@ -42,7 +41,7 @@ CHECK_S = 1.0  # between two checks of a training thread that has not left yet
 HOPELESS_CHECKS = 8  # that find it asleep: a collective that can end does so in milliseconds
 CONNECT_DEVICES_S = 120.0  # the longest wait for the peers' devices
 TAKE_DOWN_S = 20.0  # for torch to drop a group; a destructor that waits for a lost peer hangs
-MAX_DEVICE_FAILURES = 3  # in a row, of devices to connect in rounds that nobody has ended
+MAX_DEVICE_FAILURES = 3  # in a row, of devices to connect in rounds that no notice has ended
 T = TypeVar("T")
 
 
@@ -52,16 +51,15 @@ class JobMembership:
     `world` and `group` are those of the current round; `group` is None between two rounds.
     """
 
-    def __init__(self, born: WorkerContext | None, choice: BackendChoice | None = None) -> None:
+    def __init__(self, born: WorkerContext | None, choice: BackendChoice = BackendChoice()) -> None:
         self.progress = TrainingProgress()
         self.world: World | None = None
         self.group: RoundGroup | None = None
-        self._choice = choice or BackendChoice()
+        self._choice = choice
         self._driver: DriverConnection | None = None
         if born is not None:
-            self._driver = DriverConnection(
-                born, self.progress, self._on_notice, self._check_departure
-            )
+            callbacks = self._on_notice, self._check_departure
+            self._driver = DriverConnection(born, self.progress, *callbacks)
         self._left = 0  # the round left last
         self._described: object | None = None  # the state that our last READY described
         self._lock = threading.Lock()  # guards the next two: the heartbeat thread brings notices
@@ -94,7 +92,8 @@ class JobMembership:
         self.leave()
         if self._driver is not None:
             self._driver.stop()
-        self._end_left_groups()
+        while self._left_groups:
+            self._left_groups.pop().end()
         current.forget()
 
     def forget_in_child(self) -> None:
@@ -155,8 +154,11 @@ class JobMembership:
         run = partial(self._run_attempt, world.round, name, timeout)
         build = partial(groups.build, run, device=device, exclude_port=port)
         rank, size = me.place.rank, world.size
+        ballot = None  # there is no vote on whether devices take part
+        if self._choice.by_vote:
+            ballot = self._choice.device.identity() if self._choice.device is not None else ""
         try:
-            group = build(store, rank, size, ballot=self._ballot())
+            group = build(store, rank, size, ballot=ballot)
         except RoundOverError:
             close_store()  # its thread may still be waiting for keys
             raise
@@ -184,30 +186,24 @@ class JobMembership:
             with self._lock:
                 self._attempt = None
 
-    def _ballot(self) -> str | None:
-        """Return this worker's vote on whether devices take part; None: there is no vote."""
-        choice = self._choice
-        if not choice.by_vote:
-            return None
-        return choice.device.identity() if choice.device is not None else ""
-
     def _install(self, group: RoundGroup, round_id: int, install: Callable[..., None]) -> None:
         """Give the group to torch; where a device takes part, connect it to its peers."""
-        device = self._choice.device if group.elected else None
-        if device is None:
+        device = self._choice.device
+        if device is None or not group.elected:
             install()
             return
         device.begin()
-        group.half = half = DeviceHalf(device)
-        name = f"elastic-device-{round_id}"
+        group.half = DeviceHalf(device)
         try:
             install(device_backends=device.backends)
+            name = f"elastic-device-{round_id}"
             self._run_attempt(round_id, name, CONNECT_DEVICES_S, device.connect)
-        except (RoundOverError, UsageError):
-            self._drop(group, half)
-            raise
         except Exception as error:
-            self._drop(group, half)
+            if problem := group.cut_off_device(broken=True):
+                self._end_process(problem)
+            self._take_down(group)
+            if isinstance(error, RoundOverError | UsageError):
+                raise
             self._device_failures += 1
             if self._device_failures >= MAX_DEVICE_FAILURES:
                 raise
@@ -224,7 +220,8 @@ class JobMembership:
             self.progress.entered(world.round, version, len(world.members))
             if self._notice is not None:  # it may have come while the group was built
                 self._apply(self._notice)
-        self._end_left_groups()  # their other members are in this round, or gone
+        while self._left_groups:  # their other members are in this round, or gone
+            self._left_groups.pop().end()
         if self._driver is not None:
             self._driver.preemption.listen()
         current.enter(me.place, world.round)
@@ -241,21 +238,22 @@ class JobMembership:
         """Leave this round and report READY for the next, in the order that the backend needs.
 
         With gloo alone READY comes first, to save time. A device may still write where the state
-        is to be rolled back, and the next round must not begin before everybody has left this one
+        is to be rolled back, and the next round must not begin before all have left this one
         (a rank that connected to others while one was still aborting has been seen to hang). So a
         device is cut off first, and READY comes last. `roll_back` is for rounds that broke.
         """
-        group, half = self.group, self.group.half if self.group is not None else None
-        if group is None or half is None:
+        group = self.group
+        has_device = group is not None and group.half is not None
+        if not has_device:
             self.report_ready(state_version, reason, state)
-        elif (problem := _cut_off(group, half, broken=roll_back is not None)) is not None:
+        elif group and (problem := group.cut_off_device(broken=roll_back is not None)):
             self._end_process(problem)
         if roll_back is not None:
             roll_back()
         self._leaving_since = time.monotonic()
         self.leave()
         self._leaving_since = None
-        if half is not None:
+        if has_device:
             self.report_ready(state_version, reason, state)
 
     def settle(self) -> None:
@@ -264,9 +262,8 @@ class JobMembership:
         With gloo they always are. Called on the training thread. Raises `WorldBrokenError` where
         they will never be.
         """
-        group = self.group
-        if group is not None and group.half is not None:
-            group.half.settle()
+        if self.group is not None and self.group.half is not None:
+            self.group.half.settle()
 
     def leave(self) -> None:
         """Take the process group down, healthy or broken, without waiting for a peer.
@@ -274,9 +271,8 @@ class JobMembership:
         A peer that has not heard that it should leave here too finds its group broken. The
         connections themselves stay open until the next round: see `connections`.
         """
-        problem = None
-        if self.group is not None and self.group.half is not None:  # while notices still reach it
-            problem = _cut_off(self.group, self.group.half, broken=False)
+        # While notices still reach it.
+        problem = self.group.cut_off_device(broken=False) if self.group is not None else None
         with self._lock:
             group, self.group = self.group, None
             self.progress.left()
@@ -284,23 +280,12 @@ class JobMembership:
         if group is not None and problem is None:
             self._take_down(group)
 
-    def _drop(self, group: RoundGroup, half: DeviceHalf) -> None:
-        """Take down a group whose devices have not connected."""
-        if (problem := _cut_off(group, half, broken=True)) is not None:
-            self._end_process(problem)
-        self._take_down(group)
-
     def _take_down(self, group: RoundGroup) -> None:
         group.connections.shut_writes()
         tear_down_wrappers()
         group.backend = None
         groups.uninstall(group.half)
         self._left_groups.append(group)
-
-    def _end_left_groups(self) -> None:
-        for group in self._left_groups:
-            group.end()
-        self._left_groups.clear()
 
     # ---- notices, on the heartbeat thread ------------------------------------------------
 
@@ -345,32 +330,16 @@ class JobMembership:
             if waited < GRACE_S:
                 return GRACE_S - waited
             self.group.connections.shut_reads()
-            problem = self.group.half.problem() if self.group.half is not None else None
+            problem = self.group.half and self.group.half.problem()
             if problem is None and self._thread.count_asleep() < HOPELESS_CHECKS:
                 return CHECK_S
         return self._end_process(problem or "a collective was not ended by the loss of its peer")
 
     def _end_process(self, problem: str) -> NoReturn:
         """End this process, because nothing can bring it into the next round."""
-        say(
-            f"WorldBrokenError: round {self.progress.round}: {problem} "
-            f"({self.progress.leave_reason}); this worker ends, to be replaced"
-        )
+        why = f"round {self.progress.round}: {problem} ({self.progress.leave_reason})"
+        say(f"WorldBrokenError: {why}; this worker ends, to be replaced")
         os._exit(ExitCode.UNAVAILABLE)
-
-
-def _cut_off(group: RoundGroup, half: DeviceHalf, *, broken: bool) -> str | None:
-    """Cut the device off and wait until it is idle; return the problem where that fails.
-
-    Unless the round is `broken` or the device is cut off already, it first finishes its work.
-    """
-    if not broken and not half.is_cut_off:
-        with contextlib.suppress(WorldBrokenError):
-            half.settle()
-            group.linger()
-    half.cut_off("this round is left")
-    half.wait_until_cut_off()
-    return half.problem()
 
 
 def _ends_now(notice: Notice, round_id: int) -> bool:

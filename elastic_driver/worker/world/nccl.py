@@ -65,7 +65,14 @@ class Nccl:
     def __init__(self, index: int) -> None:
         """`index`: this worker's device among those that CUDA sees."""
         self._device = torch.device("cuda", index)
-        _disable_torch_error_handling()
+        # Keep torch's watchdog from ending the process.
+        for name, value in _VARIABLES.items():
+            if (found := os.environ.setdefault(name, value)) != value:
+                say(f"{name}={found} is for jobs that end with a lost peer; using {value}")
+                os.environ[name] = value
+        for name, value in _CONFLICTING.items():
+            if os.environ.get(name, "").upper() == value:
+                say(f"{name}={value} makes torch end this worker when a peer is lost; unset it")
 
     def identity(self) -> str:
         """Return a name that no other worker's device has, on any host."""
@@ -125,17 +132,6 @@ class Nccl:
         c10d._abort_process_group()
 
 
-def _disable_torch_error_handling() -> None:
-    """Keep torch's watchdog from ending the process; log where that overrules a setting."""
-    for name, value in _VARIABLES.items():
-        if os.environ.setdefault(name, value) != value:
-            say(f"{name}={os.environ[name]} is for jobs that end with a lost peer; using {value}")
-            os.environ[name] = value
-    for name, value in _CONFLICTING.items():
-        if os.environ.get(name, "").upper() == value:
-            say(f"{name}={value} makes torch end this worker when a peer is lost; unset it")
-
-
 class DeviceHalf:
     """One round's half of the group; thread-safe."""
 
@@ -167,8 +163,16 @@ class DeviceHalf:
             if self._reason is not None:
                 return
             self._deadline = time.monotonic() + CUT_OFF_S
-            self._reason = reason  # before anything ends: nobody must take garbage for results
-        threading.Thread(target=self._abort, name="elastic-cut-off", daemon=True).start()
+            self._reason = reason  # before anything ends: garbage must not count as a result
+
+        def abort() -> None:
+            try:
+                self.device.abort()
+            except Exception as error:  # `problem` returns it
+                self._error = str(error).partition("\n")[0]
+            self._ended.set()
+
+        threading.Thread(target=abort, name="elastic-cut-off", daemon=True).start()
 
     def problem(self) -> str | None:
         """Return why this process can join no other group: the cut-off failed or is late.
@@ -191,13 +195,6 @@ class DeviceHalf:
             self._ended.wait(max(0.0, self._deadline - time.monotonic()))
         if self.problem() is None:
             self.device.settle()
-
-    def _abort(self) -> None:
-        try:
-            self.device.abort()
-        except Exception as error:  # `problem` returns it
-            self._error = str(error).partition("\n")[0]
-        self._ended.set()
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,7 @@ def start(backend: str | None = None) -> JobMembership:
             say("not started by elasticrun: training in this process alone, as a world of one")
         elif born.scratch:
             context.use_scratch(born.scratch)
-        choice = choose_backend(backend, born.slot if born is not None else 0)
-        member = JobMembership(born, choice)
+        member = JobMembership(born, choose_backend(backend, born.slot if born else 0))
         member.start()
         _Session.membership = member
         if not _Session.has_hooks:
