@@ -32,13 +32,7 @@ from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.agent.folders import sweep_scratch
-from launcher.agent.processes import (
-    become_subreaper,
-    carries,
-    children,
-    kill_trees,
-    reap,
-)
+from launcher.agent.processes import become_subreaper, carries, children, kill_trees, reap
 from launcher.agent.spare import send_arguments
 from launcher.backends.addresses import is_this_machine, meeting_address, own_address
 from launcher.backends.base import AgentPlan, agent_argv, describe_end, spare_argv, words_of

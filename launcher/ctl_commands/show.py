@@ -79,14 +79,7 @@ def job(document: JobDocument, now: float) -> str:
 def hosts(document: JobDocument) -> str:
     """Return a line for each host."""
     rows = [
-        (
-            host.host,
-            host.state,
-            str(host.slots),
-            str(host.workers),
-            host.agent,
-            _host_note(host),
-        )
+        (host.host, host.state, str(host.slots), str(host.workers), host.agent, _host_note(host))
         for host in document.hosts
     ]
     return table(("HOST", "STATE", "SLOTS", "WORKERS", "AGENT", "WHY"), rows)

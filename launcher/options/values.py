@@ -115,9 +115,7 @@ _BY_SPELLING: dict[str, Option[Any]] = {
 _SHORT = sorted((s for s in _BY_SPELLING if not s.startswith("--")), key=len, reverse=True)
 
 
-def split(
-    argv: Sequence[str],
-) -> tuple[dict[Option[Any], Words], tuple[str, ...], tuple[str, ...]]:
+def split(argv: Sequence[str]) -> tuple[dict[Option[Any], Words], tuple[str, ...], tuple[str, ...]]:
     """Return the words of each option given; the command and its arguments; remarks."""
     given: dict[Option[Any], Words] = {}
     remarks: list[str] = []
