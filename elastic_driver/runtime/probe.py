@@ -16,6 +16,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -35,9 +36,17 @@ class ProbeCancelledError(Exception):
 class ScriptProbe:
     """A program that is run again and again, once at a time."""
 
-    def __init__(self, path: Path, *, timeout: float, max_output: int) -> None:
-        """Starts nothing. `max_output` bounds stdout, in bytes."""
-        self._path, self._timeout, self._max_output = path, timeout, max_output
+    def __init__(
+        self,
+        path: Path,
+        *arguments: str,
+        timeout: float,
+        max_output: int,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start nothing yet. `max_output` bounds stdout, in bytes; `env` None: ours."""
+        self._argv, self._env = [str(path), *arguments], env
+        self._timeout, self._max_output = timeout, max_output
         self._lock = threading.Lock()
         self._cancelled = False
         self._running: subprocess.Popen[bytes] | None = None
@@ -76,7 +85,8 @@ class ScriptProbe:
                 raise ProbeCancelledError("was cancelled")
             try:
                 process = subprocess.Popen(
-                    [str(self._path)],
+                    self._argv,
+                    env=self._env,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

@@ -6,9 +6,6 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.agent.spare import SPARE_FLAG
-
-_AGENT = "launcher.agent"
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -20,42 +17,8 @@ class AgentPlan:
     incarnation: int
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
-    cwd: Path = (
-        PACKAGE_ROOT  # `python -m` looks here first: a user's own `launcher` cannot shadow us
-    )
-
-
-def spare_argv(python: str) -> tuple[str, ...]:
-    """Return the command line of a spare agent, which is told its arguments later."""
-    return (python, "-m", _AGENT, SPARE_FLAG)
-
-
-def words_of(plan: AgentPlan) -> tuple[str, ...]:
-    """Return the arguments that make a spare agent the planned one."""
-    return plan.argv[len(spare_argv("")) - 1 :]
-
-
-def agent_argv(
-    *,
-    python: str,
-    endpoint: str,
-    host: str,
-    incarnation: int,
-    token_file: Path,
-    address: str | None = None,
-    lifeline: bool = False,
-    orphan_files: tuple[Path, ...] = (),
-) -> tuple[str, ...]:
-    """Return the agent's command line, as `launcher.agent.__main__` reads it."""
-    argv = [python, "-m", _AGENT, *agent_arguments(endpoint, host, incarnation)]
-    argv += ["--token-file", str(token_file)]
-    if address is not None:
-        argv += ["--address", address]
-    if lifeline:
-        argv.append("--lifeline")
-    for path in orphan_files:
-        argv += ["--orphan-file", str(path)]
-    return tuple(argv)
+    # `python -m` looks here first: a user's own `launcher` cannot shadow us.
+    cwd: Path = PACKAGE_ROOT
 
 
 def agent_arguments(endpoint: str, host: str, incarnation: int) -> tuple[str, ...]:

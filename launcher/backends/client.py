@@ -1,6 +1,6 @@
 """A running ssh, srun or mpirun: it is given its input once, its output comes as whole lines.
 
-Belongs to the asyncio loop it is made on; used by `launcher.backends.remote` alone.
+`launcher.backends.remote` starts clients on its asyncio loop.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
+import signal
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from launcher.agent.lines import LineSplitter
 
@@ -17,105 +18,85 @@ OnLines = Callable[[int, list[bytes]], None]
 """Called with the stream (1 stdout, 2 stderr) and lines without their newline."""
 
 DRAIN_S = 1.0  # for output to end after the program: a helper of its own may hold the pipe
-_PIECE = 64 * 1024
 
 
-class Client:
-    """A started ssh, srun or mpirun; raises OSError if it cannot be. End it with `ended()`."""
+class Client(asyncio.SubprocessProtocol):
+    """A program that `start` has started. End it with `ended()`."""
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        given: bytes,
-        on_lines: OnLines,
-        environ: Mapping[str, str] | None = None,  # None: ours
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, on_lines: OnLines) -> None:
         self._on_lines = on_lines
-        self._process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
+        self._splitters = {1: LineSplitter(), 2: LineSplitter()}
+        self._exited, self._drained = asyncio.Event(), asyncio.Event()
+
+    @classmethod
+    async def start(
+        cls, argv: Sequence[str], given: bytes, on_lines: OnLines, environ: Mapping[str, str] | None
+    ) -> Client:
+        """Start a program with `given` on its stdin; raises OSError.
+
+        `environ` is its environment; None: ours.
+        """
+        _, client = await asyncio.get_running_loop().subprocess_exec(
+            lambda: cls(on_lines),
+            *argv,
             env=environ,
             start_new_session=True,  # Ctrl-C in our terminal is for us alone
         )
-        self._splitters: dict[int, tuple[int, LineSplitter]] = {}
-        self._drained = asyncio.Event()
-        self._paused = False
-        for number, pipe in ((1, self._process.stdout), (2, self._process.stderr)):
-            if pipe is not None:
-                os.set_blocking(pipe.fileno(), False)
-                self._splitters[pipe.fileno()] = (number, LineSplitter())
-                self._loop.add_reader(pipe.fileno(), self._read, pipe.fileno())
-        self._give(given)
+        stdin = client._pipe(0)
+        stdin.write(given)
+        stdin.close()
+        return client
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast("asyncio.SubprocessTransport", transport)
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Pass the lines on that `data` completes."""
+        if fd in self._splitters and (lines := self._splitters[fd].feed(data)):
+            self._on_lines(fd, lines)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:  # noqa: ARG002
+        """Pass on the last line of a stream, which may lack its newline."""
+        splitter = self._splitters.pop(fd, None)
+        if splitter is not None and (lines := splitter.finish()):
+            self._on_lines(fd, lines)
+
+    def process_exited(self) -> None:
+        """Note the end of the program; its output may go on."""
+        self._exited.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """Note the end of the program and of its output."""
+        self._drained.set()
 
     def flow(self, going: bool) -> None:
         """Pause reading (False), which slows the host down in turn, or resume it (True)."""
-        self._paused = not going
         for fd in self._splitters:
-            if going:
-                self._loop.add_reader(fd, self._read, fd)
-            else:
-                self._loop.remove_reader(fd)
+            pipe = self._pipe(fd)
+            pipe.resume_reading() if going else pipe.pause_reading()
 
     def kill(self) -> None:
         """Kill the program; what runs on the host goes on."""
-        if self._process.returncode is None:
-            self._process.kill()
+        if self._transport.get_returncode() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._transport.get_pid(), signal.SIGKILL)
 
     async def ended(self) -> int:
         """Wait for its end and its last lines; return the exit status as subprocess does."""
-        pidfd = os.pidfd_open(self._process.pid)
-        over = asyncio.Event()
-        self._loop.add_reader(pidfd, over.set)
         try:
-            await over.wait()
+            await self._exited.wait()
         finally:
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)
-            if not over.is_set():  # we were cancelled
-                self._process.kill()
-            code = self._process.wait()
-            if self._paused:
-                self.flow(True)
+            self.kill()  # does something only if the caller was cancelled
+            self.flow(True)
             try:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._drained.wait(), DRAIN_S)
-            finally:  # cancelled once more
-                self._close()
-        return code
+            finally:  # also when the caller is cancelled once more
+                for fd in tuple(self._splitters):
+                    self.pipe_connection_lost(fd, None)
+                self._transport.close()
+        return self._transport.get_returncode() or 0
 
-    def _close(self) -> None:
-        for fd in tuple(self._splitters):
-            self._finish(fd)
-        for pipe in (self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                pipe.close()
-
-    def _give(self, given: bytes) -> None:
-        """Write a few bytes: the pipe takes them at once."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(given)
-            self._process.stdin.close()
-
-    def _read(self, fd: int) -> None:
-        try:
-            data = os.read(fd, _PIECE)
-        except BlockingIOError:
-            return
-        number, splitter = self._splitters[fd]
-        if not data:
-            self._finish(fd)
-        elif lines := splitter.feed(data):
-            self._on_lines(number, lines)
-
-    def _finish(self, fd: int) -> None:
-        self._loop.remove_reader(fd)
-        number, splitter = self._splitters.pop(fd)
-        if lines := splitter.finish():
-            self._on_lines(number, lines)
-        if not self._splitters:
-            self._drained.set()
+    def _pipe(self, fd: int) -> Any:
+        return self._transport.get_pipe_transport(fd)

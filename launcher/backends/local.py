@@ -33,12 +33,13 @@ from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.agent.folders import sweep_scratch
 from launcher.agent.processes import become_subreaper, carries, children, kill_trees, reap
-from launcher.agent.spare import send_arguments
+from launcher.agent.spare import SPARE_FLAG, send_arguments
 from launcher.backends.addresses import is_this_machine, meeting_address, own_address
-from launcher.backends.base import AgentPlan, agent_argv, describe_end, spare_argv, words_of
+from launcher.backends.base import AgentPlan, agent_arguments, describe_end
 from launcher.backends.shared_parent import ForkRequest, SharedParent
 
 _SPARE = ("", 0)  # no host and no incarnation: the key of the agent that waits for them
+_AGENT = (sys.executable, "-m", "launcher.agent")
 LAST_RESORT_S = 2.0  # for the kernel to end what was killed
 _LOOK_AGAIN_S = 0.005
 
@@ -60,13 +61,11 @@ class LocalBackend(Backend):
 
     Args:
         endpoint: the rendezvous' URL.
-        token_file: the job's token. Its path also marks the processes of this job.
-        python: the interpreter that runs the agents.
-        orphan_files: what an agent removes when this process dies without cleaning up; by
-            default the token and the endpoint file beside it.
-        address: where processes on other machines reach those on this one; by default nobody does.
-        several: it is known that there will be agents of more than one host.
-        grows: more of them may come at any time; implies `several`.
+        token_file: the job's token. Its path also marks the processes of this job. An agent
+            removes it and the endpoint file beside it when this process dies without doing that.
+        address: the address at which other machines reach this one; None: they need not.
+        several: there will be agents of more than one host.
+        grows: more hosts may come at any time; implies `several`.
         joined: this machine has joined a driver elsewhere, which names it as it likes; its agents
             find their address by themselves.
     """
@@ -76,25 +75,21 @@ class LocalBackend(Backend):
         endpoint: str,
         token_file: Path,
         *,
-        python: str = sys.executable,
-        orphan_files: tuple[Path, ...] | None = None,
         address: str | None = None,
         several: bool = False,
         grows: bool = False,
         joined: bool = False,
     ) -> None:
-        self._endpoint, self._python, self._address = endpoint, python, address
+        self._endpoint, self._address = endpoint, address
         self._several, self._grows = several or grows, grows
         self._joined = joined
         self._token_file = token_file.absolute()
-        if orphan_files is None:
-            orphan_files = (self._token_file, self._token_file.with_name("endpoint.json"))
-        self._orphan_files = orphan_files
+        self._env = {contract.TOKEN_FILE: str(self._token_file)}
         self._lock = threading.Lock()
         self._agents: dict[tuple[str, int], _RunningAgent] = {}
         self._requested: dict[tuple[str, int], OnLost] = {}  # the shared parent is to fork them
         self._first: str | None = None  # host that had an agent
-        self._shared = SharedParent(endpoint, self._token_file, _say)
+        self._shared = SharedParent(endpoint, self._token_file)
         self._none_left = threading.Condition(self._lock)
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -108,17 +103,15 @@ class LocalBackend(Backend):
                 "name localhost, or choose another --backend"
             )
         address = self._address or (None if self._joined else meeting_address(host))
-        argv = agent_argv(
-            python=self._python,
-            endpoint=self._endpoint,
-            host=host,
-            incarnation=incarnation,
-            token_file=self._token_file,
-            address=address,
-            lifeline=True,
-            orphan_files=self._orphan_files,
+        token_file = str(self._token_file)
+        argv = (
+            *(*_AGENT, *agent_arguments(self._endpoint, host, incarnation)),
+            *("--token-file", token_file),
+            *(() if address is None else ("--address", address)),
+            *("--lifeline", "--orphan-file", token_file),
+            *("--orphan-file", str(self._token_file.with_name("endpoint.json"))),
         )
-        return AgentPlan(host, incarnation, argv, self._env())
+        return AgentPlan(host, incarnation, argv, self._env)
 
     # ---- Backend -------------------------------------------------------------------------
 
@@ -187,13 +180,10 @@ class LocalBackend(Backend):
             os.close(self._wake_write)
             become_subreaper(False)
 
-    def _env(self) -> dict[str, str]:
-        return {contract.TOKEN_FILE: str(self._token_file)}
-
     # ---- starting ------------------------------------------------------------------------
 
     def _execute(self, plan: AgentPlan, on_lost: OnLost) -> None:
-        """Start it as a new process; the lock is held. Raises OSError."""
+        """Start an agent as a new process; the lock is held. Raises OSError."""
         pid, lifeline = _spawn(plan)
         try:
             pidfd = os.pidfd_open(pid)
@@ -237,9 +227,8 @@ class LocalBackend(Backend):
     def _order_spare(self) -> None:
         """Have a spare forked when nothing else is, unless there is one; the lock is held."""
         if _SPARE not in self._agents and _SPARE not in self._requested:
-            self._requested[_SPARE] = _nobody_minds
-            host, incarnation = _SPARE
-            plan = AgentPlan(host, incarnation, spare_argv(self._python), self._env())
+            self._requested[_SPARE] = lambda _reason: None
+            plan = AgentPlan(*_SPARE, (*_AGENT, SPARE_FLAG), self._env)
             self._shared.request(replace(self._fork_request(plan), can_wait=True))
 
     def _give_spare(self, plan: AgentPlan, on_lost: OnLost) -> bool:
@@ -250,8 +239,8 @@ class LocalBackend(Backend):
         del self._agents[_SPARE]
         agent.plan, agent.on_lost = plan, on_lost
         self._agents[plan.host, plan.incarnation] = agent
-        with contextlib.suppress(OSError):  # it ends now: who watches it sees that
-            send_arguments(agent.lifeline, words_of(plan))
+        with contextlib.suppress(OSError):  # it ends now: the watching thread sees that
+            send_arguments(agent.lifeline, plan.argv[len(_AGENT) :])
         return True
 
     # ---- the watching thread -------------------------------------------------------------
@@ -305,7 +294,6 @@ class LocalBackend(Backend):
         children of this process (a library's user may have some) do not carry it, and what
         still has an agent is that agent's child, not ours.
         """
-        mark = {contract.TOKEN_FILE: str(self._token_file)}
         deadline = time.monotonic() + LAST_RESORT_S
         orphans: set[int] = set()
         while True:
@@ -313,7 +301,9 @@ class LocalBackend(Backend):
             with self._lock:  # after looking: an agent that was started meanwhile is none of them
                 here -= {agent.pid for agent in self._agents.values()}
             orphans = {
-                pid for pid in here if pid in orphans or _session(pid) == warm or carries(pid, mark)
+                pid
+                for pid in here
+                if pid in orphans or _session(pid) == warm or carries(pid, self._env)
             }
             kill_trees(orphans)
             if not {pid for pid in orphans if reap(pid) is None} or time.monotonic() > deadline:
@@ -342,10 +332,6 @@ def _spawn(plan: AgentPlan) -> tuple[int, int]:
     return process.pid, lifeline
 
 
-def _nobody_minds(_reason: str) -> None:
-    """Ignore that the spare is lost, or that none can be forked."""
-
-
 def _session(pid: int) -> int:
     """Return the session of a child, ended or not; 0 if it was reaped meanwhile."""
     try:
@@ -356,10 +342,6 @@ def _session(pid: int) -> int:
 
 def _cannot_start(host: str, error: OSError) -> str:
     return f"cannot start an agent on {host}: {error}; is the machine out of processes?"
-
-
-def _say(sentence: str) -> None:
-    print(f"elasticrun: {sentence}", file=sys.stderr, flush=True)
 
 
 def make_backend(job: BackendJob) -> LocalBackend:

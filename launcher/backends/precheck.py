@@ -34,11 +34,8 @@ class Found(msgspec.Struct, frozen=True):
 def precheck(hosts: Sequence[str], shell: RemoteShell, cwd: str) -> dict[str, str]:
     """Return host → why for the hosts that are not fit, in the order given."""
 
-    def look(host: str) -> str | None:
-        return _look(host, shell, cwd)
-
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        problems = pool.map(look, hosts)
+        problems = pool.map(lambda host: _look(host, shell, cwd), hosts)
         return {host: problem for host, problem in zip(hosts, problems, strict=True) if problem}
 
 

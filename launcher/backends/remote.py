@@ -49,7 +49,7 @@ _OURS = (b"[", b"elasticrun:")  # how lines of workers and agents begin
 
 @dataclass(eq=False)
 class _RemoteAgent:
-    """An agent that was asked for, until its end was told."""
+    """An agent that the driver has asked for, until the driver has heard of its end."""
 
     host: str
     incarnation: int
@@ -58,8 +58,8 @@ class _RemoteAgent:
     client: Client | None = None
     up: asyncio.Event = field(default_factory=asyncio.Event)
     said: bytes = b""  # on stderr: all before it was up, since then only the program itself
-    life: asyncio.Task[None] | None = None
-    being_killed: bool = False  # then its end is told once nothing is left of it
+    life: asyncio.Task[Any] | None = None
+    being_killed: bool = False  # the driver hears of its end once nothing is left of it
 
 
 class RemoteBackend(Backend):
@@ -109,7 +109,7 @@ class RemoteBackend(Backend):
 
     def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
         """See `Backend.start`."""
-        self._submit(self._begin(host, incarnation, on_lost))
+        self._submit(self._live(_RemoteAgent(host, incarnation, on_lost)))
 
     def kill(self, host: str, incarnation: int) -> None:
         """See `Backend.kill`."""
@@ -145,19 +145,15 @@ class RemoteBackend(Backend):
 
     # ---- on the loop ---------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _begin(self, host: str, incarnation: int, on_lost: OnLost) -> None:
-        agent = _RemoteAgent(host, incarnation, on_lost)
-        self._agents[host, incarnation] = agent
-        agent.life = self._spawn(self._live(agent))
 
     async def _live(self, agent: _RemoteAgent) -> None:
-        """From the first connection to the agent's end, which is told once."""
+        """Keep an agent from the first connection to its end, which the driver hears of once."""
+        self._agents[agent.host, agent.incarnation] = agent
+        agent.life = asyncio.current_task()
         try:
             reason = await self._attend(agent)
         except (ClusterError, TokenError) as error:
@@ -168,7 +164,7 @@ class RemoteBackend(Backend):
             self._over(agent, reason)
 
     def _over(self, agent: _RemoteAgent, reason: str) -> None:
-        """Tell the driver, unless that was done already."""
+        """Tell the driver once that an agent has ended."""
         if self._agents.pop((agent.host, agent.incarnation), None) is agent:
             if not self._closed:
                 agent.on_lost(reason)
@@ -176,14 +172,14 @@ class RemoteBackend(Backend):
                 self._none_left.set()
 
     async def _attend(self, agent: _RemoteAgent) -> str:
-        """Start the agent and wait for its end; the reason for the driver."""
+        """Start the agent and wait for its end; return the reason for the driver."""
         async with self._slots:
             ended = await self._connect(agent)
         code = await ended
         said = agent.said.decode(errors="replace")
         if not agent.up.is_set():
             return self._shell.explain(agent.host, code, said)
-        # Somebody who killed the program here has not killed what runs there.
+        # A signal that killed the program here has not killed the agent there.
         ending = self._shell.ending(agent.host, code, said) if code >= 0 else None
         if ending is not None:
             return ending
@@ -191,7 +187,7 @@ class RemoteBackend(Backend):
         return f"the agent on {agent.host} has ended, its connection was lost before"
 
     async def _connect(self, agent: _RemoteAgent) -> asyncio.Task[int]:
-        """Return when the agent is up, or will never be; its client's end."""
+        """Wait until the agent is up or its client has ended; return the task of that end."""
         token = read_token_file(self._job.token_file).encode() + b"\n"
         # In a thread: the way to the host may have to be looked up.
         plan = await asyncio.to_thread(self.plan, agent.host, agent.incarnation, agent.name)
@@ -199,7 +195,7 @@ class RemoteBackend(Backend):
         def on_lines(stream: int, lines: list[bytes]) -> None:
             self._heard(agent, stream, lines)
 
-        agent.client = Client(plan.argv, token, on_lines, self._shell.environ())
+        agent.client = await Client.start(plan.argv, token, on_lines, self._shell.environ())
         for console in self._open_consoles():
             console.attach(agent.client.flow)
         ended = asyncio.create_task(self._end_of(agent.client))
@@ -222,26 +218,17 @@ class RemoteBackend(Backend):
                 console.detach(client.flow)
 
     def _heard(self, agent: _RemoteAgent, stream: int, lines: list[bytes]) -> None:
-        """Pass the agent's output on; what comes before it (a login script's) is not its."""
-        if not agent.up.is_set():
-            mark = f"{UP} {agent.name}".encode()
-            if stream == 1 and mark in lines:
-                agent.up.set()
-                agent.said = b""
-                lines = lines[lines.index(mark) + 1 :]
-            elif stream == 2:
-                self._note(agent, lines)
-                return
-            else:
-                return
-        elif stream == 2:
-            self._note(agent, [line for line in lines if not line.startswith(_OURS)])
-        if lines:
+        """Pass the agent's output on, without what a login script has printed before it."""
+        up, mark = agent.up.is_set(), f"{UP} {agent.name}".encode()
+        if stream == 2:
+            said = [line + b"\n" for line in lines if not up or not line.startswith(_OURS)]
+            agent.said = (agent.said + b"".join(said))[-_MAX_SAID:]
+        elif not up and mark in lines:
+            agent.up.set()
+            agent.said, up = b"", True
+            lines = lines[lines.index(mark) + 1 :]
+        if up and lines:
             self._open_consoles()[stream - 1].write(b"\n".join(lines) + b"\n")
-
-    @staticmethod
-    def _note(agent: _RemoteAgent, lines: list[bytes]) -> None:
-        agent.said = (agent.said + b"".join(line + b"\n" for line in lines))[-_MAX_SAID:]
 
     async def _await_end(self, agent: _RemoteAgent) -> None:
         """Over new connections, wait until the agent is gone; for ever if need be.
@@ -285,10 +272,9 @@ class RemoteBackend(Backend):
         self._over(agent, reason)
 
     async def _run(self, host: str, *words: str) -> int:
-        """Run one of `launcher.agent.remote`'s commands; its exit status."""
-        argv = self._shell.argv(host, *words)
-        client = Client(argv, b"", lambda _stream, _lines: None, self._shell.environ())
-        return await client.ended()
+        """Run one of `launcher.agent.remote`'s commands; return its exit status."""
+        argv, environ = self._shell.argv(host, *words), self._shell.environ()
+        return await (await Client.start(argv, b"", lambda *_: None, environ)).ended()
 
     # ---- output, and the end -------------------------------------------------------------
 

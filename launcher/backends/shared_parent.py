@@ -5,9 +5,9 @@ parent that imports what workers need: seconds of a processor each. `SharedParen
 process, which imports once; agents are forked from it with their warm parents ready
 (`_elastic_warm_shared` is its inside, `launcher.agent.warm.fork_client` the agent's end).
 
-Whatever goes wrong, an agent is never lost: who asked is told to start it the plain way, and
-people are told once why. One thread does all of it, since the kernel ends the shared parent with
-the thread that has started it. Times are seconds.
+Whatever goes wrong, no agent is lost: the backend starts it the plain way, and a message says once
+why. One thread does all of it, since the kernel ends the shared parent with the thread that has
+started it. Times are seconds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import queue
 import select
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from rendezvous.errors import RendezvousError, TokenError
 
 WARM_UP_S = 60.0  # longer than importing takes even from a slow network file system
 ANSWER_S = 10.0  # for two forks, on a very busy machine
-CALM_S = 2.0  # nobody has asked for so long: what can wait takes nobody's processor now
+CALM_S = 2.0  # without a request: what can wait takes no processor from the others now
 SPEC_S = 5.0  # for the rendezvous to say what the job runs; it was published before
 END_S = 2 * SPEC_S  # for the thread to end
 
@@ -51,9 +52,9 @@ class ForkRequest:
         plan: what it executes.
         on_forked: called before the agent begins, with its pid, that of its warm parent, and the
             writing end of its stdin; keeps that end and returns True, or returns False if
-            nobody wants the agent any more.
-        on_refused: called if none can be forked; the caller starts it some other way.
-        can_wait: it is forked once nobody has asked for anything for a moment.
+            the driver does not want the agent any more.
+        on_refused: called if none can be forked; the backend starts it some other way.
+        can_wait: it is forked once no other request has come for a moment.
     """
 
     plan: AgentPlan
@@ -72,11 +73,10 @@ class SharedParent:
     Args:
         endpoint: the rendezvous' URL, which knows what workers run.
         token_file: the job's token.
-        say: prints a sentence for users.
     """
 
-    def __init__(self, endpoint: str, token_file: Path, say: Callable[[str], None]) -> None:
-        self._endpoint, self._token_file, self._say = endpoint, token_file, say
+    def __init__(self, endpoint: str, token_file: Path) -> None:
+        self._endpoint, self._token_file = endpoint, token_file
         self._requests: queue.SimpleQueue[ForkRequest | None] = queue.SimpleQueue()
         self._later: deque[ForkRequest] = deque()  # of those, what can wait; its thread's own
         self._thread: threading.Thread | None = None
@@ -121,7 +121,7 @@ class SharedParent:
                 self._lose(str(error))
             except (OSError, EOFError) as error:
                 self._lose(f"the process that they are forked from does not answer ({error})")
-            except Exception as error:  # or nobody would start those who wait
+            except Exception as error:  # or those that wait would never be started
                 self._lose(f"a bug of ours: {error!r}")
             if not self._ending.is_set():
                 request.on_refused()
@@ -144,17 +144,17 @@ class SharedParent:
         words = "" if self._held is None else self._held.last_words()
         self._end()
         if why and not self._ending.is_set():
-            who = "agents on this machine import for themselves from now on"
-            if not self._lost:
-                who = (
-                    "an agent on this machine imports for itself, and another process for the next"
-                )
-            self._say(f"{who}: {why}{words}")
+            who = (
+                "agents on this machine import for themselves from now on"
+                if self._lost
+                else "an agent on this machine imports for itself, and another process for the next"
+            )
+            print(f"elasticrun: {who}: {why}{words}", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
-        if self._held is not None:
-            self._held.end()
-            self._held = None
+        held, self._held = self._held, None
+        if held is not None:
+            held.end()
 
     def _open(self, incarnation: int) -> WarmParent:
         """Start it, and wait until it is warm; raises `_LostError`."""
@@ -168,7 +168,14 @@ class SharedParent:
             self._held.status.settimeout(ANSWER_S)
             message = {**plan.first_message(os.getpid()), "shared": plan.digest()}
             send_line(self._held.status, message)
-            self._await_warmth(self._held)
+            self._held.status.settimeout(WARM_UP_S)
+            if not self._wait_for(self._held.status, WARM_UP_S):
+                raise _LostError(
+                    f"the process that imports for all was not warm after {WARM_UP_S:.0f} s"
+                )
+            if "refused" in receive_line(self._held.status):
+                raise _LostError("")  # what the agents will find out, too, and say
+            self._warm = True
         except (OSError, EOFError) as error:
             raise _LostError(
                 f"the process that was to import for all has ended ({error})"
@@ -185,16 +192,6 @@ class SharedParent:
             return decode(JobSpec, entry.value)
         except (RendezvousError, TokenError, msgspec.DecodeError) as error:
             raise _LostError(f"cannot learn what the job runs ({error})") from error
-
-    def _await_warmth(self, held: WarmParent) -> None:
-        held.status.settimeout(WARM_UP_S)
-        if not self._wait_for(held.status, WARM_UP_S):
-            raise _LostError(
-                f"the process that imports for all was not warm after {WARM_UP_S:.0f} s"
-            )
-        if "refused" in receive_line(held.status):
-            raise _LostError("")  # what the agents will find out, too, and say
-        self._warm = True
 
     def _fork(self, held: WarmParent, request: ForkRequest) -> None:
         """Have one agent forked; raises OSError or EOFError if none comes."""
@@ -216,10 +213,11 @@ class SharedParent:
                 raise TimeoutError(f"nothing in {ANSWER_S:g} s")
             answer = receive_line(ours)
             if not request.on_forked(int(answer["pid"]), int(answer["warm"]), lifeline):
-                _end_unwanted(held)
+                for pid in held.own_pids() - {held.pid}:
+                    end_child(pid)
                 return
             on_error.pop_all()
-            with contextlib.suppress(OSError):  # it has died: who watches it sees that
+            with contextlib.suppress(OSError):  # it has died: the backend's thread sees that
                 ours.sendall(b"go")
 
     def _wait_for(self, line: socket.socket, seconds: float) -> bool:
@@ -228,9 +226,3 @@ class SharedParent:
         if self._wake_read in ready:
             raise _LostError("")
         return bool(ready)
-
-
-def _end_unwanted(held: WarmParent) -> None:
-    """End what was forked for a request that was withdrawn."""
-    for pid in held.own_pids() - {held.pid}:
-        end_child(pid)

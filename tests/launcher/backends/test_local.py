@@ -42,12 +42,13 @@ def grandchild(driver: Driver) -> int:
 
 def test_the_plan_is_pure_and_names_everything_an_agent_needs(tmp_path: Path) -> None:
     token = tmp_path / "token"
-    backend = LocalBackend("http://127.0.0.1:1", token, python="/py", orphan_files=(token,))
+    backend = LocalBackend("http://127.0.0.1:1", token)
     plan = backend.plan("127.0.0.2", 3)
     assert plan.argv == (
-        *("/py", "-m", "launcher.agent", "--endpoint", "http://127.0.0.1:1"),
+        *(sys.executable, "-m", "launcher.agent", "--endpoint", "http://127.0.0.1:1"),
         *("--host", "127.0.0.2", "--incarnation", "3", "--token-file", str(token)),
         *("--address", "127.0.0.2", "--lifeline", "--orphan-file", str(token)),
+        *("--orphan-file", str(tmp_path / "endpoint.json")),
     )
     assert plan.env == {"ELASTIC_TOKEN_FILE": str(token)}
 
