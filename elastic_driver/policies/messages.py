@@ -19,7 +19,7 @@ Entries: TypeAlias = dict[str, tuple[bytes, int]]
 
 
 class Rejection(Struct, frozen=True):
-    """The reply to a request that came to nothing: a code for programs, why, and what to try."""
+    """The reply to a rejected request: a code for programs, the reason, and what to try."""
 
     code: str
     message: str
@@ -35,7 +35,7 @@ class Reply(CausedDecision, frozen=True, tag="reply"):
 
 
 class RequestDropped(Struct, frozen=True, tag="request_dropped"):
-    """The client of this request has gone: nobody reads an answer."""
+    """The client of this request has gone and reads no answer."""
 
     machine: MachineName
     ticket: int

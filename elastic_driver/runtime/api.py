@@ -7,15 +7,15 @@
 | `GET /v1/events?since=N` | `{"events": […], "last": n}`; with `text/event-stream` it goes on |
 | `GET /metrics` | the same picture for Prometheus, see `runtime.metrics` |
 | `POST /v1/scale` | 202; `{"num_proc": N}` within the job's bounds |
-| `POST /v1/hosts/{host}:drain` | 202; the host is left in good order; 404 where it is not there |
+| `POST /v1/hosts/{host}:drain` | 202; the host's workers leave in order; 404 for an unknown host |
 | `POST /v1/hosts/{host}:undrain` | 202; it may be used again; 404, 409 `not_drained` |
-| `POST /v1/stacks` | 202; every worker is asked where it stands: event `stacks_collected` |
-| `POST /v1/stop` | 202; the job ends with status 143; asked a second time, at once |
+| `POST /v1/stacks` | 202; every worker reports its stack: event `stacks_collected` |
+| `POST /v1/stop` | 202; the job ends with status 143; a second request ends it at once |
 | `/v1/shards/…`, `/v1/tf/…` | see `runtime.machine_api` |
 | `/v1/nodes` | see `runtime.joined` |
 
-Handlers run on the server's loop, decode and bound what arrives, and hand it on; every
-decision about the job is taken on the driver's mailbox thread. Errors have the form of
+Handlers run on the server's loop: they decode a request, check it and post an event. Every
+decision about the job is made in the driver's thread. Errors have the form of
 `rendezvous.web`.
 """
 
@@ -62,25 +62,24 @@ _EVENT_STREAM = "text/event-stream"
 
 
 Reason = Annotated[str, Meta(min_length=1, max_length=500)]
-# What a route may post:
 Request = WireEvent | TaskEnded | ScaleRequested | DrainRequested | DrainCancelled | StacksRequested
 
 
 class ScaleRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The wish for another number of workers."""
+    """The body of `POST /v1/scale`: the new number of workers."""
 
     num_proc: Annotated[int, Meta(ge=1, le=10**6)]
 
 
 class DrainRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """Why a host is drained, and within how many seconds it has to be empty (None: no hurry)."""
+    """The body of a drain: its reason, and the seconds until the host must be empty (or None)."""
 
     reason: Reason = "somebody asked for it"
     deadline: Annotated[float, Meta(ge=0.0, le=1e9)] | None = None
 
 
 class ReasonGiven(Struct, frozen=True, forbid_unknown_fields=True):
-    """Why somebody wants what they ask for."""
+    """A body that gives the reason of a request."""
 
     reason: Reason = "somebody asked for it"
 
@@ -91,19 +90,19 @@ class _HostSeen(Struct, frozen=True):
 
 
 class _HostsSeen(Struct, frozen=True):
-    """The part of the status document that says which hosts there are."""
+    """The hosts of the status document."""
 
     hosts: tuple[_HostSeen, ...]
 
 
 class EventAccepted(Struct, frozen=True):
-    """The answer to what was put into the mailbox."""
+    """The answer to a request that was put into the mailbox."""
 
     accepted: bool = True
 
 
 class DriverPort(Protocol):
-    """What the routes need of the driver; every method may be called by any thread."""
+    """The driver, as the routes use it; every method may be called by any thread."""
 
     @property
     def size_bounds(self) -> tuple[int, int | None]:
@@ -113,10 +112,10 @@ class DriverPort(Protocol):
         """Put an event into the mailbox; False when it is full or the job is over."""
 
     def request_stop(self, reason: str, exit_code: int) -> None:
-        """Ask for the job's end; asked a second time, at once."""
+        """Ask for the job's end; a second call ends it at once."""
 
     def ask_status(self, reply: Callable[[bytes], None]) -> None:
-        """Have `reply` called with the status document, soon and on another thread."""
+        """Have `reply` called soon with the status document, in another thread."""
 
 
 _decode_event: Callable[[bytes], WireEvent | TaskEnded] = msgspec.json.Decoder(
@@ -157,12 +156,12 @@ class DriverRoutes:
             self._joined.add_to(app)
 
     async def post_event(self, request: web.Request) -> web.Response:
-        """An agent or a worker has something to tell."""
+        """Take in an event of an agent or a worker."""
         event = await read_json(request, _decode_event)
         return self._accept(event)
 
     def take_event(self, body: bytes) -> tuple[int, bytes] | None:
-        """The same without a request around it; None where it is refused, by `post_event`."""
+        """Take in a raw event; None leaves the request to `post_event`, which refuses it."""
         try:
             event = _decode_event(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -170,7 +169,7 @@ class DriverRoutes:
         return (202, _ACCEPTED) if self._driver.post(event) else None
 
     async def scale(self, request: web.Request) -> web.Response:
-        """Somebody wishes another number of workers."""
+        """Change the number of workers."""
         wished = (await read_json(request, _decode_scale)).num_proc
         least, most = self._driver.size_bounds
         if wished < least:
@@ -190,13 +189,13 @@ class DriverRoutes:
         return self._accept(ScaleRequested(wished))
 
     async def drain(self, request: web.Request) -> web.Response:
-        """A host is to be left in good order; the body may be empty."""
+        """Drain a host; the body may be empty."""
         wish = await _read_optional(request, _decode_drain, DrainRequest())
         host = await self._host_named(request)
         return self._accept(DrainRequested(host.host, wish.reason, wish.deadline))
 
     async def undrain(self, request: web.Request) -> web.Response:
-        """A drained host may be used again; the body may be empty."""
+        """Use a drained host again; the body may be empty."""
         wish = await _read_optional(request, _decode_reason, ReasonGiven())
         host = await self._host_named(request)
         if host.state not in ("draining", "drained"):
@@ -205,18 +204,18 @@ class DriverRoutes:
         return self._accept(DrainCancelled(host.host, wish.reason))
 
     async def stacks(self, request: web.Request) -> web.Response:
-        """Somebody wants to know where every worker stands; the body may be empty."""
+        """Collect the stacks of all workers; the body may be empty."""
         wish = await _read_optional(request, _decode_reason, ReasonGiven())
         return self._accept(StacksRequested(wish.reason))
 
     async def stop(self, request: web.Request) -> web.Response:
-        """The job is to end now; the body may be empty."""
+        """End the job; the body may be empty."""
         wish = await _read_optional(request, _decode_reason, ReasonGiven())
         self._driver.request_stop(f"told to stop: {wish.reason}", int(ExitCode.TERMINATED))
         return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
 
     async def _host_named(self, request: web.Request) -> _HostSeen:
-        """The host in the path, as the job knows it now."""
+        """Return the host named in the path; raises Problem for an unknown one."""
         name = request.match_info["host"]
         seen = msgspec.json.decode(await self._status(), type=_HostsSeen).hosts
         hosts = {host.host: host for host in seen if host.state != "removed"}
@@ -228,11 +227,11 @@ class DriverRoutes:
         )
 
     async def get_status(self, _request: web.Request) -> web.Response:
-        """The job at this moment."""
+        """Answer with the status document."""
         return web.Response(body=await self._status(), content_type=JSON)
 
     async def get_metrics(self, _request: web.Request) -> web.Response:
-        """The same for Prometheus."""
+        """Answer with the metrics, in Prometheus' text format."""
         body = metrics.exposition(await self._status())
         return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
 
@@ -253,7 +252,7 @@ class DriverRoutes:
             ) from None
 
     async def get_events(self, request: web.Request) -> web.StreamResponse:
-        """The events after number `since` that memory still has."""
+        """Answer with the events after number `since` that are still in memory."""
         since = _since(request)
         if _EVENT_STREAM in request.headers.get("Accept", ""):
             return await self._stream(request, since)
@@ -263,7 +262,7 @@ class DriverRoutes:
         return web.Response(body=b'{"events":[%b],"last":%d}' % (body, last), content_type=JSON)
 
     async def _stream(self, request: web.Request, since: int) -> web.StreamResponse:
-        """Server-sent events: what there is, then what follows, until the job is over."""
+        """Send past and new events as server-sent events until the job is over."""
         if self._streams >= MAX_STREAMS:
             raise Problem(
                 503, "too_many_streams", f"{MAX_STREAMS} readers follow already", "ask without -f"
@@ -303,12 +302,12 @@ class DriverRoutes:
 
 
 async def _read_optional(request: web.Request, decode: Callable[[bytes], T], otherwise: T) -> T:
-    """The request's body, decoded; `otherwise` where it is empty."""
+    """Return the decoded body of a request, or `otherwise` if it is empty."""
     return await read_json(request, decode) if await request.read() else otherwise
 
 
 def _since(request: web.Request) -> int:
-    """Where to go on: `since`, or the header with which a browser resumes a stream."""
+    """Return the number after which to begin: `since`, or the header by which browsers resume."""
     text = request.query.get("since") or request.headers.get("Last-Event-ID") or "0"
     if not text.isascii() or not text.isdecimal() or len(text) > 18:
         raise Problem(422, "invalid", f"since={text[:40]!r} is not an event's number", "since=0")

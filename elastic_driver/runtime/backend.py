@@ -1,4 +1,4 @@
-"""Backends: what puts an agent onto a host.
+"""Backends start agents on hosts.
 
 The driver decides *that* an agent is to run (`core.decisions.StartAgent`); a backend (this machine,
 ssh, Slurm, …) decides *how*. A backend is registered under a name as a Python entry point in the
@@ -21,7 +21,7 @@ OnLost: TypeAlias = Callable[[str], None]
 
 
 class BackendJob(Struct, frozen=True, kw_only=True):
-    """What a backend is told about the job and its rendezvous."""
+    """The job and its rendezvous, as a backend needs to know them."""
 
     endpoint: str = "http://ADDRESS:PORT"  # the rendezvous' URL as this machine reaches it
     token_file: Path = Path("TOKEN_FILE")  # on this machine, mode 0600

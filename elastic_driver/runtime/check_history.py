@@ -2,8 +2,8 @@
 
 `<state-dir>/_node-checks.json` (no run can be called so), readable by its owner alone. It is
 written whole or not at all. Several runs may end a check at the same time: they take turns by a
-lock on the folder, where the file system has locks. A file that cannot be read is named and set
-aside; no check fails for its history. Times are unix seconds.
+lock on the folder if the file system has locks. A file that cannot be decoded is renamed and
+reported; no check fails because of its history. Times are unix seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CheckHistoryFile:
 
     Args:
         state_dir: the folder; made when there is something to keep.
-        say: told in a line what could not be read or kept.
+        say: shows the user a line about a file that cannot be read or written.
     """
 
     def __init__(self, state_dir: Path, say: Callable[[str], None]) -> None:
@@ -39,7 +39,7 @@ class CheckHistoryFile:
         self.path = self._folder / FILE
 
     def read(self) -> CheckHistory:
-        """What is known of every node; nothing where there is no file, or no usable one."""
+        """Return the history; an empty one if there is no file, or no usable one."""
         try:
             if self.path.stat().st_size > MAX_BYTES:
                 return self._set_aside(f"it is larger than {MAX_BYTES} bytes")
@@ -53,7 +53,7 @@ class CheckHistoryFile:
             return CheckHistory()
 
     def add(self, report: CheckReport) -> None:
-        """Keep what a check has found."""
+        """Add a check's report."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked():

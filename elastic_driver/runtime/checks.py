@@ -42,7 +42,7 @@ STOP_S = 10.0  # for a check that is abandoned to end its agents
 
 
 class CheckSettings(Struct, frozen=True, kw_only=True):
-    """How the node checks of a run are made."""
+    """The settings of a run's node checks."""
 
     stragglers: bool = True  # look for slow nodes too
     exclude_stragglers: bool = False  # and keep them out of the job
@@ -56,7 +56,7 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}  # added to the agents' environment for it
 
     def spec(self, run_id: str) -> JobSpec:
-        """Return what the agents of a check run."""
+        """Return the job of a check's agents."""
         return JobSpec(
             run_id=run_id,
             command=self.command,
@@ -72,7 +72,7 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
         )
 
     def limits(self) -> CheckLimits:
-        """Return what the machine has to know."""
+        """Return the part that the machine needs."""
         return CheckLimits(
             stragglers=self.stragglers,
             start_timeout=self.start_timeout,

@@ -1,9 +1,8 @@
-"""Which hosts there are: ask a script, a file or the command line, and say what changed.
+"""Discovery of hosts from a script, a hostfile or the command line.
 
-A `HostDiscovery` answers one question, `find()`. `DiscoveryThread` asks it every interval and
-posts an event when the answer differs from the last one posted. When a source fails (hangs,
-exits non-zero, prints garbage) the last known hosts stay and the reason is told once, not at
-every tick. What the hosts are used for is the core's business. Times are seconds.
+A `HostDiscovery` has one question to answer, `find()`. `DiscoveryThread` asks it every interval and
+posts an event when the hosts have changed. When a source fails (hangs, exits non-zero, prints
+garbage), the last known hosts stay and the reason is posted once. Times are seconds.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ _SETTLED_AFTER = 0.02  # a file being rewritten looks the same twice only when i
 
 
 class DiscoveryError(ClusterError):
-    """A source gave nothing usable this time; the last known hosts stay."""
+    """A source gave no usable answer this time; the last known hosts stay."""
 
 
 class HostDiscovery(Protocol):
     """A source of hosts."""
 
     def find(self) -> Hosts:
-        """The hosts there are now, (host, slots) in a stable order, without repeats.
+        """Return the present hosts as (host, slots), in a stable order and without repeats.
 
-        Bounded in time. Raises ElasticError when there is no usable answer; an empty answer is
-        one (no hosts).
+        Returns within a bounded time. Raises ElasticError if there is no usable answer; no hosts
+        at all is a usable answer.
         """
 
     def cancel(self) -> None:
@@ -50,15 +49,15 @@ class FixedDiscovery:
         self.hosts = hosts
 
     def find(self) -> Hosts:
-        """The same hosts every time."""
+        """Return the same hosts every time."""
         return self.hosts
 
     def cancel(self) -> None:
-        """Nothing to do: `find()` does not wait."""
+        """Do nothing: `find()` does not wait."""
 
 
 class HostfileDiscovery:
-    """A hostfile, read anew each time, so that editing it grows or shrinks the job."""
+    """A hostfile, read again each time: editing it grows or shrinks the job."""
 
     def __init__(
         self, path: Path | str, *, default_slots: int = 1, timeout: float | None = None
@@ -74,7 +73,7 @@ class HostfileDiscovery:
         self._parse(self._text)
 
     def find(self) -> Hosts:
-        """The hosts in the file; waits until a file that just changed has stopped changing."""
+        """Return the hosts in the file; if it has just changed, wait until it stays the same."""
         text = self._read()
         while text != self._text:
             self._text = text
@@ -94,7 +93,7 @@ class HostfileDiscovery:
 
     def _read(self) -> str:
         try:
-            # Non-blocking, so that a pipe nobody writes to cannot hold us up before the check.
+            # Non-blocking, so that a pipe without a writer does not block before the check.
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(descriptor, "rb") as file:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -109,7 +108,7 @@ class HostfileDiscovery:
 
 
 class ScriptDiscovery:
-    """A program of the user's that prints one host a line (contract as in horovodrun)."""
+    """A user's program that prints one host per line (the same contract as in horovodrun)."""
 
     def __init__(self, path: Path | str, *, timeout: float, default_slots: int = 1) -> None:
         """Raises UsageError if the file is no program that can be run."""
@@ -127,7 +126,7 @@ class ScriptDiscovery:
         self._probe = ScriptProbe(self._path, timeout=timeout, max_output=MAX_TEXT_BYTES)
 
     def find(self) -> Hosts:
-        """Run the script once and read what it printed."""
+        """Run the script once and return the hosts that it printed."""
         try:
             output = self._probe.run()
         except (ProbeError, ProbeCancelledError) as error:
@@ -139,12 +138,12 @@ class ScriptDiscovery:
         )
 
     def cancel(self) -> None:
-        """Kill a script that runs, and start none again."""
+        """Kill a running script, and never start one again."""
         self._probe.cancel()
 
 
 class DiscoveryThread:
-    """Asks a source every interval and posts what changed; owns its thread."""
+    """The thread that asks a source every interval and posts changes."""
 
     def __init__(
         self,
@@ -153,7 +152,7 @@ class DiscoveryThread:
         interval: float,
         post: Callable[[HostsDiscovered | DiscoveryFailed], None],
     ) -> None:
-        """Starts nothing. `post` is called in this object's thread and must not block."""
+        """Start nothing. `post` is called in this object's thread and must not block."""
         self._source, self._interval, self._post = source, interval, post
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -161,12 +160,12 @@ class DiscoveryThread:
         self._last_reason: str | None = None
 
     def start(self) -> None:
-        """Begin to ask; the first answer is always posted, even when it is empty."""
+        """Start the thread; the first answer is always posted, even an empty one."""
         self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Cancel what is under way and wait up to `timeout` for the thread. Idempotent."""
+        """Cancel a running `find()` and wait up to `timeout` for the thread. Idempotent."""
         self._stopping.set()
         self._source.cancel()
         if self._thread is not None:
@@ -182,7 +181,7 @@ class DiscoveryThread:
             self._stopping.wait(max(0.0, self._interval - (time.monotonic() - began)))
 
     def _ask(self) -> HostsDiscovered | DiscoveryFailed | None:
-        """One question; None when the answer is no news."""
+        """Ask once; return None if the answer is the same as before."""
         try:
             hosts = self._source.find()
         except ElasticError as error:

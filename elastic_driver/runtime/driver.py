@@ -273,7 +273,6 @@ class ElasticDriver:
             heartbeat_timeout=self._settings.heartbeat_timeout,
             checks=self._checks,
             post=self._mailbox.put,
-            answer=routes.requests.answer,
         )
         self._loop = DriverLoop(
             self._mailbox,
@@ -283,6 +282,7 @@ class ElasticDriver:
             lease=self._settings.heartbeat_timeout,
             checks=self._checks,
             status=self._status,
+            answer=routes.requests.answer,
             debug=self._options.debug,
         )
         return self._loop, executor

@@ -1,13 +1,13 @@
-"""The event log: what happened to the job, one JSON object a line, for people and programs.
+"""The event log of a job: one JSON object per line, for people and programs.
 
-The driver appends what the core announces; `runtime.api` reads the newest part back from
-memory. Losing the log never costs the job anything: once a write fails (disk full, folder
-gone) that is said once, and events are kept in memory only.
+The driver appends the announced events; `runtime.api` reads the newest ones from memory. A broken
+log never harms the job: when a write fails (disk full, folder gone), the user is told once, and
+events are kept in memory only.
 
 A line: `{"n": 7, "t": 1718000000.25, "event": "worker_exited", "round": 2, "host": "a",
 "slot": 0, "rank": 1, "pid": 4711, "reason": "…", …}`. `n` counts from 1 within the file, `t` is
-unix seconds. These nine stand in every line, null where an event is of no one round, host or
-worker; what else there is to say follows them.
+unix seconds. These nine fields stand in every line, null if they do not apply; the
+event's other fields follow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elastic_driver.core.decisions import Detail
 
 Value = Detail
 
-RING_EVENTS = 10_000  # what /v1/events can still tell
+RING_EVENTS = 10_000  # the newest, which /v1/events returns
 _NUMBERED = ("n", "t", "event")
 _COMMON = ("round", "host", "slot", "rank", "pid")
 _TAIL_BYTES = 1 << 20  # enough to hold the last line of any log
@@ -40,7 +40,7 @@ class LoggedEvent(msgspec.Struct, frozen=True):
 
 
 class EventLog:
-    """Appends to a file and to a ring in memory; every method may be called by any thread."""
+    """A log in a file and in a ring buffer; every method may be called by any thread."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class EventLog:
         on_broken: Callable[[str], None],
         ring: int = RING_EVENTS,
     ) -> None:
-        """Open nothing yet.
+        """Open nothing.
 
         Args:
             path: the file, or None to keep events in memory only.
             clock: unix seconds.
-            on_broken: told once, in one line, when the file can no longer be written.
+            on_broken: called once, with one line, when the file can no longer be written.
             ring: how many events memory keeps.
         """
         self._path, self._clock, self._on_broken = path, clock, on_broken
@@ -71,12 +71,12 @@ class EventLog:
         """Open the file for appending and go on with its numbering; raises OSError."""
         if self._path is None:
             return
-        # Unbuffered: an event is in the file when the job goes on, whatever kills us then.
+        # Unbuffered: an event is in the file before the job goes on, even if the driver is killed.
         self._file = self._path.open("ab", buffering=0)
         self._next = _last_number(self._path) + 1
 
     def append(self, event: str, **facts: Value) -> LoggedEvent:
-        """Log an event; further facts that are None are left out. Never raises for the file."""
+        """Log an event; facts that are None are left out. Never raises for a broken file."""
         broken: OSError | None = None
         with self._lock:
             record: dict[str, Value] = {"n": self._next, "t": round(self._clock(), 6)}
@@ -104,18 +104,18 @@ class EventLog:
         return logged
 
     def since(self, n: int, limit: int = RING_EVENTS) -> list[LoggedEvent]:
-        """The oldest `limit` events with a number above `n` that are still in memory."""
+        """Return the oldest `limit` events in memory with a number above `n`."""
         with self._lock:
             return [logged for logged in self._ring if logged.n > n][:limit]
 
     def counts(self) -> dict[str, int]:
-        """How many events of each name were logged since this log was opened."""
+        """Return the number of events by name since this log was opened."""
         with self._lock:
             return dict(self._counts)
 
     @property
     def closed(self) -> bool:
-        """Whether no event will follow."""
+        """True if no event will follow."""
         return self._closed
 
     def close(self) -> None:
@@ -128,9 +128,9 @@ class EventLog:
         self._tell_listeners()
 
     def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call `listener` after each event and at the end; the result ends the subscription.
+        """Call `listener` after each event and at the end; return a function that ends this.
 
-        It is called in the appending thread and must neither block nor raise.
+        The listener runs in the appending thread and must neither block nor raise.
         """
         with self._lock:
             self._listeners.add(listener)
@@ -149,7 +149,7 @@ class EventLog:
 
     @staticmethod
     def _write(file: BinaryIO, line: bytes) -> None:
-        """Write the whole line, or leave the file as it was: half a line would garble the next."""
+        """Write the whole line, or leave the file as it was: half a line would spoil the next."""
         written = file.write(line)
         if written != len(line):
             file.truncate(file.tell() - written)
@@ -161,7 +161,7 @@ class _Numbered(msgspec.Struct):
 
 
 def _last_number(path: Path) -> int:
-    """The number of the file's last whole line, 0 for none; mends a line that was cut off."""
+    """Return the number of the file's last whole line, or 0; remove a line that was cut off."""
     if not path.is_file():  # a device has no last line
         return 0
     with path.open("r+b") as file:

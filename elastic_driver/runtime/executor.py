@@ -1,14 +1,14 @@
-"""Carries out what the core decides: the one place where a decision becomes an act.
+"""Carries out the machines' decisions.
 
-Called by the driver's mailbox thread only, one decision after the other, in order. Remembers
-which agents and workers there are only as far as it has to: to number orders, and to clear
-the store of those that are gone. Decides nothing.
+Called by the driver's thread only, one decision after the other, in order. It remembers agents
+and workers to number their orders, and to remove their keys from the store when they end. It
+decides nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -59,7 +59,6 @@ from elastic_driver.policies.messages import (
     KillAgent,
     PublishKey,
     ReadKeys,
-    Reply,
     SendEvent,
     ShowLine,
 )
@@ -75,14 +74,14 @@ from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Delete, DeletePrefix, Entries, Get, Operation, Set, Written
 
-AnyDecision: TypeAlias = Decision | Reply | SendEvent | CheckDecision
+AnyDecision: TypeAlias = Decision | SendEvent | CheckDecision
 
 READ_S = 1.0  # for the store to answer a `ReadKeys`
 KEPT_ORDERS = 4096  # of one agent; it reads them as they come, and is never that far behind
 FRESH_S = 0.1  # for the workers to say how far they are, when a boundary is to be named
 UNREACHABLE_STEP = 2**53
 """A notice that names this step asks for nothing yet; it only makes every heartbeat report."""
-_LAST_EVENTS = ("job_succeeded", "job_failed")  # told when everything has really ended
+_LAST_EVENTS = ("job_succeeded", "job_failed")  # logged after all processes have ended
 
 
 @dataclass(slots=True)
@@ -106,7 +105,7 @@ class WorkerRecord:
 
 
 class Executor:
-    """Acts on decisions, by way of the store, the starter, the event log and the reporter."""
+    """Carries out decisions with the store, the backend, the event log and the reporter."""
 
     def __init__(
         self,
@@ -119,13 +118,11 @@ class Executor:
         heartbeat_timeout: float,
         checks: NodeChecks | None,
         post: Callable[[MachineEvent], None],
-        answer: Callable[[Sequence[Reply]], None],
     ) -> None:
         """`post` puts an event into the mailbox; any thread may call it."""
         self._server, self._starter, self._log = server, starter, log
         self._reporter, self.run_id = reporter, run_id
         self._checks, self._post = checks, post
-        self._answer, self._replies = answer, list[Reply]()
         self._heartbeat_timeout = heartbeat_timeout
         self._agents: dict[tuple[str, int], AgentRecord] = {}
         self._workers: dict[str, WorkerRecord] = {}
@@ -145,8 +142,6 @@ class Executor:
     def execute(self, decision: AnyDecision) -> None:  # noqa: PLR0912 - a case for each
         """Carry out one decision; `EndJob` is the driver's to carry out."""
         match decision:
-            case Reply():
-                self._replies.append(decision)
             case ReadKeys():
                 self._read_keys(decision)
             case PublishKey(key=key, value=value):
@@ -186,12 +181,6 @@ class Executor:
             case _:
                 assert_never(decision)
 
-    def send_replies(self) -> None:
-        """Answer the requests whose replies were decided since the last time, all together."""
-        if self._replies:
-            replies, self._replies = self._replies, []
-            self._answer(replies)
-
     def shut_down_agents(self, grace: float, reason: str) -> None:
         """Order every agent to stop its workers and exit."""
         for agent in self._agents.values():
@@ -209,7 +198,7 @@ class Executor:
             backend.start(host, incarnation, on_lost)
 
     def _backend_for(self, incarnation: int) -> Backend | None:
-        """The backend that has started an agent; None once its check is over."""
+        """Return the backend that started an agent; None once its check is over."""
         if incarnation < contract.FIRST_OF_CHECKS:
             return self._starter
         return None if self._checks is None else self._checks.backend
@@ -227,7 +216,7 @@ class Executor:
     def _give(self, host: str, incarnation: int, order: Order) -> None:
         agent = self._agents.get((host, incarnation))
         if agent is None:
-            return  # its process has ended meanwhile; nobody would read the order
+            return  # its process has ended meanwhile
         agent.orders += 1
         key = contract.agent_order(host, incarnation, agent.orders)
         operations: list[Operation] = [Set(key, encode(order))]
@@ -272,7 +261,7 @@ class Executor:
             revision = asked.revision if isinstance(asked, Written) else 0
             (found,) = self._server.apply([Get(keys, wait=FRESH_S, after=revision)])
         except RendezvousError:
-            return  # the core does not wait for ever
+            return  # the core's question has a deadline
         readings = []
         for entry in found.entries.values() if isinstance(found, Entries) else ():
             progress = decode_progress(entry.value)
@@ -324,7 +313,7 @@ class Executor:
         if record is None:
             return
         self._exit_codes = {event.worker: (event.exit_code, record.expected)}
-        if not record.expected:  # one that was told to stop may complain; that explains nothing
+        if not record.expected:  # the traceback of a stopped worker explains no failure
             self.tails.add(event, record.round)
         self._server.post([DeletePrefix(contract.worker_prefix(event.worker))])
 
@@ -340,7 +329,7 @@ class Executor:
                 pass
 
     def was_told_to_stop(self, worker: str) -> bool:
-        """Whether a worker's end is a planned one."""
+        """Return True if the worker was ordered to stop."""
         return worker in self._workers and self._workers[worker].expected
 
     def agent_lost(self, event: AgentLost) -> None:
@@ -368,7 +357,7 @@ class Executor:
         self._server.post([DeletePrefix(contract.agent_prefix(host, incarnation), seal=True)])
 
     def lease_expired(self, key: str) -> AgentLost | WorkerLost | WorkerSilent | None:
-        """The event that an expired lease stands for; what it leaves in the store is cleared."""
+        """Return the event for an expired lease, and remove what it leaves in the store."""
         quiet = contract.worker_of_half_lease(key)
         if quiet is not None:
             half = f"it has not been heard of for {self._heartbeat_timeout / 2:g} s"
@@ -385,7 +374,7 @@ class Executor:
         return None
 
     def job_ended(self, end: EndJob) -> None:
-        """Log and show the end, after everything else has been said."""
+        """Log and show the job's end, as the last event and lines."""
         if end.exit_code == 0:
             self._show(self.tails.job_succeeded())
         last, self._last_event = self._last_event, None

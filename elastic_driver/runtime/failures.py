@@ -1,11 +1,10 @@
-"""What failed workers said last: shown once, at the moment it helps.
+"""Tracebacks of failed workers, held until it is known what they mean for the job.
 
-Agents hold tracebacks back and send them along with a worker's end. As long as it is open
-whether the job fails with it (every worker may be about to raise the same), nothing is shown;
-when the job goes on, each different traceback is shown once; when the job fails, the first
-failure's last words are the last lines of all.
+Agents send a worker's traceback together with its exit. While the job may still fail from the same
+error (every worker may be about to raise it), nothing is shown. When the job goes on, each
+different traceback is shown once; when it fails, the first failure's traceback is shown last.
 
-Called by the driver's mailbox thread only. Nothing here prints.
+Called by the driver's thread only. Nothing here prints.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MAX_TAIL_LINES = 30
 
 # torch.distributed puts the rank before every line of an uncaught exception.
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
-# The same two beginnings that the agents hold back: an exception's, and a syntax error's.
+# The two beginnings that agents look for too: of an exception, and of a syntax error.
 _TRACEBACK = re.compile(
     r"^(?:\[rank\d+\]: )?(?:Traceback \(most recent call last\):|  File \".*\", line \d+$)",
     re.MULTILINE,
@@ -31,7 +30,7 @@ _TRACEBACK = re.compile(
 
 @dataclass
 class HeldTails:
-    """Tracebacks of failed workers whose meaning is not known yet."""
+    """Tracebacks of failed workers that were not shown yet."""
 
     spoken: bool = False  # a worker has reported by itself: the job is an elastic one
     stepped: bool = False  # a step was finished in this job
@@ -47,20 +46,19 @@ class HeldTails:
             self._held.setdefault(text, (event.worker, round_id))
 
     def world_published(self, round_id: int) -> list[tuple[str, str]]:
-        """What to show (worker, traceback) now that a later round exists.
+        """Return the (worker, traceback) pairs to show now that a later round exists.
 
-        Before the first step of an elastic job this says little: the survivors may be a
-        moment away from the same error.
+        None before the first step of an elastic job: the survivors may soon raise the same error.
         """
         return self._release(round_id) if self.stepped or not self.spoken else []
 
     def step_finished(self, round_id: int) -> list[tuple[str, str]]:
-        """What to show now that a later round has got somewhere."""
+        """Return the pairs to show now that a later round has finished a step."""
         self.stepped = True
         return self._release(round_id)
 
     def job_succeeded(self) -> list[tuple[str, str]]:
-        """What to show of the failures the job has survived."""
+        """Return the pairs to show of failures that the job has survived."""
         return self._release(None)
 
     def _release(self, round_id: int | None) -> list[tuple[str, str]]:
@@ -77,14 +75,15 @@ class HeldTails:
 
 
 def traceback_in(tail: str) -> str:
-    """The part of a log's end from its first traceback on, without torch's rank prefixes (so that
-    all ranks' are the same); empty without one."""
+    """Return a log's end from its first traceback on, or "".
+
+    torch's rank prefixes are removed, so that equal tracebacks of several ranks are equal."""
     match = _TRACEBACK.search(tail)
     return _RANK_PREFIX.sub("", tail[match.start() :]).rstrip() if match else ""
 
 
 def describe_exit(exit_code: int) -> str:
-    """`exit code 3`, or `exit code -9 (SIGKILL)` for a signal."""
+    """Return `exit code 3`, or `exit code -9 (SIGKILL)` for a signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -94,13 +93,13 @@ def describe_exit(exit_code: int) -> str:
 
 
 def last_words(failure: Failure) -> list[str]:
-    """The end of what the failed worker wrote to stderr: its traceback, where there is one."""
+    """Return the last lines of a failed worker's stderr: its traceback if there is one."""
     text = traceback_in(failure.log_tail) or failure.log_tail.strip("\n")
     return text.split("\n")[-MAX_TAIL_LINES:] if text else []
 
 
 def describe_failure(failure: Failure) -> str:
-    """Who failed, in one line: rank, host, worker, pid, exit code."""
+    """Describe a failed worker in one line: rank, host, worker, pid, exit code."""
     process = f"pid {failure.pid}" if failure.pid else "never started"
     return (
         f"rank {failure.rank} on host {failure.host} "

@@ -1,21 +1,20 @@
-"""The text forms of a host list: `-H h1:2,h2:2`, a hostfile, a discovery script's output.
+"""Parsing of host lists: `-H h1:2,h2:2`, a hostfile, a discovery script's output.
 
-Pure functions: text in, `Hosts` out, or a `HostListError` that names line and text. The
-launcher calls them for the command line, `discovery` for scripts and files. One grammar serves
-all three, so what works in one place works in the others:
+Pure functions: they turn text into `Hosts`, or raise a `HostListError` with the line and its text.
+The grammar is the same for all three:
 
     node1                one host, `default_slots` slots
     node1:4              four slots (MPICH's hostfile, horovodrun)
     node1 slots=4        four slots (Open MPI's hostfile; `max_slots=` is accepted there too and
-                         changes nothing, because nothing here ever oversubscribes)
+                         changes nothing, because hosts are never oversubscribed)
     n[01-04,07]:2        n01 n02 n03 n04 n07, two slots each (Slurm's ranges, zeros kept)
     [2001:db8::7]:2      an IPv6 address stands in brackets
     # text               a comment; blank lines are skipped
 
 A host named twice has the sum of its slots, as with mpirun: a batch system's node file lists
-a host once for each slot. `host:0` is a host that is there and takes no workers. Names end up
-in ssh's argument list, in keys and in file names, so they are letters, digits, `.`, `_` and `-`,
-and start with a letter or a digit.
+a host once for each slot. `host:0` is a known host without workers. Names become ssh arguments,
+keys and file names, so they consist of letters, digits, `.`, `_` and `-`, and start with a letter
+or a digit.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ _GRAMMAR = "expected host, host:slots, 'host slots=N', name[01-04] or [IPv6]:slo
 
 
 class HostListError(UsageError):
-    """A host list has an entry that is none; the whole list is refused.
+    """A host list has an invalid entry; the whole list is refused.
 
-    `line` counts from 1 (in a comma list: the entry), `text` is what stood there.
+    `line` counts lines (in a comma list: entries) from 1, `text` is the invalid entry.
     """
 
     def __init__(self, source: str, line: int, text: str, problem: str) -> None:
@@ -55,13 +54,13 @@ class HostListError(UsageError):
 
 
 def parse_hosts(text: str, *, default_slots: int = 1, source: str = "-H") -> Hosts:
-    """The hosts of a comma list (`h1:2,h2:2`, `n[01-03,07]:4`), at least one."""
+    """Return the hosts of a comma list (`h1:2,h2:2`, `n[01-03,07]:4`), at least one."""
     entries = list(enumerate(_split_commas(text), start=1))
     return _collect(entries, default_slots, f"{source} entry")
 
 
 def parse_host_lines(text: str, *, default_slots: int = 1, source: str) -> Hosts:
-    """The hosts of a hostfile or of a discovery script's output; none at all is a result too."""
+    """Return the hosts of a hostfile or a discovery script's output; there may be none."""
     lines = enumerate((line.partition("#")[0] for line in text.splitlines()), start=1)
     return _collect(
         [(n, line) for n, line in lines if line.strip()], default_slots, f"{source}, line"
@@ -69,7 +68,7 @@ def parse_host_lines(text: str, *, default_slots: int = 1, source: str) -> Hosts
 
 
 def check_host(name: str) -> str | None:
-    """What is wrong with a host's name or address, or None where it is fit for use."""
+    """Return what is wrong with a host's name or address, or None."""
     if len(name) > MAX_NAME_CHARS:
         return f"a name of {len(name)} characters; at most {MAX_NAME_CHARS}"
     if ":" in name:
@@ -99,7 +98,7 @@ def _collect(entries: Iterable[tuple[int, str]], default_slots: int, source: str
 
 
 def _parse_entry(entry: str, default_slots: int) -> tuple[Iterator[str], int]:
-    """One entry's host names and the slots of each; raises ValueError with the problem."""
+    """Return an entry's host names and the slots of each; raises ValueError with the problem."""
     head, options = _split_options(entry)
     slots = options.get("slots")
     address, colon_slots = _split_slots(head)
@@ -120,11 +119,11 @@ def _parse_entry(entry: str, default_slots: int) -> tuple[Iterator[str], int]:
 
 
 def _split_options(entry: str) -> tuple[str, dict[str, int]]:
-    """`h slots=4` as `h` and its options; anything else after a blank is an error."""
+    """Return `h slots=4` as `h` and its options; anything else after a blank is an error."""
     head, *others = entry.split(maxsplit=1)
     rest = others[0] if others else ""
     options: dict[str, int] = {}
-    # `slots = 4` is written with blanks around the sign by some: close them up, then split.
+    # Some files have blanks around the sign (`slots = 4`): remove them before splitting.
     for word in re.sub(r"\s*=\s*", "=", rest).split():
         match = _OPTION.match(word)
         if match is None:
@@ -134,7 +133,7 @@ def _split_options(entry: str) -> tuple[str, dict[str, int]]:
 
 
 def _split_slots(head: str) -> tuple[str, int | None]:
-    """`host:4` as host and 4; the colons of a bracketed IPv6 address are its own."""
+    """Return `host:4` as host and 4; colons inside a bracketed IPv6 address do not count."""
     if head.startswith("["):
         address, bracket, rest = head.partition("]")
         if not bracket or (rest and not rest.startswith(":")):
@@ -183,7 +182,7 @@ def _is_ipv6(name: str) -> bool:
 
 
 def _expand(name: str) -> Iterator[str]:
-    """Every name a pattern stands for, the last bracket varying fastest (as Slurm does)."""
+    """Yield the names of a pattern; the last bracket varies fastest, as in Slurm."""
     prefix, bracket, rest = name.partition("[")
     if not bracket:
         yield name
@@ -195,7 +194,7 @@ def _expand(name: str) -> Iterator[str]:
 
 
 def _range_size(name: str) -> int:
-    """How many names a pattern stands for; checks its brackets before anything is expanded."""
+    """Return the number of names of a pattern without expanding it; checks its brackets."""
     prefix, bracket, rest = name.partition("[")
     if "]" in prefix:
         raise ValueError(f"']' without '['; {_GRAMMAR}")
@@ -208,7 +207,7 @@ def _range_size(name: str) -> int:
 
 
 def _spans(inside: str) -> list[tuple[int, int, int]]:
-    """`01-04,07` as (first, last, digits) triples."""
+    """Return `01-04,07` as (first, last, digits) triples."""
     spans: list[tuple[int, int, int]] = []
     for part in inside.split(","):
         low, dash, high = part.partition("-")

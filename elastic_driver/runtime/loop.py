@@ -48,7 +48,7 @@ from elastic_driver.core.events import (
 from elastic_driver.core.job import Job
 from elastic_driver.core.machine import stamped
 from elastic_driver.errors import ElasticError, ExitCode, assert_never
-from elastic_driver.policies.messages import KeysRead, MachineName, RequestDropped
+from elastic_driver.policies.messages import KeysRead, MachineName, Reply, RequestDropped
 from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.policies.nodecheck.report import CheckReport
@@ -80,6 +80,10 @@ _SPIN_GUARD_S = 0.01  # the least time between two ticks
 def machine_of(event: MachineEvent) -> MachineName:  # noqa: RET503 - every case is named
     """Return the name of the machine that an event is for."""
     match event:
+        case ShardRequest() | WorkerEnded() | TfRequest() | RequestDropped():
+            return event.machine
+        case KeysRead() | RoundPublished() | TaskEnded():
+            return event.machine
         case (
             WorkerReady(worker=worker)
             | WorkerStepped(worker=worker)
@@ -100,10 +104,6 @@ def machine_of(event: MachineEvent) -> MachineName:  # noqa: RET503 - every case
             | HostLeaving(incarnation=number)
         ):
             return "check" if number >= contract.FIRST_OF_CHECKS else "job"
-        case ShardRequest() | WorkerEnded() | TfRequest() | RequestDropped():
-            return event.machine
-        case KeysRead() | RoundPublished() | TaskEnded():
-            return event.machine
         case HostsDiscovered() | DiscoveryFailed() | HostsChecked() | ScaleRequested():
             return "job"
         case DrainRequested() | DrainCancelled() | JobLeaving() | StopRequested():
@@ -129,6 +129,7 @@ class DriverLoop:
         lease: float,
         checks: NodeChecks | None,
         status: Callable[[], bytes],
+        answer: Callable[[list[Reply]], None],
         debug: bool,
     ) -> None:
         """Start nothing.
@@ -141,6 +142,7 @@ class DriverLoop:
             lease: seconds that a member of TensorFlow's cluster may be silent.
             checks: how nodes are checked; None: never.
             status: returns the status document.
+            answer: answers the requests whose machines have replied.
             debug: whether the machines' invariants are checked after each event.
         """
         self.end: EndJob | None = None  # the job is over: the agents shut down
@@ -155,7 +157,7 @@ class DriverLoop:
         self._deadlines: dict[MachineName, float | None] = {}
         self._mailbox, self._executor, self._server = mailbox, executor, server
         self._token, self._checks, self._status = token, checks, status
-        self._debug = debug
+        self._answer, self._debug = answer, debug
         self._answer_check: CheckAsked | None = None  # whom to tell of the check before the job
         self._stop_now = False
         self._events = 0  # handled so far; an event's number is the cause of what follows from it
@@ -211,11 +213,12 @@ class DriverLoop:
 
     def _hand_over(self, event: MachineEvent) -> None:
         """Hand an event, and those behind it that are handled with it, to their machine."""
-        name = machine_of(event)
         if isinstance(event, ShardRequest):
             together = self._mailbox.following((ShardRequest,), MAX_TOGETHER)
-            self._decide(name, ShardBatch((event, *together)))
-        elif name == "job" and self.job is not None and self.end is None:
+            self._decide("shards", ShardBatch((event, *together)))
+            return
+        name = machine_of(event)
+        if name == "job" and self.job is not None and self.end is None:
             self._hand_to_job(event)
         elif name == "job":
             self._without_a_job(event)
@@ -277,7 +280,7 @@ class DriverLoop:
         self._events += 1
         now = time.monotonic()
         # A journal writes the event here: numbered and timed, before anything follows from it.
-        decisions = stamped(machine.handle(event, now), self._events)
+        decisions = machine.handle(event, now)
         if isinstance(event, KeysRead):
             self._executor.look_seconds = time.monotonic() - now
         self._deadlines[name] = machine.deadline()
@@ -285,8 +288,17 @@ class DriverLoop:
             violated = machine.check()
             if violated:
                 raise AssertionError(f"after {event}: {'; '.join(violated)}")
+        replies = [decision for decision in decisions if isinstance(decision, Reply)]
+        if len(replies) < len(decisions):
+            self._carry_out(stamped(decisions, self._events))
+        if replies:  # no record is kept of them, so they need no number
+            self._answer(replies)
+
+    def _carry_out(self, decisions: list[Any]) -> None:
         for decision in decisions:
             match decision:
+                case Reply():
+                    pass  # all replies are sent together
                 case EndJob():
                     self.end, self._deadlines["job"] = decision, None
                     break
@@ -296,7 +308,6 @@ class DriverLoop:
                     self._end_check(report)
                 case _:
                     self._executor.execute(decision)
-        self._executor.send_replies()
 
     def _begin_job(self, job: Job) -> None:
         self.job = self._machines["job"] = job

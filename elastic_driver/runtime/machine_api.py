@@ -70,7 +70,7 @@ _encode = msgspec.json.Encoder().encode
 class OpenRequests:
     """Requests that wait for a machine's answer, by their ticket.
 
-    `post` puts an event into the driver's mailbox; False when nobody takes it.
+    `post` puts an event into the driver's mailbox; it returns False if the driver does not take it.
     """
 
     def __init__(self, post: Callable[[RequestEvent], bool]) -> None:
@@ -94,7 +94,7 @@ class OpenRequests:
                 self._post(RequestDropped(event.machine, event.ticket))
 
     def answer(self, replies: Iterable[Reply]) -> None:
-        """Give the machines' answers to those who wait; called by any other thread."""
+        """Answer waiting requests; called by any other thread."""
         encoded: dict[int, bytes] = {}  # an answer that many wait for is encoded once
         answers: list[tuple[int, bytes | Problem | None]] = []
         for reply in replies:
@@ -123,7 +123,7 @@ class OpenRequests:
                 future.set_result(answer)
 
     async def close(self, _app: web.Application) -> None:
-        """Turn away those who wait: the server stops."""
+        """Refuse the waiting requests: the server stops."""
         waiting, self._open = self._open, {}
         for future in waiting.values():
             if not future.done():
@@ -210,7 +210,7 @@ def _response(body: bytes | None) -> web.Response:
 
 
 def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
-    """Call a function on the loop's thread; a loop that is closed has nobody left to answer."""
+    """Call a function in the loop's thread; do nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:

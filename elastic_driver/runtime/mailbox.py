@@ -31,14 +31,14 @@ class LeaseLapsed:
 
 @dataclass(frozen=True, slots=True)
 class JobBegins:
-    """The job is to begin: its machine takes part from now on."""
+    """Begin the job: its machine takes part from now on."""
 
     job: Job
 
 
 @dataclass(frozen=True, slots=True)
 class CheckAsked:
-    """Hosts are to be checked before the job; `answer` takes the report, or why there is none."""
+    """Check hosts before the job; `answer` takes the report, or the error."""
 
     hosts: Hosts
     answer: Callable[[CheckReport | Exception], None]
@@ -46,14 +46,14 @@ class CheckAsked:
 
 @dataclass(frozen=True, slots=True)
 class StatusAsked:
-    """Somebody wants to see the job; `reply` takes the JSON document and does not block."""
+    """Draw up the status; `reply` takes the JSON document and does not block."""
 
     reply: Callable[[bytes], None]
 
 
 @dataclass(frozen=True, slots=True)
 class StopNow:
-    """Somebody has asked for the job's end a second time: no more grace for anyone."""
+    """End the job at once: its end was requested a second time."""
 
 
 PolicyEvent: TypeAlias = (
@@ -66,14 +66,14 @@ M = TypeVar("M")
 
 
 class Mailbox:
-    """A queue with one reader, who may also take what follows as long as it is of some kind."""
+    """A queue with one reader, which may take several messages of some kinds at once."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._next: Message | None = None  # taken out of the queue, not handed out yet
 
     def __len__(self) -> int:
-        """About how many messages wait."""
+        """Return about how many messages wait."""
         return self._queue.qsize() + (self._next is not None)
 
     def put(self, message: Message) -> None:
@@ -81,18 +81,15 @@ class Mailbox:
         self._queue.put(message)
 
     def get(self, timeout: float | None = None) -> Message:
-        """The next message; raises `queue.Empty` when there is none for so many seconds."""
+        """Return the next message; raises `queue.Empty` if there is none for so many seconds."""
         message, self._next = self._next, None
         return self._queue.get(timeout=timeout) if message is None else message
 
     def following(self, kinds: tuple[type[M], ...], most: int) -> list[M]:
-        """The messages that come next and are there already, while they are of these kinds."""
+        """Return the next waiting messages, as long as they are of these kinds."""
         found: list[M] = []
-        while self._next is None and len(found) < most:
-            try:
-                message = self._queue.get_nowait()
-            except queue.Empty:
-                break
+        while self._next is None and len(found) < most and not self._queue.empty():
+            message = self._queue.get_nowait()  # it has no other reader
             if isinstance(message, kinds):
                 found.append(message)
             else:

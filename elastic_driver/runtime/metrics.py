@@ -1,9 +1,8 @@
-"""`GET /metrics`: the job's status document as Prometheus reads it.
+"""`GET /metrics`: the status document in Prometheus' text format.
 
-A scrape asks for the status like `/v1/status` does and draws all figures from that one picture, so
-they fit together; nothing is counted twice, and between scrapes nothing is done. Names begin with
-`elastic_`, counters end with `_total`, times are seconds. Which ones there are is in
-docs/operations.md. Called on the server's loop.
+A scrape takes one status document and derives all metrics from it, so that they are consistent.
+Names begin with `elastic_`, counters end with `_total`, times are seconds. docs/operations.md lists
+them. Called in the server's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ JOB_STATES = ("forming", "running", "changing", "finishing", "succeeded", "faile
 
 
 class Counters(Struct, frozen=True):
-    """What the status document counts, as far as it is shown here."""
+    """The counters of the status document that become metrics."""
 
     failures: int
     resets: int
@@ -36,7 +35,7 @@ class Counters(Struct, frozen=True):
 
 
 class Document(Struct, frozen=True):
-    """The part of the status document that is shown here."""
+    """The part of the status document that becomes metrics."""
 
     run_id: str
     started: float
@@ -58,7 +57,7 @@ _decode = msgspec.json.Decoder(Document).decode
 
 
 def exposition(status: bytes) -> bytes:
-    """The metrics of one status document, in Prometheus' text format."""
+    """Return the metrics of a status document in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Picture(_decode(status)))
     return generate_latest(registry)
@@ -71,11 +70,11 @@ class _Picture(Collector):
         self._document = document
 
     def describe(self) -> list[Metric]:
-        """Nothing is registered beside it that names could clash with."""
+        """Return nothing: no other collector's names could clash."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric."""
+        """Yield every metric."""
         document = self._document
         yield InfoMetricFamily("elastic_job", "The run.", value={"run_id": document.run_id})
         yield from self._gauges()
@@ -94,7 +93,7 @@ class _Picture(Collector):
         figures: list[tuple[str, str, float | None]] = [
             (
                 "job_start_time_seconds",
-                "When the driver started, in unix seconds.",
+                "Start of the driver, in unix seconds.",
                 document.started,
             ),
             ("round", "Number of the present round.", document.round),

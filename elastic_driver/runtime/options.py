@@ -1,4 +1,4 @@
-"""How a driver is told to run, and what it leaves behind when the job is over."""
+"""The options of a driver, and the outcome of its job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic_driver.core.documents import Failure
 
 
 class DriverOptions(Struct, frozen=True, kw_only=True):
-    """How the driver itself is to run; the job's behaviour is in `Settings`."""
+    """The driver's own options; the job's are in `Settings`."""
 
     bind_host: str = "127.0.0.1"  # a numeric address; 0.0.0.0: all
     bind_port: int = 0  # 0: any free one
@@ -18,7 +18,7 @@ class DriverOptions(Struct, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, frozen=True):
-    """How the job ended; `exit_code` is what `elasticrun` returns."""
+    """The end of a job; `exit_code` is the one of `elasticrun`."""
 
     exit_code: int
     reason: str

@@ -1,9 +1,8 @@
-"""Run a program of the user's once, within a deadline, and never leave anything of it behind.
+"""Runs of a user's program with a deadline, after which no process of it is left.
 
-`discovery` asks its script this way. The program runs without a shell, in a session of its own,
-with nothing on stdin; when the deadline passes, the output is too large, or somebody cancels, its
-whole process group is killed. The same happens to whatever it left running when it exits: an
-answer is complete when the program has exited. Times are seconds.
+`discovery` runs its script this way. The program runs without a shell, in its own session, with an
+empty stdin. Its whole process group is killed when the deadline passes, the output is too large,
+`cancel()` is called, or the program has exited: then its answer is complete. Times are seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _STDERR_BYTES = 4096  # the end of it, to explain a failure
 
 
 class ProbeError(Exception):
-    """The program gave no answer; the message goes on from its name: "exited with status 3"."""
+    """The program gave no answer; the message continues its name: "exited with status 3"."""
 
 
 class ProbeCancelledError(Exception):
@@ -34,7 +33,7 @@ class ProbeCancelledError(Exception):
 
 
 class ScriptProbe:
-    """A program that is run again and again, once at a time."""
+    """A program that is run repeatedly, one run at a time."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class ScriptProbe:
         max_output: int,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Start nothing yet. `max_output` bounds stdout, in bytes; `env` None: ours."""
+        """Start nothing. `max_output` is the most bytes of stdout; `env` None: the driver's."""
         self._argv, self._env = [str(path), *arguments], env
         self._timeout, self._max_output = timeout, max_output
         self._lock = threading.Lock()
@@ -52,13 +51,13 @@ class ScriptProbe:
         self._running: subprocess.Popen[bytes] | None = None
 
     def run(self) -> bytes:
-        """What the program printed to stdout; raises ProbeError or ProbeCancelledError."""
+        """Return what the program printed to stdout; raises ProbeError or ProbeCancelledError."""
         deadline = time.monotonic() + self._timeout
         process, streams = self._spawn()
         try:
             output, errors = self._collect(process.pid, streams, deadline)
         finally:
-            with self._lock:  # while it is not reaped, its number is nobody else's
+            with self._lock:  # until it is reaped, no other process gets its number
                 _kill_group(process)
                 self._running = None
             for stream in streams:
@@ -79,7 +78,7 @@ class ScriptProbe:
                 _kill_group(self._running)
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], tuple[IO[bytes], IO[bytes]]]:
-        """Start the program; the process, and its stdout and stderr to read from."""
+        """Start the program; return the process, its stdout and its stderr."""
         with self._lock:
             if self._cancelled:
                 raise ProbeCancelledError("was cancelled")
@@ -143,7 +142,7 @@ class ScriptProbe:
 
 
 def _read(descriptor: int, buffer: bytearray) -> bool | None:
-    """Add what is there to `buffer`; False at the end of the stream, None when nothing is there."""
+    """Read into `buffer`; return False at the end of the stream, None if there is nothing yet."""
     try:
         chunk = os.read(descriptor, _CHUNK_BYTES)
     except BlockingIOError:
@@ -153,17 +152,17 @@ def _read(descriptor: int, buffer: bytearray) -> bool | None:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the program and everything in its group.
+    """Send SIGKILL to the program's process group.
 
-    The group may outlive its leader; while the leader is not reaped, or the group has members,
-    its number cannot be taken by anyone else.
+    The group may outlive its leader. Its number is not used again while the leader is not reaped
+    or the group has members.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _describe_exit(code: int, errors: bytes) -> str:
-    """How the program ended, with the last thing it said."""
+    """Describe the program's exit, with the last line of its stderr."""
     if code < 0:
         try:
             how = f"was killed by {signal.Signals(-code).name}"

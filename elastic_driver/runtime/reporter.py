@@ -1,10 +1,9 @@
-"""What the user sees of the driver, on stderr: one short line per change that matters.
+"""The driver's output on stderr: one short line per important change.
 
-The driver tells what was announced; here it becomes text (or JSON lines with --log-format
-json). Everything is in the event log too, so what cannot be shown is dropped rather than waited
-for: a terminal that stands still must not stop the job.
+Announced events become text, or JSON lines with --log-format json. The event log has them all, so
+lines that the terminal does not take are dropped: a stopped terminal must not stop the job.
 
-Called by any thread; lines never mix.
+Methods may be called by any thread; lines never mix.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _PIECE = select.PIPE_BUF  # a pipe that is ready takes that much without blockin
 
 
 class Level(IntEnum):
-    """How much is shown: -q, default, -v."""
+    """The amount of output: -q, default, -v."""
 
     QUIET = 0
     NORMAL = 1
@@ -41,7 +40,7 @@ class Level(IntEnum):
 
 _STOPPED = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 
-# The event's name → from which level on it is shown, and the words for it.
+# The event's name → the lowest level that shows it, and its text.
 _WORDS: dict[str, tuple[Level, str]] = {
     "job_started": (Level.VERBOSE, "job started"),
     "host_discovered": (Level.VERBOSE, "host {host} discovered"),
@@ -85,12 +84,12 @@ _WORDS: dict[str, tuple[Level, str]] = {
 
 
 class Reporter:
-    """Writes to one stream; never raises and never blocks for long."""
+    """The writer of one stream; it never raises and never blocks for long."""
 
     def __init__(
         self, stream: TextIO, *, level: Level = Level.NORMAL, as_json: bool = False
     ) -> None:
-        """Writes nothing yet. `stream` stays the caller's to close."""
+        """Write nothing. The caller closes `stream`."""
         self._stream, self._level, self._json = stream, level, as_json
         self._lock = threading.Lock()
         self._dropped = 0
@@ -101,7 +100,7 @@ class Reporter:
             self._descriptor = None
 
     def announced(self, event: Announce, line: bytes) -> None:
-        """Something has happened; `line` is what the event log says of it."""
+        """Show an event; `line` is its line in the event log."""
         level, words = _WORDS.get(event.event, (Level.VERBOSE, event.event.replace("_", " ")))
         if event.event == "worker_exited" and _is_failure(event):
             self._exits += 1
@@ -120,7 +119,7 @@ class Reporter:
         self._say(f"{text} ({event.reason})" if event.reason else text)
 
     def note(self, text: str, *, level: Level = Level.QUIET) -> None:
-        """A sentence of the driver's own."""
+        """Show a sentence."""
         if level <= self._level:
             self._say(text)
 
@@ -132,7 +131,7 @@ class Reporter:
             self._write([f"{NAME}: worker {worker} failed with:", *text.split("\n")])
 
     def job_ended(self, reason: str, failure: Failure | None, exit_code: int) -> None:
-        """The last lines: why the job ended, and for a failed one who failed first."""
+        """Show the job's end: its reason, and the first failure if it has failed."""
         if exit_code == 0:
             self.note(f"job succeeded ({reason})", level=Level.VERBOSE)
         elif self._json:
@@ -144,7 +143,7 @@ class Reporter:
             self._write([*_first_failure(failure), f"{NAME}: job {verb}: {reason}"])
 
     def bug(self, trace: str) -> None:
-        """The driver itself failed: show where, and whose fault it is."""
+        """Show a traceback of the driver itself and ask for a report."""
         self._write([*trace.rstrip().split("\n")])
         self._say("the driver met a bug of its own, not of your script; please report the above")
 
@@ -162,7 +161,7 @@ class Reporter:
                 self._dropped += len(lines)
 
     def _put(self, data: str) -> bool:
-        with contextlib.suppress(OSError, ValueError):  # the reader has gone: nobody to tell
+        with contextlib.suppress(OSError, ValueError):  # the reader has gone
             if self._descriptor is None:
                 self._stream.write(data)
                 return True
@@ -183,7 +182,7 @@ class Reporter:
 
 
 class _Passed(logging.Handler):
-    """What a library logs, as notes of the driver."""
+    """Shows a library's log records as notes of the driver."""
 
     def __init__(self, reporter: Reporter) -> None:
         super().__init__(logging.WARNING)
@@ -197,7 +196,7 @@ class _Passed(logging.Handler):
 
 @contextlib.contextmanager
 def warnings_shown(reporter: Reporter, *loggers: str) -> Iterator[None]:
-    """While this lasts, show the warnings of these loggers as the driver's own lines."""
+    """Show the warnings of these loggers as the driver's lines while the context is open."""
     handler = _Passed(reporter)
     for name in loggers:
         logging.getLogger(name).addHandler(handler)
@@ -209,12 +208,12 @@ def warnings_shown(reporter: Reporter, *loggers: str) -> Iterator[None]:
 
 
 def _is_failure(event: Announce) -> bool:
-    """Whether a worker's end was neither asked for nor a success."""
+    """Return True if a worker failed without being ordered to stop."""
     return event.detail.get("exit_code", 0) != 0 and not event.detail.get("expected", False)
 
 
 def _first_failure(failure: Failure | None) -> list[str]:
-    """The first failure's last words, then who it was."""
+    """Return the first failure's last lines of stderr, then its description."""
     if failure is None:
         return []
     words = last_words(failure)
@@ -223,7 +222,7 @@ def _first_failure(failure: Failure | None) -> list[str]:
 
 
 def _describe_world(event: Announce) -> str:
-    """`3 workers on 2 hosts`, as far as the event says so."""
+    """Return `3 workers on 2 hosts`, without a number that the event lacks."""
     size, hosts = event.detail.get("size"), event.detail.get("hosts")
     parts = [
         f"{count} {noun}{'' if count == 1 else 's'}"
@@ -238,7 +237,7 @@ def _json(**facts: object) -> str:
 
 
 def _printable(line: str) -> str:
-    """Without the control characters with which a worker's words could rule the terminal."""
+    """Escape control characters: a worker's output must not control the terminal."""
     return "".join(c if c.isprintable() or c == "\t" else _escape(c) for c in line)
 
 

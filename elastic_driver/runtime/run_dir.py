@@ -2,11 +2,10 @@
 
     events.jsonl    the event log, kept
     token           the job's secret (0600), gone when the job is over
-    endpoint.json   where the driver listens, gone when the job is over
+    endpoint.json   the driver's URL, gone when the job is over
 
-The driver makes it before anything is started, so that a folder that cannot be written is an
-error of the command and not of a job that trained for a week. Nothing here reads the files
-back, except to tell that a run of that name is still going on.
+The driver makes it before it starts anything: if the folder cannot be written, the command fails
+at once and no training is lost. The files are only read to find a live run of the same name.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """What `endpoint.json` says: how to reach the driver of a run."""
+    """The content of `endpoint.json`: the URL of a run's driver."""
 
     run_id: str
     url: str
@@ -39,7 +38,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:
-    """`$XDG_STATE_HOME/elastic-driver`, or `~/.local/state/elastic-driver` (XDG base dirs)."""
+    """Return `$XDG_STATE_HOME/elastic-driver`, or `~/.local/state/elastic-driver` (XDG)."""
     state_home = environ.get("XDG_STATE_HOME", "")
     # The specification: a relative path in this variable is invalid and to be ignored.
     if state_home.startswith("/"):
@@ -48,16 +47,16 @@ def default_state_dir(environ: Mapping[str, str]) -> Path:
 
 
 def new_run_id(now: float) -> str:
-    """A name that sorts by start (`now`: unix seconds, shown in local time) and is unique."""
+    """Return a unique name that sorts by start (`now`: unix seconds; shown in local time)."""
     started = datetime.datetime.fromtimestamp(now).strftime("%Y%m%d-%H%M%S")
     return f"{started}-{secrets.token_hex(2)}"
 
 
 class RunDir:
-    """Owns the run's files; `create()` makes them, `close()` removes the short-lived ones."""
+    """The files of a run; `create()` makes the folder, `close()` removes token and endpoint."""
 
     def __init__(self, state_dir: Path, run_id: str) -> None:
-        """Only checks the name; raises UsageError for one that cannot be a folder's."""
+        """Only check the name; raises UsageError if it is not usable for a folder."""
         if len(run_id) > MAX_RUN_ID_CHARS or not _RUN_ID.match(run_id):
             raise UsageError(
                 f"run id {run_id[:80]!r} is not usable as a folder's name; take letters, digits, "
@@ -78,18 +77,18 @@ class RunDir:
 
     @property
     def endpoint_file(self) -> Path:
-        """Where the driver listens."""
+        """The file with the driver's URL."""
         return self.path / "endpoint.json"
 
     def create(self) -> None:
         """Make the folder (0700) and see that it can be written.
 
-        Raises UsageError (64) where it cannot be had or another driver of that name lives, and
-        ClusterError (75) where the disk is full: the same command may succeed later.
+        Raises UsageError (64) if the folder cannot be used or belongs to a running driver, and
+        ClusterError (75) if the disk is full: the same command may succeed later.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # An existing folder of the same user may be wider than it should be.
+            # An existing folder may be readable by others.
             self.path.chmod(0o700)
             self._refuse_a_second_driver()
             self.token_file.unlink(missing_ok=True)
@@ -98,7 +97,7 @@ class RunDir:
             self._explain(error)
 
     def write_endpoint(self, url: str, now: float) -> None:
-        """Say where the driver listens; written whole or not at all. Raises as `create` does."""
+        """Write the driver's URL, atomically. Raises as `create` does."""
         endpoint = Endpoint(run_id=self.run_id, url=url, pid=os.getpid(), started=now)
         draft = self.endpoint_file.with_suffix(".new")
         try:
@@ -114,7 +113,7 @@ class RunDir:
                 path.unlink(missing_ok=True)
 
     def _refuse_a_second_driver(self) -> None:
-        """Two drivers in one folder would take each other's token away."""
+        """Raise UsageError if a live driver uses the folder: it needs its own token file."""
         try:
             endpoint = msgspec.json.decode(self.endpoint_file.read_bytes(), type=Endpoint)
         except (FileNotFoundError, msgspec.DecodeError):
@@ -127,7 +126,7 @@ class RunDir:
         self.endpoint_file.unlink(missing_ok=True)
 
     def _probe(self) -> None:
-        """Find a full disk or quota now: an empty file can often still be made, a block not."""
+        """Write a block: on a full disk an empty file can often still be made, but no block."""
         probe = self.path / ".probe"
         try:
             probe.write_bytes(b"\0" * 4096)
@@ -143,7 +142,7 @@ class RunDir:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process of that number exists, ours or not."""
+    """Return True if a process with this number exists."""
     if pid <= 0:
         return False
     try:

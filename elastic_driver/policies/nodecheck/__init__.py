@@ -1,1 +1,1 @@
-"""Which nodes are faulty or slow before training, by tasks they run in pairs; pure."""
+"""The node check: finds faulty and slow nodes before training, by tasks run in pairs; pure."""

@@ -1,7 +1,7 @@
-"""Which nodes are faulty or slow, found by running short tasks in changing pairs.
+"""The node check's method: short tasks in changing pairs find faulty and slow nodes.
 
-Round 1 runs the task in pairs (an odd node joins the last pair). Where nothing failed and the
-times agree, that was all. Otherwise every suspect is paired with a node that was *proved good*,
+Round 1 runs the task in pairs (an odd node joins the last pair). If nothing failed and the
+times agree, the check is over. Otherwise every suspect is paired with a node *proved good*,
 the slowest suspect with the fastest of those, until all is known or the rounds are used up. A
 suspect is never judged by what happened beside another suspect, as long as a good node exists.
 
@@ -9,9 +9,8 @@ A node is good or slow by its own best time, computing and network apart. In a g
 task times each pair by itself and a node reports its best, so that two fast ones are not held
 to be slow for the third.
 
-`NodeCheck.plan()` says who runs together next, `report()` takes what came of it, `verdicts()`
-judges. Pure: whoever runs the tasks is `runtime.node_checks`, or the simulation. Times are
-seconds.
+`NodeCheck.plan()` returns the next groups, `report()` takes their results, `verdicts()` judges.
+Pure: `checker` (or the simulation) runs the tasks. Times are seconds.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ Group = tuple[str, ...]
 
 
 class Verdict(str, Enum):
-    """What the check found out about a node."""
+    """The result of the check for a node."""
 
     GOOD = "good"
     STRAGGLER = "straggler"  # it works, but far slower than the others
     FAULTY = "faulty"
-    UNDECIDED = "undecided"  # it could not be told; never a reason to exclude the node
+    UNDECIDED = "undecided"  # there was no proof; never a reason to exclude the node
 
 
 class NodeVerdict(Struct, frozen=True):
@@ -57,7 +56,7 @@ class NodeVerdict(Struct, frozen=True):
 
 
 class NodeCheck:
-    """One check of some nodes: plans rounds, takes their results, judges.
+    """One check of some nodes: it plans rounds, takes in their results and judges.
 
     Args:
         nodes: names, without repeats, in the order of the first round's pairs.
@@ -87,7 +86,7 @@ class NodeCheck:
 
     @property
     def rounds(self) -> tuple[tuple[GroupResult, ...], ...]:
-        """Everything reported so far, round by round."""
+        """The results so far, by round."""
         return tuple(self._rounds)
 
     @property
@@ -96,7 +95,7 @@ class NodeCheck:
         return 2 + (len(self.nodes) - 1).bit_length()
 
     def plan(self) -> tuple[Group, ...]:
-        """Who runs the task together in the next round; () once the check is over."""
+        """Return the groups of the next round; () once the check is over."""
         if self._next is None:
             self._next = self._plan()
         return self._next
@@ -120,7 +119,7 @@ class NodeCheck:
         self._next = None
 
     def give_up(self, node: str, reason: str) -> None:
-        """A node cannot take part any more: faulty, and what failed beside it is explained.
+        """Call a node faulty that cannot take part any more; failures beside it are explained.
 
         A planned round stays as it is. Raises ValueError for a node that is not checked.
         """
@@ -129,7 +128,7 @@ class NodeCheck:
         self._gone.setdefault(node, reason)
 
     def verdicts(self) -> tuple[NodeVerdict, ...]:
-        """The verdict for every node, in the order given; final once `plan()` is ()."""
+        """Return the verdict for every node, in the given order; final once `plan()` is ()."""
         evidence = self._evidence()
         return tuple(self._judge(evidence, node) for node in self.nodes)
 
@@ -155,7 +154,7 @@ class NodeCheck:
         return Evidence(self.nodes, self._rounds, self._factor, self._gone, self._usual())
 
     def _usual(self) -> UsualTimes:
-        """The times of nodes that an earlier check called good."""
+        """Return the times of nodes that an earlier check called good."""
         compute = tuple(v.compute for v in self._known if v.compute is not None)
         return UsualTimes(compute, tuple(v.network for v in self._known if v.network is not None))
 
@@ -187,7 +186,7 @@ class NodeCheck:
         return Verdict.GOOD, ""
 
     def _verdict_on_suspect(self, evidence: Evidence, node: str) -> tuple[Verdict, str]:
-        """Nobody proved good was left to test it with: what its partners say must do."""
+        """Judge by the partners' results, if no node proved good was left to test it with."""
         if not self.plan() and node in evidence.likely:
             return Verdict.FAULTY, evidence.likely[node]
         partners = evidence.unexplained_partners(node)
@@ -198,7 +197,7 @@ class NodeCheck:
 
 
 def _first_pairs(nodes: Sequence[str]) -> tuple[Group, ...]:
-    """Neighbours; an odd node joins the last pair."""
+    """Pair neighbours; an odd node joins the last pair."""
     groups = [tuple(nodes[i : i + 2]) for i in range(0, len(nodes), 2)]
     if len(nodes) % 2 and len(groups) > 1:
         odd = groups.pop()
@@ -207,9 +206,9 @@ def _first_pairs(nodes: Sequence[str]) -> tuple[Group, ...]:
 
 
 def _slow_with_fast(doubtful: Sequence[str], evidence: Evidence) -> tuple[list[Group], list[str]]:
-    """Pair the slowest with the fastest good node and so on; also those for whom none is left.
+    """Pair the slowest with the fastest good node and so on; return the nodes left over too.
 
-    A failed task counts as FAILED_S, so those who failed come first.
+    A failed task counts as FAILED_S, so failed nodes come first.
     """
     partners = sorted(
         evidence.good.difference(doubtful), key=lambda n: (evidence.is_slow(n), evidence.time(n))

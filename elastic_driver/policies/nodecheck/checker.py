@@ -61,7 +61,7 @@ _LAST_WORDS_CHARS = 200
 
 
 class CheckLimits(Struct, frozen=True, kw_only=True):
-    """How a check is judged, and the longest that its parts may take."""
+    """The settings of a check's verdicts, and its timeouts."""
 
     stragglers: bool = True  # look for slow nodes too
     start_timeout: float = 60.0  # for an agent to come up
@@ -70,7 +70,7 @@ class CheckLimits(Struct, frozen=True, kw_only=True):
 
 
 class CheckEnded(CausedDecision, frozen=True, tag="check_ended"):
-    """The check is over, and this is what it has found."""
+    """The check is over; `report` has its results."""
 
     report: CheckReport
     reason: str
@@ -82,7 +82,7 @@ CheckDecision = (
 
 
 class Phase(str, Enum):
-    """What a check is doing."""
+    """The phases of a check."""
 
     STARTING = "starting"  # waits for the agents
     GATHERING = "gathering"  # waits until the processes of a round are up
@@ -443,7 +443,7 @@ class NodeChecker:
 
 
 def _last_words(event: WorkerExited) -> str:
-    """Why a process ended: the last line of its traceback, or its exit status."""
+    """Return a process's exit status and the last line of its traceback."""
     code = event.exit_code
     what = f"exit code {code}" if code > 0 else f"signal {-code}"
     lines = [line.strip() for line in event.log_tail.splitlines() if line.strip()]

@@ -1,12 +1,11 @@
-"""What the results of a node check prove so far: who is good, who is faulty, who is slow.
+"""The conclusions from a node check's rounds so far: good, faulty and slow nodes.
 
-`nodecheck` builds one from all rounds and asks it; nothing is decided here about what to run
-next. Times are seconds.
+`check` builds an `Evidence` from all rounds and decides from it what runs next. Times are seconds.
 
 The rules. A node is *proved good* when a task it shared with another node has passed. It is
 *faulty* when it failed alone, or beside a node proved good in an earlier round. A partner that
-proves good only later makes it *likely* faulty: it is tried once more, for the first failure may
-have been nobody's fault. A failure beside a node that is faulty is *explained* and says nothing.
+proves good only later makes it *likely* faulty: it is tried once more, because the first failure
+may have been an accident. A failure beside a node that is faulty is *explained* and says nothing.
 Where two nodes proved good fail together, one of them has changed since: both are suspects again.
 """
 
@@ -23,7 +22,7 @@ _MEASUREMENTS = 2  # that have to agree before a node is called slow
 
 
 class Measurement(Struct, frozen=True):
-    """What one node measured in one round."""
+    """The measurement of one node in one round."""
 
     node: str
     compute: float  # seconds for the matrix multiplications
@@ -48,22 +47,22 @@ class GroupResult(Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """Whether it passed on every member."""
+        """True if the task passed on every member."""
         return not any(m.failure for m in self.members)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The nodes in it."""
+        """The names of its nodes."""
         return tuple(m.node for m in self.members)
 
 
 def failed(node: str, reason: str) -> Measurement:
-    """The measurement of a task that failed or ran out of time."""
+    """Return the measurement of a task that failed or ran out of time."""
     return Measurement(node, FAILED_S, FAILED_S, failure=reason or "failed")
 
 
 def _proved_good(rounds: Sequence[Sequence[GroupResult]]) -> list[set[str]]:
-    """Who was proved good before each round, and after the last."""
+    """Return the nodes proved good before each round, and after the last one."""
     stages: list[set[str]] = [set()]
     for groups in rounds:
         before = stages[-1]
@@ -80,7 +79,7 @@ def _proved_good(rounds: Sequence[Sequence[GroupResult]]) -> list[set[str]]:
 
 
 class Evidence:
-    """Everything that follows from the rounds so far; computed once, then only read."""
+    """The conclusions from the rounds so far; computed once, then only read."""
 
     def __init__(
         self,
@@ -146,7 +145,7 @@ class Evidence:
         return own[-1] if own else "its partner lost it"
 
     def unexplained_partners(self, node: str) -> list[str]:
-        """Different partners it failed with, none of them faulty for certain."""
+        """Return the partners it failed with that are not certainly faulty."""
         partners: dict[str, None] = {}
         for group in self._groups[node]:
             others = [name for name in group.names if name != node]
@@ -157,16 +156,16 @@ class Evidence:
     # ---- partners ------------------------------------------------------------------------
 
     def partners_of(self, node: str) -> set[str]:
-        """Whom it was in a group with."""
+        """Return the nodes that shared a group with it."""
         return {name for group in self._groups[node] for name in group.names} - {node}
 
     def pairs_of(self, node: str) -> set[str]:
-        """Whom it was in a group with, just the two of them."""
+        """Return the nodes that shared a group of two with it."""
         pairs = [group.names for group in self._groups[node] if len(group.members) == 2]
         return {name for pair in pairs for name in pair} - {node}
 
     def history(self, node: str) -> tuple[Measurement, ...]:
-        """What the node measured, round by round."""
+        """Return the node's measurements by round."""
         return tuple(m for g in self._groups[node] for m in g.members if m.node == node)
 
     # ---- times ---------------------------------------------------------------------------
@@ -179,40 +178,40 @@ class Evidence:
         return {node: min(own) for node in self._groups if (own := self._network_times(node))}
 
     def _network_times(self, node: str) -> list[float]:
-        """Alone there is no network to time, and in a broken group no time is of use.
+        """Return its times in groups that passed, over real links.
 
-        Nor is one between two names on one network stack: that is the speed of a memory, beside
-        which every link would be slow.
+        The time between two names on one network stack is that of memory: compared with it every
+        link would be slow.
         """
         groups = [g for g in self._groups[node] if g.passed and len(g.members) > 1]
         return [m.network for g in groups for m in g.members if m.node == node and m.linked]
 
     def time(self, node: str) -> float:
-        """Its best times together, to sort by; FAILED_S for a node that never passed."""
+        """Return the sum of its best times, for sorting; FAILED_S for a node that never passed."""
         if node not in self.good:
             return FAILED_S
         return self.compute.get(node, 0.0) + self.network.get(node, 0.0)
 
     def slow_compute(self, node: str) -> bool:
-        """Whether it computes too slowly."""
+        """Return True if it computes too slowly."""
         return self.compute.get(node, 0.0) > self._factor * self._usual_compute
 
     def slow_network(self, node: str) -> bool:
-        """Whether its exchanges take too long."""
+        """Return True if its exchanges take too long."""
         return self.network.get(node, 0.0) > self._factor * self._usual_network
 
     def is_slow(self, node: str) -> bool:
-        """Whether either of its best times is too long."""
+        """Return True if either of its best times is too long."""
         return self.slow_compute(node) or self.slow_network(node)
 
     def to_time_again(self) -> tuple[str, ...]:
-        """The good nodes that are `timed_too_little`."""
+        """Return the good nodes that are `timed_too_little`."""
         return tuple(n for n in self._groups if n in self.good and self.timed_too_little(n))
 
     def timed_too_little(self, node: str) -> bool:
-        """Whether it is slow by fewer than two measurements that say something about *it*.
+        """Return True if fewer than two measurements show that the node itself is slow.
 
-        One may have met a passing trouble, and beside a slow partner every network is slow.
+        One may have been disturbed by chance, and beside a slow partner every network is slow.
         """
         passed = [g for g in self._groups[node] if g.passed]
         if self.slow_compute(node) and len(passed) < _MEASUREMENTS:
@@ -221,7 +220,7 @@ class Evidence:
         return self.slow_network(node) and len(beside_fast) < _MEASUREMENTS
 
     def slow_alone(self, node: str) -> bool:
-        """Whether a node computes too slowly and was timed too little: that takes no partner."""
+        """Return True if it computes too slowly and was timed too little; no partner is needed."""
         passed = [g for g in self._groups[node] if g.passed]
         return self.slow_compute(node) and len(passed) < _MEASUREMENTS
 
@@ -229,7 +228,7 @@ class Evidence:
         return any(name != node and not self.slow_network(name) for name in group.names)
 
     def describe_slowness(self, node: str) -> str:
-        """How slow, in words."""
+        """Describe how slow it is."""
         said = []
         for what, slow, own, usually in (
             ("computing", self.slow_compute(node), self.compute, self._usual_compute),

@@ -1,9 +1,8 @@
-"""When the processes of a round begin to measure: together, once all of them are up.
+"""The common start of a round's measurements, once all processes are up.
 
-Importing torch keeps a processor busy for seconds. Where hosts share a machine, whoever is up
-first would measure how the others start. So everybody waits for everybody, though not for ever:
-one that hangs, or has next to no processor, must not make the others run out of time.
-`runtime.node_checks` owns one for each round. Pure; times are monotonic seconds.
+Importing torch keeps a processor busy for seconds. If hosts share a machine, the first process
+would measure how the others start. So all wait for all, but not for ever: a process that hangs or
+is very slow must not make the others run out of time. Pure; times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ class StartingGate:
 
     @property
     def opens_at(self) -> float | None:
-        """When it opens even though somebody is missing; None: too few are up to say."""
+        """The time when it opens even if processes are missing; None while too few are up."""
         return self._opens_at
 
     def passed(self, worker: str, now: float) -> None:
-        """A process is up, or has ended; either way nobody waits for it any more."""
+        """Note that a process is up or has ended: the others wait for it no longer."""
         self._awaited.discard(worker)
         if self._opens_at is None and len(self._awaited) < self._half:
             self._opens_at = now + PATIENCE_S
 
     def is_open(self, now: float) -> bool:
-        """Whether those that are up may begin."""
+        """Return True if the processes that are up may begin."""
         return not self._awaited or (self._opens_at is not None and now >= self._opens_at)

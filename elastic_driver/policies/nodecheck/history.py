@@ -1,8 +1,8 @@
-"""What the checks of many runs have found out about each node, in bounded memory.
+"""The history of node checks over many runs, in bounded memory.
 
 `runtime.check_history` keeps one in the state folder; the table of a check and
-`elasticctl check --history` show it. Nobody is excluded for what stands here: a node may have been
-repaired, and a name may stand for another machine today. Pure; times are unix seconds.
+`elasticctl check --history` show it. No node is excluded because of its history: it may have been
+repaired, and its name may belong to another machine today. Pure; times are unix seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COMPARABLE = 3  # good checks, to compare with
 
 
 class PastCheck(Struct, frozen=True):
-    """What one check found out about a node."""
+    """The result of one check for a node."""
 
     checked_at: float
     verdict: Verdict
@@ -42,7 +42,7 @@ class CheckHistory(Struct, frozen=True):
     nodes: dict[str, tuple[PastCheck, ...]] = {}
 
     def with_report(self, report: CheckReport, now: float) -> CheckHistory:
-        """The same with another check added; what was never measured is not counted."""
+        """Return the history with another check added; without nodes that were not measured."""
         nodes = dict(self.nodes)
         for found in report.nodes:
             if found.history or found.verdict is Verdict.FAULTY:
@@ -52,9 +52,9 @@ class CheckHistory(Struct, frozen=True):
         return CheckHistory({node: nodes[node] for node in newest})
 
     def remarks(self, report: CheckReport) -> dict[str, str]:
-        """What is to be said of nodes that were not always good, or are far slower than they were.
+        """Return remarks on nodes that were not always good, or became far slower.
 
-        `report` is not in the history yet. Nothing here is a verdict.
+        `report` is not in the history yet. A remark is not a verdict.
         """
         said = {}
         for found in report.nodes:
@@ -65,7 +65,7 @@ class CheckHistory(Struct, frozen=True):
         return {node: words for node, words in said.items() if words}
 
     def render(self, names: Collection[str] = ()) -> str:
-        """A table with a line for each node (of `names`, or of all) and its last verdict."""
+        """Return a table with a line for each node (of `names`, or all) and its last verdict."""
         rows = [["node", "last check", "checks", *(v.value for v in Verdict), "compute", "network"]]
         rows[0].append("")
         for node in sorted(names or self.nodes):
@@ -81,7 +81,7 @@ class CheckHistory(Struct, frozen=True):
 
 
 def remark(past: tuple[PastCheck, ...]) -> str:
-    """How a node fared in its last checks, in words; empty where it was always good."""
+    """Describe a node's last checks; empty if it was always good."""
     last = past[-SHOWN:]
     counts = Counter(check.verdict for check in last if check.verdict is not Verdict.GOOD)
     if not counts:
@@ -92,10 +92,10 @@ def remark(past: tuple[PastCheck, ...]) -> str:
 
 
 def pace(found: NodeVerdict, task: str, past: tuple[PastCheck, ...]) -> str:
-    """How much slower than in its own good checks of the same task a node is, in words.
+    """Describe how much slower a node is than in its own good checks of the same task.
 
-    Two nodes that are slow alike, or a link of two, show in nothing else. Empty up to SLOW_FACTOR
-    times, or where too few checks are known.
+    Only this shows two nodes that are equally slow, or the slow link of two. Empty up to
+    SLOW_FACTOR times, or if too few checks are known.
     """
     good = [check for check in past if check.verdict is Verdict.GOOD and check.task == task]
     said = []
@@ -112,7 +112,7 @@ def pace(found: NodeVerdict, task: str, past: tuple[PastCheck, ...]) -> str:
 
 
 def decode(written: bytes) -> CheckHistory:
-    """What was kept; raises msgspec.DecodeError (a ValidationError too) for anything else."""
+    """Decode a history; raises msgspec.DecodeError (or its subclass ValidationError)."""
     return msgspec.json.decode(written, type=CheckHistory)
 
 

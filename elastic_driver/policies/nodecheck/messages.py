@@ -1,4 +1,4 @@
-"""What a node check and its tasks tell each other through the store. Pure data, JSON by msgspec.
+"""The messages between a node check and its tasks, in the store. Pure data, JSON by msgspec.
 
 The driver publishes `TaskSettings` once, and each process's further places as `Assignment`s;
 each process writes its `TaskResult` and posts `TaskEnded`. Times are seconds, sizes bytes.
@@ -17,27 +17,27 @@ Rate = Annotated[float, Meta(ge=0.0, le=1e15)]
 
 
 def result_key(task: int, worker: str) -> str:
-    """Where one process of a task writes its TaskResult."""
+    """Return the key of a process's TaskResult."""
     return f"rounds/{task}/results/{worker}"
 
 
 def assignment_key(worker: str, number: int) -> str:
-    """Where a process that has done `number` tasks finds its next Assignment."""
+    """Return the key of a process's next Assignment after `number` tasks."""
     return f"checks/assignments/{worker}/{number}"
 
 
 def place_key(task: int, rank: int) -> str:
-    """Where one process of a task writes its Place."""
+    """Return the key of a process's Place."""
     return f"rounds/{task}/places/{rank}"
 
 
 def go_key(task: int) -> str:
-    """Written when a task's processes may begin to measure."""
+    """Return the key that is written when a task's processes may begin to measure."""
     return f"rounds/{task}/go"
 
 
 class TaskSettings(Struct, frozen=True, kw_only=True):
-    """What every process of the check runs; the same everywhere, so that times compare."""
+    """The task of a check; the same for every process, so that times compare."""
 
     timeout: float = 60.0  # for meeting the partner, and for each exchange
     matrix: int | None = None  # rows of the square matrices; None: by kind of device
@@ -50,7 +50,7 @@ class TaskSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def summary(self) -> str:
-        """Names what the times are times of: equal for tasks whose times compare."""
+        """Describe the task; equal for tasks whose times can be compared."""
         model = f", {self.model_steps} passes" if self.model else ""
         rows = self.matrix or "usual"
         return (
@@ -68,7 +68,7 @@ class Assignment(Struct, frozen=True, kw_only=True):
 
 
 class Place(Struct, frozen=True, kw_only=True):
-    """Where a process of a task runs."""
+    """The host and machine of a task's process."""
 
     node: int  # which of the group's hosts
     machine: str  # what all processes on one kernel have in common; empty: not known
@@ -85,7 +85,7 @@ class TaskEnded(Struct, frozen=True, tag="task_ended", forbid_unknown_fields=Tru
 
 
 class TaskResult(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one process measured."""
+    """The measurement of one process."""
 
     compute: Seconds  # matrix products and the model's passes, at their best pace
     network: Seconds  # the all-gathers, with the partner they were fastest with; alone: 0

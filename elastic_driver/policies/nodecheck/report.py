@@ -1,4 +1,4 @@
-"""What a node check found, as a document and as a table for people. Pure."""
+"""The report of a node check, as a document and as a table for people. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN_NODES = 8
 
 
 class CheckReport(Struct, frozen=True, kw_only=True):
-    """A whole check; kept as JSON beside the run's event log, and shown by `/v1/status`."""
+    """The results of a check; kept as JSON beside the event log, and shown by `/v1/status`."""
 
     state: str = "done"  # checking | done
     rounds: int
@@ -25,11 +25,11 @@ class CheckReport(Struct, frozen=True, kw_only=True):
     before: dict[str, str] = {}  # node → what earlier checks make remarkable about it
 
     def named(self, *verdicts: Verdict) -> tuple[str, ...]:
-        """The nodes with one of these verdicts."""
+        """Return the nodes with one of these verdicts."""
         return tuple(node.node for node in self.nodes if node.verdict in verdicts)
 
     def excluded(self, *, stragglers: bool) -> dict[str, str]:
-        """Nodes that are not to train → why: the faulty, and on request the stragglers.
+        """Return the nodes that must not train, with reasons: the faulty and, if asked, stragglers.
 
         An undecided node is never excluded.
         """
@@ -37,7 +37,7 @@ class CheckReport(Struct, frozen=True, kw_only=True):
         return {n.node: f"{n.verdict.value}: {n.reason}" for n in self.nodes if n.verdict in bad}
 
     def summary(self) -> str:
-        """One line: how many of which verdict, and the names of all but the good ones."""
+        """Return one line: the number of nodes by verdict, and the names of those not good."""
         parts = []
         for verdict in Verdict:
             names = self.named(verdict)
@@ -52,7 +52,7 @@ class CheckReport(Struct, frozen=True, kw_only=True):
         return f"node check: {', '.join(parts)}; {rounds}, {took}"
 
     def render(self) -> str:
-        """A table with a line for each node, the summary below it."""
+        """Return a table with a line for each node and the summary below it."""
         head = ["node", "verdict", "compute", "network"]
         measured = any(_bandwidth(node) is not None for node in self.nodes)
         if measured:
@@ -68,7 +68,7 @@ class CheckReport(Struct, frozen=True, kw_only=True):
 
 
 def _network(node: NodeVerdict) -> float | None:
-    """Its exchanges' best time; also one within a network stack, which is no ground to judge."""
+    """Return its best exchange time; one within a network stack is shown but never judged."""
     within = [m.network for m in _passed(node) if not m.linked]
     return node.network if node.network is not None else min(within, default=None)
 
@@ -86,7 +86,7 @@ def _passed(node: NodeVerdict) -> list[Measurement]:
 
 
 def seconds(time: float | None) -> str:
-    """A time for people; a dash for one that was not measured."""
+    """Format a time for people; a dash if it was not measured."""
     if time is None:
         return "–"
     return f"{time:.2f} s" if time >= 1 else f"{time * 1e3:.3g} ms"
@@ -97,7 +97,7 @@ def _rate(bytes_a_second: float | None) -> str:
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with their cells in columns; the last cell, free text, is as long as it is."""
+    """Return the rows as lines with aligned columns; the last cell is free text."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:

@@ -1,1 +1,1 @@
-"""Who trains which data shard: the ledger, sources of data, messages; pure."""
+"""Data shards for workers: the ledger, sources of data, messages; pure."""

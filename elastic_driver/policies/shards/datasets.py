@@ -44,6 +44,8 @@ LEASE_S = 60.0
 MAX_DATASETS = 256
 MAX_HELD = 1024  # shards of one worker; more is a loop that forgets to report
 MAX_GONE = 65536  # names of workers that must not be given anything any more
+_DESCRIBES = (NextRequest, ResumeRequest, ShardCheckpoint)  # requests that open a data set
+_READS = (ReadStatus, ReadCheckpoint)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 ShardEvent = (
@@ -62,7 +64,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _DataSet:
-    """A data set: its description, its ledger, its source if that can grow, and who waits."""
+    """A data set: its description, ledger, source if that can grow, and waiting requests."""
 
     name: str
     description: Description
@@ -137,7 +139,7 @@ class DataSets:
             self._next(data, event.ticket, event.request, now)
             return
         self._out.append(Reply(event.ticket, self._answer(data, event, now)))
-        if not isinstance(event.request, ReadStatus | ReadCheckpoint):
+        if not isinstance(event.request, _READS):
             self._changed(data, now)
 
     def _answer(
@@ -172,9 +174,9 @@ class DataSets:
             self._due = now + LEASE_S / 4
 
     def _offer(self, data: _DataSet, ticket: int, worker: str, now: float, *, last: bool) -> bool:
-        """Answer a request for a shard; False where it should wait, and may (not `last`)."""
+        """Answer a request for a shard; return False if it has to wait and may (not `last`)."""
         if worker in self._gone:
-            # It ended while this request waited: nobody would ever train the shard it got.
+            # It ended while this request waited, and could never train the shard.
             gone = Rejection("worker_gone", f"{worker} is gone", "only its successor may ask")
             self._out.append(Reply(ticket, gone))
             return True
@@ -197,7 +199,7 @@ class DataSets:
     # ---- workers and time ----------------------------------------------------------------
 
     def _ended(self, worker: str, reason: str | None, now: float) -> None:
-        """Take a worker's shards back; a `reason` says that it was lost, None: as planned."""
+        """Take a worker's shards back; `reason`: why it was lost; None: it ended as planned."""
         self._alive.discard(worker)
         self._gone[worker] = None
         if len(self._gone) > MAX_GONE:
@@ -243,10 +245,10 @@ class DataSets:
     # ---- opening -------------------------------------------------------------------------
 
     def _find(self, event: ShardRequest) -> _DataSet | Rejection:
-        """The data set of a request, opened if the request may do so."""
+        """Return the data set of a request, opened if the request may do so."""
         name, request = event.dataset, event.request
         data = self._datasets.get(name)
-        if not isinstance(request, NextRequest | ResumeRequest | ShardCheckpoint):
+        if not isinstance(request, _DESCRIBES):
             return data or Rejection(
                 "unknown_dataset", f"no data set {name[:128]!r}", "it opens with its first :next"
             )

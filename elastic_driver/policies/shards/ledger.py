@@ -4,7 +4,7 @@ Fast workers come back for more, slow ones take fewer, and the shards of a lost 
 the front of the queue. Nothing here reads data or a clock; times are monotonic seconds.
 
 A shard is handed out with a *token*, larger than every token before it (a fencing token), so that
-a worker that was taken for dead and reports late is told from the one that has the shard now.
+a late report of a worker taken for dead differs from a report of the shard's present holder.
 A shard whose workers keep dying is put in quarantine by name, and the data set is then not
 complete. To do and done are not kept as sets: the source counts forward, so memory grows with the
 shards that are handed out, returned or in quarantine, and not with the data set.
@@ -37,14 +37,14 @@ from elastic_driver.policies.shards.sources import RangeSource, Shard, Source, S
 
 
 class _Holder(Struct):
-    """What one worker holds: shards by age, and until when."""
+    """The shards of one worker, oldest first, and the end of its lease."""
 
     expires: float
     tokens: dict[Shard, int] = field(default_factory=dict)
 
 
 class _Past(Struct):
-    """What happened to a shard that was lost at least once and is not done."""
+    """The history of a shard that was lost at least once and is not done."""
 
     losses: int = 0  # of them, how many workers died training it
     progress: int = 0  # records that were trained nevertheless, where its holder lives on
@@ -82,10 +82,10 @@ class ShardLedger:
         self._done = self._done_records = 0
         self._first_token = self._next_token = 1  # first: of those that still count
 
-    # ---- what workers ask ----------------------------------------------------------------
+    # ---- requests of workers ----------------------------------------------------------------
 
     def next(self, worker: str, now: float) -> NextAnswer:
-        """A shard for this worker; `Wait` while others hold some that may come back."""
+        """Return a shard for this worker; `Wait` while others hold shards that may come back."""
         held = self._holders.get(worker)
         if held is not None and len(held.tokens) >= self._max_held:
             self.renew(worker, now)
@@ -102,7 +102,7 @@ class ShardLedger:
                 return self._end()
 
     def done(self, worker: str, shard: Shard, token: int, now: float) -> DoneAnswer:
-        """The worker reports a shard trained. Repeating a report gives the same answer."""
+        """Take in that the worker has trained a shard. A repeated report gets the same answer."""
         holder = self._doing.get(shard)
         if holder == worker and self._holders[worker].tokens[shard] == token:
             self.renew(worker, now)
@@ -126,17 +126,16 @@ class ShardLedger:
         )
 
     def renew(self, worker: str, now: float) -> None:
-        """The worker lives: its shards stay with it for another lease."""
+        """Extend the worker's lease of its shards."""
         if worker in self._holders:
             self._holders[worker].expires = now + self._lease
 
-    # ---- what the driver learns ----------------------------------------------------------
+    # ---- ends of workers -----------------------------------------------------------------
 
     def worker_lost(self, worker: str, reason: str) -> list[Quarantined]:
-        """Its shards go back to the front; the one it was training is blamed for the loss.
+        """Return a lost worker's shards to the front; blame its oldest one, which it was training.
 
-        That is the oldest it holds: those behind it were only fetched ahead. Returns what is
-        in quarantine from now on.
+        Its other shards were only prefetched. Returns the shards newly in quarantine.
         """
         held = self._take_back(worker)
         self._last_done.pop(worker, None)
@@ -151,7 +150,7 @@ class ShardLedger:
         return [self._lock_up(blamed, past.losses, f"{worker}: {reason}")]
 
     def worker_left(self, worker: str) -> None:
-        """It leaves as planned: its shards go back to the front, nobody is blamed."""
+        """Return the shards of a worker that leaves as planned to the front; blame none."""
         self._take_back(worker)
         self._last_done.pop(worker, None)
 
@@ -162,14 +161,14 @@ class ShardLedger:
         return [found for worker in over for found in self.worker_lost(worker, reason)]
 
     def deadline(self) -> float | None:
-        """When `expire` next has something to do; None where nothing is handed out."""
+        """Return the time of the next expiry; None if no shard is handed out."""
         return min((held.expires for held in self._holders.values()), default=None)
 
     def blame(self, worker: str, reason: str) -> list[Quarantined]:
-        """A loss while `worker`, which lives on, trained its oldest shard; may quarantine it.
+        """Blame the oldest shard of a holder that lives on for a loss; may quarantine it.
 
-        For a holder that is many processes (a world that trains its shards together): it goes
-        on where it was, so only losses without any progress between them speak against a shard.
+        Such a holder is a world whose members train its shards together: it goes on where it was,
+        so only losses without progress between them count against a shard.
         """
         held = self._holders.get(worker)
         if held is None:
@@ -184,11 +183,11 @@ class ShardLedger:
         return [self._lock_up(shard, past.losses, f"a member of {worker}: {reason}")]
 
     def resume(self, worker: str, held: Mapping[int, int], now: float) -> list[int]:
-        """Agree with `worker` on what it holds, as token → records trained; tokens to let go.
+        """Agree with `worker` on what it holds (token → records trained); return tokens it lost.
 
-        Those are the ones that others have, or will get, or that are in quarantine. What it has
-        and does not name goes back to the front: nobody knows of it any more. A token that was
-        reported done may be named again, by a world that rolled back; it trains the records anew.
+        Those shards are with other workers, returned or in quarantine. Shards it holds but does not
+        name go back to the front, since the worker has forgotten them. A world that rolled back may
+        name a token that was reported done; it trains these records again.
         """
         self.renew(worker, now)
         mine = self._holders.get(worker, _Holder(expires=now)).tokens
@@ -204,7 +203,7 @@ class ShardLedger:
         lost = {token for past in self._past.values() for token in past.tokens}
         return [token for token in held if token in lost or token < self._first_token]
 
-    # ---- what is known -------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------
 
     def check(self) -> list[str]:
         """Return every violated invariant as a sentence."""
@@ -214,11 +213,11 @@ class ShardLedger:
         return [*wrong, *(f"{shard.name} is in work and to do again" for shard in twice)]
 
     def workers(self) -> list[str]:
-        """Who holds shards."""
+        """Return the workers that hold shards."""
         return list(self._holders)
 
     def counts(self) -> ShardCounts:
-        """Where the shards are."""
+        """Return the number of shards by state."""
         return ShardCounts(
             epoch=self._epoch,
             done=self._done,
@@ -230,13 +229,13 @@ class ShardLedger:
         )
 
     def quarantined(self) -> list[Quarantined]:
-        """The shards in quarantine, with the reason of each."""
+        """Return the shards in quarantine, with the reason of each."""
         return list(self._quarantine.values())
 
     def checkpoint(self) -> LedgerState:
-        """The progress as plain data, to be kept beside a model's checkpoint.
+        """Return the progress as plain data, to be kept beside a model's checkpoint.
 
-        A shard that is with a worker is not in that model for certain: it is to do again.
+        A shard that a worker holds may not be in that model: it counts as to do again.
         """
         doing = sorted(
             self._doing, key=lambda shard: self._holders[self._doing[shard]].tokens[shard]
@@ -253,7 +252,7 @@ class ShardLedger:
         )
 
     def restore(self, state: LedgerState) -> None:
-        """Go back to a checkpoint; no token given out before is taken any more."""
+        """Go back to a checkpoint; tokens given out before are refused from now on."""
         self._source.load(state.source)
         self._holders.clear()
         self._doing.clear()
@@ -269,9 +268,9 @@ class ShardLedger:
     # ---- inside --------------------------------------------------------------------------
 
     def _take(self) -> Shard | None:
-        """The next shard to do: returned ones first, then the source's.
+        """Return the next shard to do: returned ones first, then the source's.
 
-        Records that were put in quarantine in an earlier epoch would kill workers again.
+        Records that were quarantined in an earlier epoch stay so: they would kill workers again.
         """
         if self._returned:
             return self._returned.popleft()
@@ -292,7 +291,7 @@ class ShardLedger:
         return Granted(shard, token, self._lease)
 
     def _drop(self, worker: str, shard: Shard) -> None:
-        """The worker holds this shard no longer."""
+        """Remove a shard from its holder."""
         del self._doing[shard]
         held = self._holders[worker]
         del held.tokens[shard]
@@ -337,16 +336,16 @@ class ShardLedger:
 
 
 def _records(shard: Shard) -> tuple[str, int, int]:
-    """What a shard has in common with its like in other epochs."""
+    """Return the records of a shard, the same in every epoch."""
     return shard.partition, shard.start, shard.stop
 
 
 def open_ledger(
     dataset: Description, *, lease: float, max_held: int
 ) -> tuple[ShardLedger, StreamSource | None]:
-    """A fresh ledger of the described data set, and its source where that can be extended.
+    """Return a new ledger of the described data set, and its source if it is a stream.
 
-    Raises `UsageError` for a description that makes no sense.
+    Raises `UsageError` for an invalid description.
     """
     source: RangeSource | StreamSource
     if isinstance(dataset, RangeDescription):

@@ -41,7 +41,7 @@ Description = RangeDescription | StreamDescription
 
 
 class NextRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """Give `worker` a shard; wait up to `wait` seconds for one, where others still hold some."""
+    """Give `worker` a shard; wait up to `wait` seconds for one if others still hold some."""
 
     worker: WorkerId
     dataset: Description
@@ -87,13 +87,13 @@ class Granted(Struct, frozen=True, tag="granted"):
 
 
 class Wait(Struct, frozen=True, tag="wait"):
-    """Nothing for you now, but there may be later: ask again."""
+    """There is no shard now, but there may be one later: ask again."""
 
     reason: str
 
 
 class End(Struct, frozen=True, tag="end"):
-    """Nothing will come any more. `complete`: every record was trained."""
+    """No shard will come any more. `complete`: every record was trained."""
 
     complete: bool
     quarantined: tuple[str, ...]  # names
@@ -104,16 +104,16 @@ NextAnswer = Granted | Wait | End
 
 
 class ShardAccepted(Struct, frozen=True, tag="accepted"):
-    """The shard counts as done by you. `late`: you had lost it, but nobody else had begun it."""
+    """The shard counts as done by you. `late`: you had lost it, but no other worker had it."""
 
     shard: Shard
     late: bool = False
 
 
 class RefusalCode(str, Enum):
-    """Why a report is refused; for programs."""
+    """The reasons for refusing a report, for programs."""
 
-    HELD = "held"  # somebody else trains it now
+    HELD = "held"  # another worker trains it now
     DONE = "done"  # finished already, or never handed out with this token
 
 
@@ -128,7 +128,7 @@ DoneAnswer = ShardAccepted | ShardRefused
 
 
 class Quarantined(Struct, frozen=True):
-    """A shard that nobody gets any more, and why."""
+    """A shard that is given to no worker any more, and why."""
 
     shard: Shard
     losses: int
@@ -136,7 +136,7 @@ class Quarantined(Struct, frozen=True):
 
 
 class ShardCounts(Struct, frozen=True):
-    """Where the shards are, for people and metrics."""
+    """The number of shards by state, for people and metrics."""
 
     epoch: int
     done: int  # shards, over all epochs

@@ -1,8 +1,8 @@
-"""Where data shards come from: a data set of known length, or partitions that still grow.
+"""Sources of data shards: a data set of known length, or partitions that grow.
 
 A source cuts its records into shards one at a time, when the `ledger` asks for the next, so that
-10⁹ records in 10⁶ shards take no more memory than ten. A source only ever goes forward; what
-happens to a shard afterwards is the ledger's business. Counts and offsets are records.
+10⁹ records in 10⁶ shards take no more memory than ten. A source only goes forward; the ledger
+keeps account of the shards. Counts and offsets are records.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Shard(Struct, frozen=True, order=True, forbid_unknown_fields=True):
 
     @property
     def name(self) -> str:
-        """For people: `epoch 0, records 512–1023` or `epoch 0, clicks-3 records 0–99`."""
+        """The name for people: `epoch 0, records 512–1023` or `epoch 0, clicks-3 records 0–99`."""
         where = f"{self.partition} records" if self.partition else "records"
         return f"epoch {self.epoch}, {where} {self.start}–{self.stop - 1}"
 
     @property
     def records(self) -> int:
-        """How many records it has."""
+        """The number of its records."""
         return self.stop - self.start
 
 
@@ -59,22 +59,22 @@ SourceState = RangeState | StreamState
 
 
 class Source(Protocol):
-    """What the ledger needs of a source."""
+    """A source, as the ledger uses it."""
 
     def take(self) -> Shard | None:
-        """The next shard that was never handed out; None where there is none now."""
+        """Return the next shard that was never handed out; None if there is none now."""
 
     def drained(self) -> bool:
-        """Whether this epoch will never have another shard."""
+        """Return True if this epoch has no further shard and will get none."""
 
     def next_epoch(self) -> bool:
-        """Begin the next epoch of a drained source; False where there is none."""
+        """Begin the next epoch of a drained source; return False if there is none."""
 
     def save(self) -> SourceState:
-        """The progress, as plain data."""
+        """Return the progress as plain data."""
 
     def load(self, state: SourceState) -> None:
-        """Go on from a saved progress."""
+        """Continue from a saved progress."""
 
 
 class RangeSource:
@@ -109,7 +109,7 @@ class RangeSource:
         self._order = Permutation(self.shards, mix(self.seed, epoch)) if self.shuffle else None
 
     def take(self) -> Shard | None:
-        """The next shard of the epoch's order."""
+        """Return the next shard of the epoch's order."""
         if self.drained():
             return None
         number = self._taken if self._order is None else self._order[self._taken]
@@ -119,11 +119,11 @@ class RangeSource:
         return Shard(epoch=self.epoch, partition="", start=start, stop=stop)
 
     def drained(self) -> bool:
-        """Whether every shard of this epoch was taken."""
+        """Return True if every shard of this epoch was taken."""
         return self._taken >= self.shards
 
     def next_epoch(self) -> bool:
-        """Begin the next epoch; False after the last one, and where there are no records."""
+        """Begin the next epoch; return False after the last one, and if there are no records."""
         last = self.epochs is not None and self.epoch + 1 >= self.epochs
         if last or self.records == 0:
             return False
@@ -131,11 +131,11 @@ class RangeSource:
         return True
 
     def save(self) -> RangeState:
-        """Two numbers, whatever the length of the data set."""
+        """Return the progress: two numbers for any length of the data set."""
         return RangeState(epoch=self.epoch, taken=self._taken)
 
     def load(self, state: SourceState) -> None:
-        """Go on from `save()` of a source with the same settings."""
+        """Continue from `save()` of a source with the same settings."""
         if not isinstance(state, RangeState) or state.taken > self.shards:
             raise UsageError(
                 "the saved shard progress is of another data set; "
@@ -147,7 +147,7 @@ class RangeSource:
 class StreamSource:
     """Partitions with offsets (of a log, a queue) that grow while the job trains.
 
-    Partitions take turns. What lies between a partition's offset and its known end is cut
+    Partitions take turns. The records between a partition's offset and its known end are cut
     into shards of at most `shard_records`; `extend` moves the end, `close` says it is final.
     """
 
@@ -162,13 +162,13 @@ class StreamSource:
         self._closed: set[str] = set()
 
     def extend(self, partition: str, end: int) -> None:
-        """Records below offset `end` can be read now; an end that was passed is no news."""
+        """Note that records below offset `end` can be read; an earlier end changes nothing."""
         self._known(partition)
         if partition not in self._closed:
             self._ends[partition] = max(end, self._ends[partition])
 
     def close(self, partition: str) -> None:
-        """Nothing will be added to this partition."""
+        """Note that nothing will be added to this partition."""
         self._known(partition)
         self._closed.add(partition)
 
@@ -178,7 +178,7 @@ class StreamSource:
             raise UsageError(f"no partition {partition!r} in this stream; it has {known}")
 
     def take(self) -> Shard | None:
-        """The next records of the partition whose turn it is."""
+        """Return the next records of the partition whose turn it is."""
         for partition, start in self._offsets.items():
             stop = min(self._ends[partition], start + self.shard_records)
             if stop > start:
@@ -188,24 +188,24 @@ class StreamSource:
         return None
 
     def drained(self) -> bool:
-        """Whether every partition is closed and read to its end."""
+        """Return True if every partition is closed and read to its end."""
         return all(
             partition in self._closed and start >= self._ends[partition]
             for partition, start in self._offsets.items()
         )
 
     def next_epoch(self) -> bool:
-        """Never: a stream is read once."""
+        """Return False: a stream is read once."""
         return False
 
     def save(self) -> StreamState:
-        """Offsets and ends of all partitions."""
+        """Return the offsets and ends of all partitions."""
         return StreamState(
             offsets=dict(self._offsets), ends=dict(self._ends), closed=tuple(sorted(self._closed))
         )
 
     def load(self, state: SourceState) -> None:
-        """Go on from `save()` of a stream with the same partitions."""
+        """Continue from `save()` of a stream with the same partitions."""
         if not isinstance(state, StreamState) or state.offsets.keys() != self._offsets.keys():
             raise UsageError(
                 "the saved shard progress is of another stream; restore it with its partitions"

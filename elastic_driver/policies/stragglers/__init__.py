@@ -1,1 +1,1 @@
-"""Who is slow, rank or link, and which work moves away from it; pure."""
+"""Slow ranks and links, and moving work away from them; pure."""

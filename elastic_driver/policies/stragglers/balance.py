@@ -1,10 +1,10 @@
-"""How a step's micro-batches are shared out, so that a slow rank holds nobody up (`--balance`).
+"""Moves micro-batches away from slow ranks (`--balance`).
 
-The driver's shell feeds in what a pass over one micro-batch, and the rest of a step, cost each
-rank, waiting left out, and the shares that are in force; the verdict is other shares with the
-reason, or none. Noise moves nothing: a step has to become clearly shorter, and the earlier half of
-what was measured has to say so as well as the later one. After a move all is measured anew. The
-sum of the shares never changes, and with it neither the batch nor the result.
+The driver feeds in each rank's cost of a pass over one micro-batch and of the rest of a step,
+without waiting, and the shares in force. The answer is new shares with a reason, or none. Noise
+moves nothing: the step has to become clearly shorter by the earlier half of the samples and by the
+later half. After a move all is measured again. The sum of the shares never changes, so the batch
+and the result stay the same.
 
 Pure. Times are seconds.
 """
@@ -24,14 +24,14 @@ from elastic_driver.policies.stragglers.robust import median, usual
 
 
 class BalanceSettings(Struct, frozen=True, kw_only=True):
-    """When work is moved; with the defaults after 20 samples, about two seconds of short steps."""
+    """The limits for moving work; the defaults take 20 samples, about two seconds."""
 
     gain: float = 0.15  # the part by which a step has to become shorter
     window: int = 20  # samples that are looked at, in two halves; fewer decide nothing
 
 
 class Move(Struct, frozen=True):
-    """Micro-batches of a step by rank from now on, which rank came last before, and why."""
+    """New micro-batches of a step by rank, the rank that was last before, and the reason."""
 
     shares: tuple[int, ...]
     last: int
@@ -39,20 +39,20 @@ class Move(Struct, frozen=True):
 
 
 class Cost(Struct, frozen=True):
-    """What a step costs a rank: `one_pass` for each micro-batch, and `rest` once."""
+    """The cost of a rank's step: `one_pass` for each micro-batch, and `rest` once."""
 
     one_pass: float
     rest: float = 0.0
 
     def of(self, share: int) -> float:
-        """What a step with so many micro-batches takes it."""
+        """Return the time of a step with so many micro-batches."""
         return share * self.one_pass + self.rest
 
 
 def fastest_shares(virtual_workers: int, costs: Sequence[Cost]) -> list[int]:
-    """How many micro-batches each rank should take so that a step is soonest over.
+    """Return the micro-batches of each rank that make a step shortest.
 
-    Everyone keeps at least one: who trains nothing cannot show that it has recovered. Of equal
+    Each rank keeps at least one: a rank without work could not show that it has recovered. Of equal
     ranks the lower ones take more, as in `batch.allocate_microbatches`.
 
     Raises:
@@ -77,7 +77,7 @@ def fastest_shares(virtual_workers: int, costs: Sequence[Cost]) -> list[int]:
 
 
 def step_time(shares: Sequence[int], costs: Sequence[Cost]) -> float:
-    """What a step takes until the last rank is done with its share."""
+    """Return the time of a step, until the last rank is done with its share."""
     return max(cost.of(share) for share, cost in zip(shares, costs, strict=True))
 
 
@@ -106,26 +106,26 @@ class Balancer:
         self._latest = [-1 for _ in self.hosts]
 
     def costs(self) -> list[Cost | None]:
-        """What a step costs each rank; None where too little is known."""
+        """Return each rank's cost of a step; None if too little is known."""
         half = self.settings.window // 2
         measured = [_usual(costs) if len(costs) >= half else None for costs in self._costs]
         earlier = self.known or [None for _ in self.hosts]
         return [now or before for now, before in zip(measured, earlier, strict=True)]
 
     def divided(self, rank: int, division: Division) -> None:
-        """A rank says what its share is."""
+        """Take in a rank's share."""
         self._divisions[rank] = division
 
     def measured(self, rank: int, step: int, cost: Cost) -> None:
-        """What this step has cost a rank, waiting left out; repeats are ignored."""
+        """Take in a rank's cost of a step, without waiting; repeated steps are ignored."""
         if step > self._latest[rank] and cost.one_pass > 0:
             self._latest[rank] = step
             self._costs[rank].append(cost)
 
     def decide(self) -> Move | None:
-        """Other shares than those in force, where a step would clearly be over sooner."""
+        """Return new shares if they make a step clearly shorter, else None."""
         shares = self._shares()
-        if not shares or sum(shares) <= len(shares):  # more cannot be taken from anybody
+        if not shares or sum(shares) <= len(shares):  # no rank has one to give away
             return None
         if shares != self._in_force:
             first, self._in_force = not self._in_force, shares
@@ -145,14 +145,14 @@ class Balancer:
             costs.clear()
 
     def _shares(self) -> tuple[int, ...]:
-        """The shares in force; empty while the ranks' words do not fit together."""
+        """Return the shares in force; empty while the ranks' reports contradict each other."""
         said = [division for division in self._divisions if division is not None]
         shares = tuple(division.share for division in said)
         whole = {division.virtual_workers for division in said}
         return shares if len(said) == len(self.hosts) and whole == {sum(shares)} else ()
 
     def _by_memory(self) -> Move | None:
-        """By what was measured in an earlier round; who was not there counts as usual."""
+        """Decide by an earlier round's costs; a rank without one counts as usual."""
         known = [cost for cost in self.costs() if cost]
         if not known:
             return None
@@ -160,7 +160,7 @@ class Balancer:
         return self._move(costs, [costs])
 
     def _move(self, costs: Sequence[Cost], evidence: Sequence[Sequence[Cost]]) -> Move | None:
-        """The best shares at these costs, where every piece of evidence speaks for them."""
+        """Return the best shares at these costs if all evidence confirms them."""
         now = self._in_force
         best = tuple(fastest_shares(sum(now), costs))
         least = 1 - self.settings.gain
@@ -182,6 +182,6 @@ class Balancer:
 
 
 def _usual(costs: Iterable[Cost]) -> Cost:
-    """The medians."""
+    """Return the median costs."""
     several = list(costs)
     return Cost(median(c.one_pass for c in several), median(c.rest for c in several))

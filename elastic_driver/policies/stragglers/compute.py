@@ -1,8 +1,8 @@
-"""Which ranks are slow while the job trains.
+"""Detection of ranks that compute slowly while the job trains.
 
-Workers report for each step what they spent computing, without the time they waited for others: in
-a synchronous step everyone *finishes* together, so only that shows who held the others up. (Whose
-network is slow, `links` finds.)
+Workers report the compute time of each step, without the time they waited for others: all ranks of
+a synchronous step *finish* together, so only the compute time shows the slow one. (`links` finds
+slow networks.)
 
 A rank's time is the median of its last reports; it is compared with the usual time of all ranks
 (`robust.usual`). Hysteresis and a number of looks that must agree keep jitter from raising an
@@ -11,9 +11,9 @@ ever several times as slow, so a slight difference must last longer; and where m
 slow, it must be larger. Pure: the driver feeds reports in and passes the alarms on. Times are
 seconds.
 
-A report may stand for several short steps, whose mean is steadier than each of them: of those fewer
-are asked for, so that a verdict takes about as many steps. Long steps are reported one by one, and
-a quota may stop a process in each second one: of those, two neighbours are taken together.
+A report may stand for several short steps, whose mean is steadier than each of them: then fewer
+reports are needed, for about as many steps. Long steps are reported one by one, and a
+quota may stop a process in each second one: of those, the mean of two neighbours is taken.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _NEIGHBOURS = 4  # reports from whose distance it follows for how many steps eac
 
 
 class Slowness(str, Enum):
-    """In what a rank is slow."""
+    """The kind of a rank's slowness."""
 
     COMPUTE = "compute"
     NETWORK = "network"
 
 
 class WatchSettings(Struct, frozen=True, kw_only=True):
-    """When a rank is called slow; the defaults name one within about 20 steps.
+    """The limits for calling a rank slow; with the defaults it takes about 20 steps.
 
-    What counts steps is met by fewer reports where each stands for several, but never by fewer
-    than `reports` and `looks`.
+    If a report stands for several steps, fewer reports are needed, but never fewer than `reports`
+    and `looks`.
     """
 
     factor: float = 1.5  # slow: more than this many times the usual time
     slight: float = 1.75  # only slightly: less than this many times,
     longer: int = 3  # which must last for so many times as many looks
-    part: float = 0.1  # and longer by more than this part of a step: less harms nobody
+    part: float = 0.1  # and longer by more than this part of a step: less does no harm
     recovered: float = 1.25  # no longer slow: less than this many times
     window: int = 20  # steps whose median is a rank's time
     least: int = 10  # steps a rank must have reported before it is judged
@@ -128,10 +128,10 @@ class StragglerWatch:
         return tuple(track.alarm for track in self._tracks if track.alarm)
 
     def report(self, rank: int, step: int, compute: float) -> tuple[Change, ...]:
-        """One rank's step; what changes once every rank has reported it.
+        """Take in one rank's step; return the changes once every rank has reported it.
 
         Args:
-            rank: who reports; an unknown one is ignored, and so is a step it told before.
+            rank: the reporting rank; unknown ranks and repeated steps are ignored.
             step: the finished step.
             compute: seconds it computed, waiting left out.
         """
@@ -145,14 +145,14 @@ class StragglerWatch:
                 del self._reported[min(self._reported)]
             return ()
         self._take(step, reported)
-        # Everybody is past the earlier steps: a report that was lost for one will not come.
+        # All ranks are past the earlier steps: their missing reports will not come.
         self._reported = {s: ranks for s, ranks in self._reported.items() if s > step}
         return tuple(self._look(step))
 
     # ---- one look ------------------------------------------------------------------------
 
     def _take(self, step: int, reported: dict[int, float]) -> None:
-        """Count a step that all have reported: the same steps of every rank are compared."""
+        """Add a step that all ranks have reported: the same steps of every rank are compared."""
         self._seen.append(step)
         self._each = min((b - a for a, b in pairwise(self._seen)), default=1)
         for rank, compute in reported.items():
@@ -182,19 +182,19 @@ class StragglerWatch:
         return changes
 
     def _medians(self, last: int) -> list[float]:
-        """Each rank's median over so many reports, single steps taken two and two."""
+        """Return each rank's median over the last reports; single steps are averaged in pairs."""
         newest = [list(islice(reversed(track.times), last)) for track in self._tracks]
         if self._each == 1 and last > 1:
             newest = [[(a + b) / 2 for a, b in pairwise(times)] for times in newest]
         return [median(times) for times in newest]
 
     def _has_passed(self, rank: int, factor: float, reports: int) -> bool:
-        """Whether it was a few slow steps that have passed, though the median is still large."""
+        """Return True if a few slow steps are over, though the median is still large."""
         times = self._medians(reports)
         return times[rank] <= factor * usual(times, self.settings.factor)
 
     def _reports(self, steps: int, least: int) -> int:
-        """How many reports are enough for so many steps."""
+        """Return the number of reports that cover so many steps."""
         return min(max(least, -(-steps // self._each)), steps)
 
     def _judge(

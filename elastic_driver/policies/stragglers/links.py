@@ -1,4 +1,4 @@
-"""Which host's network link is slow while the job trains.
+"""Detection of hosts with a slow network link while the job trains.
 
 Ranks report how long their data has been under way to each host (`worker.world.connections`):
 seconds in which something sent was not yet acknowledged. Between two looks that makes one figure
@@ -26,15 +26,15 @@ from elastic_driver.policies.stragglers.compute import Change, Slowness, SlowRan
 from elastic_driver.policies.stragglers.robust import usual
 
 _TRAFFIC = 0.1  # of the busiest pair's bytes: less is no exchange of gradients
-_Pair = tuple[str, str]  # who sends, who receives
+_Pair = tuple[str, str]  # sender, receiver
 
 
 class LinkSettings(Struct, frozen=True, kw_only=True):
-    """When a link is called slow; the defaults name one within about 15 steps, or two seconds."""
+    """The limits for calling a link slow; the defaults take about 15 steps, or two seconds."""
 
     factor: float = 3.0  # slow: more than this many times the usual pair's time
     recovered: float = 2.0  # no longer slow: less than this many times
-    part: float = 0.2  # and more than this part of a step: what hides behind computing is no harm
+    part: float = 0.2  # and more than this part of a step: less hides behind computing
     steps: int = 3  # that a look is taken over, at least
     spans: tuple[float, ...] = (0.3, 1.2)  # and seconds these take, at least: for each its looks
     confirm: int = 3  # looks in a row that must agree
@@ -86,11 +86,11 @@ class LinkWatch:
         return tuple(sorted((a.slow for a in self._alarms.values()), key=lambda slow: slow.rank))
 
     def report(self, rank: int, step: int, links: Links) -> None:
-        """What a rank's connections have come to by this step, since the round began."""
+        """Take in the totals of a rank's connections by this step, since the round began."""
         self._now[rank] = _Report(step, links)
 
     def look(self, step_time: float) -> tuple[Change, ...]:
-        """What changes once every rank has told of enough steps; `step_time`: of a whole one."""
+        """Return the changes once every rank has reported enough steps; `step_time`: of a step."""
         if len(self._now) < len(self.hosts):
             return ()
         changes: list[Change] = []

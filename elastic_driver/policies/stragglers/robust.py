@@ -1,8 +1,4 @@
-"""What is usual among times of which some may be far too long.
-
-`nodecheck` and `stragglers` ask it for the time to compare with. Pure arithmetic; it never says
-who is slow, only what the rest of the cluster needs.
-"""
+"""The usual value among times of which some may be far too long; pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ _ANCHOR = 4  # the lower quartile: for up to four values the smallest of them
 
 
 def median(values: Iterable[float]) -> float:
-    """The middle value, or the mean of the two in the middle; raises ValueError for none."""
+    """Return the middle value, or the mean of the two middle ones; raises ValueError for none."""
     ordered = sorted(values)
     if not ordered:
         raise ValueError("the median of no values")
@@ -21,11 +17,11 @@ def median(values: Iterable[float]) -> float:
 
 
 def usual(values: Iterable[float], factor: float) -> float:
-    """The median of the good: of those at most `factor` times as long as the lower quartile.
+    """Return the median of the values up to `factor` times the lower quartile.
 
-    A plain median is no measure where many are slow: among 1, 3 it is 2, and among 1, 3, 3 it
-    is 3. The lower quartile is a good node's as long as at most three quarters are slow; unlike
-    the minimum it is not led astray by one clock that ran too fast in a large cluster.
+    A plain median fails if many nodes are slow: among 1, 3 it is 2, and among 1, 3, 3 it is 3. The
+    lower quartile is a good node's value as long as at most three quarters are slow; unlike the
+    minimum it is not spoiled by one clock that ran too fast in a large cluster.
     Raises ValueError for no values.
     """
     ordered = sorted(values)

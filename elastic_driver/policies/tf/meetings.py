@@ -1,8 +1,8 @@
 """Barriers and exchanges of one generation of a TensorFlow cluster, identified by their tags.
 
 A tag may be used repeatedly: each member's n-th call belongs to the n-th meeting of that tag. A
-meeting that fails, fails for everybody: members that wait are answered at once, members that come
-later as they come. Pure: `policies.tf.cluster` calls it; `now` and deadlines are monotonic seconds.
+meeting that fails, fails for all members: those that wait are answered at once, the others when
+they come. Pure: `policies.tf.cluster` calls it; `now` and deadlines are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from elastic_driver.policies.messages import Rejection
 from elastic_driver.policies.tf.messages import Synchronized, TfAnswer
 
-MAX_TAGS = 4096  # that wait for somebody at the same time
+MAX_TAGS = 4096  # that wait for members at the same time
 MAX_HELD_BYTES = 256 * 1024 * 1024  # of values that wait for others
 _ANEW = "ask for the next cluster_spec"
 
