@@ -153,6 +153,7 @@ def test_a_world_without_progress_gives_its_shard_up_after_three_losses(shards: 
         kept = shards.post("resume", worker="world", dataset=THIRTY, held={token: trained})
         assert kept["lost"] == []  # progress speaks for the shard
     shards.lose("w3")
+    until(lambda: shards.quarantined, "the quarantine")
     assert shards.quarantined[0]["shard"] == "epoch 0, records 0–9"
     kept = shards.post("resume", worker="world", dataset=THIRTY, held={token: 5})
     assert kept["lost"] == [granted["token"]]
