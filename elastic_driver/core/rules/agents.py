@@ -15,12 +15,7 @@ from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.fleet import AgentNews, AgentState, HostAgent
 from elastic_driver.core.rules.outcome import Cause
 from elastic_driver.core.rules.placement import Placement
-from elastic_driver.core.rules.workers import (
-    ACTIVE,
-    Worker,
-    WorkerNews,
-    WorkerState,
-)
+from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerNews, WorkerState
 
 
 @dataclass(slots=True)

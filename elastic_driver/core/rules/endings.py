@@ -18,12 +18,7 @@ from elastic_driver.core.rules.outcome import (
     failed_by_itself,
 )
 from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import (
-    ACTIVE,
-    Worker,
-    WorkerNews,
-    WorkerState,
-)
+from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerNews, WorkerState
 from elastic_driver.core.tf_config import TfLayout
 
 PLAIN_PROGRESS_S = 30.0  # a plain round that lived this long got somewhere: it cannot tell us

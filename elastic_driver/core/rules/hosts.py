@@ -37,11 +37,7 @@ class HostNews(str, Enum):
 
 HOST_TRANSITIONS: dict[Hindrance, dict[HostNews, bool]] = {  # whether the news begins or ends it
     Hindrance.COOL_DOWN: {HostNews.FAILED: True, HostNews.COOLED_DOWN: False},
-    Hindrance.DRAINED: {
-        HostNews.DRAINED: True,
-        HostNews.UNDRAINED: False,
-        HostNews.REMOVED: False,
-    },
+    Hindrance.DRAINED: {HostNews.DRAINED: True, HostNews.UNDRAINED: False, HostNews.REMOVED: False},
     Hindrance.UNCHECKED: {
         HostNews.CHECK_DUE: True,
         HostNews.CHECKED: False,

@@ -15,12 +15,7 @@ from elastic_driver.core.documents import SlotInfo, StartWorkerOrder
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.drain import Drains
-from elastic_driver.core.rules.fleet import (
-    FALLBACK_PORT,
-    AgentNews,
-    AgentState,
-    HostAgent,
-)
+from elastic_driver.core.rules.fleet import FALLBACK_PORT, AgentNews, AgentState, HostAgent
 from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.ranks import Seat, assign
 from elastic_driver.core.rules.rounds import OfRound, RoundState
@@ -257,12 +252,7 @@ class Placement(Rule):
         founders.at, founders.need = now, min(need, len(started))
 
     def place(
-        self,
-        where: list[tuple[str, int]],
-        *,
-        founders: bool,
-        awaited: bool,
-        reason: str,
+        self, where: list[tuple[str, int]], *, founders: bool, awaited: bool, reason: str
     ) -> list[Worker]:
         """Start workers in these slots, all of them free; those started."""
         self.capacity.placed()

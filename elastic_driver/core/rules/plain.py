@@ -14,11 +14,7 @@ from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.outcome import KILLED, Cause, Loss, ScriptKind
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.rounds import OfRound, RoundState
-from elastic_driver.core.rules.workers import (
-    ACTIVE,
-    OCCUPYING,
-    WorkerState,
-)
+from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, WorkerState
 
 
 @dataclass(slots=True)

@@ -16,13 +16,7 @@ from elastic_driver.core.rules.hangs import Hangs
 from elastic_driver.core.rules.outcome import ScriptKind, cause_of
 from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.stacks import Stacks
-from elastic_driver.core.rules.workers import (
-    ACTIVE,
-    OCCUPYING,
-    Worker,
-    WorkerNews,
-    WorkerState,
-)
+from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, Worker, WorkerNews, WorkerState
 from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 
 
