@@ -174,6 +174,18 @@ class JobSpec(Struct, frozen=True):
     slot_ports: int = 0  # free ports each agent offers for servers of its workers' own
 
 
+STOPPING_S = 5.0  # the last part of a notice, for ending processes that are still there
+
+
+def time_to_leave(deadline: float) -> float:
+    """Return the seconds of a notice in which workers leave by themselves; then they are ended.
+
+    The agents and the driver use the same rule, so that no worker is stopped while others count
+    on it.
+    """
+    return deadline - min(STOPPING_S, deadline / 2)
+
+
 class StartWorkerOrder(Struct, frozen=True, tag="start_worker"):
     """Start a process for `worker` with these ranks in its environment."""
 

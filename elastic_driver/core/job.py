@@ -13,7 +13,6 @@ from elastic_driver.core.decisions import Decision
 from elastic_driver.core.invariants import violations
 from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.machine import assert_never
-from elastic_driver.core.snapshot import encoded
 from elastic_driver.core.status import JobStatus, status_of
 from elastic_driver.settings import Settings
 
@@ -76,10 +75,6 @@ class Job(JobParts):
     def check(self) -> list[str]:
         """Return every violated invariant as a sentence; O(hosts + workers)."""
         return violations(self, self._decided) if self._began else []
-
-    def snapshot(self) -> bytes:
-        """Return the state of every part as JSON, for comparing two jobs."""
-        return encoded(self)
 
     def status(self, now: float) -> JobStatus:
         """Return a frozen picture of the job, for `/v1/status`."""

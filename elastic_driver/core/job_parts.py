@@ -6,28 +6,29 @@ Each part owns its state and alone writes it; others read it, or call one of its
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from collections import deque
+from dataclasses import MISSING, fields, is_dataclass
 from typing import TypeVar
+
+import msgspec
 
 from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.discovered import Discovered
+from elastic_driver.core.rules.discovered import Discovered, Rechecks
 from elastic_driver.core.rules.drain import Drains
-from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.effects import Effects, Orders
 from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.final_checkpoint import FinalSaves
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.hangs import Hangs
 from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.membership import Membership
-from elastic_driver.core.rules.orders import Orders
 from elastic_driver.core.rules.outcome import JobOutcome
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.plain import Plain
 from elastic_driver.core.rules.preemption import Preemption
-from elastic_driver.core.rules.rechecks import Rechecks
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import Rounds
 from elastic_driver.core.rules.stacks import Stacks
@@ -72,7 +73,24 @@ class JobParts:
         rule: Rule = getattr(self, name)
         return rule
 
+    def snapshot(self) -> bytes:
+        """Return the own state of every part as bytes; equal for jobs that heard the same."""
+        parts = {name: _own(part) for name, part in vars(self).items() if not name.startswith("_")}
+        return msgspec.msgpack.encode(parts, enc_hook=_plain, order="deterministic")
+
     def _make(self, part: type[Part]) -> Part:
         """Make a part with the parts that its fields without a default name."""
         needed = (f for f in fields(part) if f.init and f.default is f.default_factory is MISSING)  # type: ignore[arg-type]
         return part(**{field.name: getattr(self, field.name) for field in needed})
+
+
+def _own(part: object) -> object:
+    """Return the fields of a part but for the other parts, which have no default there."""
+    if not is_dataclass(part):
+        return part
+    own = (f for f in fields(part) if not f.init or not f.default is f.default_factory is MISSING)
+    return {field.name: getattr(part, field.name) for field in own}
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, deque) else vars(value)

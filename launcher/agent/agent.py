@@ -35,9 +35,9 @@ from elastic_driver.core.documents import (
     StopWorkerOrder,
     decode,
     decode_order,
+    time_to_leave,
 )
 from elastic_driver.core.events import AgentReady, HostLeaving, WireEvent
-from elastic_driver.core.rules.notices import time_to_leave
 from elastic_driver.errors import ExitCode
 from launcher.agent.console import Console
 from launcher.agent.environment import Meeting

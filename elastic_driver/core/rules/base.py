@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.effects import Effects, Orders
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.hosts import HostManager
-from elastic_driver.core.rules.orders import Orders
 from elastic_driver.core.rules.outcome import JobOutcome
 from elastic_driver.core.rules.rounds import Rounds
 from elastic_driver.core.rules.workers import WorkerStateRegistry

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_driver.core.decisions import AskProgress, PublishNotice
 from elastic_driver.core.events import ProgressReported
 from elastic_driver.core.rules.base import Rule
-from elastic_driver.core.rules.rounds import OfRound
 from elastic_driver.core.rules.workers import WorkerState
 
 BASE_MARGIN = 0.1  # store → long-poll → heartbeat thread, on a busy machine
@@ -44,17 +43,13 @@ class Boundary(Rule):
     """Has the members leave after a common step."""
 
     asked: int = 0  # questions so far
-    _question: OfRound[Question] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._question = OfRound(self.rounds, Question)
 
     def leave(self, now: float, reason: str) -> None:
         """Begin to close the round at a boundary: ask the members how far they are."""
         if not self.rounds.close(now, reason, at_boundary=True):
             return
         self.asked += 1
-        question = self._question.get()
+        question = self.rounds.own(Question)
         question.asked_at, question.reason = now, reason
         workers = tuple(worker.id for worker in self.workers.having(WorkerState.RUNNING))
         number = self.rounds.current.number
@@ -62,7 +57,7 @@ class Boundary(Rule):
 
     def on_progress_reported(self, event: ProgressReported, now: float) -> None:
         """Name the step after which the members leave."""
-        question, current = self._question.get(), self.rounds.current
+        question, current = self.rounds.own(Question), self.rounds.current
         asked_at = question.asked_at
         if asked_at is None or event.number != self.asked or not current.at_boundary:
             self.effects.ignore("progress was reported that nobody waits for")
@@ -81,7 +76,7 @@ class Boundary(Rule):
 
     def advance(self, now: float) -> None:
         """Have the members leave at once where their progress is not reported in time."""
-        question = self._question.get()
+        question = self.rounds.own(Question)
         if question.asked_at is None or not self.rounds.current.at_boundary:
             return
         waiting = "the members are asked how far they are"

@@ -1,12 +1,104 @@
-"""Hosts that come, go, change their size, or come out of their cool-down."""
+"""Hosts that come, go, change their size or come out of their cool-down, and checks of them.
+
+Hosts are checked before they get workers, while the others train, in jobs that began with a node
+check. A host that comes in later, comes back, or has been in
+cool-down is *held*: it is there, and gets nothing until a check has passed. Held hosts are checked
+together, beside one host that is known to be good and has no workers (where there is one): the
+hosts that train are left alone. What was usual in the first check is usual here too, so that a
+host checked alone can be slow. One that fails goes into cool-down, and is checked again after it.
+
+An agent that is lost for the first time is started again in place without a check, as its workers
+would otherwise wait for it. Times are monotonic seconds.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from elastic_driver.core.events import DiscoveryFailed, HostsDiscovered
+from elastic_driver.core.decisions import CheckHosts
+from elastic_driver.core.events import (
+    DiscoveryFailed,
+    HostResult,
+    HostsChecked,
+    HostsDiscovered,
+)
 from elastic_driver.core.rules.base import Rule
-from elastic_driver.core.rules.rechecks import Rechecks
+from elastic_driver.core.rules.hosts import Host
+
+
+@dataclass(slots=True)
+class Rechecks(Rule):
+    """Holds hosts that have to be checked, and has them checked."""
+
+    _checking: dict[str, int] = field(default_factory=dict)  # host → position; being checked
+    _checks: int = 0  # begun so far
+    _held_since: float | None = None  # a host waits for a check since then
+    _ever_gone: set[str] = field(default_factory=set)  # hosts that discovery has removed
+
+    def hold(self, host: str, reason: str) -> None:
+        """Keep a host from being used until it was checked, in jobs that check hosts."""
+        if self.settings.checked_hosts is not None:
+            self.hosts.hold(host, reason)
+
+    def found(self, host: str) -> None:
+        """Hold a host that is new, unless it was checked before the job began."""
+        if host in self._ever_gone:
+            self.hold(host, "it has been away")
+        elif host not in (self.settings.checked_hosts or ()):
+            self.hold(host, "it was not there before")
+
+    def gone(self, host: str) -> None:
+        """Note that a host was removed: whatever comes back under that name is checked."""
+        self._ever_gone.add(host)
+
+    def advance(self, now: float) -> None:
+        """Have the held hosts checked, unless a check is going on."""
+        held = self.hosts.held()
+        if not held or self._checking or self.outcome.first_success is not None:
+            return
+        since = self._held_since = now if self._held_since is None else self._held_since
+        if not self.effects.due_or_set_alarm(since + self.settings.last_call, now):
+            return  # hosts often come several at a time
+        partner = next((host for host in self.hosts.order if self._idle(host)), None)
+        hosts = held if partner is None else (*held, partner)
+        beside = "" if partner is None else f", beside {partner.name}"
+        reason = f"{', '.join(f'{host.name}: {host.check}' for host in held)}{beside}"
+        self.effects.announce("host_check_started", reason)
+        self._held_since = None
+        self._checks += 1
+        self._checking = {host.name: host.position for host in hosts}
+        slots = tuple((host.name, host.slots) for host in hosts)
+        self.effects.decide(CheckHosts(slots, reason, self._checks))
+
+    def _idle(self, host: Host) -> bool:
+        return self.hosts.usable(host.name) and not self.workers.on_host(host.name)
+
+    def on_hosts_checked(self, event: HostsChecked, now: float) -> None:
+        """Release the hosts that passed, put the others in cool-down.
+
+        An answer to another check than the one that is going on came late, or for the second
+        time. A host that has been away since the check began (its position changed) is held anew;
+        what was found before is void.
+        """
+        if event.number != self._checks or not self._checking:
+            return
+        began, self._checking = self._checking, {}
+        self.capacity.note_change()
+        results = {result.host: result for result in event.results}
+        for name, position in began.items():
+            host = self.hosts.get(name)
+            if host is not None and host.position == position:
+                missing = HostResult(name, False, "it was not mentioned")
+                self._judge(host, results.get(name, missing), now)
+
+    def _judge(self, host: Host, result: HostResult, now: float) -> None:
+        held = self.hosts.release(host)
+        if not result.passed:
+            reason = f"node check: {result.reason}"
+            cooldown = self.hosts.check_failed(host, now, reason)
+            self.effects.announce("host_blacklisted", cooldown, host=host.name)
+        elif held:  # the others were its partners
+            self.effects.announce("host_checked", result.reason, host=host.name)
 
 
 @dataclass(slots=True)

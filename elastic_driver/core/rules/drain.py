@@ -19,11 +19,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from elastic_driver.core import events as ev
+from elastic_driver.core.documents import time_to_leave
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.hosts import Drain
-from elastic_driver.core.rules.notices import time_to_leave
-from elastic_driver.core.rules.rounds import OfRound, RoundState
+from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerState
 
 REPLACEMENT_SHARE = 0.5  # of a deadline; the rest is for the boundary and for ending processes
@@ -38,6 +38,10 @@ class SlowVerdict:
 
     ratio: float  # its time over the usual one
     since: float
+
+
+class SlowMembers(dict[str, SlowVerdict]):
+    """The slow members of a round, by worker; the first that was found comes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,8 @@ class Drains(Rule):
 
     replacement: Replacement | None = None
     _notices: dict[str, Drain] = field(default_factory=dict)  # of workers that were told to go
-    _slow: OfRound[dict[str, SlowVerdict]] = field(init=False)  # members, the first found first
     _replace_after: float = 0.0  # no replacement begins earlier
     _without_room: set[str] = field(default_factory=set)  # slow hosts that nobody can leave
-
-    def __post_init__(self) -> None:
-        self._slow = OfRound(self.rounds, dict)
 
     # ---- requests and notices ------------------------------------------------------------
 
@@ -154,8 +154,8 @@ class Drains(Rule):
 
     @property
     def slow(self) -> dict[str, SlowVerdict]:
-        """The members of this round that are slow, by worker."""
-        return self._slow.get()
+        """The slow members of the present round."""
+        return self.rounds.own(SlowMembers)
 
     def on_slow(self, event: ev.RankSlow, now: float) -> None:
         """Record that a rank has become slow."""

@@ -19,12 +19,12 @@ seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_driver.core.events import WorkerResumed, WorkerSilent, WorkerStalled
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.rounds import OfRound, RoundState
+from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.stacks import MAX_STACK_CHARS, StackAnswer, Stacks
 from elastic_driver.core.rules.workers import Worker, WorkerState
 
@@ -52,6 +52,10 @@ class Stall:
         return (own or places or ["an unknown place"])[-1]
 
 
+class Stalls(dict[str, Stall]):
+    """The stalls of a round, by worker."""
+
+
 @dataclass(slots=True)
 class Hangs(Rule):
     """Gives up the members that hang, and breaks rounds in which nobody can go on."""
@@ -59,17 +63,17 @@ class Hangs(Rule):
     stacks: Stacks
     endings: Endings
     mismatched_at: int | None = None  # `outcome.steps_reported` when a mismatch broke a round
-    _stalls: OfRound[dict[str, Stall]] = field(init=False)  # members that stand still
 
-    def __post_init__(self) -> None:
-        self._stalls = OfRound(self.rounds, dict)
+    @property
+    def _stalls(self) -> Stalls:
+        return self.rounds.own(Stalls)
 
     def on_stalled(self, worker: Worker, event: WorkerStalled, now: float) -> None:
         """Record that a worker makes no progress."""
         if worker.state is not WorkerState.RUNNING or event.round != self.rounds.current.number:
             self.effects.ignore(f"{worker.id} stalled in round {event.round}, which it has left")
             return
-        stalls = self._stalls.get()
+        stalls = self._stalls
         earlier = stalls.get(worker.id)
         waits, stack = event.where == "collective", event.stack[-MAX_STACK_CHARS:]
         first = (now, event.seconds) if earlier is None else (earlier.at, earlier.first_seconds)
@@ -84,7 +88,7 @@ class Hangs(Rule):
 
     def on_resumed(self, worker: Worker, event: WorkerResumed) -> None:
         """Forget the stall of a worker that goes on after all."""
-        stalls = self._stalls.get() if event.round == self.rounds.current.number else {}
+        stalls = self._stalls if event.round == self.rounds.current.number else {}
         if stalls.pop(worker.id, None) is not None:
             self.effects.announce("worker_resumed", "it makes progress again", worker)
         else:
@@ -100,7 +104,7 @@ class Hangs(Rule):
 
     def advance(self, now: float) -> None:
         """Judge the members that stand still."""
-        stalls = self._stalls.get()
+        stalls = self._stalls
         if not stalls or not self.outcome.elastic:
             return
         running = list(self.workers.having(WorkerState.RUNNING))
@@ -134,7 +138,7 @@ class Hangs(Rule):
 
     def _give_up_unmoved(self, suspects: list[Worker], now: float) -> None:
         """Give up those who do not leave a round that is closing, though a while has passed."""
-        stalls = self._stalls.get()
+        stalls = self._stalls
         since = max(self.rounds.current.since, *(stalls[worker.id].at for worker in suspects))
         waiting = f"{suspects[0].id} does not leave the round"
         if self.effects.due_or_set_alarm(since + LEAVE_S, now, waiting):
@@ -142,7 +146,7 @@ class Hangs(Rule):
                 self._give_up(worker, "and does not leave the round", now)
 
     def _give_up(self, worker: Worker, how: str, now: float) -> None:
-        stall = self._stalls.get()[worker.id]
+        stall = self._stalls[worker.id]
         reason = f"no progress for {stall.seconds:.1f} s {how}: {stall.place}"
         self.endings.give_up_worker(worker, reason, now, stack=stall.stack)
 
@@ -150,7 +154,7 @@ class Hangs(Rule):
         """Return whether all stand still for so long that it can be no evaluation."""
         if self.settings.hang_timeout is not None:
             return True
-        stalls = [self._stalls.get()[worker.id] for worker in workers]
+        stalls = [self._stalls[worker.id] for worker in workers]
         return all(stall.seconds >= LONG_STALL * stall.first_seconds for stall in stalls)
 
     def _break_round(self, now: float, reason: str) -> None:
@@ -158,7 +162,10 @@ class Hangs(Rule):
 
     def _break_mismatch(self, workers: Sequence[Worker], now: float) -> None:
         """All wait for each other: once may be an accident, twice is the script."""
-        where, steps = describe_groups(self._stalls.get(), workers), self.outcome.steps_reported
+        where, steps = (
+            describe_groups(self._stalls, workers),
+            self.outcome.steps_reported,
+        )
         if self.mismatched_at == steps:
             what = f"all {len(workers)} workers wait in collectives that do not match, again"
             self.outcome.fail(f"{what}: {where}")

@@ -6,7 +6,7 @@ while enough others are ready. Times are monotonic seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 from elastic_driver.core.rules import units
@@ -17,7 +17,7 @@ from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.final_checkpoint import FinalSaves
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.preemption import Preemption
-from elastic_driver.core.rules.rounds import OfRound, RoundState
+from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.workers import Worker, WorkerState
 
 
@@ -39,10 +39,6 @@ class Membership(Rule):
     boundary: Boundary
     final_checkpoint: FinalSaves
     preemption: Preemption
-    _own: OfRound[ElasticRound] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._own = OfRound(self.rounds, ElasticRound)
 
     def advance(self, now: float) -> None:
         """Do what the present state asks for."""
@@ -77,7 +73,7 @@ class Membership(Rule):
         fitting = units.fit(staying, self.settings)
         newcomers = [w for w in fitting if w.state is WorkerState.READY]
         leavers = [w for w in self.workers.having(WorkerState.RUNNING) if w.leaving]
-        own = self._own.get()
+        own = self.rounds.own(ElasticRound)
         if not newcomers and not leavers:
             own.change_since = None
             return
@@ -160,7 +156,7 @@ class Membership(Rule):
         not follow soon missed the notice and waits for its peer: this costs it nothing, and
         nothing else would end that wait.
         """
-        current, own = self.rounds.current, self._own.get()
+        current, own = self.rounds.current, self.rounds.own(ElasticRound)
         if not current.at_boundary:
             return
         ready = self.workers.having(WorkerState.READY)

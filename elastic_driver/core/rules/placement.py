@@ -6,7 +6,7 @@ new; a worker that has to leave is stopped by `membership` or `plain`. Times are
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from elastic_driver.contract import worker_id
@@ -18,7 +18,7 @@ from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.fleet import FALLBACK_PORT, AgentNews, AgentState, HostAgent
 from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.ranks import Seat, assign
-from elastic_driver.core.rules.rounds import OfRound, RoundState
+from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.workers import ACTIVE, Worker
 from elastic_driver.core.tf_config import PortOffer, TfLayout, Where
 
@@ -39,19 +39,15 @@ class Placement(Rule):
     drains: Drains
     tf: TfLayout | None
     some_leave: bool = False  # whether any worker may be marked as leaving
-    _founders: OfRound[Founders] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._founders = OfRound(self.rounds, Founders)
 
     @property
     def founders(self) -> Founders:
         """The workers that the present round was founded with."""
-        return self._founders.get()
+        return self.rounds.own(Founders)
 
     @property
     def unsettled(self) -> bool:
-        """Whether slots, workers or wishes have changed and leavers are stale."""
+        """Return whether a change makes the marks of leaving workers stale."""
         return self.capacity.changed and self.outcome.first_success is None
 
     def advance(self, now: float) -> None:
@@ -247,7 +243,7 @@ class Placement(Rule):
         """Start the workers that the present round is founded with."""
         started = self.place(where, founders=True, awaited=True, reason=reason)
         by_rank = sorted(started, key=lambda worker: worker.place.rank)
-        founders = self._founders.get()
+        founders = self.founders
         founders.workers = tuple(worker.id for worker in by_rank)
         founders.at, founders.need = now, min(need, len(started))
 

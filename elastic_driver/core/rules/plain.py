@@ -6,14 +6,14 @@ a round is complete when all its processes were started. Times are monotonic sec
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.outcome import KILLED, Cause, Loss, ScriptKind
 from elastic_driver.core.rules.placement import Placement
-from elastic_driver.core.rules.rounds import OfRound, RoundState
+from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, WorkerState
 
 
@@ -32,10 +32,6 @@ class Plain(Rule):
 
     endings: Endings
     placement: Placement
-    _own: OfRound[PlainRound] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._own = OfRound(self.rounds, PlainRound)
 
     def advance(self, now: float) -> None:
         """Do what the present state asks for."""
@@ -65,7 +61,7 @@ class Plain(Rule):
     # ---- a round that forms --------------------------------------------------------------
 
     def _watch_forming(self, now: float) -> None:
-        founders, own = self.placement.founders, self._own.get()
+        founders, own = self.placement.founders, self.rounds.own(PlainRound)
         if not founders.workers:
             if self.outcome.first_success is None:
                 self._found(now)
@@ -99,7 +95,7 @@ class Plain(Rule):
 
     def _found(self, now: float) -> None:
         """Start the round's workers once enough slots have agents."""
-        settings, current, own = self.settings, self.rounds.current, self._own.get()
+        settings, current, own = self.settings, self.rounds.current, self.rounds.own(PlainRound)
         first = current.number == 1
         need = self.capacity.at_most_wanted(settings.start_np if first else settings.min_np)
         free = self.placement.free_slots(self.placement.room_left())
@@ -149,7 +145,7 @@ class Plain(Rule):
         return loss.cause is Cause.SIGNAL and (self.outcome.has_progress or killed)
 
     def _watch_changes(self, now: float) -> None:
-        current, own = self.rounds.current, self._own.get()
+        current, own = self.rounds.current, self.rounds.own(PlainRound)
         if current.state is RoundState.CLOSING:
             return
         leavers = (w.leaving for w in self.workers.having(*ACTIVE) if w.leaving)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic_driver.core.documents import time_to_leave
 from elastic_driver.core.events import JobLeaving
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.final_checkpoint import FinalSaves
-from elastic_driver.core.rules.notices import time_to_leave
 from elastic_driver.core.rules.outcome import Departure
 from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.workers import WorkerState

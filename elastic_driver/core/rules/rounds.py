@@ -8,20 +8,21 @@ the rounds in order. Times are monotonic seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 from elastic_driver.core.decisions import PublishNotice, PublishWorld, SealRound
 from elastic_driver.core.documents import Member, RanksOrder, World
 from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.effects import Effects
-from elastic_driver.core.rules.orders import Orders
+from elastic_driver.core.rules.effects import Effects, Orders
 from elastic_driver.core.rules.outcome import JobOutcome
 from elastic_driver.core.rules.ranks import assign
 from elastic_driver.core.rules.workers import Worker, WorkerStateRegistry
 from elastic_driver.settings import Settings
+
+Own = TypeVar("Own")
 
 
 class RoundState(str, Enum):
@@ -71,6 +72,14 @@ class Rounds:
     orders: Orders
     outcome: JobOutcome
     current: Round = field(default_factory=lambda: Round(1, 0.0))
+    _own: dict[str, Any] = field(default_factory=dict)  # of rules, by the name of the class
+
+    def own(self, kind: type[Own]) -> Own:
+        """Return a rule's own state of the present round; it is made anew for each round."""
+        state: Own | None = self._own.get(kind.__name__)
+        if state is None:
+            state = self._own[kind.__name__] = kind()
+        return state
 
     def begin(self, now: float) -> None:
         """Open the first round; time begins now."""
@@ -150,24 +159,7 @@ class Rounds:
         self.current.enter(RoundState.CLOSED, now)
         self.effects.decide(SealRound(self.current.number, reason))
         self.effects.announce("round_closed", reason)
-        self.current = Round(self.current.number + 1, now)
+        self.current, self._own = Round(self.current.number + 1, now), {}
         self.effects.enter_round(self.current.number)
         self.capacity.note_change()
         self.effects.announce("round_opened", reason)
-
-
-S = TypeVar("S")
-
-
-class OfRound(Generic[S]):
-    """A rule's own state that is made anew for each round."""
-
-    def __init__(self, rounds: Rounds, make: Callable[[], S]) -> None:
-        self._rounds, self._make = rounds, make
-        self._number, self._state = 0, make()
-
-    def get(self) -> S:
-        """Return the state of the present round."""
-        if self._number != self._rounds.current.number:
-            self._number, self._state = self._rounds.current.number, self._make()
-        return self._state
