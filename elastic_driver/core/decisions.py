@@ -107,7 +107,7 @@ class StackGroup(Struct, frozen=True):
 
     ranks: tuple[int, ...]
     where: str
-    stack: str  # innermost last; empty where nobody knows
+    stack: str  # innermost last; empty where it is unknown
     odd: bool = False  # apart from the others, who may wait for them
 
 
@@ -137,16 +137,6 @@ class EndJob(CausedDecision, frozen=True, tag="end_job"):
 
 
 Decision: TypeAlias = (
-    StartAgent
-    | StopAgent
-    | GiveOrder
-    | PublishWorld
-    | AskProgress
-    | PublishNotice
-    | PublishSave
-    | SealRound
-    | AskStacks
-    | CheckHosts
-    | Announce
-    | EndJob
-)
+    StartAgent | StopAgent | GiveOrder | CheckHosts | PublishWorld | PublishNotice | PublishSave
+    | SealRound | AskProgress | AskStacks | Announce | EndJob
+)  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from elastic_driver.contract import host_of_worker
 from elastic_driver.core.decisions import Decision, GiveOrder, PublishWorld, StartAgent
@@ -20,18 +20,9 @@ from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, WorkerState
 
 def violations(job: JobParts, decided: Sequence[Decision]) -> list[str]:
     """Return every sentence that is violated; `decided`: upon the last event."""
-    return [
-        *_decisions(job, decided),
-        *_workers(job),
-        *_slots(job),
-        *_round(job),
-        *_ranks(job),
-        *_sizes(job),
-        *_units(job),
-        *_replacement(job),
-        *_finishing(job),
-        *_waiting(job),
-    ]
+    sizes = (_round, _ranks, _sizes, _units)
+    checks = (_workers, _slots, *sizes, _replacement, _finishing, _waiting)
+    return [*_decisions(job, decided), *chain.from_iterable(check(job) for check in checks)]
 
 
 def _decisions(job: JobParts, decided: Sequence[Decision]) -> Iterator[str]:

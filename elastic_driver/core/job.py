@@ -13,6 +13,7 @@ from elastic_driver.core.decisions import Decision
 from elastic_driver.core.invariants import violations
 from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.machine import assert_never
+from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.status import JobStatus, status_of
 from elastic_driver.settings import Settings
 
@@ -24,16 +25,16 @@ RULES = (
     "endings",  # the job ends because its workers have
     "preemption",  # the job ends because it has to go
     "drains",  # a slow worker is replaced
-    "placement",  # who leaves, where agents run
-    "hangs",  # who hangs
-    "boundary",  # after which step members leave
+    "placement",  # workers are marked to leave, agents start and stop
+    "hangs",  # workers that hang are given up
+    "boundary",  # the step after which members leave is named
     "membership",  # rounds of elastic jobs
     "plain",  # rounds of plain jobs
 )
 """The rules in the order in which they draw consequences; the order is part of the specification.
 
 A rule may rely on what those before it have done in the same pass: workers are marked as leaving
-before a round is formed, stacks are settled before anybody is given up.
+before a round is formed, stacks are settled before a worker is given up.
 """
 
 MAX_PASSES = 64  # far more than any chain of consequences
@@ -50,7 +51,7 @@ class Job(JobParts):
         super().__init__(settings)
         self._began = False
         self._decided: tuple[Decision, ...] = ()  # upon the last event
-        self._rules = tuple((name, self.rule(name)) for name in RULES)
+        self._rules: tuple[tuple[str, Rule], ...] = tuple((n, getattr(self, n)) for n in RULES)
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
         """Take in one event; return the decisions to carry out, in order. Never raises for one."""

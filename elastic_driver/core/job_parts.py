@@ -13,7 +13,6 @@ from typing import TypeVar
 import msgspec
 
 from elastic_driver.core.rules.agents import Agents
-from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.discovered import Discovered, Rechecks
@@ -67,11 +66,6 @@ class JobParts:
         self.plain = self._make(Plain)
         self.membership = self._make(Membership)
         self.reports = self._make(Reports)
-
-    def rule(self, name: str) -> Rule:
-        """Return a part that draws consequences, by its name here."""
-        rule: Rule = getattr(self, name)
-        return rule
 
     def snapshot(self) -> bytes:
         """Return the own state of every part as bytes; equal for jobs that heard the same."""

@@ -1,9 +1,9 @@
 """The members of a round: their places, and the short form in which all of them travel.
 
-Ranks of a host are contiguous, and everything else about a place follows from who sits where. So a
-`World` goes over the wire as hosts with runs of slots: 1 kB for a thousand members, 10 kB for ten
-thousand, where a place for each member is a hundred times that, and every member receives all of
-it. `Members` is that form, and works a place out when somebody asks for it. Pure data.
+Ranks of a host are contiguous, and everything else about a place follows from the slots in use.
+So a `World` goes over the wire as hosts with runs of slots: 1 kB for a thousand members, 10 kB for
+ten thousand, where a place for each member is a hundred times that, and every member receives all
+of it. `Members` is that form, and works a place out when it is asked for. Pure data.
 """
 
 from __future__ import annotations
@@ -106,9 +106,8 @@ class Members(Sequence[Member]):
         self._having: dict[int, list[int]] = {}  # by local rank, as they are asked for
         self._nodes = size = 0
         for number, group in enumerate(roster.groups):
-            block = _HostBlock(
-                number, group, sum(run.count for run in group.runs), self._nodes, size
-            )
+            local_size = sum(run.count for run in group.runs)
+            block = _HostBlock(number, group, local_size, self._nodes, size)
             self._blocks.append(block)
             self._nodes += len(group.hosts)
             size = block.behind
@@ -160,18 +159,9 @@ class Members(Sequence[Member]):
         host, node = block.group.hosts[offset], block.node + offset
         rank = block.rank + offset * block.local_size + local_rank
         having = self._hosts_with(local_rank)
-        place = SlotInfo(
-            host,
-            slot,
-            rank,
-            local_rank,
-            having[block.number] + offset,
-            self._size,
-            block.local_size,
-            having[-1],
-            node,
-            self._nodes,
-        )
+        ranks = (rank, local_rank, having[block.number] + offset)
+        sizes = (self._size, block.local_size, having[-1])
+        place = SlotInfo(host, slot, *ranks, *sizes, node, self._nodes)
         standings = self.roster.standings[bisect_right(self._standing_from, rank) - 1]
         name = worker_id(host, slot, incarnation)
         return Member(name, place, standings.version, standings.clean)

@@ -61,30 +61,24 @@ def render() -> str:
     """Return the whole page."""
     rounds = [[state.value, _join(after) or "·"] for state, after in ROUND_TRANSITIONS.items()]
     return _PAGE.format(
-        workers=_life(TRANSITIONS, WorkerNews),
+        workers=_life("state", TRANSITIONS, WorkerNews),
         active=_join(ACTIVE),
         occupying=_join(OCCUPYING),
-        agents=_life(AGENT_TRANSITIONS, AgentNews),
-        hosts=_hindrances(),
+        agents=_life("state", AGENT_TRANSITIONS, AgentNews),
+        hosts=_life("hindrance", HOST_TRANSITIONS, HostNews),
         rounds=_table(["state", "may become"], rounds),
     )
 
 
-def _life(table: Mapping[State, Mapping[Column, State]], news: Iterable[Column]) -> str:
-    columns = list(news)
-    rows = [
-        [state.value, *(after[one].value if one in after else "·" for one in columns)]
-        for state, after in table.items()
-    ]
-    return _table(["state", *(one.value for one in columns)], rows)
+def _life(
+    head: str, table: Mapping[State, Mapping[Column, State | bool]], news: type[Column]
+) -> str:
+    rows = [[one.value, *(_cell(after.get(n)) for n in news)] for one, after in table.items()]
+    return _table([head, *(column.value for column in news)], rows)
 
 
-def _hindrances() -> str:
-    rows = [
-        [kind.value, *(_BEGINS[begins.get(news)] for news in HostNews)]
-        for kind, begins in HOST_TRANSITIONS.items()
-    ]
-    return _table(["hindrance", *(news.value for news in HostNews)], rows)
+def _cell(after: Enum | bool | None) -> str:
+    return str(after.value) if isinstance(after, Enum) else _BEGINS[after]
 
 
 def _join(states: Iterable[Enum]) -> str:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.rules.hosts import Hindrance
 from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import WorkerState
+from elastic_driver.core.rules.workers import Worker, WorkerState
 
 
 class MemberStatus(Struct, frozen=True):
@@ -89,6 +89,8 @@ def status_of(job: JobParts, now: float) -> JobStatus:
     """Return the picture of `job` at `now`; O(hosts + workers)."""
     settings, outcome, current = job.settings, job.outcome, job.rounds.current
     end, budget = outcome.end, outcome.budget
+    known = {host.name: host.slots for host in job.hosts.order}
+    known.update({name: 0 for name in job.fleet.agents if name not in known})
     workers = sorted(job.workers.workers.values(), key=lambda w: (w.place.rank, w.age))
     return JobStatus(
         state=_state(job),
@@ -101,20 +103,8 @@ def status_of(job: JobParts, now: float) -> JobStatus:
         wanted=job.capacity.wanted,
         min_np=settings.min_np,
         max_np=settings.max_np,
-        members=tuple(
-            MemberStatus(
-                worker=worker.id,
-                host=worker.host,
-                slot=worker.slot,
-                rank=worker.place.rank,
-                state=worker.state.value,
-                pid=worker.pid,
-                version=worker.version,
-                leaving=worker.leaving,
-            )
-            for worker in workers
-        ),
-        hosts=_hosts(job, now),
+        members=tuple(_member(worker) for worker in workers),
+        hosts=tuple(_host(job, name, slots, now) for name, slots in known.items()),
         counters=CounterStatus(
             failures=budget.failures,
             max_restarts=settings.max_restarts,
@@ -141,10 +131,9 @@ def _state(job: JobParts) -> str:
     return "changing" if later else "forming"
 
 
-def _hosts(job: JobParts, now: float) -> tuple[HostStatus, ...]:
-    known = {host.name: host.slots for host in job.hosts.order}
-    known.update({name: 0 for name in job.fleet.agents if name not in known})
-    return tuple(_host(job, name, slots, now) for name, slots in known.items())
+def _member(w: Worker) -> MemberStatus:
+    place = (w.id, w.host, w.slot, w.place.rank)
+    return MemberStatus(*place, w.state.value, w.pid, w.version, w.leaving)
 
 
 def _host(job: JobParts, name: str, slots: int, now: float) -> HostStatus:

@@ -1,4 +1,4 @@
-"""`TF_CONFIG`: which TensorFlow task each worker is, and where it finds the others.
+"""`TF_CONFIG`: the TensorFlow task of each worker, and the addresses of the others.
 
 A task is a role (`chief`, `worker`, `ps`, `evaluator`) and an index. `assign` hands tasks out
 anew each time the members change, and moves as few of them as it can; `TfLayout` remembers them,
@@ -45,14 +45,14 @@ class PortOffer(NamedTuple):
 def assign(members: Sequence[K], roles: TfRoles, previous: Mapping[K, Task]) -> dict[K, Task]:
     """Each member's task.
 
-    Whoever has a task that still exists keeps it. The chief, and worker 0, is the oldest worker
-    there is: where that task is free, the oldest takes it. What else is free goes to whoever has
-    nothing, the oldest first, in the order in which the roles are listed.
+    A member whose task still exists keeps it. The chief, and worker 0, is the oldest worker: where
+    that task is free, the oldest takes it. Other free tasks go to members without one, the oldest
+    first, in the order in which the roles are listed.
 
     Args:
-        members: everyone who takes part, the oldest first.
+        members: all that take part, the oldest first.
         roles: (role, how many); None stands for all the others.
-        previous: the tasks before; who is not among `members` any more has left.
+        previous: the tasks before; those not among `members` any more have left.
     """
     fixed = sum(count for _, count in roles if count is not None)
     rest = max(0, len(members) - fixed)

@@ -40,8 +40,7 @@ class Agents(Rule):
         """Record that an agent has ended, or is silent, and its workers with it."""
         agent = self.fleet.current(event.host, event.incarnation)
         if agent is None:
-            late = f"agent {event.host}.{event.incarnation} is not the present one"
-            self.effects.ignore(late)
+            self.effects.ignore(f"agent {event.host}.{event.incarnation} is not the present one")
             return
         reason = event.reason or "no reason was given"
         self.effects.announce("agent_lost", reason, host=event.host)

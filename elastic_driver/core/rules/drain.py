@@ -57,12 +57,12 @@ class Replacement:
 
 @dataclass(slots=True)
 class Drains(Rule):
-    """Records who has to go and why."""
+    """Records the hosts and workers that have to go, and the reasons."""
 
     replacement: Replacement | None = None
     _notices: dict[str, Drain] = field(default_factory=dict)  # of workers that were told to go
     _replace_after: float = 0.0  # no replacement begins earlier
-    _without_room: set[str] = field(default_factory=set)  # slow hosts that nobody can leave
+    _without_room: set[str] = field(default_factory=set)  # slow hosts that no worker can leave
 
     # ---- requests and notices ------------------------------------------------------------
 
@@ -73,25 +73,21 @@ class Drains(Rule):
     def on_host_leaving(self, event: ev.HostLeaving, now: float) -> None:
         """Drain a host that goes away."""
         if self.fleet.current(event.host, event.incarnation) is None:
-            late = f"agent {event.host}.{event.incarnation} is not the present one"
-            self.effects.ignore(late)
+            self.effects.ignore(f"agent {event.host}.{event.incarnation} is not the present one")
             return
         self._drain(event.host, self._with_notice(event, now))
 
     def on_worker_leaving(self, event: ev.WorkerLeaving, now: float) -> None:
         """Drain a worker that has to go; its host stays."""
         worker = self.workers.workers.get(event.worker)
-        elastic = self.outcome.elastic
-        if worker is None or worker.state not in ACTIVE or not elastic:
-            late = f"{event.worker} is gone or going, or has not taken part yet"
-            self.effects.ignore(late)
+        if worker is None or worker.state not in ACTIVE or not self.outcome.elastic:
+            self.effects.ignore(f"{event.worker} is gone or going, or has not taken part yet")
             return
         if worker.id in self._notices:
             self.effects.ignore(f"{event.worker} has said before that it has to go")
             return
-        self._notices[worker.id] = self._with_notice(event, now)
+        drain = self._notices[worker.id] = self._with_notice(event, now)
         self.capacity.note_change()
-        drain = self._notices[worker.id]
         self.effects.announce("worker_leaving", drain.reason, worker, deadline=event.deadline)
 
     def on_cancelled(self, event: ev.DrainCancelled) -> None:
@@ -99,7 +95,7 @@ class Drains(Rule):
         if not self.hosts.undrain(event.host):
             self.effects.ignore(f"host {event.host} is not drained")
             return
-        self.hosts.trust(event.host)  # whoever looked after it may have cured its slowness, too
+        self.hosts.trust(event.host)  # its owner may have cured its slowness, too
         self.capacity.note_change()
         self.effects.announce("drain_cancelled", event.reason or NO_REASON, host=event.host)
 
@@ -120,8 +116,7 @@ class Drains(Rule):
         self.capacity.note_change()
         self.effects.announce("drain_requested", drain.reason, host=host)
         if host not in self.fleet.agents:
-            nothing = f"nothing ran there: {drain.reason}"
-            self.effects.announce("host_drained", nothing, host=host)
+            self.effects.announce("host_drained", f"nothing ran there: {drain.reason}", host=host)
 
     # ---- questions -----------------------------------------------------------------------
 
@@ -171,8 +166,7 @@ class Drains(Rule):
         """Record that a rank is no longer slow: it stays, and its host counts like any other."""
         round_is_over = event.round != self.rounds.current.number
         if round_is_over or self.slow.pop(event.worker, None) is None:
-            late = f"{event.worker} was not known to be slow in round {event.round}"
-            self.effects.ignore(late)
+            self.effects.ignore(f"{event.worker} was not known to be slow in round {event.round}")
             return
         worker = self.workers.workers.get(event.worker)
         if worker is None:
@@ -244,7 +238,7 @@ class Drains(Rule):
             self._replace_after = now + self.settings.replace_pause
 
     def _abandon(self, why: str, now: float) -> None:
-        """Let everybody stay; whoever is one too many then is stopped like any other."""
+        """Let every worker stay; one that is too many then is stopped like any other."""
         if self.replacement is None:
             return
         worker = self.workers.workers.get(self.replacement.worker)
@@ -278,7 +272,10 @@ class Drains(Rule):
             self.effects.announce("replacement_started", on, worker, target=target)
         elif target is None and worker.host not in self._without_room:
             self._without_room.add(worker.host)
-            self.effects.announce("worker_not_replaced", self._why_no_room(), worker)
+            why = "no other host that is not has a free slot (--max-np below all slots?)"
+            if self._last_change():
+                why = "the reset limit leaves no change for that"
+            self.effects.announce("worker_not_replaced", f"it is slow, but {why}", worker)
 
     def _room_elsewhere(self, worker: Worker, now: float) -> str | None:
         """Return the host that may take the worker's place."""
@@ -309,10 +306,3 @@ class Drains(Rule):
         staying = [w for w in self.workers.having(*ACTIVE) if w is not worker and not w.leaving]
         hosts = tuple({target, *(w.host for w in staying)})
         return len(units.whole(hosts, self.settings)) == len(hosts)
-
-    def _why_no_room(self) -> str:
-        if self._last_change():
-            return "it is slow, but the reset limit leaves no change for that"
-        return (
-            "it is slow, but no other host that is not has a free slot (--max-np below all slots?)"
-        )

@@ -58,8 +58,7 @@ class Endings(Rule):
             self._blame_host(worker, reason, now)
             if self.outcome.first_success is None:
                 self.count_failure(now, member=member)
-        elastic = self.outcome.elastic
-        if member and elastic and self.outcome.end is None:
+        if member and self.outcome.elastic and self.outcome.end is None:
             self.rounds.leave(now, f"{worker.id} {reason}")
 
     def count_failure(self, now: float, *, member: bool) -> None:
@@ -97,30 +96,25 @@ class Endings(Rule):
             self._judge_wipe_out()
 
     def _anybody_left(self) -> bool:
-        """Return whether someone of the present world lives (a newcomer does not carry it on)."""
-        elastic = self.outcome.elastic
-        if self.rounds.current.state is RoundState.FORMING or not elastic:
+        """Return whether a worker of the present world lives; a newcomer does not carry it on."""
+        if self.rounds.current.state is RoundState.FORMING or not self.outcome.elastic:
             return self.workers.count(*ACTIVE) > 0
         trained = self.workers.having(WorkerState.READY, WorkerState.RUNNING)
         return any(worker.admitted is not None for worker in trained)
 
     def _judge_wipe_out(self) -> None:
-        outcome = self.outcome
-        elastic = outcome.elastic
+        outcome, elastic = self.outcome, self.outcome.elastic
         by_itself = failed_by_itself(
             outcome.losses, kind=outcome.kind, has_progress=outcome.has_progress
         )
-        if (
-            not by_itself or self.settings.max_restarts
-        ):  # restarts asked for: the budget bounds them
+        if not by_itself or self.settings.max_restarts:  # which the budget bounds
             if elastic:
                 self.settle_losses()  # restart everything: the budget was asked at each failure
             return
         members = sum(1 for loss in outcome.losses if loss.member)
-        when = (
-            "after training had begun" if outcome.has_progress else "before anyone finished a step"
-        )
-        when = when if elastic else "by themselves"
+        when = "after training had begun" if elastic else "by themselves"
+        if elastic and not outcome.has_progress:
+            when = "before anyone finished a step"
         hint = "not restarted (--max-restarts N restarts)"
         outcome.fail(f"all {members} workers failed {when}: {hint}")
 
@@ -163,9 +157,8 @@ class Endings(Rule):
 
     def _announce_grace(self, left: int, now: float) -> None:
         waiting, grace = f"a worker has finished; {left} still running", self.settings.grace_period
-        if not self.effects.due_or_set_alarm(
-            (self.outcome.first_success or 0.0) + grace, now, waiting
-        ):
+        over_at = (self.outcome.first_success or 0.0) + grace
+        if not self.effects.due_or_set_alarm(over_at, now, waiting):
             return
         self.effects.wait_for(waiting)
         if not self.grace_over:

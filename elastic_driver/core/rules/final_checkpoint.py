@@ -1,9 +1,9 @@
-"""The last checkpoint: whoever leaves last puts the state on disk first.
+"""The last checkpoint: the workers that leave last put the state on disk first.
 
-As long as somebody who stays holds the state, it is handed over in memory. When all who hold it
+As long as a worker that stays holds the state, it is handed over in memory. When all who hold it
 have to go (a notice to all of them, every host removed), they are asked, between two rounds and
 so at a common step, to write it together where it has a `checkpoint_dir`. The request changes
-nothing else: who is asked stays READY, and may be in the next round after all. Stops nobody.
+nothing else: the workers stay READY, and may be in the next round after all.
 Times are monotonic seconds.
 """
 
@@ -59,7 +59,7 @@ class FinalSaves(Rule):
     def request(self, now: float) -> bool:
         """Request a final checkpoint if none is pending; return whether one is.
 
-        Only for a moment in which everybody has left the round, and nobody who stays can
+        Only for a moment in which all workers have left the round, and none that stays can
         receive the state.
         """
         holders = self._holders()
@@ -68,7 +68,7 @@ class FinalSaves(Rule):
         known = self.save
         if known is None or known.request.step != holders[0].version:
             known = self._ask(holders, self._until(holders, now), now)
-        elif not known.done and not self._all_there(known, holders):
+        elif not known.done and not set(known.request.members) <= {w.id for w in holders}:
             known = self._ask(holders, known.until, now)
         if known.done:
             return False
@@ -86,8 +86,7 @@ class FinalSaves(Rule):
             return
         members, step = known.request.members, known.request.step
         if event.worker not in members or (event.worker != members[0] and not event.problem):
-            other = f"{event.worker} is not the one to say that step {step} is saved"
-            self.effects.ignore(other)
+            self.effects.ignore(f"{event.worker} is not the one to say that step {step} is saved")
             return
         self._finish(known, folder=event.folder, problem=event.problem)
 
@@ -97,9 +96,6 @@ class FinalSaves(Rule):
         clean = [worker for worker in ready if worker.clean and worker.version > 0]
         newest = max((worker.version for worker in clean), default=0)
         return sorted((w for w in clean if w.version == newest), key=lambda w: w.age)
-
-    def _all_there(self, known: FinalSave, holders: list[Worker]) -> bool:
-        return set(known.request.members) <= {worker.id for worker in holders}
 
     def _until(self, holders: list[Worker], now: float) -> float:
         """Return when the first of them is going to be stopped."""

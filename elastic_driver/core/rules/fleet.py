@@ -25,7 +25,7 @@ class AgentNews(str, Enum):
 
     READY = "ready"
     LOST = "lost"
-    RELEASED = "released"  # it was told to go; nobody waits for its end
+    RELEASED = "released"  # it was told to go; its end is not awaited
 
 
 AGENT_TRANSITIONS: dict[AgentState, dict[AgentNews, AgentState]] = {
@@ -66,9 +66,7 @@ class Fleet:
 
     agents: dict[str, HostAgent] = field(default_factory=dict)
     _incarnations: dict[str, int] = field(default_factory=dict)
-    _starting: dict[str, HostAgent] = field(
-        default_factory=dict
-    )  # in the order they were asked for
+    _starting: dict[str, HostAgent] = field(default_factory=dict)  # the first asked for first
 
     def ask(self, host: str, now: float) -> HostAgent:
         """A new incarnation for a host that has no agent."""

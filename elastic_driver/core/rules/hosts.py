@@ -48,7 +48,7 @@ HOST_TRANSITIONS: dict[Hindrance, dict[HostNews, bool]] = {  # whether the news 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Why a host, or a worker, has to go, and until when replacements are waited for.
+    """The reason why a host or a worker has to go, and the limit of the wait for replacements.
 
     `leave_by`: when its agent, which has a notice of the host's end, stops it; None: never.
     Times are monotonic seconds.
@@ -94,9 +94,8 @@ class HostManager:
 
     def __init__(self, settings: Settings) -> None:
         self._window = settings.host_failure_window
-        self._threshold = (
-            DEFAULT_HOST_FAILURES if settings.host_failures is None else settings.host_failures
-        )
+        limit = settings.host_failures
+        self._threshold = DEFAULT_HOST_FAILURES if limit is None else limit
         self._shortest, self._longest = settings.blacklist_cooldown
         self._hosts: dict[str, Host] = {}
         self._positions = 0
@@ -317,8 +316,7 @@ class HostManager:
     def _cool_down(self, host: Host, now: float, reason: str) -> str:
         length = min(self._shortest * 2.0**host.cooldowns, self._longest)
         host.cooldowns = min(host.cooldowns + 1, 64)
-        host.until = now + length
-        host.reason = reason
+        host.until, host.reason = now + length, reason
         self._learn(host, HostNews.FAILED)
         return f"no new workers for {length:g} s: {reason}"
 

@@ -82,7 +82,7 @@ class Membership(Rule):
         at = own.change_since + self.settings.last_call
         all_leave = not newcomers and len(leavers) == self.workers.count(WorkerState.RUNNING)
         if all_leave and self._newcomers_in_sight():
-            # Whoever leaves now takes the state along: train on until somebody can take it over.
+            # Workers that leave now take the state along: train on until others can take it over.
             at = own.change_since + self.settings.elastic_timeout
             at = min(at, self._hand_over_until(leavers))
             reason = f"{reason}; nobody to take over yet"
@@ -139,8 +139,8 @@ class Membership(Rule):
         if not self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
             return
         if current.at_boundary:
-            # Whoever commits once an hour is not to lose that hour to a planned change, and
-            # one that hangs loses its lease: so this only says what is going on.
+            # A worker that commits once an hour is not to lose that hour to a planned change, and
+            # one that hangs loses its lease: so this only announces the wait.
             self.rounds.wait_again(now)
             overdue = f"no step boundary for {timeout:g} s; does the script call commit()?"
             self.effects.announce("boundary_overdue", overdue)
@@ -152,7 +152,7 @@ class Membership(Rule):
     def _hurry_stragglers(self, now: float) -> None:
         """Tell members to leave at once that do not follow the first one at the boundary.
 
-        Once a member has left, nobody can finish another step without it. So a member that does
+        Once a member has left, no other can finish another step without it. So a member that does
         not follow soon missed the notice and waits for its peer: this costs it nothing, and
         nothing else would end that wait.
         """
@@ -232,16 +232,15 @@ class Membership(Rule):
         founded_at = self.placement.founders.at
         since = self.rounds.current.since if founded_at is None else founded_at
         at = since + self.settings.start_timeout
-        return self.effects.due_or_set_alarm(at, now, self._fresh_waiting())
+        ready, booting = (self.workers.count(s) for s in (WorkerState.READY, WorkerState.STARTING))
+        enough = f"{ready} of at least {self._fresh_need()} workers are ready"
+        waiting = f"{enough}, {booting} are booting"
+        return self.effects.due_or_set_alarm(at, now, waiting)
 
     def _fresh_need(self) -> int:
         first = self.rounds.current.number == 1
         need = self.placement.founders.need if first else self.settings.min_np
         return self.capacity.at_most_wanted(need)
-
-    def _fresh_waiting(self) -> str:
-        ready, booting = (self.workers.count(s) for s in (WorkerState.READY, WorkerState.STARTING))
-        return f"{ready} of at least {self._fresh_need()} workers are ready, {booting} are booting"
 
     def _watch_last_round(self, now: float) -> None:
         """After a success: those who are left form a round of their own, however few."""

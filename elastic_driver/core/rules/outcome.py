@@ -45,11 +45,6 @@ class Loss:
     reason: str
     member: bool  # it was in the round, or one of those the round was waiting for
 
-    @property
-    def fatal_alone(self) -> bool:
-        """Whether a job whose workers all fall like this has failed by its own doing."""
-        return self.cause is Cause.OWN
-
 
 def cause_of(exit_code: int, *, victim: bool) -> Cause:
     """Return the cause of an exit; negative codes are signals."""
@@ -76,19 +71,19 @@ def first_failure(losses: Sequence[Loss]) -> Failure | None:
 def failed_by_itself(losses: Sequence[Loss], *, kind: ScriptKind, has_progress: bool) -> bool:
     """Return whether losing all members this way means that the script fails, not the machines.
 
-    An elastic job of which nobody ever finished a step has failed when every worker died,
+    An elastic job of which no worker ever finished a step has failed when every worker died,
     however, unless all of them died with their agents. Any other job has failed when every
     member exited non-zero by itself.
     """
     members = [loss for loss in losses if loss.member]
     if kind is ScriptKind.ELASTIC and not has_progress:
         return any(loss.cause is not Cause.AGENT for loss in members)
-    return bool(members) and all(loss.fatal_alone for loss in members)
+    return bool(members) and all(loss.cause is Cause.OWN for loss in members)
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Why the whole job ends, how long a boundary is waited for, and when it ends anyway."""
+    """The end of the whole job: its reason, the limit for a boundary, and the latest end."""
 
     reason: str
     leave_by: float
@@ -110,7 +105,7 @@ class Budget:
         self._incident_at: float | None = None
 
     def count(self, now: float, *, fruitless: bool, whole_round: bool = False) -> None:
-        """One more failure; `fruitless`: nobody has got anywhere since the last one.
+        """One more failure; `fruitless`: no step was finished since the last one.
 
         A `whole_round` was judged as one: it is an incident of its own, however soon.
         """
@@ -155,7 +150,7 @@ class JobOutcome:
     budget: Budget = field(init=False)
     kind: ScriptKind = ScriptKind.UNDECLARED
     steps_reported: int = 0  # first steps of workers in their rounds
-    has_progress: bool = False  # somebody has finished a step in this job
+    has_progress: bool = False  # a worker has finished a step in this job
     restart_count: int = 0  # how often workers were started again
     losses: list[Loss] = field(default_factory=list)  # since the last round was completed
     first_loss_at: float | None = None  # of `losses`
@@ -169,12 +164,12 @@ class JobOutcome:
 
     @property
     def elastic(self) -> bool:
-        """Whether the script is known to be an elastic one."""
+        """Return whether the script is known to be an elastic one."""
         return self.kind is ScriptKind.ELASTIC
 
     @property
     def finishing(self) -> bool:
-        """Whether the job comes to its end: nothing is started any more."""
+        """Return whether the job comes to its end: nothing is started any more."""
         return self.first_success is not None or self.departure is not None
 
     def declare(self, kind: ScriptKind) -> None:

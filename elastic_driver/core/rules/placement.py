@@ -34,7 +34,7 @@ class Founders:
 
 @dataclass(slots=True)
 class Placement(Rule):
-    """Decides who leaves, where agents run and where workers start."""
+    """Marks workers that have to leave; starts and stops agents, and starts workers."""
 
     drains: Drains
     tf: TfLayout | None
@@ -168,7 +168,7 @@ class Placement(Rule):
         self.effects.decide(StartAgent(host, agent.incarnation, self.hosts.slots(host), reason))
 
     def stop_agent(self, agent: HostAgent, reason: str) -> None:
-        """Let an agent go; nobody waits for its end, a next one has another incarnation."""
+        """Let an agent go. Its end is not awaited; the next one has another incarnation."""
         self.fleet.apply(agent, AgentNews.RELEASED)
         grace = self.settings.stop_grace
         self.effects.decide(StopAgent(agent.host, agent.incarnation, grace, reason))
@@ -225,14 +225,10 @@ class Placement(Rule):
         """Hosts that may get workers now, slow ones last; only hosts with agents are looked at."""
         named = (self.hosts.get(name) for name in self.fleet.agents if self.fleet.is_ready(name))
         usable = [host for host in named if host is not None and self._eligible(host.name)]
-        if self._better_is_coming():
+        coming = any(not self.hosts.distrusted(agent.host) for agent in self.fleet.starting())
+        if coming and self.workers.active() >= self.settings.min_np:  # slow hosts can wait
             usable = [host for host in usable if not self.hosts.distrusted(host.name)]
         return sorted(usable, key=self.hosts.preference)
-
-    def _better_is_coming(self) -> bool:
-        """Return whether slow hosts can wait: others' agents start, and enough workers go on."""
-        coming = any(not self.hosts.distrusted(agent.host) for agent in self.fleet.starting())
-        return coming and self.workers.active() >= self.settings.min_np
 
     def room_left(self) -> int | None:
         """Return how many more workers are wanted; None: any number."""

@@ -1,6 +1,6 @@
 """Rounds of a job whose workers never speak to us: every change restarts them all.
 
-Also the first round of a job of which nobody knows yet what kind it is. Ranks are given at birth;
+Also the first round of a job whose kind is not known yet. Ranks are given at birth;
 a round is complete when all its processes were started. Times are monotonic seconds.
 """
 
@@ -71,11 +71,9 @@ class Plain(Rule):
         if own.started_at is None:
             own.started_at = now
         if self.outcome.kind is ScriptKind.UNDECLARED:
-            waiting, patience = (
-                "to see whether the script calls elastic.init()",
-                self.settings.plain_after,
-            )
-            if not self.effects.due_or_set_alarm(own.started_at + patience, now, waiting):
+            at = own.started_at + self.settings.plain_after
+            waiting = "to see whether the script calls elastic.init()"
+            if not self.effects.due_or_set_alarm(at, now, waiting):
                 return
             self.outcome.declare(ScriptKind.PLAIN)
         founded = [self.workers.workers[worker] for worker in founders.workers]

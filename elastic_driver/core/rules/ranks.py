@@ -1,4 +1,4 @@
-"""Ranks: which place each member of a round gets.
+"""Ranks: the place of each member of a round.
 
 Hosts come in the order of their oldest member, inside a host members come by age. So the
 ranks of a host are contiguous, the oldest member is rank 0, survivors keep their order and
@@ -38,18 +38,9 @@ def assign(seats: Iterable[Seat]) -> list[tuple[str, SlotInfo]]:
     seen = [0] * len(hosts_with)
     for node_rank, members in enumerate(hosts.values()):
         for local_rank, seat in enumerate(members):
-            place = SlotInfo(
-                host=seat.host,
-                slot=seat.slot,
-                rank=len(places),
-                local_rank=local_rank,
-                cross_rank=seen[local_rank],
-                size=size,
-                local_size=len(members),
-                cross_size=hosts_with[local_rank],
-                node_rank=node_rank,
-                node_count=len(hosts),
-            )
+            ranks = (len(places), local_rank, seen[local_rank])
+            sizes = (size, len(members), hosts_with[local_rank])
+            place = SlotInfo(seat.host, seat.slot, *ranks, *sizes, node_rank, len(hosts))
             seen[local_rank] += 1
             places.append((seat.worker, place))
     return places

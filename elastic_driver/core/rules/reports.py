@@ -33,8 +33,7 @@ class Reports(Rule):
         worker = self.workers.workers.get(event.worker)
         if worker is None or worker.state not in OCCUPYING:
             what = type(event).__name__
-            late = f"{what} of {event.worker}, which is gone or was never started"
-            self.effects.ignore(late)
+            self.effects.ignore(f"{what} of {event.worker}, which is gone or was never started")
             return
         match event:
             case ev.WorkerStarted():
@@ -71,8 +70,7 @@ class Reports(Rule):
             self.effects.ignore(other)
             return
         if not self.workers.ready(worker, event):
-            late = f"{worker.id} is {worker.state.value}, not awaited as READY"
-            self.effects.ignore(late)
+            self.effects.ignore(f"{worker.id} is {worker.state.value}, not awaited as READY")
             return
         self.effects.announce("worker_ready", event.reason or "waits for a round", worker)
         if running and current.state is RoundState.COMPLETE:
@@ -92,8 +90,7 @@ class Reports(Rule):
         in_round = worker.state is WorkerState.RUNNING and event.round == number
         just_left = worker.state is WorkerState.READY and event.round == worker.left
         if not (in_round or just_left):
-            late = f"step of {worker.id} in round {event.round}, which is over"
-            self.effects.ignore(late)
+            self.effects.ignore(f"step of {worker.id} in round {event.round}, which is over")
             return
         self.workers.stepped(worker)
         self.outcome.step_finished()
@@ -156,5 +153,4 @@ class Reports(Rule):
             self.orders.kill(worker, event.reason)
             self.rounds.left_early(worker, now, running=True)
         elif not self.endings.give_up_worker(worker, event.reason, now):
-            late = f"{worker.id} is {worker.state.value}, it cannot be lost any more"
-            self.effects.ignore(late)
+            self.effects.ignore(f"{worker.id} is {worker.state.value}, it cannot be lost any more")

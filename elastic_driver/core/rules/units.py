@@ -80,14 +80,9 @@ def shares(
 
 
 def shortage(hosts: int, settings: Settings) -> str:
-    """Why so many hosts are not enough, in words; empty where their number is not to blame."""
-    if not limited(settings) or whole(range_of(hosts), settings):
+    """Say why so many hosts are not enough; empty where their number is not to blame."""
+    if not limited(settings) or whole([""] * hosts, settings):
         return ""
     unit = settings.node_unit
     units = f" (in units of {unit})" if unit > 1 else ""
     return f"{hosts} hosts have workers, {width(settings)} are needed{units}"
-
-
-def range_of(hosts: int) -> tuple[str, ...]:
-    """Return `hosts` placeholder host names."""
-    return tuple(map(str, range(hosts)))

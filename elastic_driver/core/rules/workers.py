@@ -99,7 +99,7 @@ class Worker:
 
     @property
     def is_member(self) -> bool:
-        """Whether it is, or was about to be, one of the present world."""
+        """Return whether the worker is, or was about to be, a member of the present world."""
         return self.admitted is not None or self.founder
 
 
@@ -120,24 +120,16 @@ class WorkerStateRegistry:
     _admissions: int = 0
 
     def next_incarnation(self, host: str, slot: int) -> int:
-        """The number the next process in this slot will bear (from 1)."""
+        """Return the number of the next process in this slot (from 1)."""
         return self._incarnations.get((host, slot), 0) + 1
 
     def add(self, worker_id: str, place: SlotInfo, *, founder: bool, awaited: bool) -> Worker:
-        """A worker was ordered in `place`; the slot's incarnation counts up."""
-        key = (place.host, place.slot)
-        incarnation = self._incarnations[key] = self._incarnations.get(key, 0) + 1
+        """Record a worker that was ordered in `place`; count up the slot's incarnation."""
+        incarnation = self.next_incarnation(place.host, place.slot)
+        self._incarnations[place.host, place.slot] = incarnation
         self.started += 1
-        worker = Worker(
-            id=worker_id,
-            host=place.host,
-            slot=place.slot,
-            incarnation=incarnation,
-            number=self.started,
-            place=place,
-            founder=founder,
-            awaited=awaited,
-        )
+        seat = (worker_id, place.host, place.slot, incarnation)
+        worker = Worker(*seat, self.started, place, founder=founder, awaited=awaited)
         self.workers[worker_id] = worker
         self._by_state[worker.state][worker_id] = worker
         self._by_host.setdefault(worker.host, {})[worker_id] = worker
