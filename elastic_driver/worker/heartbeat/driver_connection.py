@@ -21,15 +21,13 @@ from elastic_driver.core.events import WorkerReady, WorkerSaved
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.heartbeat import Heartbeat
-from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from elastic_driver.worker.heartbeat.stall_watch import StallWatch
 from elastic_driver.worker.worker_log import say
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError, UnreachableError
 from rendezvous.torch_store import HTTPStore
-from rendezvous.wire import EVENTS_PATH, Delete, Entry
+from rendezvous.wire import EVENTS_PATH, Delete
 
 SLICE_S = 10.0  # the longest request that waits for a world
 CHECKPOINT_POLL_S = 0.05  # between two checks of a final checkpoint that is being written
@@ -115,22 +113,12 @@ class DriverConnection:
         self._slice = min(SLICE_S, born.heartbeat_timeout)
         self._world_seen = 0  # revision of the newest World
         self._request_seen = 0  # revision of the newest SaveRequest
-        self.preemption = PreemptionWatch(born.worker, born.leave_notice)
-        self.heartbeat = Heartbeat(
-            born.worker,
-            self._client.clone(),
-            progress,
-            timeout=born.heartbeat_timeout,
-            on_notice=on_notice,
-            before_heartbeat=before_heartbeat,
-            stall_watch=StallWatch(born.worker, progress, born.hang_timeout),
-            preemption=self.preemption,
-        )
+        client = self._client.clone()
+        self.heartbeat = Heartbeat(born, client, progress, on_notice, before_heartbeat)
 
     def stop(self) -> None:
         """Stop the heartbeat, delete the leases and close the connections, within seconds."""
         self.heartbeat.stop()
-        self.preemption.close()
         # A lease that expired would count as a hang, and the process may take long to end.
         with contextlib.suppress(RendezvousError):
             worker = self.born.worker
@@ -167,8 +155,13 @@ class DriverConnection:
         """
         silent = False
         while True:
+            keys, wait = {contract.JOB_WORLD: self._world_seen}, self._slice
             try:
-                found = self._watch(checkpoint)
+                if checkpoint is not None:
+                    keys[contract.JOB_SAVE] = self._request_seen
+                    if checkpoint.report(self._post):  # it is being written
+                        wait = min(wait, CHECKPOINT_POLL_S)
+                found = self._client.watch(keys, wait)
             except UnreachableError as error:
                 if not silent:
                     say(f"waiting for the next round, and the driver does not answer ({error})")
@@ -181,23 +174,13 @@ class DriverConnection:
             if request is not None and checkpoint is not None:
                 self._request_seen = request.revision
                 checkpoint.begin(decode(SaveRequest, request.value))
-            entry = found.get(contract.JOB_WORLD)
-            if entry is None:
+            if (entry := found.get(contract.JOB_WORLD)) is None:
                 continue
             self._world_seen = entry.revision
             world = decode_world(entry.value)
             me = world.member(self.born.worker)
             if me is not None and world.round > left:
                 return world, me
-
-    def _watch(self, checkpoint: FinalCheckpointTask | None) -> dict[str, Entry]:
-        """Wait for new documents, for a moment only while a final checkpoint is being written."""
-        keys, wait = {contract.JOB_WORLD: self._world_seen}, self._slice
-        if checkpoint is not None:
-            keys[contract.JOB_SAVE] = self._request_seen
-            if checkpoint.report(self._post):
-                wait = min(wait, CHECKPOINT_POLL_S)
-        return self._client.watch(keys, wait)
 
     def _post(self, event: Any) -> None:
         self._client.post_json(EVENTS_PATH, msgspec.json.encode(event))

@@ -22,6 +22,7 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.core import events
 from elastic_driver.core.documents import Allocation, Notice, Progress, decode, encode
+from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import StallWatch
@@ -44,36 +45,31 @@ _encode_event = msgspec.json.Encoder().encode
 
 
 class Heartbeat:
-    """Renews one worker's leases until stopped.
+    """Renews one worker's leases until stopped; made by the thread that trains.
 
     Args:
-        worker: its id.
+        born: the worker's context.
         client: belongs to this object and its thread alone.
         progress: reported with each heartbeat.
-        timeout: seconds without a heartbeat after which the job counts the worker as lost.
         on_notice: called on this thread with each new notice.
         before_heartbeat: called before each; returns the seconds until its next call, None: any.
-        stall_watch, preemption: checked before each heartbeat.
     """
 
     def __init__(
         self,
-        worker: str,
+        born: WorkerContext,
         client: RendezvousClient,
         progress: TrainingProgress,
-        *,
-        timeout: float,
         on_notice: Callable[[Notice], None],
         before_heartbeat: Callable[[], float | None],
-        stall_watch: StallWatch,
-        preemption: PreemptionWatch,
     ) -> None:
-        self._worker, self._client, self._progress = worker, client, progress
-        self._timeout, self._on_notice = timeout, on_notice
-        self._before_heartbeat = before_heartbeat
-        self._stall_watch, self._preemption = stall_watch, preemption
+        self._worker, self._client, self._progress = born.worker, client, progress
+        self._on_notice, self._before_heartbeat = on_notice, before_heartbeat
+        self._stall_watch = StallWatch(born.worker, progress, born.hang_timeout)
+        self.preemption = PreemptionWatch(born.worker, born.leave_notice)
         self._pending: list[msgspec.Struct] = []  # events to post
-        self._idle = timeout / 3  # a lease survives two lost requests
+        self._timeout = born.heartbeat_timeout
+        self._idle = self._timeout / 3  # a lease survives two lost requests
         self._longest = min(self._idle, LONGEST_WAIT_S)
         self._reported = (0, 0)  # round and step of the progress sent last
         self._wait = FIRST_WAIT_S
@@ -98,10 +94,11 @@ class Heartbeat:
         """End the thread, within a second even in the middle of a request."""
         self._stopping.set()
         self._client.abort()
-        self._preemption.wake()
+        self.preemption.wake()
         if self._thread is not None:
             self._thread.join(STOP_S)
         self._client.close()
+        self.preemption.close()
 
     def report_first_step(self, client: RendezvousClient, round_id: int) -> None:
         """Post `WorkerStepped` now if this round had a step that was not reported yet.
@@ -117,7 +114,7 @@ class Heartbeat:
         while not self._stopping.is_set():
             try:
                 due = [
-                    self._preemption.check(self._report_leaving),
+                    self.preemption.check(self._report_leaving),
                     self._before_heartbeat(),
                     self._check_stall(),
                     self._next_wait(),
@@ -134,7 +131,7 @@ class Heartbeat:
                 if not self._silent:
                     say(f"the driver does not answer; training goes on ({error})")
                 self._silent = True
-                self._preemption.wait(RETRY_S)
+                self.preemption.wait(RETRY_S)
             else:
                 if self._silent:
                     say("the driver answers again")
@@ -153,7 +150,7 @@ class Heartbeat:
             Set(contract.worker_half_lease(self._worker), b"", self._timeout / 2),
             *self._report(),
             Watch({key: self._seen[key] for key in watched}, wait),
-            wake=self._preemption.fileno(),
+            wake=self.preemption.fileno(),
         )[-1]
         if not isinstance(result, Entries) or result.timed_out:
             return

@@ -133,7 +133,14 @@ class StallWatch:
         if patient and location == "elsewhere" and computes:
             return None
         if self._stall is None:
-            self._dump_stacks(silence, location)
+            place = "in a collective" if location == "collective" else "outside of collectives"
+            line = (
+                f"elastic: no progress for {silence:.1f} s, the training thread stands {place}:\n"
+            )
+            # Past Python's own buffers, whose lock may be what hangs.
+            with contextlib.suppress(OSError, ValueError):
+                os.write(STDERR, line.encode())
+                faulthandler.dump_traceback(STDERR, all_threads=True)
         self._stall, self._repeat_at = (round_id, self._progress.active_at), 2 * silence
         return WorkerStalled(self._worker, round_id, silence, location, stack_of(frame))
 
@@ -175,11 +182,3 @@ class StallWatch:
             self._cpu_since = (self._progress.active_at, now, used)
             return False
         return used - before > WORKING_SHARE * (now - since)
-
-    def _dump_stacks(self, silence: float, location: str) -> None:
-        """Write all stacks past Python's own buffers, whose lock may be what hangs."""
-        place = "in a collective" if location == "collective" else "outside of collectives"
-        line = f"elastic: no progress for {silence:.1f} s, the training thread stands {place}:\n"
-        with contextlib.suppress(OSError, ValueError):
-            os.write(STDERR, line.encode())
-            faulthandler.dump_traceback(STDERR, all_threads=True)

@@ -31,7 +31,7 @@ from elastic_driver.policies.nodecheck.messages import Assignment, Place, TaskRe
 from elastic_driver.worker import cpu_time
 from elastic_driver.worker.context import address_towards
 from elastic_driver.worker.nodecheck import machine_lock, pace
-from elastic_driver.worker.nodecheck.model import SIZES, ModelSize, Transformer, largest_that_fits
+from elastic_driver.worker.nodecheck.model import SIZES, Transformer, largest_that_fits
 from rendezvous.client import RendezvousClient
 from rendezvous.torch_store import HTTPStore
 from rendezvous.wire import EVENTS_PATH
@@ -84,7 +84,9 @@ class NodeCheckTask:
         products = self._products()
         timings = [self._product_timing(products)]
         if size is not None:
-            model, batch = _make_model(size, self.device)
+            torch.manual_seed(0)
+            model = Transformer(size).to(self.device)
+            batch = torch.randint(size.vocabulary, (size.batch, size.tokens), device=self.device)
             parameters = sum(p.numel() for p in model.parameters())
             contention = self._thread_contention
             timings.append(pace.repeated(lambda: model(batch).backward(), self._settle, contention))
@@ -120,14 +122,9 @@ class NodeCheckTask:
     def _products(self) -> list[Callable[[], Tensor]]:
         """Return matrix products: one for the device, or one for each usable processor."""
         rows = self.settings.matrix or _MATRIX_ROWS[self.device.type]
-
-        def product() -> Callable[[], Tensor]:
-            left = torch.rand(rows, rows, device=self.device)
-            right = torch.rand(rows, rows, device=self.device)
-            return lambda: left @ right
-
         count = len(os.sched_getaffinity(0)) if self.device.type == "cpu" else 1
-        return [product() for _ in range(count)]
+        factors = [torch.rand(2, rows, rows, device=self.device) for _ in range(count)]
+        return [partial(torch.matmul, left, right) for left, right in factors]
 
     def _product_timing(self, products: list[Callable[[], Tensor]]) -> pace.Timing:
         if self.device.type == "cpu":
@@ -218,13 +215,6 @@ class NodeCheckTask:
     def _settle(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _make_model(size: ModelSize, device: torch.device) -> tuple[Transformer, Tensor]:
-    """Return the transformer, and random tokens to train it on."""
-    torch.manual_seed(0)
-    model = Transformer(size).to(device)
-    return model, torch.randint(size.vocabulary, (size.batch, size.tokens), device=device)
 
 
 def _device() -> torch.device:

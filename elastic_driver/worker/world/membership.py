@@ -23,11 +23,7 @@ from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError
 from elastic_driver.worker import current
 from elastic_driver.worker.context import WorkerContext, alone
-from elastic_driver.worker.heartbeat.driver_connection import (
-    CheckpointableState,
-    DriverConnection,
-    FinalCheckpointTask,
-)
+from elastic_driver.worker.heartbeat import driver_connection
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.worker_log import say
@@ -56,10 +52,10 @@ class JobMembership:
         self.world: World | None = None
         self.group: RoundGroup | None = None
         self._choice = choice
-        self._driver: DriverConnection | None = None
+        self._driver: driver_connection.DriverConnection | None = None
         if born is not None:
             callbacks = self._on_notice, self._check_departure
-            self._driver = DriverConnection(born, self.progress, *callbacks)
+            self._driver = driver_connection.DriverConnection(born, self.progress, *callbacks)
         self._left = 0  # the round left last
         self._described: object | None = None  # the state that our last READY described
         self._lock = threading.Lock()  # guards the next two: the heartbeat thread brings notices
@@ -101,7 +97,7 @@ class JobMembership:
         if self.group is not None:
             self.group.connections.close_in_child()
         if self._driver is not None:
-            self._driver.preemption.close()
+            self._driver.heartbeat.preemption.close()
 
     # ---- joining -------------------------------------------------------------------------
 
@@ -113,7 +109,11 @@ class JobMembership:
         if self._driver is not None:
             self._driver.report_ready(self._left, state_version, reason)
 
-    def join(self, state_version: StateVersion, state: CheckpointableState | None = None) -> World:
+    def join(
+        self,
+        state_version: StateVersion,
+        state: driver_connection.CheckpointableState | None = None,
+    ) -> World:
         """Become a member of the next round, however many attempts it takes; return its world.
 
         If no round comes because all workers have to leave, `state` writes a final checkpoint.
@@ -126,7 +126,11 @@ class JobMembership:
             world = World(round=self._left + 1, members=(me,), reason="started alone")
             self._enter(world, me, HashStore(), self.progress.version)
             return world
-        checkpoint = FinalCheckpointTask(driver.born.worker, state) if state is not None else None
+        checkpoint = (
+            driver_connection.FinalCheckpointTask(driver.born.worker, state)
+            if state is not None
+            else None
+        )
         while True:
             world, me = driver.await_world(self._left, checkpoint)
             store = driver.store(world.round)
@@ -223,7 +227,7 @@ class JobMembership:
         while self._left_groups:  # their other members are in this round, or gone
             self._left_groups.pop().end()
         if self._driver is not None:
-            self._driver.preemption.listen()
+            self._driver.heartbeat.preemption.listen()
         current.enter(me.place, world.round)
 
     # ---- leaving -------------------------------------------------------------------------

@@ -14,10 +14,9 @@ from aiohttp import web
 
 from elastic_driver import contract
 from elastic_driver.core.documents import Allocation, Division, Progress, decode, encode
+from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.heartbeat import Heartbeat, next_pause
-from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from elastic_driver.worker.heartbeat.stall_watch import StallWatch
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Entries, Get, Set
@@ -46,26 +45,25 @@ def server(events: queue.SimpleQueue[dict[str, object]]) -> Iterator[RendezvousS
 
 @contextlib.contextmanager
 def sending_heartbeats(
-    server: RendezvousServer, progress: TrainingProgress, preemption: PreemptionWatch | None = None
+    server: RendezvousServer, progress: TrainingProgress, leave_notice: float = 0.0
 ) -> Iterator[None]:
     """A heartbeat of this progress, with no limit to its patience."""
-    preemption = PreemptionWatch("a.0.1", 0.0) if preemption is None else preemption
-    heart = Heartbeat(
-        "a.0.1",
-        RendezvousClient(server.url, TOKEN),
-        progress,
-        timeout=60.0,
-        on_notice=lambda _notice: None,
-        before_heartbeat=lambda: None,
-        stall_watch=StallWatch("a.0.1", progress, None),
-        preemption=preemption,
+    born = WorkerContext(
+        worker="a.0.1",
+        host="a",
+        endpoint=server.url,
+        token_file="",
+        heartbeat_timeout=60.0,
+        leave_notice=leave_notice,
     )
+    client = RendezvousClient(server.url, TOKEN)
+    heart = Heartbeat(born, client, progress, lambda _notice: None, lambda: None)
+    heart.preemption.listen()
     heart.start()
     try:
         yield
     finally:
         heart.stop()
-        preemption.close()
 
 
 def test_the_first_step_of_a_round_is_told_soon_though_the_heartbeat_before_could_wait_longer(
@@ -127,9 +125,7 @@ def test_others_hear_nothing_of_shares(server: RendezvousServer) -> None:
 def test_a_notice_is_passed_on_at_once_though_the_heartbeat_could_wait_longer(
     server: RendezvousServer, events: queue.SimpleQueue[dict[str, object]]
 ) -> None:
-    preemption = PreemptionWatch("a.0.1", 30.0)
-    preemption.listen()
-    with sending_heartbeats(server, TrainingProgress(), preemption):
+    with sending_heartbeats(server, TrainingProgress(), 30.0):
         with pytest.raises(queue.Empty):
             events.get(timeout=0.3)
         os.kill(os.getpid(), signal.SIGUSR1)
