@@ -195,8 +195,7 @@ def gloo_device(world: World, endpoint: str | None) -> Any:
     It is that of GLOO_SOCKET_IFNAME, else loopback in a world on one host, else the interface
     that reaches the rendezvous at `endpoint`, else gloo's own choice.
     """
-    named = os.environ.get("GLOO_SOCKET_IFNAME")
-    if named:
+    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
         return ProcessGroupGloo.create_device(interface=named.split(",")[0])
     hosts = {member.place.host for member in world.members}
     if len(hosts) == 1 or all(h in _LOOPBACK_NAMES or h.startswith("127.") for h in hosts):
@@ -240,14 +239,10 @@ def install(
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
     _Handover.ready, _Handover.create_subgroup = group.backend, create_subgroup
     excepthook = sys.excepthook
+    backend = f"cpu:{BACKEND},{device_backends}" if device_backends else BACKEND
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     try:
-        dist.init_process_group(
-            backend=f"cpu:{BACKEND},{device_backends}" if device_backends else BACKEND,
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        )
+        dist.init_process_group(backend, timeout=timeout, world_size=size, rank=rank, store=store)
     finally:
         _Handover.ready = None
         # Torch's puts `[rank0]:` before each line of a traceback, and in the next round another.

@@ -23,7 +23,11 @@ from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError
 from elastic_driver.worker import current
 from elastic_driver.worker.context import WorkerContext, alone
-from elastic_driver.worker.heartbeat import driver_connection
+from elastic_driver.worker.heartbeat.driver_connection import (
+    CheckpointableState,
+    DriverConnection,
+    FinalCheckpointTask,
+)
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.worker_log import say
@@ -52,10 +56,10 @@ class JobMembership:
         self.world: World | None = None
         self.group: RoundGroup | None = None
         self._choice = choice
-        self._driver: driver_connection.DriverConnection | None = None
+        self._driver: DriverConnection | None = None
         if born is not None:
             callbacks = self._on_notice, self._check_departure
-            self._driver = driver_connection.DriverConnection(born, self.progress, *callbacks)
+            self._driver = DriverConnection(born, self.progress, *callbacks)
         self._left = 0  # the round left last
         self._described: object | None = None  # the state that our last READY described
         self._lock = threading.Lock()  # guards the next two: the heartbeat thread brings notices
@@ -109,12 +113,8 @@ class JobMembership:
         if self._driver is not None:
             self._driver.report_ready(self._left, state_version, reason)
 
-    def join(
-        self,
-        state_version: StateVersion,
-        state: driver_connection.CheckpointableState | None = None,
-    ) -> World:
-        """Become a member of the next round, however many attempts it takes; return its world.
+    def join(self, state_version: StateVersion, state: CheckpointableState | None = None) -> None:
+        """Become a member of the next round, however many attempts it takes.
 
         If no round comes because all workers have to leave, `state` writes a final checkpoint.
         A round that ends while its group is built costs nothing: we report READY for the next one.
@@ -124,32 +124,22 @@ class JobMembership:
         if driver is None:
             me = Member(worker="localhost.0.0", place=alone())
             world = World(round=self._left + 1, members=(me,), reason="started alone")
-            self._enter(world, me, HashStore(), self.progress.version)
-            return world
-        checkpoint = (
-            driver_connection.FinalCheckpointTask(driver.born.worker, state)
-            if state is not None
-            else None
-        )
+            self._enter(world, me, HashStore(), self.progress.version, lambda: None)
+            return
+        checkpoint = FinalCheckpointTask(driver.born.worker, state) if state is not None else None
         while True:
             world, me = driver.await_world(self._left, checkpoint)
             store = driver.store(world.round)
             try:
                 self._enter(world, me, store, state_version.steps, store.close)
+                return
             except RoundOverError as error:
                 self._left = world.round
                 reason = f"round {world.round} ended while its group was built: {error}"
                 driver.report_ready(self._left, state_version, reason)
-            else:
-                return world
 
     def _enter(
-        self,
-        world: World,
-        me: Member,
-        store: Store,
-        version: int,
-        close_store: Callable[[], None] = lambda: None,
+        self, world: World, me: Member, store: Store, version: int, close_store: Callable[[], None]
     ) -> None:
         driver = self._driver
         device = groups.gloo_device(world, driver.born.endpoint if driver else None)
