@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -94,16 +95,8 @@ def _is_own_address(text: str) -> bool:
         wanted = ipaddress.ip_address(text)
     except ValueError:
         return False
-    return wanted.is_loopback or str(wanted) in _interface_addresses()
-
-
-def _interface_addresses() -> set[str]:
-    return {
-        entry.address.partition("%")[0]
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6)
-    }
+    entries = itertools.chain(*psutil.net_if_addrs().values())
+    return wanted.is_loopback or str(wanted) in (e.address.partition("%")[0] for e in entries)
 
 
 def _addresses_in(hosts_file: Path, name: str) -> list[str]:

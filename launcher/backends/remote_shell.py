@@ -79,7 +79,8 @@ class RemoteShell:
 
         `exit_code` is the program's (0 or more), `said` what it wrote to stderr itself.
         """
-        return describe_end(host, from_shell(exit_code))
+        # A shell says 128+N for a signal, subprocess says -N.
+        return describe_end(host, 128 - exit_code if exit_code > 128 else exit_code)
 
     def explain(self, host: str, exit_code: int, said: str) -> str:
         """Return one line on why a command on a host failed before it was up.
@@ -121,8 +122,3 @@ def explain_by(host: str, said: str, meanings: Sequence[tuple[str, str]]) -> str
             if mark in line:
                 return f"{host}: {meaning}{last_line(line)}"
     return None
-
-
-def from_shell(exit_code: int) -> int:
-    """Return an exit status as subprocess would give it; a shell says 128+N for a signal."""
-    return 128 - exit_code if exit_code > 128 else exit_code

@@ -23,7 +23,7 @@ class SlurmAllocation(Struct, frozen=True, kw_only=True):
 
     job_id: str
     nodes: tuple[str, ...]
-    tasks: tuple[int, ...] | None = None  # of each node; None: nobody asked for any number
+    tasks: tuple[int, ...] | None = None  # of each node; None: no number was asked for
     gpus: int = 0  # of a node
     cpus: int | None = None  # of the smallest node
     step_tasks: int = 1  # how often we ourselves were started, where srun did that
@@ -63,8 +63,10 @@ def read_allocation(environ: Mapping[str, str]) -> SlurmAllocation | None:
     nodelist = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not job_id or not nodelist:
         return None
-    if not job_id.isdecimal():
-        raise UsageError(f"SLURM_JOB_ID is no number: {job_id!r}")
+    step_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    for name, text in (("SLURM_JOB_ID", job_id), ("SLURM_STEP_NUM_TASKS", step_tasks)):
+        if not text.isdecimal():
+            raise UsageError(f"{name} is no number: {text!r}")
     nodes = tuple(name for name, _ in parse_hosts(nodelist, source="SLURM_JOB_NODELIST"))
     cpus = _for_each_node(environ, "SLURM_JOB_CPUS_PER_NODE", nodes)
     asked = "SLURM_NTASKS" in environ or "SLURM_NTASKS_PER_NODE" in environ
@@ -75,7 +77,7 @@ def read_allocation(environ: Mapping[str, str]) -> SlurmAllocation | None:
         tasks=_for_each_node(environ, "SLURM_TASKS_PER_NODE", nodes) if asked else None,
         gpus=_gpus(environ),
         cpus=min(cpus) if cpus else None,
-        step_tasks=_number(environ.get("SLURM_STEP_NUM_TASKS", "1"), "SLURM_STEP_NUM_TASKS"),
+        step_tasks=int(step_tasks),
     )
 
 
@@ -107,9 +109,3 @@ def _gpus(environ: Mapping[str, str]) -> int:
             raise UsageError(f"SLURM_GPUS_PER_NODE makes no sense: {text!r}")
         total += int(match[1])
     return total
-
-
-def _number(text: str, name: str) -> int:
-    if not text.isdecimal():
-        raise UsageError(f"{name} is no number: {text!r}")
-    return int(text)

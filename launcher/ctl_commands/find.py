@@ -1,4 +1,4 @@
-"""Finds the running job that `elasticctl` talks to, and its token.
+"""Finds the running job that `elasticctl` talks to, and its token; sends requests to its driver.
 
 A driver writes its address to its run's folder; while that address answers, the job runs. The job
 is found by `--run-id`, by `--endpoint`, or as the only one that runs below the state directory.
@@ -7,8 +7,10 @@ Nothing is started or changed; what a dead driver has left is never removed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +19,12 @@ import msgspec
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.run_dir import Endpoint
 from rendezvous.auth import read_token_file
-from rendezvous.client import parse_url
+from rendezvous.client import RendezvousClient, parse_url
+from rendezvous.errors import RequestError, UnreachableError
 
 PROBE_S = 2.0  # for a driver to take a connection
+TIMEOUT_S = 10.0
+SILENCE_S = 60.0  # in a stream; the driver sends a comment every 15 s
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class RunFolder:
 
     @property
     def answers(self) -> bool:
-        """Return whether somebody accepts connections there now."""
+        """Return whether a process accepts connections at that address now."""
         parts = parse_url(self.endpoint.url)
         address = (str(parts.hostname), int(parts.port or 0))
         try:
@@ -125,7 +130,7 @@ def _only_one(where: Where) -> RunFolder:
 def _silent(run: RunFolder) -> str:
     """Return why a run does not answer at the address it names."""
     found = run.endpoint
-    if _is_alive(found.pid):
+    if Path(f"/proc/{found.pid}").exists():
         return (
             f"run {found.run_id} does not answer at {found.url}; its driver would be process "
             f"{found.pid}: is it stopped, or on another machine?"
@@ -134,10 +139,6 @@ def _silent(run: RunFolder) -> str:
         f"run {found.run_id} is over: its driver (process {found.pid}, {found.url}) ended without "
         f"cleaning up; {run.folder / 'endpoint.json'} may be removed"
     )
-
-
-def _is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 def _runs(state_dir: Path) -> list[RunFolder]:
@@ -159,3 +160,49 @@ def _read(folder: Path) -> RunFolder | None:
     except (OSError, msgspec.DecodeError, ValueError):
         return None
     return RunFolder(folder, endpoint)
+
+
+# ---- requests ----------------------------------------------------------------------------
+
+
+class JobConnection:
+    """Sends requests to the driver of one job; each is tried once.
+
+    A request that the driver refuses becomes a `UsageError` with the driver's own words, one
+    without an answer a `ClusterError`.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._client = RendezvousClient(target.url, target.token, TIMEOUT_S, repeats=False)
+
+    def get(self, path: str) -> bytes:
+        """GET a path; return the answer's body."""
+        with self._errors_for_people():
+            return self._client.get_bytes(path)
+
+    def post(self, path: str, body: msgspec.Struct | dict[str, object]) -> bytes:
+        """POST this document; return the answer's body."""
+        with self._errors_for_people():
+            return self._client.post_json(path, msgspec.json.encode(body))
+
+    def follow(self, path: str) -> Iterator[bytes]:
+        """Yield the data of a stream of server-sent events, until the driver closes it."""
+        with self._errors_for_people():
+            yield from self._client.follow(path, SILENCE_S)
+
+    @contextlib.contextmanager
+    def _errors_for_people(self) -> Iterator[None]:
+        try:
+            yield
+        except RequestError as error:
+            if error.code == "http_error":  # not an answer of a driver
+                raise
+            text = f"{error.message}; {error.hint}" if error.hint else error.message
+            raise (UsageError if error.status < 500 else ClusterError)(text) from error
+        except UnreachableError as error:
+            target = self.target
+            raise ClusterError(
+                f"run {target.run_id} does not answer at {target.url} ({error.cause}); has it "
+                "just ended, and can this host reach that address?"
+            ) from error

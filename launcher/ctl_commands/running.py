@@ -18,19 +18,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from elastic_driver.contract import (
-    DRAIN_PATH,
-    SCALE_PATH,
-    STACKS_PATH,
-    STATUS_PATH,
-    STOP_PATH,
-    UNDRAIN_PATH,
-)
+from elastic_driver import contract
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.run_dir import default_state_dir
 from launcher.ctl_commands import show
-from launcher.ctl_commands.connection import JobConnection
-from launcher.ctl_commands.find import Where, find
+from launcher.ctl_commands.find import JobConnection, Where, find
 from rendezvous.wire import EVENTS_PATH
 
 _CLEAR = "\x1b[H\x1b[2J"  # cursor home, erase the screen (ECMA-48)
@@ -120,7 +112,7 @@ _seconds.__name__, _count.__name__ = "number of seconds", "number"  # in argpars
 )
 def status(given: Given, job: JobConnection) -> None:
     """`elasticctl status`: the job, its hosts and its workers."""
-    document = job.get(STATUS_PATH)
+    document = job.get(contract.STATUS_PATH)
     while True:
         text = document.decode() if given.json else show.job(show.read_job(document), time.time())
         clear = _CLEAR if given.watch and sys.stdout.isatty() else ""
@@ -129,7 +121,7 @@ def status(given: Given, job: JobConnection) -> None:
             return
         time.sleep(given.interval)
         try:
-            document = job.get(STATUS_PATH)
+            document = job.get(contract.STATUS_PATH)
         except ClusterError:
             print(f"run {job.target.run_id} does not answer any more", file=sys.stderr)
             return
@@ -138,7 +130,7 @@ def status(given: Given, job: JobConnection) -> None:
 @_command("Show the job's hosts.", _flag("--json", help="as a JSON array"))
 def hosts(given: Given, job: JobConnection) -> None:
     """`elasticctl hosts`: the state of each host."""
-    document = job.get(STATUS_PATH)
+    document = job.get(contract.STATUS_PATH)
     if given.json:
         print(msgspec.json.encode(msgspec.json.decode(document)["hosts"]).decode())
     else:
@@ -175,7 +167,7 @@ def stacks(given: Given, job: JobConnection) -> None:
         print(show.stacks(found[-1]))
         return
     last = known[-1].n if known else 0
-    job.post(STACKS_PATH, {"reason": "asked for by elasticctl stacks"})
+    job.post(contract.STACKS_PATH, {"reason": "asked for by elasticctl stacks"})
     for line in job.follow(f"{EVENTS_PATH}?since={last}"):
         event = show.read_stacks(line)
         if event.event == show.STACKS_COLLECTED:
@@ -203,7 +195,7 @@ def _read_events(job: JobConnection, since: int) -> list[msgspec.Raw]:
 )
 def scale(given: Given, job: JobConnection) -> None:
     """`elasticctl scale N`."""
-    job.post(SCALE_PATH, {"num_proc": given.workers})
+    job.post(contract.SCALE_PATH, {"num_proc": given.workers})
     print(f"run {job.target.run_id}: asked for {given.workers} workers")
 
 
@@ -220,7 +212,7 @@ def drain(given: Given, job: JobConnection) -> None:
     body: dict[str, object] = {"reason": given.reason}
     if given.deadline is not None and not given.cancel:
         body["deadline"] = given.deadline
-    path = UNDRAIN_PATH if given.cancel else DRAIN_PATH
+    path = contract.UNDRAIN_PATH if given.cancel else contract.DRAIN_PATH
     job.post(path.format(host=quote(given.host, safe="")), body)
     what = "may be used again" if given.cancel else "is being drained"
     print(f"run {job.target.run_id}: host {given.host} {what}")
@@ -233,5 +225,5 @@ def drain(given: Given, job: JobConnection) -> None:
 )
 def stop(given: Given, job: JobConnection) -> None:
     """`elasticctl stop`."""
-    job.post(STOP_PATH, {"reason": given.reason})
+    job.post(contract.STOP_PATH, {"reason": given.reason})
     print(f"run {job.target.run_id} is stopping")

@@ -29,15 +29,9 @@ import msgspec
 from msgspec.structs import replace
 
 from elastic_driver import contract
+from elastic_driver.core import join_messages as messages
 from elastic_driver.core.documents import JobSpec, decode
-from elastic_driver.core.join_messages import (
-    NODES_PATH,
-    Joined,
-    NodeOrder,
-    NodeReport,
-    node_lease,
-    node_order,
-)
+from elastic_driver.core.join_messages import Joined, NodeOrder, NodeReport
 from elastic_driver.errors import ExitCode, UsageError
 from launcher.agent.folders import held_folder, sweep, sweep_scratch
 from launcher.agent.processes import become_subreaper, end_children
@@ -48,15 +42,10 @@ from launcher.join.find_server import JobServer
 from launcher.join.identity import claim_name, machine_id
 from launcher.join.secret import of_node
 from launcher.submit.signals import handled
+from rendezvous import errors
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient, expect
-from rendezvous.errors import (
-    RendezvousError,
-    RequestError,
-    SealedError,
-    UnauthorizedError,
-    WokenError,
-)
+from rendezvous.errors import RendezvousError
 from rendezvous.wire import MAX_WAIT_S, Entries, Entry, Set, Watch, Written
 
 FOLDER_PREFIX = "elastic-join-"
@@ -168,7 +157,10 @@ class Node:
         with held_folder(Path(tempfile.gettempdir(), FOLDER_PREFIX + offer.session)) as folder:
             token_file = write_token_file(folder / "token", joined.token)
             try:
-                check_spec(_read_spec(client), plan)
+                entry = client.get(contract.JOB_SPEC, wait=GOODBYE_S)
+                if entry is None:
+                    raise RendezvousError("it has no job")
+                check_spec(decode(JobSpec, entry.value), plan)
                 slots = f", {plan.slots} slot{'s' * (plan.slots != 1)}" if plan.slots else ""
                 plan.say(f"joined run {joined.run_id} at {place} as {joined.name}{slots}")
                 code = self._run_agents(client, joined, offer, token_file)
@@ -192,9 +184,10 @@ class Node:
     ) -> int:
         """Run one incarnation after the other, as ordered; return the exit status."""
         order, revision, incarnation = NodeOrder(), 0, 0
-        lease = Set(node_lease(offer.session), lease=joined.heartbeat_timeout)
+        order_key = messages.node_order(offer.session)
+        lease = Set(messages.node_lease(offer.session), lease=joined.heartbeat_timeout)
         while True:
-            entry = _newer(client, lease, node_order(offer.session), revision, self._wake)
+            entry = _newer(client, lease, order_key, revision, self._wake)
             if entry is not None:
                 order, revision = _decode_order(entry.value), entry.revision
             with contextlib.suppress(BlockingIOError):
@@ -250,7 +243,7 @@ def _newer(
     watch = Watch({key: revision}, min(MAX_WAIT_S, patience / 3))
     try:
         renewed, found = client.batch(lease, watch, deadline=patience, wake=wake)
-    except WokenError:
+    except errors.WokenError:
         return None
     expect(renewed, Written)
     entries = expect(found, Entries)
@@ -259,23 +252,16 @@ def _newer(
 
 def _why_lost(error: RendezvousError) -> str:
     match error:
-        case UnauthorizedError():
+        case errors.UnauthorizedError():
             return "another run is served there now"
-        case SealedError() | RequestError():
+        case errors.SealedError() | errors.RequestError():
             return "the server has given this node up"
         case _:
             return f"lost the server: {error}"
 
 
 def _report(client: RendezvousClient, report: NodeReport, deadline: float | None = None) -> None:
-    client.post_json(NODES_PATH, msgspec.json.encode(report), deadline=deadline)
-
-
-def _read_spec(client: RendezvousClient) -> JobSpec:
-    entry = client.get(contract.JOB_SPEC, wait=GOODBYE_S)
-    if entry is None:
-        raise RendezvousError("it has no job")
-    return decode(JobSpec, entry.value)
+    client.post_json(messages.NODES_PATH, msgspec.json.encode(report), deadline=deadline)
 
 
 def check_spec(spec: JobSpec, plan: JoinPlan) -> None:

@@ -77,9 +77,10 @@ class Heading:
         *,
         aliases: tuple[str, ...] = (),
         shown: str = "",
+        fills: tuple[str, ...] = (),
     ) -> Option[T]:
         """Add an option that a rule of the plan reads."""
-        option = Option(name, kind, default, self.text, help, aliases, shown)
+        option = Option(name, kind, default, self.text, help, aliases, shown, fills)
         self.options.append(option)
         return option
 
@@ -95,10 +96,8 @@ class Heading:
     ) -> Option[Any]:
         """Add an option whose value goes into these fields; the first one has the default."""
         fills = tuple(fields.split())
-        defaults = [field_of(field).default for field in fills]
-        option = Option(name, kind, defaults[0], self.text, help, aliases, shown, fills)
-        self.options.append(option)
-        return option
+        default = field_of(fills[0]).default
+        return self.add(name, kind, default, help, aliases=aliases, shown=shown, fills=fills)
 
 
 def field_of(path: str) -> msgspec.structs.FieldInfo:

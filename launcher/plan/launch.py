@@ -22,28 +22,9 @@ from elastic_driver.settings import Settings
 from launcher.backends.slurm_allocation import SlurmAllocation
 from launcher.options import table as o
 from launcher.options.values import CommandLine, OptionValues
-from launcher.plan.hosts import (
-    THIS_MACHINE,
-    FixedHosts,
-    HostSource,
-    JoinedHosts,
-    check_alone,
-    check_nodes,
-    choose_allocation,
-    choose_hosts,
-    describe_hosts,
-    joined_hosts,
-)
+from launcher.plan import hosts as where
+from launcher.plan import sizes
 from launcher.plan.role import Serve
-from launcher.plan.sizes import (
-    JobSize,
-    MachineFacts,
-    bounds_of_hosts,
-    decide_size,
-    enough_hosts,
-    read_wish,
-    slots_of_a_host,
-)
 from launcher.plan.workers import check_tf_roles, forwarded, job_spec, tf_roles, worker_command
 
 
@@ -54,12 +35,12 @@ class Facts(Struct, frozen=True):
     state_dir: str
     cwd: str
     python: str  # the interpreter that runs `script.py` and `-m module`
-    machine: MachineFacts
+    machine: sizes.MachineFacts
     hostfile_text: str | None = None  # the text of the hostfile, if one is given
     environ: dict[str, str] = {}
     ranks: Hosts | None = None  # if mpirun has started us: a slot for each rank
     role: Serve | None = None  # this node serves a job whose nodes join by themselves
-    name: str = THIS_MACHINE  # this node's name among them
+    name: str = where.THIS_MACHINE  # this node's name among them
 
 
 class NodeCheckPlan(Struct, frozen=True):
@@ -83,7 +64,7 @@ class LaunchPlan(Struct, frozen=True):
     settings: Settings
     spec: JobSpec
     driver: DriverOptions  # `bind_host` may still be a name
-    hosts: HostSource
+    hosts: where.HostSource
     backend: str
     agents: BackendJob  # what the backend is told, as far as the options say it
     state_dir: str
@@ -110,7 +91,7 @@ class LaunchPlan(Struct, frozen=True):
         lines = [
             ("command", shlex.join(spec.command)),
             ("in", spec.cwd),
-            ("hosts", describe_hosts(self.hosts)),
+            ("hosts", where.describe_hosts(self.hosts)),
             ("workers", f"start with {s.start_np}, go on with {s.min_np} or more, at most {most}"),
             ("backend", self.backend),
             ("rendezvous", f"{driver.bind_host}{port}"),
@@ -142,10 +123,12 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         raise UsageError("-q and -v contradict each other; keep one of them")
     allocation = None
     if role is None:
-        check_alone(values, facts.environ)
-        allocation = choose_allocation(values, facts.environ)
-    machine = facts.machine if allocation is None else _node(allocation, facts.machine)
-    hosts, size = _hosts_and_size(values, facts, slots_of_a_host(values, machine), allocation)
+        where.check_alone(values, facts.environ)
+        allocation = where.choose_allocation(values, facts.environ)
+    machine = facts.machine
+    if allocation is not None:  # this machine may be a login node
+        machine = replace(machine, cpus=allocation.cpus or machine.cpus, gpus=allocation.gpus)
+    hosts, size = _hosts_and_size(values, facts, sizes.slots_of_a_host(values, machine), allocation)
     settings = _settings(values, size, hosts)
     backend = "slurm" if allocation is not None else _backend(values, hosts)
     passed_on = {} if backend in ("local", "join") else forwarded(facts.environ)
@@ -185,23 +168,18 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
 # ---- parts -------------------------------------------------------------------------------
 
 
-def _node(allocation: SlurmAllocation, here: MachineFacts) -> MachineFacts:
-    """Return what a node of the allocation has; this machine may be a login node."""
-    return MachineFacts(cpus=allocation.cpus or here.cpus, gpus=allocation.gpus)
-
-
 def _hosts_and_size(
     values: OptionValues, facts: Facts, slots: int | None, allocation: SlurmAllocation | None
-) -> tuple[HostSource, JobSize]:
+) -> tuple[where.HostSource, sizes.JobSize]:
     """Return where the job runs and with how many workers."""
-    wish, role = read_wish(values, slots), facts.role
-    hosts: HostSource
+    wish, role = sizes.read_wish(values, slots), facts.role
+    hosts: where.HostSource
     if role is not None:
-        hosts = joined_hosts(values, facts.name, role, slots)
+        hosts = where.joined_hosts(values, facts.name, role, slots)
         if slots is None and not role.own and values.level(o.NNODES):
             wish = replace(wish, most=None)  # nodes say how many workers they have
     else:
-        hosts = choose_hosts(
+        hosts = where.choose_hosts(
             values,
             slots=slots,
             wanted=wish.most or wish.asked or wish.least,
@@ -210,17 +188,17 @@ def _hosts_and_size(
             allocation=allocation,
         )
     capacity = None
-    if not isinstance(hosts, JoinedHosts) and hosts.hosts is not None:
+    if not isinstance(hosts, where.JoinedHosts) and hosts.hosts is not None:
         capacity = sum(n for _, n in hosts.hosts)
         if allocation is not None:
-            check_nodes(allocation, hosts.hosts, hosts.source)
-    return hosts, decide_size(wish, capacity, describe_hosts(hosts))
+            where.check_nodes(allocation, hosts.hosts, hosts.source)
+    return hosts, sizes.decide_size(wish, capacity, where.describe_hosts(hosts))
 
 
-def _settings(values: OptionValues, size: JobSize, hosts: HostSource) -> Settings:
-    least_hosts, most_hosts = bounds_of_hosts(values)
+def _settings(values: OptionValues, size: sizes.JobSize, hosts: where.HostSource) -> Settings:
+    least_hosts, most_hosts = sizes.bounds_of_hosts(values)
     settings = Settings(
-        fixed_hosts=isinstance(hosts, FixedHosts),
+        fixed_hosts=isinstance(hosts, where.FixedHosts),
         start_np=size.start_np,
         min_np=size.min_np,
         max_np=size.max_np,
@@ -230,8 +208,10 @@ def _settings(values: OptionValues, size: JobSize, hosts: HostSource) -> Setting
         tf_roles=tf_roles(values),
         **values.fields("settings"),
     )
-    if isinstance(hosts, FixedHosts):
-        enough_hosts(settings, sum(1 for _, n in hosts.hosts if n), describe_hosts(hosts))
+    if isinstance(hosts, where.FixedHosts):
+        sizes.enough_hosts(
+            settings, sum(1 for _, n in hosts.hosts if n), where.describe_hosts(hosts)
+        )
     check_tf_roles(settings)
     return settings
 
@@ -243,7 +223,7 @@ def _driver_options(values: OptionValues, role: Serve | None) -> DriverOptions:
     return replace(options, discovery_interval=0.0) if role else options
 
 
-def _node_check(values: OptionValues, machine: MachineFacts) -> NodeCheckPlan | None:
+def _node_check(values: OptionValues, machine: sizes.MachineFacts) -> NodeCheckPlan | None:
     """Each of the four flags asks for the check; the later ones for more of it."""
     exclude = values[o.EXCLUDE_STRAGGLER]
     slow = values[o.STRAGGLER_DETECTION] or exclude
@@ -259,11 +239,13 @@ def _node_check(values: OptionValues, machine: MachineFacts) -> NodeCheckPlan | 
     )
 
 
-def _backend(values: OptionValues, hosts: HostSource) -> str:
+def _backend(values: OptionValues, hosts: where.HostSource) -> str:
     wanted = values[o.BACKEND]
-    if isinstance(hosts, JoinedHosts):
+    if isinstance(hosts, where.JoinedHosts):
         if wanted != "auto":
             raise UsageError(f"--backend {wanted} starts agents, and these nodes start their own")
         return "join"
-    alone = isinstance(hosts, FixedHosts) and all(host == THIS_MACHINE for host, _ in hosts.hosts)
+    alone = isinstance(hosts, where.FixedHosts) and all(
+        host == where.THIS_MACHINE for host, _ in hosts.hosts
+    )
     return "local" if alone and wanted == "auto" else wanted

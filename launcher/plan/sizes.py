@@ -18,15 +18,7 @@ from msgspec import Struct
 from elastic_driver.core.rules import units
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.settings import Settings
-from launcher.options.table import (
-    MAX_NP,
-    MIN_NP,
-    NNODES,
-    NODE_UNIT,
-    NPROC_PER_NODE,
-    NUM_PROC,
-    SLOTS_PER_HOST,
-)
+from launcher.options import table as o
 from launcher.options.values import OptionValues
 
 
@@ -60,10 +52,10 @@ def slots_of_a_host(values: OptionValues, machine: MachineFacts) -> int | None:
 
     Raises UsageError for `--nproc-per-node gpu` if there is none.
     """
-    workers = values[NPROC_PER_NODE]
+    workers = values[o.NPROC_PER_NODE]
     if workers is None:
-        return values[SLOTS_PER_HOST]
-    if values[SLOTS_PER_HOST] not in (None, workers):
+        return values[o.SLOTS_PER_HOST]
+    if values[o.SLOTS_PER_HOST] not in (None, workers):
         raise UsageError("--slots-per-host and --nproc-per-node say the same; keep one of them")
     if workers == "gpu" and not machine.gpus:
         raise UsageError(
@@ -77,17 +69,17 @@ def slots_of_a_host(values: OptionValues, machine: MachineFacts) -> int | None:
 
 def read_wish(values: OptionValues, slots: int | None) -> Wish:
     """Return the sizes asked for; raises UsageError if they contradict each other."""
-    nodes = values[NNODES]
-    given = max((NUM_PROC, MIN_NP, MAX_NP), key=values.level)
-    if nodes is not None and values.level(NNODES) == values.level(given):
+    nodes = values[o.NNODES]
+    given = max((o.NUM_PROC, o.MIN_NP, o.MAX_NP), key=values.level)
+    if nodes is not None and values.level(o.NNODES) == values.level(given):
         raise UsageError(
             f"--nnodes and {given.long} both set the size of the job; "
             "use -np, --min-np, --max-np or --nnodes with --nproc-per-node"
         )
-    if nodes is not None and values.level(NNODES) > values.level(given):
+    if nodes is not None and values.level(o.NNODES) > values.level(given):
         return Wish(None, nodes[0] * (slots or 1), nodes[1] * (slots or 1))
-    wish = Wish(values[NUM_PROC], values[MIN_NP], values[MAX_NP])
-    named = ((MIN_NP, wish.least), (NUM_PROC, wish.asked), (MAX_NP, wish.most))
+    wish = Wish(values[o.NUM_PROC], values[o.MIN_NP], values[o.MAX_NP])
+    named = ((o.MIN_NP, wish.least), (o.NUM_PROC, wish.asked), (o.MAX_NP, wish.most))
     known = [(option.long, number) for option, number in named if number is not None]
     for (low_name, low), (high_name, high) in pairwise(known):
         if low > high:
@@ -100,9 +92,9 @@ def bounds_of_hosts(values: OptionValues) -> tuple[int, int | None]:
 
     Raises UsageError if no number of hosts fits --nnodes and --node-unit.
     """
-    nodes, unit = values[NNODES], values[NODE_UNIT]
-    others = max(map(values.level, (NUM_PROC, MIN_NP, MAX_NP)))
-    if nodes is None or values.level(NNODES) < others:
+    nodes, unit = values[o.NNODES], values[o.NODE_UNIT]
+    others = max(map(values.level, (o.NUM_PROC, o.MIN_NP, o.MAX_NP)))
+    if nodes is None or values.level(o.NNODES) < others:
         return 1, None
     least = -(-nodes[0] // unit) * unit
     if least > nodes[1]:
