@@ -155,8 +155,9 @@ def duration(seconds: float) -> str:
 
 
 def _host_note(host: HostStatus) -> str:
-    left = f"{duration(host.cooldown_left)} left: " if host.cooldown_left > 0 else ""
-    return f"{left}{host.reason}"
+    if host.cooldown_left > 0:
+        return f"{duration(host.cooldown_left)} left: {host.reason}"
+    return host.reason
 
 
 def _of(limit: int | None) -> str:

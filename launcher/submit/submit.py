@@ -57,16 +57,25 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
         print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
     plan = without(plan, hosts, problems)
     backend = backend_maker(plan.backend, job)
-    checks = None
-    if plan.node_check is not None:
-        starter = backend_maker(plan.backend, replace(job, grows=False))
-        checks = make_checks(plan, plan.node_check, starter=starter, run_dir=run_dir)
-    bound = str(job.bind_host)
-    driver = make_driver(
-        plan, discovery, starter=backend, bind_host=bound, run_dir=run_dir, checks=checks
-    )
-    if checks is None:
+    if plan.node_check is None:
+        driver = make_driver(
+            plan, discovery, starter=backend, bind_host=str(job.bind_host), run_dir=run_dir
+        )
         return run_driver(driver, plan, source=source)
+    checks = make_checks(
+        plan,
+        plan.node_check,
+        starter=backend_maker(plan.backend, replace(job, grows=False)),
+        run_dir=run_dir,
+    )
+    driver = make_driver(
+        plan,
+        discovery,
+        starter=backend,
+        bind_host=str(job.bind_host),
+        run_dir=run_dir,
+        checks=checks,
+    )
     hosts = discovery.find()
     driver.open()
     try:
