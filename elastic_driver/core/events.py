@@ -1,7 +1,7 @@
 """Every event that the core takes in, each with one line of meaning.
 
 All are frozen; what comes out of the core is in `decisions`. Times are not in them:
-`Job.handle(event, now)` is told the time, in monotonic seconds.
+`Job.handle(event, now)` gets the time, in monotonic seconds.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class WorkerResumed(Struct, frozen=True, tag="worker_resumed", forbid_unknown_fi
 
 
 class WorkerStack(Struct, frozen=True, tag="worker_stack", forbid_unknown_fields=True):
-    """A worker's stack, because somebody asked (`AskStacks`, by its number).
+    """A worker's stack: the answer to `AskStacks`, by its number.
 
     `where`: collective, elsewhere, or in words what its agent sees (`own` False) of one that may
     be unable to answer itself. `stack`: of its training thread, innermost last.
@@ -224,13 +224,13 @@ class HostsChecked(Struct, frozen=True, tag="hosts_checked"):
 
 
 class ScaleRequested(Struct, frozen=True, tag="scale_requested"):
-    """Somebody wishes another number of workers, within min and max."""
+    """A user wishes another number of workers, within min and max."""
 
     num_proc: int
 
 
 class DrainRequested(Struct, frozen=True, tag="drain_requested"):
-    """Somebody wants this host left in good order, and not used again until told otherwise.
+    """A user wants this host left in good order, and not used again until the drain is cancelled.
 
     `deadline`: seconds in which it has to be empty; None: there is no hurry.
     """
@@ -262,7 +262,7 @@ class StopRequested(Struct, frozen=True, tag="stop_requested"):
 
 
 class StacksRequested(Struct, frozen=True, tag="stacks_requested"):
-    """Somebody wants to know where every worker stands."""
+    """A user wants to know where every worker stands."""
 
     reason: str
 

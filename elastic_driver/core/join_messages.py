@@ -42,7 +42,7 @@ class Joined(Struct, frozen=True):
 
     name: str
     run_id: str
-    token: str  # the job's own; whoever may join may know it
+    token: str  # the job's own; a node that may join may know it
     heartbeat_timeout: float
 
 

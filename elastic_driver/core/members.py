@@ -96,7 +96,7 @@ class Members(Sequence[Member]):
     """The members by rank, worked out of a roster as they are asked for.
 
     Making one, and asking it for one member, costs what the groups of hosts do, not the hosts:
-    everybody in a round does both.
+    every member of a round does both.
     """
 
     def __init__(self, roster: Roster) -> None:

@@ -27,10 +27,10 @@ class StateVersion(NamedTuple):
 
 
 def source_of(states: Sequence[StateVersion]) -> int | None:
-    """Return the rank whose state everybody goes on with; `states` are in the order of ranks.
+    """Return the rank whose state all ranks go on with; `states` are in the order of ranks.
 
     Among trained states a clean one beats another, then the most steps win, then the lowest rank.
-    Where nobody has trained, it is the lowest rank that is clean; None where there is none.
+    Where no rank has trained, it is the lowest rank that is clean; None where there is none.
     """
     trained = [rank for rank, state in enumerate(states) if state.trained]
     clean = [rank for rank in trained or range(len(states)) if states[rank].clean]
@@ -42,8 +42,8 @@ def source_of(states: Sequence[StateVersion]) -> int | None:
 def receivers_of(states: Sequence[StateVersion], source: int) -> frozenset[int]:
     """Return the ranks that take over the state of `source`.
 
-    Nobody has to whose clean state stands for as many steps as a clean source's; where nobody has
-    trained, all others do, as each has drawn its own first values.
+    A rank keeps its own state where that is clean and stands for as many steps as a clean source's.
+    Where no rank has trained, all others receive, as each has drawn its own first values.
     """
     sent = states[source]
     if not (sent.trained and sent.clean):

@@ -1,9 +1,8 @@
-"""The boundary: the step after which a planned change may happen, one that every rank still has
-before it.
+"""The boundary: a step that no rank has reached yet, after which a planned change may happen.
 
 Workers leave together without a collective because the driver names the step. That step has to
 lie far enough ahead that each worker's heartbeat thread knows of it before `commit()` gets
-there, and no further, because whoever waits to be let in waits for it. A rank that hears of it
+there, and no further, because newcomers wait for it. A rank that hears of it
 too late breaks the group for the others and loses nothing, only the elegance.
 
 The executor asks the members how far they are (`AskProgress`) and reports what they said
@@ -25,7 +24,7 @@ BASE_MARGIN = 0.1  # store → long-poll → heartbeat thread, on a busy machine
 MARGIN_PER_WORKER = 0.0005  # the server answers its long-polls one after the other
 LEAST_MARGIN = 0.03  # a heartbeat thread may have to wait for the interpreter, or for a core
 MARGIN_PER_ANSWER = 5  # times what question and answer just took; the notice goes half that way
-LONGEST_AHEAD = 10_000  # steps; a nonsensical step time must not name a step nobody reaches
+LONGEST_AHEAD = 10_000  # steps; a nonsensical step time must not name a step out of reach
 REPORT_S = 2.0  # for the executor to report; usually it takes milliseconds
 STALE_S = 2.0  # the greatest age of the last progress of a worker that did not answer
 
@@ -115,7 +114,7 @@ def leave_after(readings: Iterable[Reading], *, base: int, margin: float) -> int
 
     Args:
         readings: what is known of the round's workers; may be empty.
-        base: the committed steps the round began with; nobody can be behind it.
+        base: the committed steps the round began with; no worker is behind it.
         margin: seconds in which every worker will have heard of it.
     """
     furthest, fastest = float(base), math.inf

@@ -1,6 +1,6 @@
-"""The number of workers the job aims at, and whether it has to be worked out who leaves or starts.
+"""The number of workers the job aims at, and a note that it has changed.
 
-Whoever changes slots, agents, workers or the number wanted calls `note_change`; `placement` and
+A rule that changes slots, agents, workers or the number wanted calls `note_change`. `placement` and
 `membership` then look once, because looking is O(workers).
 """
 

@@ -128,7 +128,7 @@ class Discovered(Rule):
         self.effects.announce("discovery_failed", kept)
 
     def advance(self, now: float) -> None:
-        """Let hosts be used again whose cool-down is over."""
+        """Let hosts be used again after their cool-down."""
         for host in self.hosts.resurrect(now):
             over = "its cool-down is over"
             self.effects.announce("host_resurrected", over, host=host)

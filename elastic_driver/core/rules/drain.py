@@ -122,18 +122,14 @@ class Drains(Rule):
 
     def of(self, worker: Worker) -> Drain | None:
         """Return the drain for which a worker has to go: its host's, or its own."""
-        drain = self.hosts.drained(worker.host) or self._notices.get(worker.id)
-        if drain is None and self.is_replaced(worker) and self.replacement is not None:
-            return self.replacement.drain
-        return drain
+        drain, replacement = self.hosts.drained(worker.host), self.replacement
+        if drain is None and replacement is not None and replacement.worker == worker.id:
+            return self._notices.get(worker.id, replacement.drain)
+        return drain or self._notices.get(worker.id)
 
     def has_notice(self, worker: Worker) -> bool:
         """Return whether the worker itself was told to go."""
         return worker.id in self._notices
-
-    def is_replaced(self, worker: Worker) -> bool:
-        """Return whether the worker goes because it is slow."""
-        return self.replacement is not None and self.replacement.worker == worker.id
 
     def reason_for(self, worker: Worker) -> str:
         """Return why a worker has to go; empty where nothing is drained for it."""
@@ -171,7 +167,7 @@ class Drains(Rule):
         worker = self.workers.workers.get(event.worker)
         if worker is None:
             return
-        if self.is_replaced(worker):
+        if self.replacement is not None and self.replacement.worker == worker.id:
             self._abandon("it is no longer slow", now)
         if not any(other.id in self.slow for other in self._active_on(worker.host)):
             self.hosts.trust(worker.host)

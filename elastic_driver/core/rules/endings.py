@@ -92,10 +92,10 @@ class Endings(Rule):
         """End the job if its workers' ends say so."""
         if self.outcome.first_success is not None:
             self._judge_finish(now)
-        elif self.outcome.losses and not self._anybody_left():
+        elif self.outcome.losses and not self._world_lives():
             self._judge_wipe_out()
 
-    def _anybody_left(self) -> bool:
+    def _world_lives(self) -> bool:
         """Return whether a worker of the present world lives; a newcomer does not carry it on."""
         if self.rounds.current.state is RoundState.FORMING or not self.outcome.elastic:
             return self.workers.count(*ACTIVE) > 0

@@ -2,18 +2,18 @@
 
 A worker that shows no progress for longer than its limit says so, with where its training thread
 stands: in a collective, waiting for others, or elsewhere (`worker.heartbeat.watch`). Alone, that
-proves little: who waits in a collective may wait for somebody else. So this module waits until all
+proves little: a worker in a collective may wait for another. So this module waits until all
 members of the round have spoken, or `settle` seconds, and then:
 
 - one stands elsewhere while the others wait: it is the one that hangs, and is given up;
-- several stand elsewhere: the round is broken, and whoever does not leave it hangs;
+- several stand elsewhere: the round is broken, and a worker that does not leave it hangs;
 - all wait in collectives: these do not match. The round is broken once, for a lost message heals
   that way; when it happens again without a step in between, the job fails and says who waits where;
-- nobody waits for anybody, all stand elsewhere: most likely a long evaluation that does not report
+- no worker waits, all stand elsewhere: most likely a long evaluation that does not report
   itself. It is announced, and only broken when it lasts (or at once, where the user set the limit).
 
-A member that is busy and said so reports nothing, so nobody is blamed for waiting for it. Times are
-seconds.
+A member that is busy and said so reports nothing, so no worker is blamed for waiting for it.
+Times are seconds.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from elastic_driver.core.events import WorkerResumed, WorkerSilent, WorkerStalle
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.stacks import MAX_STACK_CHARS, StackAnswer, Stacks
+from elastic_driver.core.rules.stacks import MAX_STACK_CHARS, StackAnswer, Stacks, name_ranks
 from elastic_driver.core.rules.workers import Worker, WorkerState
 
-LEAVE_S = 5.0  # to leave a round that was broken; who can leave does so in well under a second
+LEAVE_S = 5.0  # to leave a round that was broken; a worker that can leave needs well under a second
 LONG_STALL = 8.0  # times as long as first told: then even an evaluation is taken for a hang
 _NOT_THE_SCRIPT = ("/torch/", "/elastic_driver/", "/threading.py", "/contextlib.py")
 
@@ -58,7 +58,7 @@ class Stalls(dict[str, Stall]):
 
 @dataclass(slots=True)
 class Hangs(Rule):
-    """Gives up the members that hang, and breaks rounds in which nobody can go on."""
+    """Gives up the members that hang, and breaks rounds in which no member can go on."""
 
     stacks: Stacks
     endings: Endings
@@ -121,7 +121,7 @@ class Hangs(Rule):
             waiting = f"{spoken[0].id} makes no progress; what do the others say?"
             if not self.effects.due_or_set_alarm(first + self.settings.settle, now, waiting):
                 return
-        self.stacks.settle()  # before anybody is killed: the stacks are evidence
+        self.stacks.settle()  # before a worker is killed: the stacks are evidence
         self._judge(running, spoken, elsewhere, now)
 
     def _judge(
@@ -132,7 +132,8 @@ class Hangs(Rule):
         elif len(elsewhere) == len(running) and not self._lasts(elsewhere):
             return
         elif elsewhere:
-            self._break_round(now, f"{len(elsewhere)} workers stand outside of collectives")
+            outside = f"{len(elsewhere)} workers stand outside of collectives"
+            self.rounds.leave(now, f"no progress: {outside}")
         elif len(spoken) == len(running):
             self._break_mismatch(spoken, now)
 
@@ -157,9 +158,6 @@ class Hangs(Rule):
         stalls = [self._stalls[worker.id] for worker in workers]
         return all(stall.seconds >= LONG_STALL * stall.first_seconds for stall in stalls)
 
-    def _break_round(self, now: float, reason: str) -> None:
-        self.rounds.leave(now, f"no progress: {reason}")
-
     def _break_mismatch(self, workers: Sequence[Worker], now: float) -> None:
         """All wait for each other: once may be an accident, twice is the script."""
         where, steps = (
@@ -171,7 +169,7 @@ class Hangs(Rule):
             self.outcome.fail(f"{what}: {where}")
             return
         self.mismatched_at = steps
-        self._break_round(now, f"collectives that do not match: {where}")
+        self.rounds.leave(now, f"no progress: collectives that do not match: {where}")
 
 
 def describe_groups(stalls: Mapping[str, Stall], workers: Sequence[Worker]) -> str:
@@ -180,6 +178,6 @@ def describe_groups(stalls: Mapping[str, Stall], workers: Sequence[Worker]) -> s
     for worker in workers:
         places.setdefault(stalls[worker.id].place, []).append(worker.place.rank)
     return "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))} at {place}"
+        f"{name_ranks(sorted(ranks))} at {place}"
         for place, ranks in sorted(places.items(), key=lambda item: min(item[1]))
     )

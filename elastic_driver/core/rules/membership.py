@@ -7,7 +7,6 @@ while enough others are ready. Times are monotonic seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.base import Rule
@@ -83,8 +82,9 @@ class Membership(Rule):
         all_leave = not newcomers and len(leavers) == self.workers.count(WorkerState.RUNNING)
         if all_leave and self._newcomers_in_sight():
             # Workers that leave now take the state along: train on until others can take it over.
-            at = own.change_since + self.settings.elastic_timeout
-            at = min(at, self._hand_over_until(leavers))
+            drains = [self.drains.of(worker) for worker in leavers]
+            ends = [drain.replace_until for drain in drains if drain and drain.leave_by is not None]
+            at = min([own.change_since + self.settings.elastic_timeout, *ends])
             reason = f"{reason}; nobody to take over yet"
         elif not self.outcome.finishing and (until := self._waits_until(leavers)) is not None:
             at, reason = max(at, until), f"{reason}; its replacements are booting"
@@ -98,12 +98,6 @@ class Membership(Rule):
         if not until or len(until) < len(drains):  # others leave now: one change for all
             return None
         return min(until) if self._replacements_are_coming() else None
-
-    def _hand_over_until(self, leavers: list[Worker]) -> float:
-        """Return until when workers that all leave may train on and wait for successors."""
-        drains = [self.drains.of(worker) for worker in leavers]
-        ends = [drain.replace_until for drain in drains if drain and drain.leave_by is not None]
-        return min(ends, default=inf)
 
     def _replacements_are_coming(self) -> bool:
         if any(not worker.leaving for worker in self.workers.having(WorkerState.STARTING)):
@@ -259,7 +253,7 @@ class Membership(Rule):
     def _need_of_a_fresh_round(
         self, ready: list[Worker], fitting: list[Worker], now: float
     ) -> int | None:
-        """Return how many are enough where nobody trains yet; None: the founders are awaited."""
+        """Return how many are enough where no worker trains yet; None: the founders are awaited."""
         settings, first, need = self.settings, self.rounds.current.number == 1, self._fresh_need()
         booting = any(w.awaited for w in self.workers.having(WorkerState.STARTING))
         if not first and len(fitting) < max(need, 1):
@@ -311,11 +305,11 @@ class Membership(Rule):
         leavers = [w for w in self.workers.having(WorkerState.READY) if w.leaving and w.clean]
         best = max(leavers, key=lambda w: w.version, default=None)
         wanted = self.capacity.wanted
-        room = wanted is None or wanted >= 2  # beside it somebody has to receive
+        room = wanted is None or wanted >= 2  # beside it another has to receive
         return [best] if best is not None and best.version > newest and room else []
 
     def _would_be_lost(self, ready: list[Worker]) -> bool:
-        """Return whether only leavers hold the newest state, and nobody can receive it."""
+        """Return whether only leavers hold the newest state, and no other can receive it."""
         newest = max((w.version for w in ready if w.clean), default=-1)
         waiting = self.workers.having(WorkerState.READY)
         ahead = any(w.leaving and w.clean and w.version > newest for w in waiting)

@@ -57,7 +57,7 @@ class Preemption(Rule):
             self._hurry(departure, now)
 
     def everybody_left(self) -> None:
-        """End the job: everybody has left, and what could be written is."""
+        """End the job: all workers have left, and the state is on disk if it could be written."""
         save = self.final_checkpoint.save
         if save is None or not save.done:
             self._end("no worker held a state that was worth keeping")

@@ -99,7 +99,7 @@ class Reports(Rule):
             self._announce_synced()
 
     def _announce_synced(self) -> None:
-        """Say whose state the round goes on with: its first step proves that all have it."""
+        """Announce the source of the state: the first step of the round proves that all have it."""
         found = (self.workers.workers.get(name) for name in self.rounds.current.members)
         members = [worker for worker in found if worker is not None]
         states = [StateVersion(worker.version, worker.clean) for worker in members]

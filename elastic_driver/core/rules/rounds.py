@@ -31,7 +31,7 @@ class RoundState(str, Enum):
     FORMING = "forming"  # waits for hosts, agents and workers
     COMPLETE = "complete"  # published; its members train
     CLOSING = "closing"  # its members are leaving, or being stopped
-    CLOSED = "closed"  # everybody left; its keys are gone
+    CLOSED = "closed"  # all members left; its keys are gone
 
 
 ROUND_TRANSITIONS: dict[RoundState, tuple[RoundState, ...]] = {
@@ -52,7 +52,7 @@ class Round:
     members: tuple[str, ...] = ()  # workers it was completed with, by rank
     at_boundary: bool = False  # CLOSING: its members finish a common step first
     stepped: bool = False  # a member has finished a step in it
-    broken: str = ""  # a plain round: why it cannot go on though nobody failed
+    broken: str = ""  # a plain round: why it cannot go on though no worker failed
 
     def enter(self, state: RoundState, now: float) -> None:
         """Move on; raises ValueError where the table does not allow it."""
@@ -109,8 +109,8 @@ class Rounds:
     def close(self, now: float, reason: str, *, at_boundary: bool) -> bool:
         """Begin to close the round; False (and the end of the job) at the reset limit.
 
-        The limit is checked here, not at the next completion: nobody should stop training
-        for a round that may not come.
+        The limit is checked here, not at the next completion: no worker should stop
+        training for a round that may not come.
         """
         limit = self.settings.reset_limit
         if limit is not None and self.current.number > limit and not self.outcome.finishing:
@@ -155,7 +155,7 @@ class Rounds:
         self.current.since = now
 
     def open_next(self, now: float, reason: str) -> None:
-        """Seal the round that everybody has left, and let the next one form."""
+        """Seal the round that all members have left, and let the next one form."""
         self.current.enter(RoundState.CLOSED, now)
         self.effects.decide(SealRound(self.current.number, reason))
         self.effects.announce("round_closed", reason)

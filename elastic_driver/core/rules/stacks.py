@@ -1,6 +1,6 @@
 """The place where every rank stands: asked for, collected, grouped, and the odd one named.
 
-Asked for when a worker first says that it stands still (`hangs`), or when somebody wants to know
+Asked for when a worker first says that it stands still (`hangs`), or when a user asks
 (`elasticctl stacks`). Workers answer for themselves, from their heartbeat thread; their agents
 answer too, with what can be seen from outside, for a process that is stopped or holds the
 interpreter lock says nothing. An answer of the worker's own counts before its agent's. When all
@@ -80,7 +80,7 @@ class Stacks(Rule):
             self._open.answers[worker] = answer
 
     def advance(self, now: float) -> None:
-        """Settle the question when everybody has answered, or the time is over."""
+        """Settle the question when all workers have answered, or the time is over."""
         if self._open is None:
             return
         own = {worker for worker, answer in self._open.answers.items() if answer.own}
@@ -89,7 +89,7 @@ class Stacks(Rule):
             self.settle()
 
     def settle(self) -> None:
-        """Say what is known by now; before anybody is killed for it."""
+        """Announce the answers so far; called before a worker is killed for them."""
         question, self._open = self._open, None
         if question is None:
             return
@@ -126,7 +126,7 @@ def odd_ranks(groups: Sequence[StackGroup]) -> frozenset[int]:
     """The ranks that stand apart from the others; none where that cannot be said.
 
     Where some wait in a collective, it is those who are not in one, or silent: they are waited for.
-    Where nobody speaks for itself, what is seen from outside says who waits. Otherwise, of two or
+    Where no rank speaks for itself, what is seen from outside says who waits. Otherwise, of two or
     more groups, the only smallest, if it is less than half of all.
     """
     ranks = sum(len(g.ranks) for g in groups)
@@ -142,9 +142,11 @@ def odd_ranks(groups: Sequence[StackGroup]) -> frozenset[int]:
 
 def describe(groups: Sequence[StackGroup]) -> str:
     """In a sentence, the odd ones first."""
+    said = {COLLECTIVE: "in a collective", "elsewhere": "outside of collectives"}
+    apart = " (apart from the others)"
     first = sorted(groups, key=lambda g: not g.odd)
     parts = [
-        f"{_ranks(g.ranks)} {_where(g.where)}{' (apart from the others)' if g.odd else ''}"
+        f"{name_ranks(g.ranks)} {said.get(g.where, g.where)}{apart if g.odd else ''}"
         for g in first[:MAX_GROUPS]
     ]
     if len(groups) > MAX_GROUPS:
@@ -152,9 +154,6 @@ def describe(groups: Sequence[StackGroup]) -> str:
     return ", ".join(parts) or "there are no workers"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 3, 4"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _where(where: str) -> str:
-    return {COLLECTIVE: "in a collective", "elsewhere": "outside of collectives"}.get(where, where)

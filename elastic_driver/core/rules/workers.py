@@ -76,7 +76,7 @@ class Worker:
     incarnation: int
     number: int  # order of start in the whole job
     place: SlotInfo  # its rank in the current round, or the one it was born with
-    founder: bool = False  # started for a round nobody trains in yet
+    founder: bool = False  # started for a round that is not complete yet
     awaited: bool = False  # a founder for which that round waits
     state: WorkerState = WorkerState.STARTING
     pid: int = 0  # 0: not known yet
@@ -180,7 +180,7 @@ class WorkerStateRegistry:
         worker.leaving = reason
 
     def forget_founders(self) -> None:
-        """Note that nobody is awaited any more: the round they were started for is complete."""
+        """Note that no worker is awaited any more: the round they were started for is complete."""
         for worker in self.workers.values():
             worker.founder = worker.awaited = False
 
