@@ -13,7 +13,7 @@ TfRoles = tuple[tuple[str, int | None], ...]
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """How a job is to behave; the core takes nothing else from outside."""
+    """The settings of one job's core; it takes nothing else from outside."""
 
     # size
     start_np: int = 1  # the first round waits for this many workers

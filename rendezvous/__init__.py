@@ -1,1 +1,1 @@
-"""Where processes meet: a typed KV store over HTTP; it knows nothing of ranks or training."""
+"""The rendezvous: a typed KV store over HTTP; it knows nothing of ranks or training."""

@@ -96,7 +96,7 @@ def read_head(head: bytes, lines: Mapping[bytes, str]) -> PlainHead | None:
 
 @dataclass(kw_only=True, eq=False)
 class FastPath:
-    """What all connections share; needs a running loop.
+    """The state that all connections share; create it on a running loop.
 
     `posts` answers other rooms' POSTs, by path. `general()` makes the protocol that takes over
     everything else.

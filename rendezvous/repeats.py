@@ -33,7 +33,7 @@ _ANSWER_BYTES = 256  # assumed size of an answer without its values
 
 
 class Limits(Struct, frozen=True):
-    """How much is remembered: seconds, requests, bytes of answers."""
+    """The bounds of a memory: seconds, requests, bytes of answers."""
 
     seconds: float = KEEP_S
     count: int = KEEP_COUNT
@@ -41,7 +41,7 @@ class Limits(Struct, frozen=True):
 
 
 class _KnownRequest:
-    """What is remembered of one request id."""
+    """One remembered request."""
 
     __slots__ = ("since", "size")
 
@@ -51,7 +51,7 @@ class _KnownRequest:
 
     @property
     def pending(self) -> bool:
-        """Whether it is being carried out, so that it must not be forgotten."""
+        """True while the request is being carried out; it must not be forgotten then."""
         raise NotImplementedError
 
 

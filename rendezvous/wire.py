@@ -161,7 +161,7 @@ class KVBatch(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def reads_only(self) -> bool:
-        """Whether it changes nothing, so that a repeat may simply be carried out again."""
+        """True if the batch changes nothing; a repeat of it may be carried out again."""
         return all(isinstance(operation, Get | Watch | Count) for operation in self.operations)
 
 
