@@ -13,7 +13,7 @@ from tests.core.scenario import Scenario
 def document(s: Scenario) -> show.JobDocument:
     """A job's status as the driver sends it."""
     told = {"run_id": "r1", "endpoint": "http://127.0.0.1:5", "started": 1000.0}
-    picture = msgspec.to_builtins(s.job.snapshot(s.now))
+    picture = msgspec.to_builtins(s.job.status(s.now))
     return show.read_job(msgspec.json.encode({**told, **picture}))
 
 
