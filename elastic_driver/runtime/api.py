@@ -131,10 +131,7 @@ class DriverRoutes:
     """Handlers of the routes above."""
 
     def __init__(
-        self,
-        driver: DriverPort,
-        log: EventLog,
-        joined: JoinedNodes | None = None,
+        self, driver: DriverPort, log: EventLog, joined: JoinedNodes | None = None
     ) -> None:
         self._driver, self._log = driver, log
         self.requests, self._joined = OpenRequests(driver.post), joined

@@ -1,17 +1,20 @@
-"""Everything around the machines of node checks: their agents' backend, and what they have found.
+"""Node checks of a run: their agents' backend, their results, and the history of all runs.
 
-One check at a time, before the job or of hosts that come later while it runs. The machine
-(`policies.nodecheck.checker`) decides; here its agents get a folder and a backend of their own,
-and its report is added to those before it, shown by `/v1/status`, and kept in files. Called by the
-driver's thread, except where noted. Times are seconds.
+One check runs at a time, before the job or during it for hosts that come later. The machine
+(`policies.nodecheck.checker`) decides; this module gives its agents a folder and a backend, adds
+its report to earlier ones, and keeps the results in files. Called by the driver's thread, except
+where noted. Times are seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,8 +25,8 @@ from elastic_driver.core.decisions import CheckHosts
 from elastic_driver.core.documents import JobSpec, encode
 from elastic_driver.core.events import HostResult, HostsChecked
 from elastic_driver.errors import ClusterError
-from elastic_driver.policies.nodecheck.check import NodeVerdict
 from elastic_driver.policies.nodecheck.checker import CheckLimits, NodeChecker
+from elastic_driver.policies.nodecheck.history import CheckHistory, decode
 from elastic_driver.policies.nodecheck.messages import TASK_SETTINGS, TaskSettings
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.backend import Backend, MakeBackend
@@ -38,6 +41,10 @@ TASK = (sys.executable, "-m", "elastic_driver.worker.nodecheck.serve")
 # What the task imports, and the model's part, which takes as long again.
 PRELOAD = ("elastic_driver.worker.nodecheck.task",)
 PRELOAD_MODEL = (*PRELOAD, "torch._dynamo")
+FILE = "_node-checks.json"
+MAX_BYTES = 64 * 1024 * 1024  # far more than the bounds of `CheckHistory` allow
+LOCK_S = 2.0  # then it is written all the same: at worst another run's check is missing
+_LOOK_AGAIN_S = 0.02
 STOP_S = 10.0  # for a check that is abandoned to end its agents
 
 
@@ -132,10 +139,7 @@ class NodeChecks:
         self._folder.write_endpoint(server.url, time.time())
         spec = self.settings.spec(self._folder.run_id)
         server.apply(
-            [
-                Set(contract.CHECK_SPEC, encode(spec)),
-                Set(TASK_SETTINGS, encode(self.settings.task)),
-            ]
+            [Set(contract.CHECK_SPEC, encode(spec)), Set(TASK_SETTINGS, encode(self.settings.task))]
         )
         self.backend = self._make_backend(server.url, self._folder.token_file)
         self._asked = asked
@@ -184,10 +188,11 @@ class NodeChecks:
         self._write()
         self._keep(report)
         self.say(report.summary())
-        results = (
-            HostResult(node.node, node.node not in excluded, excluded.get(node.node, _words(node)))
-            for node in report.nodes
-        )
+        results = []
+        for node in report.nodes:
+            words = f"{node.verdict.value}: {node.reason}" if node.reason else node.verdict.value
+            bad = excluded.get(node.node)
+            results.append(HostResult(node.node, bad is None, bad or words))
         return HostsChecked(tuple(results), asked.number)
 
     def _write(self) -> None:
@@ -222,5 +227,81 @@ def impossible(asked: CheckHosts, error: Exception) -> HostsChecked:
     return HostsChecked(tuple(HostResult(h, False, reason) for h, _ in asked.hosts), asked.number)
 
 
-def _words(node: NodeVerdict) -> str:
-    return f"{node.verdict.value}: {node.reason}" if node.reason else node.verdict.value
+class CheckHistoryFile:
+    """The history of all node checks of a state folder, `<state-dir>/_node-checks.json`.
+
+    No run can have this name. The file is readable by its owner only and written atomically.
+    Several runs may end a check at the same time: they take turns by a lock on the folder, if the
+    file system has locks. A file that cannot be decoded is renamed and reported; no check fails
+    because of its history. Times are unix seconds.
+
+    Args:
+        state_dir: the folder; made when there is something to keep.
+        say: shows the user a line about a file that cannot be read or written.
+    """
+
+    def __init__(self, state_dir: Path, say: Callable[[str], None]) -> None:
+        self._folder, self._say = state_dir.expanduser().absolute(), say
+        self.path = self._folder / FILE
+
+    def read(self) -> CheckHistory:
+        """Return the history; an empty one if there is no file, or no usable one."""
+        try:
+            if self.path.stat().st_size > MAX_BYTES:
+                return self._set_aside(f"it is larger than {MAX_BYTES} bytes")
+            return decode(self.path.read_bytes())
+        except FileNotFoundError:
+            return CheckHistory()
+        except msgspec.DecodeError as error:
+            return self._set_aside(str(error))
+        except OSError as error:
+            self._say(f"cannot read the checks before this one in {self.path}: {error.strerror}")
+            return CheckHistory()
+
+    def add(self, report: CheckReport) -> None:
+        """Add a check's report."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._locked():
+                self._write(self.read().with_report(report, time.time()))
+        except OSError as error:
+            self._say(f"cannot keep what the check found in {self.path}: {error.strerror}")
+
+    def _write(self, history: CheckHistory) -> None:
+        draft = self.path.with_name(f"{FILE}.{os.getpid()}.new")
+        try:
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(history) + b"\n")
+            draft.replace(self.path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _set_aside(self, why: str) -> CheckHistory:
+        aside = self.path.with_name(f"{FILE}.bad-{time.time():.0f}")
+        with contextlib.suppress(OSError):
+            self.path.replace(aside)
+        self._say(f"{self.path} is no history of checks ({why}); it was set aside as {aside.name}")
+        return CheckHistory()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        until = time.monotonic() + LOCK_S
+        try:
+            while not _lock(descriptor) and time.monotonic() < until:
+                time.sleep(_LOOK_AGAIN_S)
+            yield
+        finally:
+            os.close(descriptor)  # and with it the lock
+
+
+def _lock(descriptor: int) -> bool:
+    """Try to lock; True also where the file system knows no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -55,7 +55,7 @@ class HostListError(UsageError):
 
 def parse_hosts(text: str, *, default_slots: int = 1, source: str = "-H") -> Hosts:
     """Return the hosts of a comma list (`h1:2,h2:2`, `n[01-03,07]:4`), at least one."""
-    entries = list(enumerate(_split_commas(text), start=1))
+    entries = enumerate(re.split(r",(?![^\[]*\])", text), start=1)  # commas outside of brackets
     return _collect(entries, default_slots, f"{source} entry")
 
 
@@ -152,11 +152,6 @@ def _parse_slots(text: str) -> int:
     if slots > MAX_SLOTS:
         raise ValueError(f"{slots} slots; at most {MAX_SLOTS}")
     return slots
-
-
-def _split_commas(text: str) -> list[str]:
-    """Split at the commas outside of brackets."""
-    return re.split(r",(?![^\[]*\])", text)
 
 
 def _checked(names: Iterator[str]) -> Iterator[str]:

@@ -78,7 +78,8 @@ class _Picture(Collector):
         document = self._document
         yield InfoMetricFamily("elastic_job", "The run.", value={"run_id": document.run_id})
         yield from self._gauges()
-        yield _by_label("elastic_job_state", "The job's state: 1.", "state", _one_of(document))
+        states = {state: int(state == document.state) for state in JOB_STATES}
+        yield _by_label("elastic_job_state", "The job's state: 1.", "state", states)
         workers = Counter({state.value: 0 for state in WorkerState})
         workers.update(member.state for member in document.members)
         yield _by_label("elastic_workers", "Worker processes by state.", "state", workers)
@@ -90,19 +91,16 @@ class _Picture(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         document = self._document
+        slots = sum(host.slots for host in document.hosts if host.state == "usable")
         figures: list[tuple[str, str, float | None]] = [
-            (
-                "job_start_time_seconds",
-                "Start of the driver, in unix seconds.",
-                document.started,
-            ),
+            ("job_start_time_seconds", "Start of the driver, in unix seconds.", document.started),
             ("round", "Number of the present round.", document.round),
             ("step", "Committed steps, as the workers last said.", document.step),
             ("world_size", "Members of the newest complete round still in it.", document.size),
             ("world_size_min", "Fewest workers the job trains with.", document.min_np),
             ("world_size_wanted", "Workers aimed at; missing: every slot.", document.wanted),
             ("world_size_max", "Most workers the job trains with; missing: any.", document.max_np),
-            ("slots", "Slots of usable hosts.", _usable_slots(document)),
+            ("slots", "Slots of usable hosts.", slots),
         ]
         for name, text, value in figures:
             if value is not None:
@@ -137,14 +135,6 @@ class _Picture(Collector):
         for event, count in sorted(events.items()):
             family.add_metric((event,), count)
         yield family
-
-
-def _one_of(document: Document) -> dict[str, int]:
-    return {state: int(state == document.state) for state in JOB_STATES}
-
-
-def _usable_slots(document: Document) -> int:
-    return sum(host.slots for host in document.hosts if host.state == "usable")
 
 
 def _by_label(name: str, text: str, label: str, values: dict[str, int]) -> Metric:

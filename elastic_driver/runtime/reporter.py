@@ -102,7 +102,8 @@ class Reporter:
     def announced(self, event: Announce, line: bytes) -> None:
         """Show an event; `line` is its line in the event log."""
         level, words = _WORDS.get(event.event, (Level.VERBOSE, event.event.replace("_", " ")))
-        if event.event == "worker_exited" and _is_failure(event):
+        failed = event.detail.get("exit_code", 0) != 0 and not event.detail.get("expected", False)
+        if event.event == "worker_exited" and failed:
             self._exits += 1
             level = Level.NORMAL if self._exits <= MAX_EXITS_SHOWN else Level.VERBOSE
         elif event.event == "round_completed":
@@ -207,11 +208,6 @@ def warnings_shown(reporter: Reporter, *loggers: str) -> Iterator[None]:
             logging.getLogger(name).removeHandler(handler)
 
 
-def _is_failure(event: Announce) -> bool:
-    """Return True if a worker failed without being ordered to stop."""
-    return event.detail.get("exit_code", 0) != 0 and not event.detail.get("expected", False)
-
-
 def _first_failure(failure: Failure | None) -> list[str]:
     """Return the first failure's last lines of stderr, then its description."""
     if failure is None:
@@ -238,8 +234,6 @@ def _json(**facts: object) -> str:
 
 def _printable(line: str) -> str:
     """Escape control characters: a worker's output must not control the terminal."""
-    return "".join(c if c.isprintable() or c == "\t" else _escape(c) for c in line)
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+    return "".join(
+        c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in line
+    )

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from elastic_driver.policies.nodecheck.history import CheckHistory
-from elastic_driver.runtime.check_history import CheckHistoryFile
+from elastic_driver.runtime.checks import CheckHistoryFile
 from elastic_driver.runtime.host_lists import parse_hosts
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.facts import collect_facts
@@ -80,7 +80,7 @@ def check(words: list[str]) -> int:
             starter=backend_maker(plan.backend, msgspec.structs.replace(job, grows=False)),
             bind_host=str(job.bind_host),
             run_dir=RunDir(Path(folder), "check"),
-            say=_say if plan.verbosity >= 0 else _say_nothing,
+            say=_say if plan.verbosity >= 0 else (lambda _line: None),
         )
     print(nodecheck.show(report, as_json=plan.log_format == "json"), flush=True)
     return 1 if report.excluded(stragglers=plan.node_check.exclude_stragglers) else 0
@@ -104,7 +104,3 @@ def _show_history(line: CommandLine, hosts: Sequence[str]) -> int:
 
 def _say(line: str) -> None:
     print(f"elasticctl: {line}", file=sys.stderr, flush=True)
-
-
-def _say_nothing(_line: str) -> None:
-    pass

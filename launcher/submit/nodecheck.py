@@ -18,8 +18,7 @@ from elastic_driver.errors import ClusterError, ElasticError, ExitCode
 from elastic_driver.policies.nodecheck.messages import TaskSettings
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.backend import MakeBackend
-from elastic_driver.runtime.check_history import CheckHistoryFile
-from elastic_driver.runtime.checks import CheckSettings, NodeChecks
+from elastic_driver.runtime.checks import CheckHistoryFile, CheckSettings, NodeChecks
 from elastic_driver.runtime.discovery import FixedDiscovery, HostDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
@@ -43,11 +42,7 @@ class CheckStoppedError(ElasticError):
 
 
 def check_before_training(
-    driver: ElasticDriver,
-    checks: NodeChecks,
-    plan: LaunchPlan,
-    hosts: Hosts,
-    run_dir: RunDir,
+    driver: ElasticDriver, checks: NodeChecks, plan: LaunchPlan, hosts: Hosts, run_dir: RunDir
 ) -> dict[str, str]:
     """Check the hosts before the job begins; return those not to use, with the reasons.
 
@@ -79,7 +74,7 @@ def make_checks(
         folder=RunDir(run_dir.path, _FOLDER),
         file=run_dir.path / REPORT_FILE,
         keep=CheckHistoryFile(Path(plan.state_dir), _say).add,
-        say=_say if plan.verbosity >= 0 else _say_nothing,
+        say=_say if plan.verbosity >= 0 else (lambda _line: None),
     )
 
 
@@ -179,7 +174,3 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _say(line: str) -> None:
     Reporter(sys.stderr).note(line)  # which does not wait for a terminal that stands still
-
-
-def _say_nothing(_line: str) -> None:
-    pass

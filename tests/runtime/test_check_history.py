@@ -11,8 +11,8 @@ import pytest
 
 from elastic_driver.policies.nodecheck.check import Measurement, NodeVerdict, Verdict
 from elastic_driver.policies.nodecheck.report import CheckReport
-from elastic_driver.runtime import check_history as subject
-from elastic_driver.runtime.check_history import FILE, CheckHistoryFile
+from elastic_driver.runtime import checks as subject
+from elastic_driver.runtime.checks import FILE, CheckHistoryFile
 
 
 def report(*names: str) -> CheckReport:

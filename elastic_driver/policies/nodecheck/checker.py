@@ -29,13 +29,7 @@ from elastic_driver.core.decisions import (
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder
 from elastic_driver.core.events import AgentLost, AgentReady, Event, WorkerExited, WorkerReady
 from elastic_driver.core.rules.ranks import Seat, assign
-from elastic_driver.policies.messages import (
-    KeysRead,
-    KillAgent,
-    PublishKey,
-    ReadKeys,
-    ShowLine,
-)
+from elastic_driver.policies.messages import KeysRead, KillAgent, PublishKey, ReadKeys, ShowLine
 from elastic_driver.policies.nodecheck.check import (
     Group,
     Measurement,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from elastic_driver.policies.stragglers.robust import usual
+from elastic_driver.policies.stragglers.compute import usual
 
 FAILED_S = 3600.0  # what a task that failed or ran out of time counts as
 _MEASUREMENTS = 2  # that have to agree before a node is called slow
@@ -107,8 +107,9 @@ class Evidence:
         self.suspects = tuple(
             n for n in nodes if self._groups[n] and n not in self.good and n not in self.faulty
         )
-        self.compute = self._best_compute()
-        self.network = self._best_network()
+        times = {n: [m.compute for m in self.history(n) if not m.failure] for n in nodes}
+        self.compute = {node: min(own) for node, own in times.items() if own}
+        self.network = {node: min(own) for node in nodes if (own := self._network_times(node))}
         compute = (*self.compute.values(), *known.compute)
         network = (*self.network.values(), *known.network)
         self._usual_compute = usual(compute, factor) if compute else 0.0
@@ -170,13 +171,6 @@ class Evidence:
 
     # ---- times ---------------------------------------------------------------------------
 
-    def _best_compute(self) -> dict[str, float]:
-        times = {n: [m.compute for m in self.history(n) if not m.failure] for n in self._groups}
-        return {node: min(own) for node, own in times.items() if own}
-
-    def _best_network(self) -> dict[str, float]:
-        return {node: min(own) for node in self._groups if (own := self._network_times(node))}
-
     def _network_times(self, node: str) -> list[float]:
         """Return its times in groups that passed, over real links.
 
@@ -216,16 +210,15 @@ class Evidence:
         passed = [g for g in self._groups[node] if g.passed]
         if self.slow_compute(node) and len(passed) < _MEASUREMENTS:
             return True
-        beside_fast = [g for g in passed if self._has_fast_partner(node, g)]
+        beside_fast = [
+            g for g in passed if any(n != node and not self.slow_network(n) for n in g.names)
+        ]
         return self.slow_network(node) and len(beside_fast) < _MEASUREMENTS
 
     def slow_alone(self, node: str) -> bool:
         """Return True if it computes too slowly and was timed too little; no partner is needed."""
         passed = [g for g in self._groups[node] if g.passed]
         return self.slow_compute(node) and len(passed) < _MEASUREMENTS
-
-    def _has_fast_partner(self, node: str, group: GroupResult) -> bool:
-        return any(name != node and not self.slow_network(name) for name in group.names)
 
     def describe_slowness(self, node: str) -> str:
         """Describe how slow it is."""

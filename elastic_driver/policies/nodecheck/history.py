@@ -1,6 +1,6 @@
 """The history of node checks over many runs, in bounded memory.
 
-`runtime.check_history` keeps one in the state folder; the table of a check and
+`runtime.checks` keeps one in the state folder; the table of a check and
 `elasticctl check --history` show it. No node is excluded because of its history: it may have been
 repaired, and its name may belong to another machine today. Pure; times are unix seconds.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from datetime import datetime, timezone
+from statistics import median
 
 import msgspec
 from msgspec import Struct
 
 from elastic_driver.policies.nodecheck.check import SLOW_FACTOR, NodeVerdict, Verdict
 from elastic_driver.policies.nodecheck.report import CheckReport, align, seconds
-from elastic_driver.policies.stragglers.robust import median
 
 KEPT = 20  # checks of a node; the oldest are dropped
 MOST_NODES = 5000  # those not checked for longest are dropped
@@ -46,7 +46,8 @@ class CheckHistory(Struct, frozen=True):
         nodes = dict(self.nodes)
         for found in report.nodes:
             if found.history or found.verdict is Verdict.FAULTY:
-                past = _past(found, report.task, now)
+                reason, times = found.reason[:_REASON_CHARS], (found.compute, found.network)
+                past = PastCheck(now, found.verdict, reason, *times, report.task)
                 nodes[found.node] = (*nodes.pop(found.node, ()), past)[-KEPT:]
         newest = sorted(nodes, key=lambda node: nodes[node][-1].checked_at)[-MOST_NODES:]
         return CheckHistory({node: nodes[node] for node in newest})
@@ -114,11 +115,6 @@ def pace(found: NodeVerdict, task: str, past: tuple[PastCheck, ...]) -> str:
 def decode(written: bytes) -> CheckHistory:
     """Decode a history; raises msgspec.DecodeError (or its subclass ValidationError)."""
     return msgspec.json.decode(written, type=CheckHistory)
-
-
-def _past(found: NodeVerdict, task: str, now: float) -> PastCheck:
-    reason = found.reason[:_REASON_CHARS]
-    return PastCheck(now, found.verdict, reason, found.compute, found.network, task)
 
 
 def _when(past: tuple[PastCheck, ...]) -> str:

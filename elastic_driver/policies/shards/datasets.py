@@ -136,7 +136,11 @@ class DataSets:
             self._out.append(Reply(event.ticket, data))
             return
         if isinstance(event.request, NextRequest):
-            self._next(data, event.ticket, event.request, now)
+            wait, worker = event.request.wait, event.request.worker
+            if not self._offer(data, event.ticket, worker, now, last=wait <= 0):
+                data.waiting[event.ticket] = _Waiting(worker, now + wait)
+            if self._due is None:
+                self._due = now + LEASE_S / 4
             return
         self._out.append(Reply(event.ticket, self._answer(data, event, now)))
         if not isinstance(event.request, _READS):
@@ -166,12 +170,6 @@ class DataSets:
                 return None
             case NextRequest():
                 raise AssertionError("handled before")
-
-    def _next(self, data: _DataSet, ticket: int, request: NextRequest, now: float) -> None:
-        if not self._offer(data, ticket, request.worker, now, last=request.wait <= 0):
-            data.waiting[ticket] = _Waiting(request.worker, now + request.wait)
-        if self._due is None:
-            self._due = now + LEASE_S / 4
 
     def _offer(self, data: _DataSet, ticket: int, worker: str, now: float, *, last: bool) -> bool:
         """Answer a request for a shard; return False if it has to wait and may (not `last`)."""

@@ -349,17 +349,10 @@ def open_ledger(
     """
     source: RangeSource | StreamSource
     if isinstance(dataset, RangeDescription):
-        source, stream = (
-            RangeSource(
-                dataset.records,
-                dataset.shard_records,
-                epochs=dataset.epochs,
-                shuffle=dataset.shuffle,
-                seed=dataset.seed,
-            ),
-            None,
-        )
+        epochs, shuffle, seed = dataset.epochs, dataset.shuffle, dataset.seed
+        size = dataset.shard_records
+        source = RangeSource(dataset.records, size, epochs=epochs, shuffle=shuffle, seed=seed)
     else:
-        source = stream = StreamSource(dataset.partitions, dataset.shard_records)
+        source = StreamSource(dataset.partitions, dataset.shard_records)
     ledger = ShardLedger(source, lease=lease, max_losses=dataset.max_losses, max_held=max_held)
-    return ledger, stream
+    return ledger, source if isinstance(source, StreamSource) else None

@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from statistics import median
 
 from msgspec import Struct
 
 from elastic_driver.core.documents import Division
-from elastic_driver.policies.stragglers.robust import median, usual
+from elastic_driver.policies.stragglers.compute import usual
 
 
 class BalanceSettings(Struct, frozen=True, kw_only=True):

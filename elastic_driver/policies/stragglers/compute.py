@@ -5,7 +5,7 @@ a synchronous step *finish* together, so only the compute time shows the slow on
 slow networks.)
 
 A rank's time is the median of its last reports; it is compared with the usual time of all ranks
-(`robust.usual`). Hysteresis and a number of looks that must agree keep jitter from raising an
+(`usual`). Hysteresis and a number of looks that must agree keep jitter from raising an
 alarm. Half a second in which a neighbour took the processor makes a rank half as slow again, hardly
 ever several times as slow, so a slight difference must last longer; and where most ranks would be
 slow, it must be larger. Pure: the driver feeds reports in and passes the alarms on. Times are
@@ -19,16 +19,16 @@ quota may stop a process in each second one: of those, the mean of two neighbour
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice, pairwise
+from statistics import median
 
 from msgspec import Struct
 
-from elastic_driver.policies.stragglers.robust import median, usual
-
 _OPEN_STEPS = 256  # steps that are remembered while a rank has not reported them
+_ANCHOR = 4  # the lower quartile: for up to four values the smallest of them
 _NEIGHBOURS = 4  # reports from whose distance it follows for how many steps each stands
 
 
@@ -202,7 +202,7 @@ class StragglerWatch:
     ) -> Change | None:
         raised = track.alarm
         slow = found.ratio > factor and harms
-        contradicts = slow if raised is None else self._recovered(found)
+        contradicts = slow if raised is None else found.ratio < self.settings.recovered
         track.agree = track.agree + 1 if contradicts else 0
         looks = self._reports(self.settings.confirm, self.settings.looks)
         slight = raised is None and found.ratio < self.settings.slight
@@ -217,5 +217,17 @@ class StragglerWatch:
         self.false_alarms += self._looks - track.raised <= self.settings.brief
         return Change(raised, over=True)
 
-    def _recovered(self, found: SlowRank) -> bool:
-        return found.ratio < self.settings.recovered
+
+def usual(values: Iterable[float], factor: float) -> float:
+    """Return the median of the values up to `factor` times the lower quartile.
+
+    A plain median fails if many nodes are slow: among 1, 3 it is 2, and among 1, 3, 3 it is 3. The
+    lower quartile is a good node's value as long as at most three quarters are slow; unlike the
+    minimum it is not spoiled by one clock that ran too fast in a large cluster.
+    Raises ValueError for no values.
+    """
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("nothing to compare with")
+    anchor = ordered[(len(ordered) - 1) // _ANCHOR]
+    return median(value for value in ordered if value <= factor * anchor)

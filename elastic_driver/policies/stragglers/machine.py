@@ -11,6 +11,7 @@ A look takes at most a twentieth of the driver's time. Pure. Times are seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import ClassVar
 
 import msgspec
@@ -25,7 +26,6 @@ from elastic_driver.policies.messages import KeysRead, MachineName, PublishKey, 
 from elastic_driver.policies.stragglers.balance import Balancer, Cost, Move
 from elastic_driver.policies.stragglers.compute import Change, Slowness, StragglerWatch
 from elastic_driver.policies.stragglers.links import LinkWatch
-from elastic_driver.policies.stragglers.robust import median
 
 LOOK_S = 0.25  # as often as the workers of a small world send heartbeats
 SHARE = 20.0  # after a look, the wait is at least so many times as long as the look took
@@ -141,7 +141,7 @@ class Stragglers:
             changes += self._links.look(self._watch.step_time)
         move = self._balancer.decide()
         return [
-            *(_event(change, world) for change in changes if _is_compute(change)),
+            *(_event(c, world) for c in changes if c.slow.kind is Slowness.COMPUTE),
             *(_announce(change, world) for change in changes),
             *(() if move is None else _carry_out(move, world)),
         ]
@@ -164,10 +164,6 @@ class Stragglers:
         for sample in progress.samples:
             rest = max(sample.compute - sample.one_pass, 0.0) + sample.exchange
             self._balancer.measured(rank, sample.step, Cost(sample.one_pass, rest))
-
-
-def _is_compute(change: Change) -> bool:
-    return change.slow.kind is Slowness.COMPUTE
 
 
 def _event(change: Change, world: World) -> SendEvent:
