@@ -15,6 +15,7 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from elastic_driver import contract
+from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import (
     Announce,
     AskProgress,
@@ -41,17 +42,6 @@ from elastic_driver.core.documents import (
     decode_progress,
     encode,
     encode_world,
-)
-from elastic_driver.core.events import (
-    AgentLost,
-    ProgressReading,
-    ProgressReported,
-    WorkerExited,
-    WorkerLost,
-    WorkerReady,
-    WorkerSilent,
-    WorkerStarted,
-    WorkerStepped,
 )
 from elastic_driver.errors import assert_never
 from elastic_driver.policies.messages import (
@@ -191,7 +181,7 @@ class Executor:
         self._agents[host, incarnation] = AgentRecord(host, incarnation)
 
         def on_lost(reason: str) -> None:
-            self._post(AgentLost(host, incarnation, reason))
+            self._post(ev.AgentLost(host, incarnation, reason))
 
         backend = self._backend_for(incarnation)
         if backend is not None:
@@ -267,26 +257,26 @@ class Executor:
             progress = decode_progress(entry.value)
             if progress is not None and progress.round == decision.round:
                 answered = entry.revision > revision
-                readings.append(ProgressReading(progress.step, progress.step_time, answered))
-        self._post(ProgressReported(decision.number, tuple(readings)))
+                readings.append(ev.ProgressReading(progress.step, progress.step_time, answered))
+        self._post(ev.ProgressReported(decision.number, tuple(readings)))
 
     # ---- what happened -------------------------------------------------------------------
 
     def note(self, event: MachineEvent) -> None:
         """Take in what has happened to a worker of the job, before its machine does."""
         match event:
-            case WorkerStarted() if event.worker in self._workers:
+            case ev.WorkerStarted() if event.worker in self._workers:
                 self._workers[event.worker].pid = event.pid
-            case WorkerReady():
+            case ev.WorkerReady():
                 self.tails.spoken = True
-            case WorkerStepped(round=round_id):  # the job goes on after what went wrong before
+            case ev.WorkerStepped(round=round_id):  # the job goes on after what went wrong before
                 self._show(self.tails.step_finished(round_id))
-            case WorkerExited():
+            case ev.WorkerExited():
                 self._worker_exited(event)
             case _:
                 pass
 
-    def worker_exited_late(self, event: WorkerExited) -> None:
+    def worker_exited_late(self, event: ev.WorkerExited) -> None:
         """Log the end of a worker of a job that is over; nothing else follows from it."""
         record = self._workers.pop(event.worker, None)
         if record is None:
@@ -307,7 +297,7 @@ class Executor:
             )
         )
 
-    def _worker_exited(self, event: WorkerExited) -> None:
+    def _worker_exited(self, event: ev.WorkerExited) -> None:
         """Note a worker's end, and clear the store of the worker."""
         record = self._workers.pop(event.worker, None)
         if record is None:
@@ -320,10 +310,10 @@ class Executor:
     def note_check(self, event: MachineEvent) -> None:
         """Take in what has happened to an agent or a worker of a node check."""
         match event:
-            case WorkerExited(worker=worker):
+            case ev.WorkerExited(worker=worker):
                 self._workers.pop(worker, None)
                 self._server.post([DeletePrefix(contract.worker_prefix(worker))])
-            case AgentLost():
+            case ev.AgentLost():
                 self.agent_lost(event)
             case _:
                 pass
@@ -332,7 +322,7 @@ class Executor:
         """Return True if the worker was ordered to stop."""
         return worker in self._workers and self._workers[worker].expected
 
-    def agent_lost(self, event: AgentLost) -> None:
+    def agent_lost(self, event: ev.AgentLost) -> None:
         """Take in that an agent's process has ended, and its workers with it."""
         agent = (event.host, event.incarnation)
         if not event.ended:
@@ -356,21 +346,21 @@ class Executor:
         """Refuse an agent from now on: one that was only cut off ends as soon as it is back."""
         self._server.post([DeletePrefix(contract.agent_prefix(host, incarnation), seal=True)])
 
-    def lease_expired(self, key: str) -> AgentLost | WorkerLost | WorkerSilent | None:
+    def lease_expired(self, key: str) -> ev.AgentLost | ev.WorkerLost | ev.WorkerSilent | None:
         """Return the event for an expired lease, and remove what it leaves in the store."""
         quiet = contract.worker_of_half_lease(key)
         if quiet is not None:
             half = f"it has not been heard of for {self._heartbeat_timeout / 2:g} s"
-            return WorkerSilent(quiet, half) if quiet in self._workers else None
+            return ev.WorkerSilent(quiet, half) if quiet in self._workers else None
         silent = f"not heard of for {self._heartbeat_timeout:g} s (--heartbeat-timeout)"
         agent = contract.agent_of_lease(key)
         if agent is not None:
-            return AgentLost(*agent, reason=silent, ended=False)
+            return ev.AgentLost(*agent, reason=silent, ended=False)
         worker = contract.worker_of_lease(key)
         if worker is not None:
             if worker not in self._workers:  # its end was reported before
                 self._server.post([DeletePrefix(contract.worker_prefix(worker))])
-            return WorkerLost(worker, silent)
+            return ev.WorkerLost(worker, silent)
         return None
 
     def job_ended(self, end: EndJob) -> None:

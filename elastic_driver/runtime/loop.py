@@ -13,38 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_driver import contract
+from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, CheckHosts, EndJob
-from elastic_driver.core.events import (
-    TOGETHER,
-    AgentLost,
-    AgentReady,
-    DiscoveryFailed,
-    DrainCancelled,
-    DrainRequested,
-    EventBatch,
-    HostLeaving,
-    HostsChecked,
-    HostsDiscovered,
-    JobLeaving,
-    ProgressReported,
-    RankRecovered,
-    RankSlow,
-    ScaleRequested,
-    StacksRequested,
-    StopRequested,
-    Tick,
-    WorkerExited,
-    WorkerLeaving,
-    WorkerLost,
-    WorkerReady,
-    WorkerResumed,
-    WorkerSaved,
-    WorkerSilent,
-    WorkerStack,
-    WorkerStalled,
-    WorkerStarted,
-    WorkerStepped,
-)
 from elastic_driver.core.job import Job
 from elastic_driver.core.machine import stamped
 from elastic_driver.errors import ElasticError, ExitCode, assert_never
@@ -85,32 +55,32 @@ def machine_of(event: MachineEvent) -> MachineName:  # noqa: RET503 - every case
         case KeysRead() | RoundPublished() | TaskEnded():
             return event.machine
         case (
-            WorkerReady(worker=worker)
-            | WorkerStepped(worker=worker)
-            | WorkerStarted(worker=worker)
-            | WorkerExited(worker=worker)
-            | WorkerStalled(worker=worker)
-            | WorkerResumed(worker=worker)
-            | WorkerStack(worker=worker)
-            | WorkerSaved(worker=worker)
-            | WorkerLeaving(worker=worker)
-            | WorkerSilent(worker=worker)
-            | WorkerLost(worker=worker)
+            ev.WorkerReady(worker=worker)
+            | ev.WorkerStepped(worker=worker)
+            | ev.WorkerStarted(worker=worker)
+            | ev.WorkerExited(worker=worker)
+            | ev.WorkerStalled(worker=worker)
+            | ev.WorkerResumed(worker=worker)
+            | ev.WorkerStack(worker=worker)
+            | ev.WorkerSaved(worker=worker)
+            | ev.WorkerLeaving(worker=worker)
+            | ev.WorkerSilent(worker=worker)
+            | ev.WorkerLost(worker=worker)
         ):
             return "check" if contract.is_worker_of_check(worker) else "job"
         case (
-            AgentReady(incarnation=number)
-            | AgentLost(incarnation=number)
-            | HostLeaving(incarnation=number)
+            ev.AgentReady(incarnation=number)
+            | ev.AgentLost(incarnation=number)
+            | ev.HostLeaving(incarnation=number)
         ):
             return "check" if number >= contract.FIRST_OF_CHECKS else "job"
-        case HostsDiscovered() | DiscoveryFailed() | HostsChecked() | ScaleRequested():
+        case ev.HostsDiscovered() | ev.DiscoveryFailed() | ev.HostsChecked() | ev.ScaleRequested():
             return "job"
-        case DrainRequested() | DrainCancelled() | JobLeaving() | StopRequested():
+        case ev.DrainRequested() | ev.DrainCancelled() | ev.JobLeaving() | ev.StopRequested():
             return "job"
-        case StacksRequested() | ProgressReported() | RankSlow() | RankRecovered():
+        case ev.StacksRequested() | ev.ProgressReported() | ev.RankSlow() | ev.RankRecovered():
             return "job"
-        case EventBatch() | Tick():
+        case ev.EventBatch() | ev.Tick():
             return "job"
         case _:
             assert_never(event)
@@ -177,7 +147,7 @@ class DriverLoop:
         now = time.monotonic()
         for name, due in list(self._deadlines.items()):
             if due is not None and due <= now and name in self._machines:
-                self._decide(name, Tick())
+                self._decide(name, ev.Tick())
 
     def wind_down(self, grace: float) -> None:
         """Have the agents stop their workers and exit, and wait until they have."""
@@ -228,12 +198,12 @@ class DriverLoop:
             self._decide(name, event)
 
     def _hand_to_job(self, event: MachineEvent) -> None:
-        if isinstance(event, TOGETHER):
-            following = self._mailbox.following(TOGETHER, MAX_TOGETHER)
+        if isinstance(event, ev.TOGETHER):
+            following = self._mailbox.following(ev.TOGETHER, MAX_TOGETHER)
             own = [each for each in following if machine_of(each) == "job"]
             for each in (event, *own):
                 self._note(each)
-            self._decide("job", EventBatch((event, *own)) if own else event)
+            self._decide("job", ev.EventBatch((event, *own)) if own else event)
             for each in following:
                 if each not in own:
                     self._decide("check", each)
@@ -244,11 +214,11 @@ class DriverLoop:
     def _without_a_job(self, event: MachineEvent) -> None:
         """Take in an event for a job that is over, or has not begun."""
         match event:
-            case WorkerExited():
+            case ev.WorkerExited():
                 self._executor.worker_exited_late(event)
-            case AgentLost():
+            case ev.AgentLost():
                 self._executor.agent_lost(event)
-            case StopRequested(reason, exit_code):
+            case ev.StopRequested(reason, exit_code):
                 self.end = self.end or EndJob(exit_code, reason)
             case _:
                 pass
@@ -256,12 +226,12 @@ class DriverLoop:
     def _note(self, event: MachineEvent) -> None:
         """Tell the executor and the shard ledgers of an event that is for the job."""
         match event:
-            case WorkerStarted() | WorkerLost():
+            case ev.WorkerStarted() | ev.WorkerLost():
                 self._decide("shards", event)
-            case AgentLost():
+            case ev.AgentLost():
                 self._executor.agent_lost(event)
                 self._decide("shards", event)
-            case WorkerExited(worker=worker):
+            case ev.WorkerExited(worker=worker):
                 expected = self._executor.was_told_to_stop(worker)
                 planned = expected or event.exit_code == 0 or event.victim
                 reason = None if planned else f"exit code {event.exit_code}"
@@ -334,7 +304,7 @@ class DriverLoop:
         if self._checks is not None:
             self._checks.end(report, self._checked)
 
-    def _checked(self, report: CheckReport, answer: HostsChecked | None) -> None:
+    def _checked(self, report: CheckReport, answer: ev.HostsChecked | None) -> None:
         """Hand a check's findings on; called by the thread that has ended it."""
         if answer is not None:
             self._mailbox.put(answer)

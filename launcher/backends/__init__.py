@@ -1,1 +1,1 @@
-"""How an agent gets started on a host."""
+"""Backends: they start an agent on a host."""

@@ -1,4 +1,4 @@
-"""Which host names mean this machine, and at which address each host finds the rendezvous.
+"""Names of this machine, and the address at which each host finds the rendezvous.
 
 A name server that does not answer would delay the job, so a name means this machine only by what
 the machine knows itself: loopback, its own name, its interfaces' addresses, and its hosts file.

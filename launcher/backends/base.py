@@ -1,4 +1,4 @@
-"""What the backends share: the agent's command line, and what the end of an agent is called."""
+"""Shared by the backends: the agent's command line, and the description of an agent's end."""
 
 from __future__ import annotations
 

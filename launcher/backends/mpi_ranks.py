@@ -1,4 +1,4 @@
-"""When mpirun has started several of us: find the hosts of all ranks over MPI.
+"""Find the hosts of all ranks over MPI, after mpirun has started several `elasticrun`.
 
 `mpirun -np 8 elasticrun --backend mpi -- train.py`: sites where an outer mpirun or batch system
 says where to run. The ranks exchange their hosts' names (mpi4py), rank 0 becomes the driver of a

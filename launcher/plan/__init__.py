@@ -1,1 +1,1 @@
-"""What a command line amounts to: sizes, hosts, roles, backend, and the plan they make. Pure."""
+"""The plan of a command line: sizes, hosts, roles and backend. Pure."""

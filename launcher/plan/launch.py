@@ -29,7 +29,7 @@ from launcher.plan.workers import check_tf_roles, forwarded, job_spec, tf_roles,
 
 
 class Facts(Struct, frozen=True):
-    """What planning has to know from outside."""
+    """The facts that planning needs from outside."""
 
     run_id: str
     state_dir: str
@@ -44,7 +44,7 @@ class Facts(Struct, frozen=True):
 
 
 class NodeCheckPlan(Struct, frozen=True):
-    """How the nodes are checked before the job starts."""
+    """The settings of the node check before the job."""
 
     performance: bool  # show bandwidth and latency
     stragglers: bool  # look for slow nodes

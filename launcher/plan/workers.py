@@ -1,4 +1,4 @@
-"""What the workers run: their command, their environment, and TensorFlow's roles. Pure.
+"""The workers' command, environment and TensorFlow roles. Pure.
 
 A login over ssh has next to none of this shell's variables. All of them would be too many: some are
 of this machine alone, some are secrets. So only variables known to shape Python, numerics and
