@@ -37,6 +37,7 @@ def py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))  # a real one is looked for there
 
 
 def at(process: subprocess.Popen[bytes]) -> Seen:

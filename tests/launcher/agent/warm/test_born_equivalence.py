@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import selectors
@@ -67,20 +68,27 @@ def forked_agent(folder: Path, *flags: str) -> Iterator[Born]:
         pids.append((pid, lifeline))
         return True
 
-    said: list[str] = []
-    shared = SharedParent(driver.server.url, driver.token_file, said.append)
+    refused: list[str] = []
+    said = io.StringIO()  # what the shared parent tells people
+    shared = SharedParent(driver.server.url, driver.token_file)
     answers = os.open(folder / "answers", os.O_RDWR | os.O_CLOEXEC)
-    with agent(folder), open(answers, "rb", buffering=0) as heard:
-        shared.request(ForkRequest(plan, born, lambda: said.append("refused")))
+    with (
+        agent(folder),
+        open(answers, "rb", buffering=0) as heard,
+        contextlib.redirect_stderr(said),
+    ):
+        shared.request(ForkRequest(plan, born, lambda: refused.append("refused")))
         try:
-            ((pid, lifeline),) = eventually(lambda: pids, DEADLINE_S, f"an agent; {said}")
+            ((pid, lifeline),) = eventually(
+                lambda: pids, DEADLINE_S, f"an agent; {said.getvalue()}"
+            )
             with open(lifeline, "wb") as ask:
                 yield Born(folder, ask, heard)
             eventually(lambda: reap(pid) is not None)
         finally:
             shared.close()
             driver.close()
-    assert said == []
+    assert (refused, said.getvalue()) == ([], "")
 
 
 @pytest.fixture(scope="module")
