@@ -4,8 +4,6 @@ The names in `__all__` are all that a script needs. Each is loaded on first use,
 package costs milliseconds and does not import torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

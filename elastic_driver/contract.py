@@ -4,8 +4,6 @@ The torchrun names keep torchrun's meaning, so that an unmodified `init_process_
 script runs (https://docs.pytorch.org/docs/stable/elastic/run.html).
 """
 
-from __future__ import annotations
-
 # ---- variables of a worker (ours) --------------------------------------------------------
 RUN_ID = "ELASTIC_RUN_ID"
 HOSTNAME = "ELASTIC_HOSTNAME"

@@ -4,8 +4,6 @@ Every message says what was needed, what was found and what to try. The command 
 an `ElasticError` into one line and its `exit_code`; any other exception is our bug (70).
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from typing import NoReturn
 

@@ -6,8 +6,6 @@ failed first. The agent checks the last lines of a worker's output, a worker the
 exception. Pure.
 """
 
-from __future__ import annotations
-
 # Only torch.distributed's own transports and stores, and TensorFlow's collectives, write these.
 CERTAIN = (
     "gloo/transport/",  # in every failed read, write and time-out of gloo's pairs

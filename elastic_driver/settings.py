@@ -4,8 +4,6 @@ Times are seconds. The launcher fills them (flags > environment > file > default
 reads them. What each one means for a user is said once, in `elasticrun --help`.
 """
 
-from __future__ import annotations
-
 from msgspec import Struct
 
 TfRoles = tuple[tuple[str, int | None], ...]

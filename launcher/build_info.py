@@ -1,7 +1,5 @@
 """The version of this installation."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 DISTRIBUTION = "elastic-driver"

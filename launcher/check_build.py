@@ -1,7 +1,5 @@
 """`elasticrun --check-build`: what this installation can do."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -4,8 +4,6 @@ The console script calls `main`. What is asked for is worked out and carried out
 `launcher.job`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ Every subcommand is a function in `launcher.ctl_commands` that takes the words a
 module is imported when it is called.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module

@@ -4,8 +4,6 @@ A traceback is shown for a bug of ours only. `launcher.cli` and `launcher.ctl` c
 with what they do.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """Collects the facts of this machine that a plan needs. Nothing is changed."""
 
-from __future__ import annotations
-
 import glob
 import os
 import sys

@@ -3,8 +3,6 @@
 `launcher.cli` calls `run`. No decision about the job is taken here.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence

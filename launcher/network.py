@@ -5,8 +5,6 @@ the address the host will see. The launcher asks for the rendezvous' address, ea
 address and the interface its workers are to use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import socket

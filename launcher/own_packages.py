@@ -6,8 +6,6 @@ place. `pin` protects this process; `find_shadow` lets the launcher refuse a job
 would import the wrong one. A user's `launcher.py` is left in peace: no worker imports ours.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterable

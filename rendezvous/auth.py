@@ -5,8 +5,6 @@ request as `Authorization: Bearer <token>`. The token itself never goes into an 
 an environment variable or a log.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import secrets

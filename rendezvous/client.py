@@ -8,8 +8,6 @@ the child opens connections of its own. A client never uses a proxy, and looks n
 the address is a number. Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -71,7 +69,7 @@ class RendezvousClient:
         self._aborted = threading.Event()
         self._pid = os.getpid()
 
-    def clone(self, timeout: float | None = None) -> RendezvousClient:
+    def clone(self, timeout: float | None = None) -> "RendezvousClient":
         """Return another client of the same server, with its own connections and `abort`."""
         seconds = self.timeout if timeout is None else timeout
         return RendezvousClient(self.url, self._token, seconds, repeats=self._repeats)
@@ -206,7 +204,7 @@ class RendezvousClient:
                     with contextlib.suppress(OSError):  # it is closed already
                         connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def __enter__(self) -> RendezvousClient:
+    def __enter__(self) -> "RendezvousClient":
         return self
 
     def __exit__(self, *_: object) -> None:

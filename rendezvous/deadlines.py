@@ -5,8 +5,6 @@ answered. Stale heap entries are dropped when they reach the top, and all at onc
 outnumber the valid ones. Nothing here reads a clock; times are seconds on the caller's clock.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Hashable
 from itertools import count

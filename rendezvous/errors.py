@@ -8,8 +8,6 @@ The base of all the project's errors is here too, because imports point this way
 `elastic_driver.errors` exports it again.
 """
 
-from __future__ import annotations
-
 
 class ElasticError(Exception):
     """Base of everything this project raises on purpose; a command shows it as one line."""

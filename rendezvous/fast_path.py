@@ -12,8 +12,6 @@ takes nothing for `STUCK_S` seconds, or leaves a request half sent for as long, 
 Everything runs on the server's loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +115,7 @@ class FastPath:
         self.connections: set[FastConnection] = set()
         self._sweep = self.loop.call_later(SWEEP_S, self._end_stuck)
 
-    def connection(self) -> FastConnection:
+    def connection(self) -> "FastConnection":
         """Return the protocol of a new connection."""
         return FastConnection(self)
 

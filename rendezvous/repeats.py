@@ -7,24 +7,20 @@ clients have gone; `PostsOnce` is for the other POST routes, which run to their 
 runs on the server's loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 from msgspec import Struct
 
 from rendezvous.errors import StoppedError
 from rendezvous.service import Done, StoreService, into, results_of
 from rendezvous.web import JSON, shape_errors
 from rendezvous.wire import BATCH_PATH, REQUEST_ID_HEADER, Entries, Operation, Result
-
-if TYPE_CHECKING:
-    from aiohttp.typedefs import Handler, Middleware
 
 KEEP_S = 120.0  # twice the longest wait: by then a client has repeated or given up
 KEEP_COUNT = 65536

@@ -12,8 +12,6 @@ A GET whose wait runs out is answered 408 `timed_out`: ask again. Keys below a s
 are answered 410 `sealed`. In the store, scope and key are one name, `scope/key`.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

@@ -7,8 +7,6 @@ starts nothing; `start` binds in the caller's thread, so a port in use is an err
 Nothing here resolves names: the address is a number, and peers are never looked up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -76,7 +74,7 @@ class RendezvousServer:
 
     # ---- life ----------------------------------------------------------------------------
 
-    def start(self) -> RendezvousServer:
+    def start(self) -> "RendezvousServer":
         """Listen and serve; return self. Raises AddressError if it cannot listen."""
         if self._thread is not None:
             raise RuntimeError("a rendezvous server starts once")
@@ -110,7 +108,7 @@ class RendezvousServer:
         if thread.is_alive():
             log.warning("rendezvous server on %s still busy %gs after stop", self.url, START_S)
 
-    def __enter__(self) -> RendezvousServer:
+    def __enter__(self) -> "RendezvousServer":
         return self.start()
 
     def __exit__(self, *_: object) -> None:

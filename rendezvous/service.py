@@ -4,8 +4,6 @@
 nothing about keys (`store` does) and knows nothing about HTTP (`routes` does).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Sequence

@@ -15,8 +15,6 @@ comes in between; when that wait is over, the batch goes on.
   there, and deletions have nothing to delete.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Hashable, Sequence

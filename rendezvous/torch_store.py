@@ -10,8 +10,6 @@ torch calls a store from several threads, and so may anyone. No other module of 
 imports torch.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Sequence
@@ -122,7 +120,7 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
         """Return True: append, multi_get and multi_set exist, so gloo reads many keys at once."""
         return True
 
-    def clone(self) -> HTTPStore:
+    def clone(self) -> "HTTPStore":
         """Return the same store for another thread; it ends together with this one."""
         twin = HTTPStore.__new__(HTTPStore)
         twin._share(self._client, self._prefix, self.timeout)

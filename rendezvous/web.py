@@ -5,21 +5,17 @@ Other rooms' handlers are mounted behind the same middleware. They read typed bo
 exception becomes a 500 that only tells the client where to look.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from rendezvous.auth import AUTHORIZATION, is_authorized
 from rendezvous.errors import StoppedError
 from rendezvous.wire import HEALTH_PATH, ErrorBody, ErrorDetail, encode
-
-if TYPE_CHECKING:
-    from aiohttp.typedefs import Handler, Middleware
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -7,8 +7,6 @@ revisions and leases, and nothing about ranks or training.
 In JSON, bytes are base64 (msgspec's encoding). Times are seconds.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

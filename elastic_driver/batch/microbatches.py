@@ -6,8 +6,6 @@ real workers of the moment share them as contiguous ranges, so the step is the s
 unless said otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import isfinite

@@ -9,8 +9,6 @@ finite domains" (CT-RSA 2002): an index is written as (left, right) in mixed rad
 and each round adds a hash of one half to the other. Results ≥ n are enciphered again.
 """
 
-from __future__ import annotations
-
 from math import isqrt
 
 _ROUNDS = 8

@@ -4,8 +4,6 @@ All are frozen. `Job.handle(event, now)` returns them in the order in which they
 carried out; `runtime.executor` does so.
 """
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 from msgspec import Struct

@@ -5,8 +5,6 @@ write their progress; the launcher writes the job's specification. The keys are 
 `elastic_driver.contract`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, TypeVar
 

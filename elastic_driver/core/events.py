@@ -4,8 +4,6 @@ All are frozen; what comes out of the core is in `decisions`. Times are not in t
 `Job.handle(event, now)` gets the time, in monotonic seconds.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct

@@ -4,8 +4,6 @@ Checked by every test, by the simulation after each event, and by `elasticrun --
 reads; O(hosts + workers).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise

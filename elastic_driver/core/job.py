@@ -6,8 +6,6 @@ nothing changes any more. `now` is in monotonic seconds and never goes back. An 
 repeated or out of order changes nothing and is counted.
 """
 
-from __future__ import annotations
-
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Decision
 from elastic_driver.core.invariants import violations

@@ -4,8 +4,6 @@ Each part owns its state and alone writes it; others read it, or call one of its
 (tests/core/test_ownership.py). A part's first fields name the parts it works with.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TypeVar

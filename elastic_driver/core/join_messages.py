@@ -5,8 +5,6 @@ on it is a client of the ordinary store: it renews `node_lease` and waits for `n
 change. Pure data (JSON by msgspec), bounded where it comes over the wire. Times are seconds.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta, Struct

@@ -6,8 +6,6 @@ carries out the decisions. A machine never reads a clock, draws a random number,
 or does I/O, so that the same events at the same times give the same decisions, byte for byte.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NoReturn, Protocol, TypeVar
 

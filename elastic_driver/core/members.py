@@ -6,8 +6,6 @@ ten thousand, where a place for each member is a hundred times that, and every m
 of it. `Members` is that form, and works a place out when it is asked for. Pure data.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property

@@ -4,8 +4,6 @@
 outside. Pure.
 """
 
-from __future__ import annotations
-
 # Where Python stands while torch, or one of our own exchanges, waits for peers.
 _WAITS_IN = (
     "/torch/distributed/",

@@ -4,8 +4,6 @@ The workers apply this rule to the World document, each for itself and without e
 the driver applies it to its own records, for the event log. Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 `python -m elastic_driver.core.states > docs/states.md` writes it; a test compares the two.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum

@@ -4,8 +4,6 @@ Made by `Job.status`; read by the HTTP API, `elasticctl` and the metrics. Nothin
 decides. Durations are seconds.
 """
 
-from __future__ import annotations
-
 from msgspec import Struct
 
 from elastic_driver.core.job_parts import JobParts

@@ -9,8 +9,6 @@ clusters that form over HTTP, by `policies.tf.cluster`.
 The form of TF_CONFIG: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain

@@ -4,8 +4,6 @@ A request comes to its machine as an event with a ticket; the machine decides a 
 same ticket, at once or later. `runtime.machine_api` keeps the connections.
 """
 
-from __future__ import annotations
-
 from typing import Literal, TypeAlias
 
 from msgspec import Struct

@@ -19,8 +19,6 @@ decision about the job is made in the driver's thread. Errors have the form of
 `rendezvous.web`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Annotated, Protocol, TypeVar

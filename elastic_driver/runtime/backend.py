@@ -6,8 +6,6 @@ group `elastic_driver.backends`; the entry point is a callable that takes a `Bac
 returns a `Backend`. Orders do not travel this way: a running agent reads them from the store.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeAlias

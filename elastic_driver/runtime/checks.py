@@ -6,8 +6,6 @@ its report to earlier ones, and keeps the results in files. Called by the driver
 where noted. Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

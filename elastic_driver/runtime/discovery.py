@@ -5,8 +5,6 @@ posts an event when the hosts have changed. When a source fails (hangs, exits no
 garbage), the last known hosts stay and the reason is posted once. Times are seconds.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import threading

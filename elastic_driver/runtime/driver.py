@@ -6,8 +6,6 @@ backends, whoever calls `request_stop`) only put messages into the mailbox. The 
 starts nothing. Times are seconds.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -10,8 +10,6 @@ unix seconds. These nine fields stand in every line, null if they do not apply; 
 event's other fields follow.
 """
 
-from __future__ import annotations
-
 import collections
 import errno
 import os

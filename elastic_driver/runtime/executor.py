@@ -5,8 +5,6 @@ and workers to number their orders, and to remove their keys from the store when
 decides nothing.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ different traceback is shown once; when it fails, the first failure's traceback 
 Called by the driver's thread only. Nothing here prints.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from dataclasses import dataclass, field

@@ -17,8 +17,6 @@ keys and file names, so they consist of letters, digits, `.`, `_` and `-`, and s
 or a digit.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Iterable, Iterator

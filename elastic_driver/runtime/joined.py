@@ -10,8 +10,6 @@ A lock guards the table: routes and leases run on the server's thread, `find` on
 thread, `start` and `kill` on the driver's thread. Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

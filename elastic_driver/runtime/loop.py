@@ -5,8 +5,6 @@ the decisions, in their order, before the next event. Events of kinds that many 
 about the same time are handled together. Runs in the driver's thread. Times are seconds.
 """
 
-from __future__ import annotations
-
 import queue
 import time
 from collections.abc import Callable

@@ -18,8 +18,6 @@ wait for the machine's `Reply`. Messages are in `policies.shards.messages` and
 `policies.tf.messages`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from itertools import count

@@ -4,8 +4,6 @@ The server, discovery, the backends' threads and signal handlers put messages in
 thread alone takes them out.
 """
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Names begin with `elastic_`, counters end with `_total`, times are seconds. docs
 them. Called in the server's thread.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The options of a driver, and the outcome of its job."""
 
-from __future__ import annotations
-
 from msgspec import Struct
 
 from elastic_driver.core.documents import Failure

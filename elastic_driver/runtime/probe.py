@@ -5,8 +5,6 @@ empty stdin. Its whole process group is killed when the deadline passes, the out
 `cancel()` is called, or the program has exited: then its answer is complete. Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -6,8 +6,6 @@ lines that the terminal does not take are dropped: a stopped terminal must not s
 Methods may be called by any thread; lines never mix.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -8,8 +8,6 @@ The driver makes it before it starts anything: if the folder cannot be written, 
 at once and no training is lost. The files are only read to find a live run of the same name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import errno

@@ -31,8 +31,6 @@ the mean over the N micro-batches. The last step of an epoch may be short: its s
 evenly over as few virtual workers as can hold them, and the others have none in that step.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
@@ -66,7 +64,7 @@ class BatchState(TypedDict):
 class _BatchPass:
     """One iteration over the steps of an epoch, by one world."""
 
-    def __init__(self, batches: FixedBatch) -> None:
+    def __init__(self, batches: "FixedBatch") -> None:
         self.batches, self.sums = batches, batches.sums
         self._rank, size = rank_and_size()
         self.plan = batches.plan()
@@ -86,13 +84,13 @@ class _BatchPass:
             options=self.batches.loader_options,
         )
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: "Step") -> None:
         """Begin this step, on all ranks."""
         if self.batches.balanced_shares is not None:
             self.batches.balanced_shares.begin(step.number, self.sums.device)
         self.sums.begin(self._ranges, step.weights, self._rank)
 
-    def finish(self, step: Step) -> None:
+    def finish(self, step: "Step") -> None:
         """Collective: sum the gradients; the next step may have other shares."""
         self.sums.finish()
         balanced = self.batches.balanced_shares

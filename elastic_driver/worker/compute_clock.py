@@ -22,8 +22,6 @@ need `device_clock`; on any other device nothing is measured. Costs a few micros
 message. Times are seconds.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any

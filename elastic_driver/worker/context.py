@@ -5,8 +5,6 @@ alone, as a world of one. Some variables without the others are an error. The co
 of the token file, never the token. Times are seconds. This module does not import torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

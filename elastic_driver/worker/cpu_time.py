@@ -12,8 +12,6 @@ kernel stops a host's processes though a processor may be free, and that is the 
 Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

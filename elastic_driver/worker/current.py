@@ -6,8 +6,6 @@ Horovod's meaning. They are counted anew each round; only `slot()` stays. All ra
 `NotInitializedError`, a `UsageError`, before the first world.
 """
 
-from __future__ import annotations
-
 import sys
 
 from elastic_driver.core.documents import SlotInfo

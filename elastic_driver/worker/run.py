@@ -6,8 +6,6 @@ rolled back, or by a broken collective, after which the state goes back to the c
 exception is the script's own and propagates.
 """
 
-from __future__ import annotations
-
 import functools
 import traceback
 from collections import deque

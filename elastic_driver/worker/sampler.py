@@ -18,8 +18,6 @@ accumulation, a short last batch and several optimizers make no difference.
 Positions and lengths are samples. No list of indices is ever made.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sized

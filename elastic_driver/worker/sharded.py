@@ -27,8 +27,6 @@ can share evenly, some are repeated, and counted in `replayed`.
 the unfinished shards of a lost one go to the others from their beginning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -96,7 +94,7 @@ class _ShardPass:
     moments, so the broadcasts in them match.
     """
 
-    def __init__(self, data: ShardedDataset) -> None:
+    def __init__(self, data: "ShardedDataset") -> None:
         self._data = data
         self.rank, self.size = rank_and_size() if data.together else (0, 1)
         self.steps: list[_ShardStep] = []  # drawn and not yet handed to the loop

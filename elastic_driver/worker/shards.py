@@ -13,8 +13,6 @@ A process that `elasticrun` did not start hands out the shards itself, so that a
 tried alone. Each client belongs to one thread. Times are seconds.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping
@@ -183,7 +181,7 @@ class ShardClient:
         """Close the connection; a later call opens another."""
         self._source.close()
 
-    def __enter__(self) -> ShardClient:
+    def __enter__(self) -> "ShardClient":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,8 +11,6 @@ A script makes one state; `run` drives it. `version` counts committed steps, of 
 With a `checkpoint_dir` the state is kept on disk as well (`keeper`), in case every holder is lost.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -9,8 +9,6 @@ TensorFlow is neither imported nor needed here. One node belongs to one thread. 
 `elasticrun` started finds the driver in its environment; others name it. Times are seconds.
 """
 
-from __future__ import annotations
-
 import time
 from typing import TypeVar
 from urllib.parse import urlencode
@@ -124,7 +122,7 @@ class TfNode:
         """Close the connection; a later call opens another."""
         self._client.close()
 
-    def __enter__(self) -> TfNode:
+    def __enter__(self) -> "TfNode":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Lines that a worker writes about itself to its stderr: few, and each a whole sentence."""
 
-from __future__ import annotations
-
 import sys
 
 

@@ -1,7 +1,5 @@
 """`python -m launcher.agent`: the agent's process. Backends start it; people do not."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -11,8 +11,6 @@ step boundary and then lets the agent go. What is still here shortly before the 
 stopped. Times are seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

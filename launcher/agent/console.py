@@ -10,8 +10,6 @@ would make *their* writes fail. So a pipe or terminal is opened once more throug
 asked per call, and where neither can be done we look before we write.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

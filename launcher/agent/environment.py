@@ -7,8 +7,6 @@ Source of the torchrun names and defaults:
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

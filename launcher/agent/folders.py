@@ -9,8 +9,6 @@ socket in a folder of the temporary folder (`pymp-…`), which a process that is
 The scratch folder goes with the agent, or, where that is killed too, with the next sweep.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -3,8 +3,6 @@
 Pure: bytes in, lines out, without their newline; `now` is handed in, in monotonic seconds.
 """
 
-from __future__ import annotations
-
 import re
 
 MAX_LINE_BYTES = 16 * 1024

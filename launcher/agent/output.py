@@ -10,8 +10,6 @@ get a worker's bytes as they are, at once, and are appended to. The terminal get
 stderr are kept for the report. Everything runs on the agent's loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import datetime
@@ -132,7 +130,7 @@ class Stream:
     def __init__(
         self,
         label: str,
-        worker: WorkerOutput,
+        worker: "WorkerOutput",
         console: Console | None,
         file: LogFile | None,
         holdback: HoldBack | None,

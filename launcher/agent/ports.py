@@ -4,8 +4,6 @@ They lie outside the range from which the kernel takes ports for outgoing connec
 none is taken away between the test here and the moment when a worker listens on it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import random

@@ -13,8 +13,6 @@ Linux only. `prctl` is called through ctypes, whose library is loaded at import 
 safe between fork and exec. Times are seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

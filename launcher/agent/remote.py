@@ -14,8 +14,6 @@ that no process outlives the agent; when *it* dies, the agent sees its stdin clo
 are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

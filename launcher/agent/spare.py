@@ -4,8 +4,6 @@ It has imported everything and its warm parent is ready, so a host that appears 
 at once. The driver's process writes the arguments to the agent's stdin: one line, a JSON list.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

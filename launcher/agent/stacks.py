@@ -6,8 +6,6 @@ thread, taken without stopping the process; without it, or where it may not look
 the kernel has the process. Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ Starts processes and connects their output, follows each to its end, and reports
 alone decides which workers there are, and when they stop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -5,8 +5,6 @@ the machine knows itself: loopback, its own name, its interfaces' addresses, and
 Other names are looked up only if an address has to be found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import itertools

@@ -1,7 +1,5 @@
 """Two backends as one: this machine's names go to the local one, all others to ssh."""
 
-from __future__ import annotations
-
 import time
 
 from elastic_driver.runtime.backend import Backend, BackendJob, OnLost

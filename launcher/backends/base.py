@@ -1,7 +1,5 @@
 """Shared by the backends: the agent's command line, and the description of an agent's end."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path

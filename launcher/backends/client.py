@@ -3,8 +3,6 @@
 `launcher.backends.remote` starts clients on its asyncio loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -31,7 +29,7 @@ class Client(asyncio.SubprocessProtocol):
     @classmethod
     async def start(
         cls, argv: Sequence[str], given: bytes, on_lines: OnLines, environ: Mapping[str, str] | None
-    ) -> Client:
+    ) -> "Client":
         """Start a program with `given` on its stdin; raises OSError.
 
         `environ` is its environment; None: ours.

@@ -12,8 +12,6 @@ is kept ready, a *spare*, which becomes the agent of the next host (`launcher.ag
 One thread, started with the first agent, watches for their ends and calls `on_lost`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

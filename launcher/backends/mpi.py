@@ -6,8 +6,6 @@ by itself. mpirun ends what it has started when it ends, so the agent's keeper i
 process it does not know of (`launcher.agent.remote apart`).
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ says where to run. The ranks exchange their hosts' names (mpi4py), rank 0 become
 job with a slot for each rank, and all others are done. `launcher.job` calls it before it plans.
 """
 
-from __future__ import annotations
-
 import importlib
 import socket
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ asked once, many at a time, with a deadline. A host is fit if it has our Python,
 same version, and the job's folder. Nothing is left on the hosts.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ Ours are registered in setup.cfg. In a checkout that file is read itself, since 
 editable installation may be older.
 """
 
-from __future__ import annotations
-
 import configparser
 import difflib
 import os

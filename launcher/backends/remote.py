@@ -11,8 +11,6 @@ One asyncio loop on one thread, started with the first agent, serves all connect
 `AT_ONCE` are being set up at any moment.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets

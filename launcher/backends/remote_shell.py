@@ -4,8 +4,6 @@ A `RemoteShell` says what is typed and what its failures mean. `launcher.backend
 start and end agents, `launcher.backends.precheck` to examine hosts. It starts nothing itself.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

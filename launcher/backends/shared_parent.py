@@ -10,8 +10,6 @@ why. One thread does all of it, since the kernel ends the shared parent with the
 started it. Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

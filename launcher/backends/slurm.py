@@ -6,8 +6,6 @@ the start and the killing of a hanging agent are steps too. Slurm knows the step
 `scancel` and the time limit leave nothing behind, even if elasticrun is gone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@
 VARIABLES). `launcher.plan` reads them here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

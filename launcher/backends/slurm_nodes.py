@@ -6,8 +6,6 @@ that it has started that the allocation is over; squeue does. It is asked rarely
 serves the whole cluster.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ what a job needs is added: no questions (nobody could answer them), deadlines, n
 (many connections would compete for them).
 """
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from dataclasses import dataclass
@@ -50,7 +48,7 @@ class SshShell(RemoteShell):
     alive_interval: int = 10
 
     @classmethod
-    def of(cls, job: BackendJob) -> SshShell:
+    def of(cls, job: BackendJob) -> "SshShell":
         """Return the shell with a job's options."""
         return cls(
             port=job.ssh_port,

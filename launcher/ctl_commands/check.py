@@ -3,8 +3,6 @@
 Takes the words behind its name and returns an exit status; errors are raised.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

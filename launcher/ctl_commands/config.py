@@ -3,8 +3,6 @@
 Nothing is started.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ is found by `--run-id`, by `--endpoint`, or as the only one that runs below the 
 Nothing is started or changed; what a dead driver has left is never removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

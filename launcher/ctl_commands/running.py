@@ -4,8 +4,6 @@ Each takes its words from the command line and returns an exit status; errors ar
 is found by `ctl_commands.find`.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

@@ -1,7 +1,5 @@
 """Shows a job to people: from the driver's documents to lines of text. Pure."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 

@@ -4,8 +4,6 @@ The server's name is looked up again for each attempt, because the server may co
 Agents get a numeric address, so that nothing is looked up later. Times are seconds.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable

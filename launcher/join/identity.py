@@ -5,8 +5,6 @@ process holds a name through an abstract socket, which the kernel frees however 
 the next process that holds the name follows the one before it, and keeps its name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

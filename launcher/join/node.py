@@ -11,8 +11,6 @@ second one ends everything at once. When the server is gone, the node ends its a
 the server to come back. One thread. Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -6,8 +6,6 @@ node sends it with its first request and is given the job's token, a new one for
 nothing of a run that is over can speak to the next one.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from urllib.parse import urlsplit

@@ -4,8 +4,6 @@
 starts the agents of the server's own node.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from elastic_driver.errors import UsageError

@@ -1,7 +1,5 @@
 """The address of a server that nodes join: whether it is this machine's, and what to bind there."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import itertools

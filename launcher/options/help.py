@@ -1,7 +1,5 @@
 """The text of `elasticrun --help`, drawn from the table of options."""
 
-from __future__ import annotations
-
 import textwrap
 from typing import Any
 

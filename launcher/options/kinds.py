@@ -5,8 +5,6 @@ means the same wherever it stands. Readers are pure and raise `ValueError` with 
 completes "--option …"; `launcher.options.values` adds which option and where it stood.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An option of `elasticrun`, and the heading of `--help` that it stands under."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 

@@ -6,8 +6,6 @@ option whose value is copied to that field, which also has its default; `HEADING
 record that a rule of `launcher.plan` reads as `values[RECORD]`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from launcher.options import kinds as k

@@ -5,8 +5,6 @@ mistake is a `UsageError` of one line. The file is flat YAML, read as nodes and 
 types: each value is read like a word of the command line (to YAML 1.1 `1:4` is the number 64).
 """
 
-from __future__ import annotations
-
 import difflib
 import shlex
 from collections.abc import Mapping, Sequence
@@ -64,7 +62,7 @@ class OptionValues:
         """Return the rank of its source: 0 default, 1 file, 2 environment, 3 command line."""
         return self._settings[option].level
 
-    def replaced(self, option: Option[T], setting: Setting) -> OptionValues:
+    def replaced(self, option: Option[T], setting: Setting) -> "OptionValues":
         """Return these values with one replaced."""
         return OptionValues({**self._settings, option: setting})
 
@@ -200,7 +198,7 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[Layer, tuple[str, ...
     return layer, tuple(warnings)
 
 
-def _from_file(path: Path, entries: Sequence[FileEntry]) -> Layer:
+def _from_file(path: Path, entries: Sequence["FileEntry"]) -> Layer:
     by_name = {option.name: option for option in OPTIONS}
     layer: Layer = {}
     for entry in entries:

@@ -3,8 +3,6 @@
 `launch` calls it with the options' values and the facts of this machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 

@@ -5,8 +5,6 @@
 not rendered: they may be secrets.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 

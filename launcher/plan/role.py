@@ -6,8 +6,6 @@ torchrun's: the same command with --rdzv-endpoint on every node; or --node-rank,
 as the number of nodes).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias

@@ -9,8 +9,6 @@ Pure. `launch` calls it. The rules are horovodrun's (-np, --min-np, --max-np) an
 * The most: --max-np, else N for a fixed list, else no limit.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from msgspec import Struct

@@ -5,8 +5,6 @@ of this machine alone, some are secrets. So only variables known to shape Python
 communication are passed on to other hosts, by name; `-x NAME` adds others.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Mapping

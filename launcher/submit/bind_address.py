@@ -1,7 +1,5 @@
 """The address a job's rendezvous listens on, so that all of its hosts reach it."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Called by `launcher.job` with a finished plan, also for --dry-run. Reads the fil
 nothing there except that the log folder is made (`create`). A finding is a `UsageError` of a line.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """From a plan's source of hosts to the discovery that the driver asks."""
 
-from __future__ import annotations
-
 import os
 
 from elastic_driver.errors import ElasticError, UsageError

@@ -4,8 +4,6 @@
 calls `check_hosts`. The driver runs the check; here it is set up, and its findings are shown.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Handles signals for a while."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable, Iterable, Iterator

@@ -5,8 +5,6 @@ an orderly end, a second one kills at once; a notice asks for an end at a step b
 the driver cleans up.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -4,8 +4,6 @@ With its agent a host's workers are gone. The agent is started again in place, o
 cool-down. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from elastic_driver.core.decisions import Announce

@@ -1,7 +1,5 @@
 """The base of every rule: the settings, and the tables of hosts, agents, workers and rounds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from elastic_driver.core.rules.capacity import Capacity

@@ -9,8 +9,6 @@ The executor asks the members how far they are (`AskProgress`) and reports what 
 (`ProgressReported`). Pure; times are seconds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

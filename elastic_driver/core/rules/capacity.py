@@ -4,8 +4,6 @@ A rule that changes slots, agents, workers or the number wanted calls `note_chan
 `membership` then look once, because looking is O(workers).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from elastic_driver.core.events import ScaleRequested

@@ -11,8 +11,6 @@ An agent that is lost for the first time is started again in place without a che
 would otherwise wait for it. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from elastic_driver.core.decisions import CheckHosts

@@ -14,8 +14,6 @@ two hosts there is a pause. Without room elsewhere nothing happens, and that is 
 Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 from elastic_driver.core import events as ev

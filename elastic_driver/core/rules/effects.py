@@ -3,8 +3,6 @@
 Every rule writes here through these methods. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from elastic_driver.core.decisions import Announce, Decision, Detail, GiveOrder

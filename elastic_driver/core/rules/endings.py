@@ -3,8 +3,6 @@
 Called when a worker exits, hangs or loses its agent. Starts nothing. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from elastic_driver.core.documents import Failure

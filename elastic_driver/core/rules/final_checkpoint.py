@@ -7,8 +7,6 @@ nothing else: the workers stay READY, and may be in the next round after all.
 Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from elastic_driver.core.decisions import PublishSave

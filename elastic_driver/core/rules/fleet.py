@@ -4,8 +4,6 @@
 is the specification. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import Enum
 

@@ -16,8 +16,6 @@ A member that is busy and said so reports nothing, so no worker is blamed for wa
 Times are seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

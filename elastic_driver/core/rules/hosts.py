@@ -6,8 +6,6 @@ A host in cool-down keeps its healthy workers; it only gets no new ones. A drain
 leave. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import Enum

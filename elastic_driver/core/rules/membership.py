@@ -4,8 +4,6 @@ A loss is handled at once, growth and removal at a step boundary; booting worker
 while enough others are ready. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from elastic_driver.core.rules import units

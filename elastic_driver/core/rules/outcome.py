@@ -3,8 +3,6 @@
 Nothing here changes a worker or a round. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum

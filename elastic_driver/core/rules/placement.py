@@ -4,8 +4,6 @@ Works when hosts, slots, agents or the wanted size have changed. A host in cool-
 new; a worker that has to leave is stopped by `membership` or `plain`. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import islice
 

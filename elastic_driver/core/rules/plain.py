@@ -4,8 +4,6 @@ Also the first round of a job whose kind is not known yet. Ranks are given at bi
 a round is complete when all its processes were started. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from elastic_driver.core.rules import units

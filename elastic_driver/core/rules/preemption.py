@@ -7,8 +7,6 @@ to does not end because its present ones go: it waits for them as for any lack o
 monotonic seconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from elastic_driver.core.documents import time_to_leave

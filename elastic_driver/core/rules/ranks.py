@@ -6,8 +6,6 @@ newcomers follow the survivors of their host. The meaning of the local and cross
 Horovod's: https://horovod.readthedocs.io/en/stable/concepts_include.html
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ A report that is late, repeated or about a worker that is gone changes nothing a
 Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev

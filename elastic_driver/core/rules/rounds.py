@@ -6,8 +6,6 @@
 the rounds in order. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum

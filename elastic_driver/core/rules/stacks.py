@@ -9,8 +9,6 @@ have answered, or after `ANSWER_S`, the event `stacks_collected` says who stands
 Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

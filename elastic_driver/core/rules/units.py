@@ -6,8 +6,6 @@ in when they make up another unit or replace a host that went. Fewer hosts than 
 no world, and the job waits. A host counts as long as it has one worker in the world.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from elastic_driver.core.rules.workers import Worker, WorkerState

@@ -5,8 +5,6 @@ changes nothing and is counted (`docs/states.md` is written from the same table)
 about rounds, hosts or budgets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum

@@ -13,8 +13,6 @@ to be slow for the third.
 Pure: `checker` (or the simulation) runs the tasks. Times are seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from enum import Enum
 

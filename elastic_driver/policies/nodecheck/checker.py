@@ -9,8 +9,6 @@ on, so that they never meet those of the job.
 Pure. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum

@@ -9,8 +9,6 @@ may have been an accident. A failure beside a node that is faulty is *explained*
 Where two nodes proved good fail together, one of them has changed since: both are suspects again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct

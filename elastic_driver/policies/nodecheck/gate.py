@@ -5,8 +5,6 @@ would measure how the others start. So all wait for all, but not for ever: a pro
 is very slow must not make the others run out of time. Pure; times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 PATIENCE_S = 10.0  # for the rest, once more than half are up

@@ -5,8 +5,6 @@
 repaired, and its name may belong to another machine today. Pure; times are unix seconds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection
 from datetime import datetime, timezone
@@ -41,7 +39,7 @@ class CheckHistory(Struct, frozen=True):
 
     nodes: dict[str, tuple[PastCheck, ...]] = {}
 
-    def with_report(self, report: CheckReport, now: float) -> CheckHistory:
+    def with_report(self, report: CheckReport, now: float) -> "CheckHistory":
         """Return the history with another check added; without nodes that were not measured."""
         nodes = dict(self.nodes)
         for found in report.nodes:

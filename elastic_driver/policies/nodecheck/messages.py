@@ -4,8 +4,6 @@ The driver publishes `TaskSettings` once, and each process's further places as `
 each process writes its `TaskResult` and posts `TaskEnded`. Times are seconds, sizes bytes.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct

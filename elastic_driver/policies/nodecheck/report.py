@@ -1,7 +1,5 @@
 """The report of a node check, as a document and as a table for people. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from msgspec import Struct

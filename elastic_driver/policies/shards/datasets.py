@@ -5,8 +5,6 @@ rejected. A worker of the job keeps its shards as long as it lives; any other cl
 request within each `LEASE_S`. Pure. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from dataclasses import dataclass, field

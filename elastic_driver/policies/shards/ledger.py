@@ -10,8 +10,6 @@ complete. To do and done are not kept as sets: the source counts forward, so mem
 shards that are handed out, returned or in quarantine, and not with the data set.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """The requests for data shards, their answers, and what a checkpoint keeps: plain data for JSON."""
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import Annotated, ClassVar, Literal
 

@@ -5,8 +5,6 @@ A source cuts its records into shards one at a time, when the `ledger` asks for 
 keeps account of the shards. Counts and offsets are records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Protocol
 

@@ -9,8 +9,6 @@ and the result stay the same.
 Pure. Times are seconds.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence

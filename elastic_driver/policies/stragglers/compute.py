@@ -16,8 +16,6 @@ reports are needed, for about as many steps. Long steps are reported one by one,
 quota may stop a process in each second one: of those, the mean of two neighbours is taken.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

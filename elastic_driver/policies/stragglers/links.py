@@ -12,8 +12,6 @@ A host that exchanges data with one other only cannot be told from its partner, 
 Pure. Times are seconds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ their share of a step; until all of them do, no work is moved.
 A look takes at most a twentieth of the driver's time. Pure. Times are seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 from typing import ClassVar

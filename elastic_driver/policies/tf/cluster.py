@@ -10,8 +10,6 @@ wait until then.
 Pure. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain

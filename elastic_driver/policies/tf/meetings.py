@@ -5,8 +5,6 @@ meeting that fails, fails for all members: those that wait are answered at once,
 they come. Pure: `policies.tf.cluster` calls it; `now` and deadlines are monotonic seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 `worker.tf` asks over HTTP, `policies.tf.cluster` answers. Times are seconds.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta, Struct

@@ -4,8 +4,6 @@
 communicates or decides weights. Sizes are elements unless a name says bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -13,8 +13,6 @@ There are two ways to add: `PlainSum` (all-reduce; the last bits depend on the n
 and `ExactSum` (a fixed tree; they do not). Both use torch's default process group.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any

@@ -10,8 +10,6 @@ further need the same kernels: the same build of torch, kind of device, and numb
 threads. `fix_kernels` sets what can be set.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

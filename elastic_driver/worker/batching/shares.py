@@ -10,8 +10,6 @@ The broadcast uses torch's default group, like the gradients, and costs the trai
 of a millisecond in every fourth step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ rename when all reports are there. Nothing here reads the content of the files, 
 unpickled. The background thread of `writer` calls it to write, and `keeper` to load.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -9,8 +9,6 @@ then is an ordinary DCP checkpoint, which any tool can read. We read it through 
 Importing DCP takes about a second, so this module is imported only to write or read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

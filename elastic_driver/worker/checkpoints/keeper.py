@@ -6,8 +6,6 @@ When a world starts in which nobody holds a trained state, the rank that the oth
 from loads the newest complete checkpoint. Units: bytes, committed steps, seconds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time
@@ -45,7 +43,7 @@ class _WriterGroup(Struct, frozen=True):
     attempt: str
 
     @classmethod
-    def of(cls, rank: int, members: Sequence[str], what: str) -> _WriterGroup:
+    def of(cls, rank: int, members: Sequence[str], what: str) -> "_WriterGroup":
         names = [os.environ.get(contract.RUN_ID, ""), *members]
         digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
         return cls(rank, len(members), f"{what}-{digest}")

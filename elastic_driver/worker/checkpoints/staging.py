@@ -5,8 +5,6 @@ the same split from the shapes alone. `keeper` copies on the training thread, `f
 the copy in the background.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from math import prod

@@ -6,8 +6,6 @@ shared folder only: no collective, no message. A failure is logged in one line, 
 works again, and never reaches the training thread. Times are seconds.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import threading

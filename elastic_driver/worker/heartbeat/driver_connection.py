@@ -5,8 +5,6 @@ slices. An outage of the driver is logged once and then waited out: only a refus
 Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path

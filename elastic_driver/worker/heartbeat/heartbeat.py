@@ -9,8 +9,6 @@ keeps trying, and training goes on.
 worker) has no such thread. Times are seconds.
 """
 
-from __future__ import annotations
-
 import statistics
 import threading
 import time

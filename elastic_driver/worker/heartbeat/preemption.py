@@ -10,8 +10,6 @@ The training thread may sit in a collective and run no Python code for long. So 
 recorded in C (`signal.set_wakeup_fd`), and the heartbeat thread reads them. Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

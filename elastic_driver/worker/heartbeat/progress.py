@@ -6,8 +6,6 @@ replaced as a whole, and the interpreter makes each assignment atomic, so no loc
 `version` and `leave_after` count the committed steps of the whole job. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

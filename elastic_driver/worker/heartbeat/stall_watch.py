@@ -11,8 +11,6 @@ of a process only waiting in a collective counts: the process may compile for as
 and the group's own timeout bounds the wait of the others. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

@@ -8,8 +8,6 @@ A process waits at most `PATIENCE_S` and then measures anyway: a time that is to
 again beside a fast node before it counts. Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -4,8 +4,6 @@ Sizes are GPT-2's (Radford et al. 2019, table 2); on a CPU a small one that take
 no optimizer: parameters, gradients and activations load the device and the links as training does.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -7,8 +7,6 @@ disturbance (another program's second, a page cache) spoils one interval and not
 the same reason there is a pause between two of them. Times are seconds.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

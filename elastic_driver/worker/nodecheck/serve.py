@@ -11,8 +11,6 @@ A child that fails makes this process fail in the same way, and the agent report
 and last lines as for any worker. The agent ends it when the check is over.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import itertools

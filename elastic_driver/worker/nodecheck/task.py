@@ -5,8 +5,6 @@ others through the job's rendezvous, writes one `TaskResult` and ends. Any failu
 traceback and exit status 1; the check reads both. It never judges. Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

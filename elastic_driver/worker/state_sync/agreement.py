@@ -4,8 +4,6 @@
 without a message, and a round in which nobody has to receive moves no tensors. Pure.
 """
 
-from __future__ import annotations
-
 from msgspec import Struct
 
 from elastic_driver.core.documents import World

@@ -9,8 +9,6 @@ For sending, a part becomes a document and a list of tensors. The receiver makes
 receive into from the document, so that parameters are written in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any
@@ -33,7 +31,7 @@ class TensorSpec(TensorKind, frozen=True, array_like=True):
     device: str
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
+    def of(cls, tensor: Tensor) -> "TensorSpec":
         """Return the spec of a tensor."""
         kind = TensorKind.of(tensor)
         return cls(kind.dtype, kind.shape, tensor.device.type)

@@ -5,8 +5,6 @@ newcomer those of the member that sends it the model. NumPy and CUDA count only 
 script has loaded them already; nothing here imports or initialises them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import sys

@@ -6,8 +6,6 @@ it. One document is sent first (the names of everything, and every plain value),
 tensors, into the receivers' own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -139,7 +137,7 @@ class SplitState(Struct, frozen=True):
     tensors: dict[str, Tensor]
     parts: frozenset[str]  # attributes that are handled by a part; the others go by value
 
-    def detached(self) -> SplitState:
+    def detached(self) -> "SplitState":
         """Return the same with copies of the documents, and the live tensors."""
         return msgspec.structs.replace(self, documents=copied(self.documents))
 

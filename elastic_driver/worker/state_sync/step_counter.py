@@ -4,8 +4,6 @@ The hooks run inside `optimizer.step()`, and the positions in the data move ther
 and position never are a step apart. Each `State` owns one counter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 

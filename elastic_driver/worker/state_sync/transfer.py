@@ -6,8 +6,6 @@ together; large ones go straight from the sender's memory to the receiver's, in 
 each side needs at most one chunk of memory beyond the state itself. Sizes are bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

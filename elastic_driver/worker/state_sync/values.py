@@ -5,8 +5,6 @@ tensors out of a value, `packed` turns the rest into bytes that torch's safe unp
 (`weights_only=True`) reads back: plain values, containers and tensors pass, code does not.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -63,7 +61,7 @@ class TensorKind(Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorKind:
+    def of(cls, tensor: Tensor) -> "TensorKind":
         """Return the kind of a tensor."""
         return TensorKind(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 

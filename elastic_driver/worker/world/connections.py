@@ -11,8 +11,6 @@ The connections of a group are those that appeared while it was built. Works on 
 elsewhere nothing is found. Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -63,7 +61,7 @@ class GroupConnections:
             else:
                 connection.close()
 
-    def add(self, others: GroupConnections) -> None:
+    def add(self, others: "GroupConnections") -> None:
         """Hold the connections of a subgroup, too."""
         self._held += others._held
 

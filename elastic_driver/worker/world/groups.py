@@ -14,8 +14,6 @@ itself (`cpu:elastic_gloo,cuda:nccl`); see `nccl`.
 Only `membership` uses this module. Times are seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -6,8 +6,6 @@ leave after a named step, or at once. The latter also ends a construction or a c
 for a lost peer. A process that `elasticrun` did not start is a world of one. Times are seconds.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -25,8 +25,6 @@ Pitfalls of torch's calls (docs/nccl.md lists what was tried on a GPU):
   the group: `destroy_process_group()` shuts down, which waits.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -10,8 +10,6 @@ phase that is not training, such as an evaluation, runs inside `busy`. Both do n
 that `elasticrun` did not start. Scripts call them on the training thread. Times are seconds.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import time

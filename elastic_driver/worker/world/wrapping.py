@@ -6,8 +6,6 @@ world. It does so explicitly: a reference kept in a traceback would otherwise le
 dead group on live parameters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Pure questions about a command line and the source files it names, asked once wh
 starts (`plan`). Source is read and parsed here, never imported or run.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil

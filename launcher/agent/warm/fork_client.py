@@ -5,8 +5,6 @@ An agent starts its own with `execute`. One that was forked from the machine's s
 conversation, in one variable of its environment. Times are seconds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

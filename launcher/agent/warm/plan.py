@@ -5,8 +5,6 @@ judges each request: a worker can come from a warm parent only if it differs fro
 was settled when that parent was started.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

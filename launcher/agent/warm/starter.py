@@ -9,8 +9,6 @@ Each agent has one warm parent, which keeps `spares` processes forked in advance
 has a deadline; times are seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

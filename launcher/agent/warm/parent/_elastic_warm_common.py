@@ -4,8 +4,6 @@ Messages are lines of JSON over a stream socket. Like everything in this folder 
 standard library only; unlike the rest, the agent's side imports it too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -12,8 +12,6 @@ its inherited sockets, and starts no thread. It never touches an accelerator: a 
 after that has a broken device (CUDA says "cannot re-initialize in forked subprocess").
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

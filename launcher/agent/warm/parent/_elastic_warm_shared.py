@@ -10,8 +10,6 @@ Two processes come of a request: the agent, a child of the backend's process, wh
 command; and before that, forked from it, its warm parent, which has all imports behind it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -6,8 +6,6 @@ environment (from the agent), the pid (from the spare), "go" (from the agent). A
 the channel ended forgets the request, so that no worker runs that the agent does not know of.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import io
