@@ -12,8 +12,8 @@ from elastic_driver.contract import host_of_worker
 from elastic_driver.core.decisions import Decision, GiveOrder, PublishWorld, StartAgent
 from elastic_driver.core.documents import StartWorkerOrder, World
 from elastic_driver.core.job_parts import JobParts
-from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, WorkerState
+from elastic_driver.core.rules.rounds import CLOSED, CLOSING, COMPLETE
+from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, RUNNING, STARTING, WorkerState
 
 
 def violations(job: JobParts, decided: Sequence[Decision]) -> list[str]:
@@ -80,12 +80,12 @@ def _slots(job: JobParts) -> Iterator[str]:
 
 def _round(job: JobParts) -> Iterator[str]:
     current = job.rounds.current
-    running = {worker.id for worker in job.workers.having(WorkerState.RUNNING)}
-    if current.state not in (RoundState.COMPLETE, RoundState.CLOSING) and running:
+    running = {worker.id for worker in job.workers.having(RUNNING)}
+    if current.state not in (COMPLETE, CLOSING) and running:
         yield f"round {current.number} is {current.state.value} but {sorted(running)} are running"
     if strangers := running - set(current.members):
         yield f"{sorted(strangers)} are running but are no members of round {current.number}"
-    if current.state is RoundState.CLOSED:
+    if current.state is CLOSED:
         yield f"round {current.number} is closed but no next round was opened"
     limit = job.settings.reset_limit
     if limit is not None and current.number - 1 > limit and not job.outcome.finishing:
@@ -94,10 +94,10 @@ def _round(job: JobParts) -> Iterator[str]:
 
 def _ranks(job: JobParts) -> Iterator[str]:
     current = job.rounds.current
-    if current.state is not RoundState.COMPLETE:
+    if current.state is not COMPLETE:
         return
     known = (job.workers.workers.get(worker_id) for worker_id in current.members)
-    running = [w for w in known if w is not None and w.state is WorkerState.RUNNING]
+    running = [w for w in known if w is not None and w.state is RUNNING]
     if len({w.place.rank for w in running}) != len(running):
         yield f"two members of round {current.number} have the same rank"
     for worker in running:
@@ -115,7 +115,7 @@ def _ranks(job: JobParts) -> Iterator[str]:
 
 
 def _sizes(job: JobParts) -> Iterator[str]:
-    most, size = job.settings.max_np, job.workers.count(WorkerState.RUNNING)
+    most, size = job.settings.max_np, job.workers.count(RUNNING)
     if most is None:
         return
     if size > most:
@@ -126,7 +126,7 @@ def _sizes(job: JobParts) -> Iterator[str]:
 
 def _units(job: JobParts) -> Iterator[str]:
     current, settings = job.rounds.current, job.settings
-    if current.state is not RoundState.COMPLETE or job.outcome.first_success is not None:
+    if current.state is not COMPLETE or job.outcome.first_success is not None:
         return
     hosts = len({host_of_worker(worker) for worker in current.members})
     if hosts % settings.node_unit:
@@ -146,14 +146,14 @@ def _replacement(job: JobParts) -> Iterator[str]:
         yield f"{replacement.worker} is being replaced but is not one that leaves"
     if job.rounds.current.number != replacement.round:
         yield f"{replacement.worker} is being replaced in round {replacement.round}, which is over"
-    if job.hosts.distrusted(replacement.target):
+    if replacement.target in job.hosts.distrusted:
         yield f"{replacement.worker} is being replaced on {replacement.target}, which is slow too"
 
 
 def _finishing(job: JobParts) -> Iterator[str]:
     if job.outcome.first_success is None or job.outcome.end is not None:
         return
-    newcomers = [w.id for w in job.workers.having(WorkerState.STARTING) if not w.is_member]
+    newcomers = [w.id for w in job.workers.having(STARTING) if not w.is_member]
     if newcomers:
         yield f"a worker has finished but {newcomers} are still being started"
 
@@ -164,7 +164,7 @@ def _waiting(job: JobParts) -> Iterator[str]:
         if deadline is not None:
             yield "the job has ended but still waits for a moment"
         return
-    elastic, complete = outcome.elastic, current.state is RoundState.COMPLETE
+    elastic, complete = outcome.elastic, current.state is COMPLETE
     # Scripts that do not speak to us end when they like, once one of them has succeeded.
     runs_out = not elastic and outcome.first_success is not None
     if not complete and deadline is None and not runs_out:

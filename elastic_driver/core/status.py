@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.rules.hosts import Hindrance
-from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import Worker, WorkerState
+from elastic_driver.core.rules.rounds import CLOSING, COMPLETE
+from elastic_driver.core.rules.workers import RUNNING, Worker
 
 
 class MemberStatus(Struct, frozen=True):
@@ -87,7 +87,7 @@ def status_of(job: JobParts, now: float) -> JobStatus:
     """Return the picture of `job` at `now`; O(hosts + workers)."""
     settings, outcome, current = job.settings, job.outcome, job.rounds.current
     end, budget = outcome.end, outcome.budget
-    known = {host.name: host.slots for host in job.hosts.order}
+    known = {host.name: host.slots for host in job.hosts.known.values()}
     known.update({name: 0 for name in job.fleet.agents if name not in known})
     workers = sorted(job.workers.workers.values(), key=lambda w: (w.place.rank, w.age))
     return JobStatus(
@@ -97,7 +97,7 @@ def status_of(job: JobParts, now: float) -> JobStatus:
         exit_code=end.exit_code if end else None,
         round=current.number,
         round_state=current.state.value,
-        size=job.workers.count(WorkerState.RUNNING),
+        size=job.workers.count(RUNNING),
         wanted=job.capacity.wanted,
         min_np=settings.min_np,
         max_np=settings.max_np,
@@ -123,9 +123,9 @@ def _state(job: JobParts) -> str:
         return "succeeded" if outcome.end.exit_code == 0 else "failed"
     if outcome.first_success is not None:
         return "finishing"
-    if current.state is RoundState.COMPLETE:
+    if current.state is COMPLETE:
         return "running"
-    later = current.number > 1 or current.state is RoundState.CLOSING
+    later = current.number > 1 or current.state is CLOSING
     return "changing" if later else "forming"
 
 
@@ -151,7 +151,7 @@ def _host(job: JobParts, name: str, slots: int, now: float) -> HostStatus:
 
 def _host_state(job: JobParts, name: str, workers: int) -> str:
     hindrance = job.hosts.hindrance(name)
-    if name not in job.hosts:
+    if name not in job.hosts.known:
         return "removed"
     if hindrance is Hindrance.DRAINED and workers:
         return "draining"

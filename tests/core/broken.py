@@ -50,7 +50,7 @@ def no_number_is_too_many(patch: pytest.MonkeyPatch) -> None:
 
 def a_cool_down_does_not_matter(patch: pytest.MonkeyPatch) -> None:
     def there(self: Placement, host: str) -> bool:
-        return host in self.hosts
+        return host in self.hosts.known
 
     patch.setattr(Placement, "_eligible", there)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_driver.core.states import render
+from tests.core.states_page import render
 
 PAGE = Path(__file__).parents[2] / "docs" / "states.md"
 
 
 def test_the_page_of_states_is_the_one_the_code_writes() -> None:
     assert PAGE.read_text(encoding="utf-8") == render(), (
-        "run: python -m elastic_driver.core.states > docs/states.md"
+        "run: python -m tests.core.states_page > docs/states.md"
     )

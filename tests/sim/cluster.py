@@ -321,7 +321,7 @@ class Cluster:
         successor = job.workers.workers[str(told.detail["replacement"])]
         if successor.state.value not in ("ready", "running"):
             raise Violation(f"{told.worker} left before {successor.id} was ready")
-        if job.hosts.distrusted(successor.host):
+        if successor.host in job.hosts.distrusted:
             raise Violation(f"{told.worker} was replaced on {successor.host}, which is slow too")
 
     def someone_is_gone(self, world: msg.World) -> bool:

@@ -171,7 +171,7 @@ def _check_departure(cluster: Cluster) -> None:
 
 def _check_best_size(cluster: Cluster) -> None:
     job = cluster.job
-    slots = sum(host.slots for host in job.hosts.order)
+    slots = sum(host.slots for host in job.hosts.known.values())
     best = slots if job.capacity.wanted is None else min(slots, job.capacity.wanted)
     if job.rounds.current.state is not RoundState.COMPLETE:
         found = f"round {job.rounds.current.number} is {job.rounds.current.state}"
@@ -189,7 +189,7 @@ def _check_best_size(cluster: Cluster) -> None:
 def _check_best_hosts(cluster: Cluster) -> None:
     """As many hosts as whole units allow, each with all its slots where any number is wanted."""
     job = cluster.job
-    found = {host.name: host.slots for host in job.hosts.order}
+    found = {host.name: host.slots for host in job.hosts.known.values()}
     best = len(units.whole(list(found), job.settings))
     inside = [w.host for w in job.workers.having(WorkerState.RUNNING)]
     if job.capacity.wanted is None and len(set(inside)) != best:

@@ -13,7 +13,7 @@ from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.fleet import AgentNews, AgentState, HostAgent
 from elastic_driver.core.rules.outcome import Cause
 from elastic_driver.core.rules.placement import Placement
-from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerNews, WorkerState
+from elastic_driver.core.rules.workers import ACTIVE, RUNNING, Worker, WorkerNews
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Agents(Rule):
             return
         self.capacity.note_change()
         number, at = self.rounds.current.number, f"at {agent.address}"
-        self.effects.decide(Announce("agent_started", at, number, agent.host, pid=agent.pid))
+        self.effects.decide(Announce("agent_started", at, number, agent.host, pid=event.pid))
 
     def on_lost(self, event: AgentLost, now: float) -> None:
         """Record that an agent has ended, or is silent, and its workers with it."""
@@ -64,7 +64,7 @@ class Agents(Rule):
     def _lose_worker(self, worker: Worker, now: float) -> bool:
         """Record that a worker died with its agent; return whether that is a failure."""
         failed = not worker.leaving and worker.state in ACTIVE
-        was_running = worker.state is WorkerState.RUNNING
+        was_running = worker.state is RUNNING
         if worker.leaving:
             self.workers.apply(worker, WorkerNews.TOLD_TO_STOP)
         self.workers.apply(worker, WorkerNews.EXITED_NONZERO)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from elastic_driver.core.decisions import AskProgress, PublishNotice
 from elastic_driver.core.events import ProgressReported
 from elastic_driver.core.rules.base import Rule
-from elastic_driver.core.rules.workers import WorkerState
+from elastic_driver.core.rules.workers import RUNNING
 
 BASE_MARGIN = 0.1  # store → long-poll → heartbeat thread, on a busy machine
 MARGIN_PER_WORKER = 0.0005  # the server answers its long-polls one after the other
@@ -48,7 +48,7 @@ class Boundary(Rule):
         self.asked += 1
         question = self.rounds.own(Question)
         question.asked_at, question.reason = now, reason
-        workers = tuple(worker.id for worker in self.workers.having(WorkerState.RUNNING))
+        workers = tuple(worker.id for worker in self.workers.having(RUNNING))
         number = self.rounds.current.number
         self.effects.decide(AskProgress(self.asked, number, workers, reason))
 
@@ -64,7 +64,7 @@ class Boundary(Rule):
         readings = (
             Reading(r.step, r.step_time, waited if r.answered else stale) for r in event.readings
         )
-        members = list(self.workers.having(WorkerState.RUNNING))
+        members = list(self.workers.having(RUNNING))
         answers = sum(1 for reading in event.readings if reading.answered)
         margin = margin_for(len(members), waited if answers >= len(members) else None)
         base = max([0, *(worker.version for worker in members)])

@@ -57,7 +57,7 @@ class Rechecks(Rule):
         since = self._held_since = now if self._held_since is None else self._held_since
         if not self.effects.due_or_set_alarm(since + self.settings.last_call, now):
             return  # hosts often come several at a time
-        partner = next((host for host in self.hosts.order if self._idle(host)), None)
+        partner = next((host for host in self.hosts.known.values() if self._idle(host)), None)
         hosts = held if partner is None else (*held, partner)
         beside = "" if partner is None else f", beside {partner.name}"
         reason = f"{', '.join(f'{host.name}: {host.check}' for host in held)}{beside}"
@@ -84,7 +84,7 @@ class Rechecks(Rule):
         self.capacity.note_change()
         results = {result.host: result for result in event.results}
         for name, position in began.items():
-            host = self.hosts.get(name)
+            host = self.hosts.known.get(name)
             if host is not None and host.position == position:
                 missing = HostResult(name, False, "it was not mentioned")
                 self._judge(host, results.get(name, missing), now)
@@ -108,7 +108,7 @@ class Discovered(Rule):
     def on_hosts(self, event: HostsDiscovered) -> None:
         """Record the hosts there are now, and announce what has changed."""
         changes = self.hosts.discovered(event.hosts)
-        if not changes:
+        if not any(changes):
             return
         self.capacity.note_change()
         for host, slots in changes.added:
@@ -122,7 +122,7 @@ class Discovered(Rule):
 
     def on_failed(self, event: DiscoveryFailed) -> None:
         """Announce that nothing was found out; the hosts that are known stay."""
-        kept = f"{event.reason}; the {len(self.hosts)} known hosts stay"
+        kept = f"{event.reason}; the {len(self.hosts.known)} known hosts stay"
         self.effects.announce("discovery_failed", kept)
 
     def advance(self, now: float) -> None:

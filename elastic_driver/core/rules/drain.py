@@ -21,13 +21,13 @@ from elastic_driver.core.documents import time_to_leave
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.hosts import Drain
-from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerState
+from elastic_driver.core.rules.rounds import CLOSING, COMPLETE
+from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STOPPED, STOPPING, Worker
 
 REPLACEMENT_SHARE = 0.5  # of a deadline; the rest is for the boundary and for ending processes
 NO_REASON = "no reason was given"
-_HERE = (WorkerState.READY, WorkerState.RUNNING)
-_GONE_AS_TOLD = (WorkerState.STOPPING, WorkerState.STOPPED)
+_HERE = (READY, RUNNING)
+_GONE_AS_TOLD = (STOPPING, STOPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Drains(Rule):
         """Follow the replacement that goes on, or begin one."""
         if not self.settings.replace_slow or not self.outcome.elastic:
             return
-        complete = self.rounds.current.state is RoundState.COMPLETE
+        complete = self.rounds.current.state is COMPLETE
         if self.replacement is not None:
             self._follow(self.replacement, now)
         elif self.slow and complete and not self.outcome.finishing:
@@ -198,7 +198,7 @@ class Drains(Rule):
 
     def _why_abandon(self, replacement: Replacement, worker: Worker | None) -> str:
         current = self.rounds.current
-        broken = current.state is RoundState.CLOSING and not current.at_boundary
+        broken = current.state is CLOSING and not current.at_boundary
         if worker is None or worker.state not in ACTIVE:
             return f"{replacement.worker} is gone"
         if self.outcome.finishing:
@@ -210,7 +210,7 @@ class Drains(Rule):
         return ""
 
     def _why_not_wait(self, replacement: Replacement, successor: Worker | None, now: float) -> str:
-        if self.rounds.current.state is not RoundState.COMPLETE:
+        if self.rounds.current.state is not COMPLETE:
             return "the world changes before its replacement is ready"
         if not self.hosts.usable(replacement.target):
             return f"host {replacement.target} cannot be used any more"
@@ -247,7 +247,7 @@ class Drains(Rule):
         """Replace the rank that has been slow for longest, if it is time and there is room."""
         worker_id, verdict = next(iter(self.slow.items()))
         worker = self.workers.workers.get(worker_id)
-        if worker is None or worker.state is not WorkerState.RUNNING or worker.leaving:
+        if worker is None or worker.state is not RUNNING or worker.leaving:
             return  # it leaves as it is; the round's end forgets it
         if not self.effects.due_or_set_alarm(verdict.since + self.settings.slow_for, now):
             return
@@ -255,7 +255,7 @@ class Drains(Rule):
         if not self.effects.due_or_set_alarm(self._replace_after, now):
             return
         target = self._room_elsewhere(worker, now)
-        running, wanted = self.workers.count(WorkerState.RUNNING), self.capacity.wanted
+        running, wanted = self.workers.count(RUNNING), self.capacity.wanted
         if target is not None and running == self.workers.active() == wanted:
             reason = f"it took {verdict.ratio:.1f} times the usual time on {worker.host}"
             drain = Drain(reason, now + self.settings.start_timeout)
@@ -276,9 +276,9 @@ class Drains(Rule):
         if self.capacity.wanted is None or self._last_change():
             return None
         slow_now = {w.host for w in self.workers.having(*_HERE) if w.id in self.slow}
-        for host in self.hosts.order:
+        for host in self.hosts.known.values():
             name, without_agent = host.name, host.name not in self.fleet.agents
-            distrusted = name in slow_now or self.hosts.distrusted(name)
+            distrusted = name in slow_now or name in self.hosts.distrusted
             if distrusted or not self.hosts.usable(name):
                 continue
             if without_agent and self.hosts.suspect(name, now):

@@ -15,8 +15,8 @@ from elastic_driver.core.rules.outcome import (
     exit_status,
     failed_by_itself,
 )
-from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerNews, WorkerState
+from elastic_driver.core.rules.rounds import COMPLETE, FORMING
+from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STARTING, Worker, WorkerNews
 from elastic_driver.core.tf_config import TfLayout
 
 PLAIN_PROGRESS_S = 30.0  # a plain round that lived this long got somewhere: it cannot tell us
@@ -67,7 +67,7 @@ class Endings(Rule):
         if not self.outcome.elastic:
             return
         current = self.rounds.current
-        stands = current.state is RoundState.COMPLETE and current.stepped and not member
+        stands = current.state is COMPLETE and current.stepped and not member
         self.outcome.restarted()
         self.outcome.count_failure(now, fruitless=not stands)
 
@@ -81,7 +81,7 @@ class Endings(Rule):
 
     def _plain_progress(self, now: float) -> bool:
         current = self.rounds.current
-        trains = current.state is RoundState.COMPLETE and now - current.since >= PLAIN_PROGRESS_S
+        trains = current.state is COMPLETE and now - current.since >= PLAIN_PROGRESS_S
         return trains and self.outcome.kind is ScriptKind.PLAIN
 
     # ---- verdicts ------------------------------------------------------------------------
@@ -95,9 +95,9 @@ class Endings(Rule):
 
     def _world_lives(self) -> bool:
         """Return whether a worker of the present world lives; a newcomer does not carry it on."""
-        if self.rounds.current.state is RoundState.FORMING or not self.outcome.elastic:
+        if self.rounds.current.state is FORMING or not self.outcome.elastic:
             return self.workers.count(*ACTIVE) > 0
-        trained = self.workers.having(WorkerState.READY, WorkerState.RUNNING)
+        trained = self.workers.having(READY, RUNNING)
         return any(worker.admitted is not None for worker in trained)
 
     def _judge_wipe_out(self) -> None:
@@ -122,7 +122,7 @@ class Endings(Rule):
         self.workers.forget_ended()
 
     def _judge_finish(self, now: float) -> None:
-        for worker in self.workers.having(WorkerState.STARTING, WorkerState.READY):
+        for worker in self.workers.having(STARTING, READY):
             if not worker.is_member or self._stands_by(worker):
                 self.orders.stop(worker, "the job is finishing: nobody new joins")
         self._dismiss_servers()
@@ -141,8 +141,8 @@ class Endings(Rule):
     def _stands_by(self, worker: Worker) -> bool:
         """Return whether the present world went on without this earlier member (node units)."""
         current = self.rounds.current
-        outside = worker.state is WorkerState.READY and worker.id not in current.members
-        return outside and current.state is RoundState.COMPLETE
+        outside = worker.state is READY and worker.id not in current.members
+        return outside and current.state is COMPLETE
 
     def _dismiss_servers(self) -> None:
         """Stop TensorFlow tasks that never end by themselves once the training is over."""

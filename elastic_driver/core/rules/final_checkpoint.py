@@ -14,8 +14,8 @@ from elastic_driver.core.documents import SaveRequest
 from elastic_driver.core.events import WorkerSaved
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.drain import Drains
-from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import Worker, WorkerState
+from elastic_driver.core.rules.rounds import FORMING
+from elastic_driver.core.rules.workers import READY, Worker
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class FinalSaves(Rule):
     def save(self) -> FinalSave | None:
         """The save that was requested before the present round, if there is one."""
         last, current = self._last, self.rounds.current
-        forming = current.state is RoundState.FORMING
+        forming = current.state is FORMING
         return last if last and forming and last.round == current.number else None
 
     def request(self, now: float) -> bool:
@@ -90,7 +90,7 @@ class FinalSaves(Rule):
 
     def _holders(self) -> list[Worker]:
         """Those who hold the newest state, exactly as it was after its last step, by rank."""
-        ready = self.workers.having(WorkerState.READY)
+        ready = self.workers.having(READY)
         clean = [worker for worker in ready if worker.clean and worker.version > 0]
         newest = max((worker.version for worker in clean), default=0)
         return sorted((w for w in clean if w.version == newest), key=lambda w: w.age)

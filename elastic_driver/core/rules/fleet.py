@@ -26,54 +26,48 @@ class AgentNews(str, Enum):
     RELEASED = "released"  # it was told to go; its end is not awaited
 
 
+_A, _GOES = AgentState, {AgentNews.LOST: AgentState.GONE, AgentNews.RELEASED: AgentState.GONE}
 AGENT_TRANSITIONS: dict[AgentState, dict[AgentNews, AgentState]] = {
-    AgentState.STARTING: {
-        AgentNews.READY: AgentState.READY,
-        AgentNews.LOST: AgentState.GONE,
-        AgentNews.RELEASED: AgentState.GONE,
-    },
-    AgentState.READY: {AgentNews.LOST: AgentState.GONE, AgentNews.RELEASED: AgentState.GONE},
-    AgentState.GONE: {},
+    _A.STARTING: {AgentNews.READY: _A.READY, **_GOES},
+    _A.READY: _GOES,
+    _A.GONE: {},
 }
-
-
 FALLBACK_PORT = 29500  # torch's own default, for an agent that found no free port to offer
 
 
 @dataclass(slots=True)
 class HostAgent:
-    """One agent process."""
+    """The agent process of one host."""
 
     host: str
     incarnation: int
     asked_at: float  # monotonic seconds
     state: AgentState = AgentState.STARTING
-    pid: int = 0
     address: str = ""
     ports: tuple[int, ...] = ()
     slot_ports: tuple[int, ...] = ()
 
     def port(self, round_number: int) -> int:
-        """The port for a torch store of this round: another one each time, as they linger."""
+        """Return the port for a torch store of this round: never the last one, as ports linger."""
         return self.ports[round_number % len(self.ports)] if self.ports else FALLBACK_PORT
 
 
 @dataclass(slots=True)
 class Fleet:
-    """Agents by host."""
+    """The agents by host."""
 
     agents: dict[str, HostAgent] = field(default_factory=dict)
     _incarnations: dict[str, int] = field(default_factory=dict)
-    _starting: dict[str, HostAgent] = field(default_factory=dict)  # the first asked for first
+    _starting: dict[str, HostAgent] = field(default_factory=dict)  # in the order of the requests
 
     def ask(self, host: str, now: float) -> HostAgent:
-        """A new incarnation for a host that has no agent."""
+        """Record a new incarnation for a host that has no agent."""
         incarnation = self._incarnations[host] = self._incarnations.get(host, 0) + 1
         agent = self.agents[host] = self._starting[host] = HostAgent(host, incarnation, now)
         return agent
 
     def apply(self, agent: HostAgent, news: AgentNews) -> bool:
-        """Change the agent's state by the table; False (and no change) where it lists nothing."""
+        """Change the agent's state by the table; return False if the table does not list `news`."""
         after = AGENT_TRANSITIONS[agent.state].get(news)
         if after is None:
             return False
@@ -84,24 +78,22 @@ class Fleet:
         return True
 
     def ready(self, event: AgentReady) -> HostAgent | None:
-        """Return the agent that has come up; None where this is news of an old one, or old news."""
+        """Return the agent that has come up; None if the event is late or repeated."""
         agent = self.current(event.host, event.incarnation)
         if agent is None or not self.apply(agent, AgentNews.READY):
             return None
-        agent.pid, agent.address = event.pid, event.address
-        agent.ports, agent.slot_ports = event.ports, event.slot_ports
+        agent.address, agent.ports, agent.slot_ports = event.address, event.ports, event.slot_ports
         return agent
 
     def current(self, host: str, incarnation: int) -> HostAgent | None:
-        """The host's agent, if this is its incarnation."""
+        """Return the host's agent, if this is its incarnation."""
         agent = self.agents.get(host)
         return agent if agent is not None and agent.incarnation == incarnation else None
 
     def is_ready(self, host: str) -> bool:
         """Return whether the host has an agent that takes orders."""
-        agent = self.agents.get(host)
-        return agent is not None and agent.state is AgentState.READY
+        return host in self.agents and self.agents[host].state is AgentState.READY
 
     def starting(self) -> tuple[HostAgent, ...]:
-        """Agents that were asked for and are not up, the one that waits longest first."""
+        """Return the agents that are not up yet, in the order of the requests."""
         return tuple(self._starting.values())

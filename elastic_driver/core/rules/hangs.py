@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from elastic_driver.core.events import WorkerResumed, WorkerSilent, WorkerStalled
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.rounds import RoundState
+from elastic_driver.core.rules.rounds import COMPLETE
 from elastic_driver.core.rules.stacks import MAX_STACK_CHARS, StackAnswer, Stacks, name_ranks
-from elastic_driver.core.rules.workers import Worker, WorkerState
+from elastic_driver.core.rules.workers import RUNNING, Worker
 
 LEAVE_S = 5.0  # to leave a round that was broken; a worker that can leave needs well under a second
 LONG_STALL = 8.0  # times as long as first told: then even an evaluation is taken for a hang
@@ -68,7 +68,7 @@ class Hangs(Rule):
 
     def on_stalled(self, worker: Worker, event: WorkerStalled, now: float) -> None:
         """Record that a worker makes no progress."""
-        if worker.state is not WorkerState.RUNNING or event.round != self.rounds.current.number:
+        if worker.state is not RUNNING or event.round != self.rounds.current.number:
             self.effects.ignore(f"{worker.id} stalled in round {event.round}, which it has left")
             return
         stalls = self._stalls
@@ -97,7 +97,7 @@ class Hangs(Rule):
 
         When its lease ends it is killed, and the evidence with it.
         """
-        if worker.state is WorkerState.RUNNING:
+        if worker.state is RUNNING:
             self.stacks.ask(now, f"{worker.id}: {event.reason}")
 
     def advance(self, now: float) -> None:
@@ -105,13 +105,13 @@ class Hangs(Rule):
         stalls = self._stalls
         if not stalls or not self.outcome.elastic:
             return
-        running = list(self.workers.having(WorkerState.RUNNING))
+        running = list(self.workers.having(RUNNING))
         spoken = [worker for worker in running if worker.id in stalls]
         if not spoken:
             return
         elsewhere = [worker for worker in spoken if not stalls[worker.id].waits]
         current = self.rounds.current
-        if current.state is not RoundState.COMPLETE and not current.at_boundary:
+        if current.state is not COMPLETE and not current.at_boundary:
             self._give_up_unmoved(elsewhere or spoken, now)
             return
         if len(spoken) < len(running):

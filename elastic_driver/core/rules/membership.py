@@ -14,8 +14,8 @@ from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.final_checkpoint import FinalSaves
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.preemption import Preemption
-from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import Worker, WorkerState
+from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING
+from elastic_driver.core.rules.workers import READY, RUNNING, STARTING, STOPPING, Worker
 
 
 @dataclass(slots=True)
@@ -43,18 +43,18 @@ class Membership(Rule):
             return  # leavers are stale; they are marked anew on the next pass
         if self.placement.some_leave:
             self._stop_newcomers()
-        if self.rounds.current.state is RoundState.COMPLETE:
+        if self.rounds.current.state is COMPLETE:
             self._watch_changes(now)
-        if self.rounds.current.state is RoundState.CLOSING:
+        if self.rounds.current.state is CLOSING:
             self._watch_leaving(now)
         if self.outcome.end is None and not self.outcome.finishing:
             self._fill_slots(now)
-        if self.outcome.end is None and self.rounds.current.state is RoundState.FORMING:
+        if self.outcome.end is None and self.rounds.current.state is FORMING:
             self._watch_forming(now)
 
     def _stop_newcomers(self) -> None:
         """Those that have to go and never took part: they have nothing to leave."""
-        for worker in self.workers.having(WorkerState.STARTING, WorkerState.READY):
+        for worker in self.workers.having(STARTING, READY):
             if worker.leaving and worker.admitted is None:
                 self.orders.stop(worker, worker.leaving)
 
@@ -64,12 +64,10 @@ class Membership(Rule):
         """Growth and removal: coalesced by the last call, then a notice to leave at a boundary."""
         if self.outcome.first_success is not None:
             return
-        staying = [
-            w for w in self.workers.having(WorkerState.RUNNING, WorkerState.READY) if not w.leaving
-        ]
+        staying = [w for w in self.workers.having(RUNNING, READY) if not w.leaving]
         fitting = units.fit(staying, self.settings)
-        newcomers = [w for w in fitting if w.state is WorkerState.READY]
-        leavers = [w for w in self.workers.having(WorkerState.RUNNING) if w.leaving]
+        newcomers = [w for w in fitting if w.state is READY]
+        leavers = [w for w in self.workers.having(RUNNING) if w.leaving]
         own = self.rounds.own(ElasticRound)
         if not newcomers and not leavers:
             own.change_since = None
@@ -77,7 +75,7 @@ class Membership(Rule):
         own.change_since = now if own.change_since is None else own.change_since
         reason = leavers[0].leaving if leavers else f"{newcomers[0].id} is ready to join"
         at = own.change_since + self.settings.last_call
-        all_leave = not newcomers and len(leavers) == self.workers.count(WorkerState.RUNNING)
+        all_leave = not newcomers and len(leavers) == self.workers.count(RUNNING)
         if all_leave and self._newcomers_in_sight():
             # Workers that leave now take the state along: train on until others can take it over.
             drains = [self.drains.of(worker) for worker in leavers]
@@ -98,7 +96,7 @@ class Membership(Rule):
         return min(until) if self._replacements_are_coming() else None
 
     def _replacements_are_coming(self) -> bool:
-        if any(not worker.leaving for worker in self.workers.having(WorkerState.STARTING)):
+        if any(not worker.leaving for worker in self.workers.having(STARTING)):
             return True
         if self.placement.room_left() == 0:
             return False
@@ -106,23 +104,23 @@ class Membership(Rule):
 
     def _slots_come_free(self) -> bool:
         """Return whether others with a notice make room for a worker that can take the state."""
-        going = self.workers.having(WorkerState.READY, WorkerState.STOPPING)
+        going = self.workers.having(READY, STOPPING)
         noticed = (w for w in going if self.drains.has_notice(w))
         return sum(1 for worker in noticed if self.hosts.usable(worker.host)) > 1
 
     def _newcomers_in_sight(self) -> bool:
         if self.outcome.finishing:
             return False
-        booting = any(not w.leaving for w in self.workers.having(WorkerState.STARTING))
+        booting = any(not w.leaving for w in self.workers.having(STARTING))
         return booting or bool(self.fleet.starting()) or bool(self.placement.free_slots(1))
 
     # ---- a round that its members leave ------------------------------------------------------
 
     def _watch_leaving(self, now: float) -> None:
         current = self.rounds.current
-        still_in = self.workers.count(WorkerState.RUNNING)
+        still_in = self.workers.count(RUNNING)
         if not still_in:
-            if self.outcome.first_success is None or self.workers.count(WorkerState.READY):
+            if self.outcome.first_success is None or self.workers.count(READY):
                 self.rounds.open_next(now, f"everybody has left round {current.number}")
             return
         self._hurry_stragglers(now)
@@ -137,7 +135,7 @@ class Membership(Rule):
             overdue = f"no step boundary for {timeout:g} s; does the script call commit()?"
             self.effects.announce("boundary_overdue", overdue)
             return
-        for worker in self.workers.having(WorkerState.RUNNING):
+        for worker in self.workers.having(RUNNING):
             late = f"did not leave the round within {timeout:g} s"
             self.endings.give_up_worker(worker, late, now)
 
@@ -151,7 +149,7 @@ class Membership(Rule):
         current, own = self.rounds.current, self.rounds.own(ElasticRound)
         if not current.at_boundary:
             return
-        ready = self.workers.having(WorkerState.READY)
+        ready = self.workers.having(READY)
         gone = next((worker for worker in ready if worker.left == current.number), None)
         if gone is None:
             return
@@ -173,8 +171,8 @@ class Membership(Rule):
             if not self.effects.due_or_set_alarm(last_loss_at + self.settings.settle, now, waiting):
                 return
         self.capacity.placing_begins()
-        founders = self.rounds.current.state is RoundState.FORMING and not any(
-            w.admitted is not None for w in self.workers.having(WorkerState.READY)
+        founders = self.rounds.current.state is FORMING and not any(
+            w.admitted is not None for w in self.workers.having(READY)
         )
         later = self.rounds.current.number > 1 or not founders
         reason = "a free slot" if later else "the first round"
@@ -189,7 +187,7 @@ class Membership(Rule):
             return
         if self._founders_boot(now):
             return
-        ready = [w for w in self.workers.having(WorkerState.READY) if not w.leaving]
+        ready = [w for w in self.workers.having(READY) if not w.leaving]
         if self._would_be_lost(ready) and self.final_checkpoint.request(now):
             return
         if self.outcome.departure is not None:
@@ -215,7 +213,7 @@ class Membership(Rule):
         departs = self.outcome.departure is not None
         if self.rounds.current.number > 1 or self.placement.some_leave or departs:
             return False
-        if not any(worker.awaited for worker in self.workers.having(WorkerState.STARTING)):
+        if not any(worker.awaited for worker in self.workers.having(STARTING)):
             return False
         return not self._fresh_is_due(now)
 
@@ -224,7 +222,7 @@ class Membership(Rule):
         founded_at = self.placement.founders.at
         since = self.rounds.current.since if founded_at is None else founded_at
         at = since + self.settings.start_timeout
-        ready, booting = (self.workers.count(s) for s in (WorkerState.READY, WorkerState.STARTING))
+        ready, booting = (self.workers.count(s) for s in (READY, STARTING))
         enough = f"{ready} of at least {self._fresh_need()} workers are ready"
         waiting = f"{enough}, {booting} are booting"
         return self.effects.due_or_set_alarm(at, now, waiting)
@@ -236,8 +234,8 @@ class Membership(Rule):
 
     def _watch_last_round(self, now: float) -> None:
         """After a success: those who are left form a round of their own, however few."""
-        ready = list(self.workers.having(WorkerState.READY))
-        booting = self.workers.count(WorkerState.STARTING)
+        ready = list(self.workers.having(READY))
+        booting = self.workers.count(STARTING)
         timeout, waiting = self.settings.start_timeout, f"{booting} workers are booting"
         at = self.rounds.current.since + timeout
         if booting and not self.effects.due_or_set_alarm(at, now, waiting):
@@ -245,7 +243,7 @@ class Membership(Rule):
         if ready:
             self._complete(ready, now, "the workers that are left finish together")
             return
-        for worker in self.workers.having(WorkerState.STARTING):
+        for worker in self.workers.having(STARTING):
             self.orders.stop(worker, f"not ready within {timeout:g} s, and the job is finishing")
 
     def _need_of_a_fresh_round(
@@ -253,7 +251,7 @@ class Membership(Rule):
     ) -> int | None:
         """Return how many are enough where no worker trains yet; None: the founders are awaited."""
         settings, first, need = self.settings, self.rounds.current.number == 1, self._fresh_need()
-        booting = any(w.awaited for w in self.workers.having(WorkerState.STARTING))
+        booting = any(w.awaited for w in self.workers.having(STARTING))
         if not first and len(fitting) < max(need, 1):
             self._give_up_below(need, ready, now)
             return None
@@ -300,7 +298,7 @@ class Membership(Rule):
     def _state_holders(self, ready: list[Worker]) -> list[Worker]:
         """The worker that has to leave but alone holds the newest state: it hands it over first."""
         newest = max((w.version for w in ready if w.clean), default=-1)
-        leavers = [w for w in self.workers.having(WorkerState.READY) if w.leaving and w.clean]
+        leavers = [w for w in self.workers.having(READY) if w.leaving and w.clean]
         best = max(leavers, key=lambda w: w.version, default=None)
         wanted = self.capacity.wanted
         room = wanted is None or wanted >= 2  # beside it another has to receive
@@ -309,7 +307,7 @@ class Membership(Rule):
     def _would_be_lost(self, ready: list[Worker]) -> bool:
         """Return whether only leavers hold the newest state, and no other can receive it."""
         newest = max((w.version for w in ready if w.clean), default=-1)
-        waiting = self.workers.having(WorkerState.READY)
+        waiting = self.workers.having(READY)
         ahead = any(w.leaving and w.clean and w.version > newest for w in waiting)
         return ahead and not (ready and self._state_holders(ready))
 
@@ -318,6 +316,6 @@ class Membership(Rule):
         needed: list[Worker] = []
         if ready or self._newcomers_in_sight() or self._slots_come_free():
             needed = self._state_holders(ready)
-        for worker in self.workers.having(WorkerState.READY):
+        for worker in self.workers.having(READY):
             if worker.leaving and worker not in needed:
                 self.orders.stop(worker, worker.leaving)

@@ -16,7 +16,7 @@ from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.fleet import FALLBACK_PORT, AgentNews, AgentState, HostAgent
 from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.ranks import Seat, assign
-from elastic_driver.core.rules.rounds import RoundState
+from elastic_driver.core.rules.rounds import FORMING
 from elastic_driver.core.rules.workers import ACTIVE, Worker
 from elastic_driver.core.tf_config import PortOffer, TfLayout, Where
 
@@ -94,7 +94,7 @@ class Placement(Rule):
         if units.width(self.settings) == 1 or self.capacity.wanted is None:
             return 0
         inside = {worker.host for worker in kept}
-        outside = (host.name for host in self.hosts.order if host.name not in inside)
+        outside = (host.name for host in self.hosts.known.values() if host.name not in inside)
         others = sum(1 for name in outside if self.hosts.usable(name))
         missing = min(others, units.width(self.settings) - len(inside))
         return max(0, missing - max(0, self.capacity.wanted - len(kept)))
@@ -108,21 +108,21 @@ class Placement(Rule):
         need = float("inf") if wanted is None else wanted - self.workers.active()
         without: list[str] = []
         relied_on = spare = 0  # hosts; slots of slow hosts, which are the last choice
-        for known in self.hosts.choice():
+        for known in sorted(self.hosts.known.values(), key=self.hosts.preference):
             name = known.name
             if not self._eligible(name):
                 continue
             agent = self.fleet.agents.get(name)
             if agent is None:
                 without.append(name)
-            elif self.hosts.distrusted(name):
+            elif name in self.hosts.distrusted:
                 spare += self._room(name)
                 relied_on += bool(self.workers.on_host(name))
             elif agent.state is AgentState.READY or not self.hosts.suspect(name, now):
                 need -= self._room(name)
                 relied_on += 1
         for name in without:
-            if self.hosts.distrusted(name):
+            if name in self.hosts.distrusted:
                 need, spare = need - spare, 0
             if not self._more_hosts(need, relied_on):
                 return
@@ -146,7 +146,7 @@ class Placement(Rule):
     def _release_hosts(self) -> None:
         for host, agent in list(self.fleet.agents.items()):
             drain = self.hosts.drained(host)
-            if self.workers.on_host(host) or (host in self.hosts and drain is None):
+            if self.workers.on_host(host) or (host in self.hosts.known and drain is None):
                 continue
             if drain is None:
                 self.stop_agent(agent, f"host {host} was removed")
@@ -189,7 +189,7 @@ class Placement(Rule):
         if limit is None or limit >= len(free):
             return list(free)
         refill = (where for where in self.capacity.slots_to_refill if where in free)
-        first = dict.fromkeys(where for where in refill if not self.hosts.distrusted(where[0]))
+        first = dict.fromkeys(where for where in refill if where[0] not in self.hosts.distrusted)
         chosen = islice(self._in_turn({**first, **free}), max(0, limit))
         return sorted(chosen, key=lambda where: (hosts[where[0]].position, where[1]))
 
@@ -221,11 +221,13 @@ class Placement(Rule):
 
     def _ready_hosts(self) -> list[Host]:
         """Hosts that may get workers now, slow ones last; only hosts with agents are looked at."""
-        named = (self.hosts.get(name) for name in self.fleet.agents if self.fleet.is_ready(name))
+        named = (
+            self.hosts.known.get(name) for name in self.fleet.agents if self.fleet.is_ready(name)
+        )
         usable = [host for host in named if host is not None and self._eligible(host.name)]
-        coming = any(not self.hosts.distrusted(agent.host) for agent in self.fleet.starting())
+        coming = any(agent.host not in self.hosts.distrusted for agent in self.fleet.starting())
         if coming and self.workers.active() >= self.settings.min_np:  # slow hosts can wait
-            usable = [host for host in usable if not self.hosts.distrusted(host.name)]
+            usable = [host for host in usable if host.name not in self.hosts.distrusted]
         return sorted(usable, key=self.hosts.preference)
 
     def room_left(self) -> int | None:
@@ -278,7 +280,7 @@ class Placement(Rule):
     def _start_order(
         self, worker: Worker, rank0: SlotInfo, tf_config: str | None
     ) -> StartWorkerOrder:
-        forming = self.rounds.current.state is RoundState.FORMING
+        forming = self.rounds.current.state is FORMING
         round_number = self.rounds.current.number if forming else self.rounds.current.number + 1
         agent = self.fleet.agents.get(rank0.host)
         return StartWorkerOrder(

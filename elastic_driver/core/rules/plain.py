@@ -11,8 +11,8 @@ from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.outcome import KILLED, Cause, Loss, ScriptKind
 from elastic_driver.core.rules.placement import Placement
-from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, WorkerState
+from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING
+from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, STARTING
 
 
 @dataclass(slots=True)
@@ -35,9 +35,9 @@ class Plain(Rule):
         """Do what the present state asks for."""
         if self.outcome.elastic:
             return
-        if self.rounds.current.state is RoundState.CLOSING:
+        if self.rounds.current.state is CLOSING:
             self._watch_stopping(now)
-        if self.outcome.end is None and self.rounds.current.state is RoundState.FORMING:
+        if self.outcome.end is None and self.rounds.current.state is FORMING:
             self._watch_forming(now)
         over = self.outcome.end is not None or self.outcome.first_success is not None
         if over or not self.placement.founders.workers:
@@ -78,7 +78,7 @@ class Plain(Rule):
         self.rounds.complete(founded, now, "every process was started")
 
     def _wait_for_processes(self, now: float) -> bool:
-        missing = sum(1 for w in self.workers.having(WorkerState.STARTING) if not w.pid)
+        missing = sum(1 for w in self.workers.having(STARTING) if not w.pid)
         if not missing:
             return False
         founders = self.placement.founders
@@ -142,11 +142,11 @@ class Plain(Rule):
 
     def _watch_changes(self, now: float) -> None:
         current, own = self.rounds.current, self.rounds.own(PlainRound)
-        if current.state is RoundState.CLOSING:
+        if current.state is CLOSING:
             return
         leavers = (w.leaving for w in self.workers.having(*ACTIVE) if w.leaving)
         reason = current.broken or next(leavers, "")
-        complete = current.state is RoundState.COMPLETE
+        complete = current.state is COMPLETE
         if not reason and complete and self.placement.founding_slots():
             reason = "there are slots for more workers"
         if not reason:

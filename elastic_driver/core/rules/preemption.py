@@ -14,8 +14,8 @@ from elastic_driver.core.events import JobLeaving
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.final_checkpoint import FinalSaves
 from elastic_driver.core.rules.outcome import Departure
-from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import WorkerState
+from elastic_driver.core.rules.rounds import CLOSING
+from elastic_driver.core.rules.workers import READY, RUNNING
 from elastic_driver.errors import ExitCode
 
 BOUNDARY_SHARE = 0.5  # of the time; the rest is for writing
@@ -48,10 +48,10 @@ class Preemption(Rule):
             self._end("its workers are told to stop; they did not ask to be told earlier")
             return
         waiting = f"the job is ending: {departure.reason}"
-        closing = self.rounds.current.state is RoundState.CLOSING
+        closing = self.rounds.current.state is CLOSING
         if self.effects.due_or_set_alarm(departure.end_by, now, waiting):
             self._end(self._too_late())
-        elif closing and self.workers.count(WorkerState.RUNNING):
+        elif closing and self.workers.count(RUNNING):
             self._hurry(departure, now)
 
     def everybody_left(self) -> None:
@@ -71,10 +71,10 @@ class Preemption(Rule):
 
     def _consider(self, now: float) -> None:
         """Begin to end the job where every host has a notice and no others can come."""
-        hosts = self.hosts.order
+        hosts = self.hosts.known
         if not self.settings.fixed_hosts or not hosts or self.outcome.first_success is not None:
             return
-        drains = [self.hosts.drained(host.name) for host in hosts]
+        drains = [self.hosts.drained(host) for host in hosts]
         noticed = [drain for drain in drains if drain is not None and drain.leave_by is not None]
         if len(noticed) < len(hosts):
             return
@@ -91,9 +91,9 @@ class Preemption(Rule):
             return
         at = max(departure.leave_by, self.rounds.current.since + self.settings.settle)
         waiting = "others have not left yet, and the job is ending"
-        some_left = self.workers.count(WorkerState.READY)
+        some_left = self.workers.count(READY)
         if some_left and self.effects.due_or_set_alarm(at, now, waiting):
-            for worker in self.workers.having(WorkerState.RUNNING):
+            for worker in self.workers.having(RUNNING):
                 self.orders.stop(worker, "it did not leave in time, and the job is ending")
 
     def _too_late(self) -> str:

@@ -12,9 +12,9 @@ from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.hangs import Hangs
 from elastic_driver.core.rules.outcome import ScriptKind, cause_of
-from elastic_driver.core.rules.rounds import RoundState
+from elastic_driver.core.rules.rounds import COMPLETE
 from elastic_driver.core.rules.stacks import Stacks
-from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, Worker, WorkerNews, WorkerState
+from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, READY, RUNNING, Worker, WorkerNews
 from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 
 
@@ -62,7 +62,7 @@ class Reports(Rule):
 
     def _ready(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
         self._declare_elastic(now)
-        running, current = worker.state is WorkerState.RUNNING, self.rounds.current
+        running, current = worker.state is RUNNING, self.rounds.current
         if running and event.round != current.number:
             other = f"{worker.id} speaks of round {event.round}, it is in {current.number}"
             self.effects.ignore(other)
@@ -71,7 +71,7 @@ class Reports(Rule):
             self.effects.ignore(f"{worker.id} is {worker.state.value}, not awaited as READY")
             return
         self.effects.announce("worker_ready", event.reason or "waits for a round", worker)
-        if running and current.state is RoundState.COMPLETE:
+        if running and current.state is COMPLETE:
             self.rounds.leave(now, f"{worker.id} left: {event.reason}")
 
     def _declare_elastic(self, now: float) -> None:
@@ -85,8 +85,8 @@ class Reports(Rule):
 
     def _stepped(self, worker: Worker, event: ev.WorkerStepped) -> None:
         number = self.rounds.current.number
-        in_round = worker.state is WorkerState.RUNNING and event.round == number
-        just_left = worker.state is WorkerState.READY and event.round == worker.left
+        in_round = worker.state is RUNNING and event.round == number
+        just_left = worker.state is READY and event.round == worker.left
         if not (in_round or just_left):
             self.effects.ignore(f"step of {worker.id} in round {event.round}, which is over")
             return
@@ -120,7 +120,7 @@ class Reports(Rule):
             # It never said a word; a later READY can still prove us wrong.
             self.outcome.declare(ScriptKind.PLAIN)
         self.capacity.note_change()
-        running = worker.state is WorkerState.RUNNING
+        running = worker.state is RUNNING
         finished = code == 0 and worker.is_member
         as_told = not active
         if worker.leaving and not (finished and self._all_leave()):

@@ -32,11 +32,12 @@ class RoundState(str, Enum):
     CLOSED = "closed"  # all members left; its keys are gone
 
 
+FORMING, COMPLETE, CLOSING, CLOSED = RoundState
 ROUND_TRANSITIONS: dict[RoundState, tuple[RoundState, ...]] = {
-    RoundState.FORMING: (RoundState.COMPLETE, RoundState.CLOSING),  # broken before it began
-    RoundState.COMPLETE: (RoundState.CLOSING,),
-    RoundState.CLOSING: (RoundState.CLOSED,),
-    RoundState.CLOSED: (),
+    FORMING: (COMPLETE, CLOSING),  # broken before it began
+    COMPLETE: (CLOSING,),
+    CLOSING: (CLOSED,),
+    CLOSED: (),
 }
 
 
@@ -46,7 +47,7 @@ class Round:
 
     number: int
     since: float
-    state: RoundState = RoundState.FORMING
+    state: RoundState = FORMING
     members: tuple[str, ...] = ()  # workers it was completed with, by rank
     at_boundary: bool = False  # CLOSING: its members finish a common step first
     stepped: bool = False  # a member has finished a step in it
@@ -97,7 +98,7 @@ class Rounds:
         self.workers.forget_founders()
         current = self.current
         current.members = tuple(worker_id for worker_id, _ in places)
-        current.enter(RoundState.COMPLETE, now)
+        current.enter(COMPLETE, now)
         self.effects.decide(PublishWorld(World(current.number, tuple(members), reason), reason))
         for host, ranks_there in ranks.items():
             self.orders.give(host, RanksOrder(current.number, ranks_there), reason)
@@ -117,16 +118,16 @@ class Rounds:
                 f"({reason}); raise --reset-limit"
             )
             return False
-        self.current.enter(RoundState.CLOSING, now)
+        self.current.enter(CLOSING, now)
         self.current.at_boundary = at_boundary
         return True
 
     def leave(self, now: float, reason: str) -> None:
         """Tell the members to leave at once, also where they were to leave at a boundary."""
-        if self.current.state is RoundState.COMPLETE:
+        if self.current.state is COMPLETE:
             if not self.close(now, reason, at_boundary=False):
                 return
-        elif self.current.state is RoundState.CLOSING and self.current.at_boundary:
+        elif self.current.state is CLOSING and self.current.at_boundary:
             self.current.at_boundary, self.current.since = False, now
         else:
             return
@@ -154,7 +155,7 @@ class Rounds:
 
     def open_next(self, now: float, reason: str) -> None:
         """Seal the round that all members have left, and let the next one form."""
-        self.current.enter(RoundState.CLOSED, now)
+        self.current.enter(CLOSED, now)
         self.effects.decide(SealRound(self.current.number, reason))
         self.effects.announce("round_closed", reason)
         self.current, self._own = Round(self.current.number + 1, now), {}

@@ -19,7 +19,7 @@ from elastic_driver.core.decisions import AskStacks, StackGroup
 from elastic_driver.core.documents import StacksOrder
 from elastic_driver.core.events import WorkerStack
 from elastic_driver.core.rules.base import Rule
-from elastic_driver.core.rules.workers import Worker, WorkerState
+from elastic_driver.core.rules.workers import READY, RUNNING, STARTING, Worker
 from elastic_driver.core.stack_location import SEEN_WAITING
 
 ANSWER_S = 1.5  # a heartbeat thread answers within milliseconds, an agent within a second
@@ -99,8 +99,8 @@ class Stacks(Rule):
 
     def _asked_workers(self) -> Sequence[Worker]:
         """The round's members; where none trains yet, every worker that has a process."""
-        running = tuple(self.workers.having(WorkerState.RUNNING))
-        return running or tuple(self.workers.having(WorkerState.STARTING, WorkerState.READY))
+        running = tuple(self.workers.having(RUNNING))
+        return running or tuple(self.workers.having(STARTING, READY))
 
 
 # ---- who stands where --------------------------------------------------------------------

@@ -8,7 +8,7 @@ no world, and the job waits. A host counts as long as it has one worker in the w
 
 from collections.abc import Iterable, Sequence
 
-from elastic_driver.core.rules.workers import Worker, WorkerState
+from elastic_driver.core.rules.workers import RUNNING, Worker
 from elastic_driver.settings import Settings
 
 
@@ -48,7 +48,7 @@ def fit(workers: Iterable[Worker], settings: Settings) -> list[Worker]:
     best = max((w.version for w in there if w.clean), default=-1)
     rank: dict[str, tuple[bool, bool, tuple[bool, int]]] = {}
     for worker in there:
-        trains = worker.state is WorkerState.RUNNING
+        trains = worker.state is RUNNING
         holds = worker.clean and worker.version == best
         mine = (not trains, not holds, worker.age)
         known = rank.get(worker.host, mine)

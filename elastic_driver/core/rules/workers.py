@@ -38,30 +38,26 @@ class WorkerNews(str, Enum):
     EXITED_NONZERO = "exited non-zero"
 
 
-_S, _N = WorkerState, WorkerNews
-
-_OF_ACTIVE = {
-    _N.TOLD_TO_STOP: _S.STOPPING,
-    _N.LOST: _S.LOST,
-    _N.EXITED_ZERO: _S.SUCCESS,
-    _N.EXITED_NONZERO: _S.FAILURE,
-}
+STARTING, READY, RUNNING, STOPPING, LOST, SUCCESS, FAILURE, STOPPED = WorkerState
+_N = WorkerNews
+_ENDS = {_N.TOLD_TO_STOP: STOPPING, _N.LOST: LOST}
+_ENDS |= {_N.EXITED_ZERO: SUCCESS, _N.EXITED_NONZERO: FAILURE}
 
 TRANSITIONS: dict[WorkerState, dict[WorkerNews, WorkerState]] = {
     # A plain worker never says READY and is admitted as it starts.
-    _S.STARTING: {_N.READY: _S.READY, _N.ADMITTED: _S.RUNNING, **_OF_ACTIVE},
-    _S.READY: {_N.ADMITTED: _S.RUNNING, **_OF_ACTIVE},
-    _S.RUNNING: {_N.READY: _S.READY, **_OF_ACTIVE},
-    _S.STOPPING: {_N.EXITED_ZERO: _S.STOPPED, _N.EXITED_NONZERO: _S.STOPPED},
+    STARTING: {_N.READY: READY, _N.ADMITTED: RUNNING, **_ENDS},
+    READY: {_N.ADMITTED: RUNNING, **_ENDS},
+    RUNNING: {_N.READY: READY, **_ENDS},
+    STOPPING: {_N.EXITED_ZERO: STOPPED, _N.EXITED_NONZERO: STOPPED},
     # It was given up and replaced: too late to succeed.
-    _S.LOST: {_N.EXITED_ZERO: _S.FAILURE, _N.EXITED_NONZERO: _S.FAILURE},
-    _S.SUCCESS: {},
-    _S.FAILURE: {},
-    _S.STOPPED: {},
+    LOST: {_N.EXITED_ZERO: FAILURE, _N.EXITED_NONZERO: FAILURE},
+    SUCCESS: {},
+    FAILURE: {},
+    STOPPED: {},
 }
 
-ACTIVE = (_S.STARTING, _S.READY, _S.RUNNING)  # takes part, or is going to
-OCCUPYING = (*ACTIVE, _S.STOPPING, _S.LOST)  # its process may exist, so its slot is taken
+ACTIVE = (STARTING, READY, RUNNING)  # takes part, or is going to
+OCCUPYING = (*ACTIVE, STOPPING, LOST)  # its process may exist, so its slot is taken
 
 
 @dataclass(slots=True)
@@ -76,7 +72,7 @@ class Worker:
     place: SlotInfo  # its rank in the current round, or the one it was born with
     founder: bool = False  # started for a round that is not complete yet
     awaited: bool = False  # a founder for which that round waits
-    state: WorkerState = WorkerState.STARTING
+    state: WorkerState = STARTING
     pid: int = 0  # 0: not known yet
     admitted: int | None = None  # seniority: order of first admission to a round
     version: int = -1  # committed steps it reported with its last READY
@@ -184,7 +180,7 @@ class WorkerStateRegistry:
 
     def forget_ended(self) -> None:
         """Drop the records of workers that are gone; their end no longer matters."""
-        for state in (_S.SUCCESS, _S.FAILURE, _S.STOPPED):
+        for state in (SUCCESS, FAILURE, STOPPED):
             for worker_id in self._by_state[state]:
                 del self.workers[worker_id]
             self._by_state[state].clear()

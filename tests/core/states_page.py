@@ -1,6 +1,6 @@
 """`docs/states.md`, written from the transition tables: the specification, for reading.
 
-`python -m elastic_driver.core.states > docs/states.md` writes it; a test compares the two.
+`python -m tests.core.states_page > docs/states.md` writes it; a test compares the two.
 """
 
 import sys
@@ -16,7 +16,7 @@ from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, TRANSITIONS, Wo
 _PAGE = """\
 # States and what changes them
 
-Written from the tables in the code by `python -m elastic_driver.core.states`; a test keeps
+Written from the tables in the code by `python -m tests.core.states_page`; a test keeps
 them the same. An event that a table does not list changes nothing and is counted as ignored.
 
 ## Workers
