@@ -1,4 +1,4 @@
-"""The fast path for what all workers send all the time: batches, and events for the driver.
+"""The fast path for what workers send all the time: batches, events, requests for data shards.
 
 Every connection begins here. A plain POST to one of a few paths is carried out and answered
 without aiohttp, which would take several times as long as the store
@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 
 import msgspec
 from msgspec import Struct
@@ -35,8 +36,13 @@ MAX_BODY_BYTES = 256 * 1024  # larger ones are rare, and need not be quick
 _AHEAD_BYTES = MAX_HEAD_BYTES + MAX_BODY_BYTES  # that may arrive while a request is answered
 _END = b"\r\n\r\n"
 
-Post = Callable[[bytes], tuple[int, bytes] | None]
-"""Takes a POST's body, returns a status and a JSON document; None: aiohttp has to answer."""
+Answer = Callable[[int, bytes], None]
+"""Sends a status and a JSON document to a client."""
+Post = Callable[[str, bytes, Answer], Callable[[], object] | None]
+"""Takes a POST's path and body, and answers it, at once or later, on the loop.
+
+Returns a function to call when the client goes away; None: nothing was done, aiohttp has to answer.
+"""
 
 
 # ---- heads -------------------------------------------------------------------------------
@@ -65,13 +71,18 @@ def may_be_plain(start: bytes, lines: Mapping[bytes, str]) -> bool:
 def read_head(head: bytes, lines: Mapping[bytes, str]) -> PlainHead | None:
     """Return a request's head (given without its final empty line), or None if it is not plain.
 
-    A plain head has one of the request lines in `lines` (values are their paths) and the headers
-    that our clients send. None for anything unusual: aiohttp knows what to do about it.
+    A plain head has one of the request lines in `lines` (values are their paths), or begins with
+    one that ends in "/", and the headers that our clients send. None for anything unusual: aiohttp
+    knows what to do about it.
     """
     if not head.isascii() or b"\0" in head:
         return None
     first, *rest = head.decode("ascii").split("\r\n")
     path = lines.get(f"{first}\r\n".encode())
+    if path is None:
+        folder, slash, name = first.removesuffix(" HTTP/1.1").rpartition("/")
+        above = lines.get(f"{folder}{slash}".encode())
+        path = above and above + name
     if path is None or not head.count(b"\r") == head.count(b"\n") == len(rest):
         return None
     headers: dict[str, str] = {}
@@ -96,7 +107,8 @@ def read_head(head: bytes, lines: Mapping[bytes, str]) -> PlainHead | None:
 class FastPath:
     """The state that all connections share; create it on a running loop.
 
-    `posts` answers other rooms' POSTs, by path. `general()` makes the protocol that takes over
+    `posts` answers other rooms' POSTs, by path; one that ends in "/" stands for all below it.
+    `general()` makes the protocol that takes over
     everything else.
     """
 
@@ -110,8 +122,9 @@ class FastPath:
 
     def __post_init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        ends = {True: "", False: " HTTP/1.1\r\n"}
         paths = (wire.BATCH_PATH, *self.posts)
-        self.lines = {f"POST {path} HTTP/1.1\r\n".encode(): path for path in paths}
+        self.lines = {f"POST {path}{ends[path.endswith('/')]}".encode(): path for path in paths}
         self.connections: set[FastConnection] = set()
         self._sweep = self.loop.call_later(SWEEP_S, self._end_stuck)
 
@@ -222,9 +235,8 @@ class FastConnection(asyncio.Protocol):
 
     def _carry_out(self, head: PlainHead, body: bytes) -> bool:
         """Begin to answer; return False, with nothing done, if aiohttp has to answer."""
-        post = self._shared.posts.get(head.path)
-        if post is not None:
-            return self._post(post, head, body)
+        if head.path != wire.BATCH_PATH:
+            return self._post(head, body)
         try:
             batch = wire.decode_batch(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -232,17 +244,31 @@ class FastConnection(asyncio.Protocol):
         self._batch(batch)
         return True
 
-    def _post(self, post: Post, head: PlainHead, body: bytes) -> bool:
-        once, request_id = self._shared.posts_once, head.request_id
-        if request_id is not None and once.knows(head.path, request_id):
+    def _post(self, head: PlainHead, body: bytes) -> bool:
+        shared, path, request_id = self._shared, head.path, head.request_id
+        if request_id is not None and shared.posts_once.knows(path, request_id):
             return False
-        answer = post(body)
-        if answer is None:
+        post = shared.posts.get(path) or shared.posts[path[: path.rindex("/") + 1]]
+        self._waits = True
+        leave = post(path, body, partial(self._posted, head))
+        if leave is None:
+            self._waits = False
             return False
-        if request_id is not None:
-            once.remember(head.path, request_id, *answer, self._shared.loop.time())
-        self._write(*answer)
+        if self._waits and request_id is None:
+            self._leave = leave
+        elif self._waits and request_id is not None:  # its client may repeat it, so nothing ends it
+            shared.posts_once.begin(path, request_id, shared.loop.time())
         return True
+
+    def _posted(self, head: PlainHead, status: int, body: bytes) -> None:
+        if head.request_id is not None:
+            now = self._shared.loop.time()
+            self._shared.posts_once.remember(head.path, head.request_id, status, body, now)
+        self._waits, self._leave = False, None
+        if not self._transport.is_closing():
+            self._write(status, body)
+            if self._inbox:
+                self._shared.loop.call_soon(self._take_requests)
 
     def _batch(self, batch: wire.KVBatch) -> None:
         service, self._waits = self._shared.service, True
@@ -321,11 +347,7 @@ def _head_of(status: str) -> bytes:
     ).encode()
 
 
-_HEADS = {
-    200: _head_of("200 OK"),
-    202: _head_of("202 Accepted"),
-    503: _head_of("503 Service Unavailable"),
-}
+_HEADS = {status.value: _head_of(f"{status.value} {status.phrase}") for status in HTTPStatus}
 _STOPPING = wire.encode(
     wire.ErrorBody(
         wire.ErrorDetail("stopping", "the rendezvous server was stopped", "try again in a moment")

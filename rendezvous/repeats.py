@@ -182,13 +182,13 @@ def _size_of(result: Result) -> int:
 
 
 class _KnownPost(_KnownRequest):
-    """A POST: the task that answers it, or the answer as (status, body)."""
+    """A POST: the future answer, or the answer as (status, body)."""
 
     __slots__ = ("answer", "task")
 
     def __init__(
         self,
-        task: asyncio.Task[web.StreamResponse] | None = None,
+        task: asyncio.Future[web.StreamResponse] | None = None,
         answer: tuple[int, bytes] = (204, b""),
     ) -> None:
         super().__init__()
@@ -217,9 +217,22 @@ class PostsOnce:
         """Return whether this POST was received before."""
         return self._memory.get(f"{path} {request_id}") is not None
 
+    def begin(self, path: str, request_id: str, now: float) -> None:
+        """Record that a POST is being answered outside of the middleware; `remember` follows."""
+        future = asyncio.get_running_loop().create_future()
+        self._memory.add(f"{path} {request_id}", _KnownPost(future), now)
+
     def remember(self, path: str, request_id: str, status: int, body: bytes, now: float) -> None:
         """Record that a POST was answered with this status and JSON document."""
-        self._memory.add(f"{path} {request_id}", _KnownPost(answer=(status, body)), now)
+        key = f"{path} {request_id}"
+        begun = self._memory.get(key)
+        if begun is not None and begun.task is not None:
+            begun.task.set_result(web.Response(body=body, status=status, content_type=JSON))
+        self._memory.drop(key)
+        if status < 500:
+            post = _KnownPost(answer=(status, body))
+            self._memory.add(key, post, now)
+            self._memory.answered(post, len(body))
 
     def middleware(self) -> Middleware:
         """Return the middleware; it belongs behind the token check."""
@@ -244,11 +257,12 @@ class PostsOnce:
             post = _KnownPost(task)
             self._memory.add(request_id, post, loop.time())
             task.add_done_callback(lambda task: self._ended(request_id, post, task))
-        if post.task is None:
+        answering = post.task
+        if answering is None:
             status, body = post.answer
             return web.Response(body=body, status=status, content_type=JSON)
-        await asyncio.wait((post.task,))
-        answer = post.task.result()
+        await asyncio.wait((answering,))
+        answer = answering.result()
         if not isinstance(answer, web.Response):
             return answer  # a stream belongs to the client that asked first
         return web.Response(body=answer.body, status=answer.status, headers=answer.headers)

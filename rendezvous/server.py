@@ -207,8 +207,8 @@ class RendezvousServer:
             if server is not None:
                 server.close()
             self._service.close()
-            fast_path.close()
             await runner.cleanup()
+            fast_path.close()
 
     async def _set_up(self, service: StoreService) -> tuple[web.AppRunner, FastPath]:
         """Return aiohttp with all routes, and the fast path in front of it."""

@@ -42,10 +42,14 @@ def json_answer(document: msgspec.Struct, status: int = 200) -> web.Response:
     return web.Response(body=encode(document), status=status, content_type=JSON)
 
 
+def problem_body(problem: Problem) -> bytes:
+    """Return the document for a problem: `{"error": {code, message, hint}}`."""
+    return encode(ErrorBody(ErrorDetail(problem.code, problem.message, problem.hint)))
+
+
 def error_answer(problem: Problem) -> web.Response:
-    """Return the answer for a problem: `{"error": {code, message, hint}}`."""
-    detail = ErrorDetail(problem.code, problem.message, problem.hint)
-    return json_answer(ErrorBody(detail), problem.status)
+    """Return the answer for a problem."""
+    return web.Response(body=problem_body(problem), status=problem.status, content_type=JSON)
 
 
 async def read_json(request: web.Request, decode: Callable[[bytes], T]) -> T:

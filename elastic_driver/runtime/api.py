@@ -155,13 +155,18 @@ class DriverRoutes:
         event = await read_json(request, _decode_event)
         return self._accept(event)
 
-    def take_event(self, body: bytes) -> tuple[int, bytes] | None:
+    def take_event(
+        self, _path: str, body: bytes, answer: Callable[[int, bytes], None]
+    ) -> Callable[[], object] | None:
         """Take in a raw event; None leaves the request to `post_event`, which refuses it."""
         try:
             event = _decode_event(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
-        return (202, _ACCEPTED) if self._driver.post(event) else None
+        if not self._driver.post(event):
+            return None
+        answer(202, _ACCEPTED)
+        return lambda: None  # nothing is left to give up
 
     async def scale(self, request: web.Request) -> web.Response:
         """Change the number of workers."""

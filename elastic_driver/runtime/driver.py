@@ -31,6 +31,7 @@ from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.loop import DriverLoop, machine_of
+from elastic_driver.runtime.machine_api import SHARDS_PATH
 from elastic_driver.runtime.mailbox import (
     CheckAsked,
     JobBegins,
@@ -251,7 +252,10 @@ class ElasticDriver:
                 others=() if self._joined is None else self._joined.secrets,
                 on_lease_expired=self._lease_lapsed,
                 routes=routes.add_to,
-                posts={EVENTS_PATH: routes.take_event},
+                posts={
+                    EVENTS_PATH: routes.take_event,
+                    SHARDS_PATH: routes.requests.take_shard_request,
+                },
             )
             self._server.start()
             self._server.apply([Set(contract.JOB_SPEC, encode(self._spec))])

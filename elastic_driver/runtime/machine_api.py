@@ -20,6 +20,7 @@ wait for the machine's `Reply`. Messages are in `policies.shards.messages` and
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -46,11 +47,12 @@ from elastic_driver.policies.tf.messages import (
     SynchronizeRequest,
     TfRequest,
 )
-from rendezvous.web import JSON, Problem, json_answer, read_json
+from rendezvous.web import JSON, Problem, json_answer, problem_body, read_json
 
 RequestEvent = ShardRequest | TfRequest | RequestDropped
 T = TypeVar("T")
-_SHARDS = "/v1/shards/{dataset:[^/:]+}"
+SHARDS_PATH = "/v1/shards/"
+_SHARDS = SHARDS_PATH + "{dataset:[^/:]+}"
 _MAX_ADDRESS = 300
 _STATUS = {  # of rejections; 409 for all others
     "unknown_dataset": 404,
@@ -63,6 +65,14 @@ _STATUS = {  # of rejections; 409 for all others
     "unknown_partition": 422,
 }
 _encode = msgspec.json.Encoder().encode
+_DECODE_FAST: dict[str, Callable[[bytes], NextRequest | DoneRequest]] = {
+    "next": msgspec.json.Decoder(NextRequest).decode,
+    "done": msgspec.json.Decoder(DoneRequest).decode,
+}
+
+
+Answer = bytes | Problem | None
+"""An encoded answer; None: one without content."""
 
 
 class OpenRequests:
@@ -74,27 +84,67 @@ class OpenRequests:
     def __init__(self, post: Callable[[RequestEvent], bool]) -> None:
         self._post = post
         self._tickets = count(1)
-        self._open: dict[int, asyncio.Future[bytes | None]] = {}
+        self._open: dict[int, Callable[[Answer], None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def begin(
+        self, make: Callable[[int], ShardRequest | TfRequest], done: Callable[[Answer], None]
+    ) -> Callable[[], None] | None:
+        """Post a request; call `done` with its answer.
+
+        Returns a function to call when the client goes away; None if the driver is too busy.
+        """
+        self._loop = asyncio.get_running_loop()
+        event = make(next(self._tickets))
+        self._open[event.ticket] = done
+        if self._post(event):
+            return partial(self._drop, event)
+        del self._open[event.ticket]
+        return None
+
+    def _drop(self, event: ShardRequest | TfRequest) -> None:
+        if self._open.pop(event.ticket, None) is not None:
+            self._post(RequestDropped(event.machine, event.ticket))
 
     async def ask(self, make: Callable[[int], ShardRequest | TfRequest]) -> bytes | None:
         """Return the encoded answer, None for one without content; raises Problem."""
-        self._loop = asyncio.get_running_loop()
-        event = make(next(self._tickets))
-        future: asyncio.Future[bytes | None] = self._loop.create_future()
-        self._open[event.ticket] = future
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        drop = self.begin(make, lambda body: None if future.done() else future.set_result(body))
+        if drop is None:
+            raise Problem(503, "not_accepting", "the driver has too much to do", "ask again")
         try:
-            if not self._post(event):
-                raise Problem(503, "not_accepting", "the driver has too much to do", "ask again")
-            return await future
+            answer = await future
         finally:
-            if self._open.pop(event.ticket, None) is not None:
-                self._post(RequestDropped(event.machine, event.ticket))
+            drop()
+        if isinstance(answer, Problem):
+            raise answer
+        return answer
+
+    def take_shard_request(
+        self, path: str, body: bytes, answer: Callable[[int, bytes], None]
+    ) -> Callable[[], None] | None:
+        """Take a request for a shard, or a report, from the server's fast path."""
+        name, _, action = path.removeprefix(SHARDS_PATH).partition(":")
+        decode = _DECODE_FAST.get(action)
+        if decode is None or not name or "%" in name:
+            return None
+        try:
+            request = decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
+        def done(found: Answer) -> None:
+            if isinstance(found, Problem):
+                answer(found.status, problem_body(found))
+            else:
+                answer(200, found or b"")
+
+        return self.begin(lambda ticket: ShardRequest(ticket, name, request), done)
 
     def answer(self, replies: Iterable[Reply]) -> None:
         """Answer waiting requests; called by any other thread."""
         encoded: dict[int, bytes] = {}  # an answer that many wait for is encoded once
-        answers: list[tuple[int, bytes | Problem | None]] = []
+        answers: list[tuple[int, Answer]] = []
         for reply in replies:
             document = reply.document
             if isinstance(document, Rejection):
@@ -110,23 +160,17 @@ class OpenRequests:
         if answers and self._loop is not None:
             call_on(self._loop, self._deliver, answers)
 
-    def _deliver(self, answers: list[tuple[int, bytes | Problem | None]]) -> None:
+    def _deliver(self, answers: list[tuple[int, Answer]]) -> None:
         for ticket, answer in answers:
-            future = self._open.pop(ticket, None)
-            if future is None or future.done():
-                continue
-            if isinstance(answer, Problem):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
+            done = self._open.pop(ticket, None)
+            if done is not None:
+                done(answer)
 
     async def close(self, _app: web.Application) -> None:
         """Refuse the waiting requests: the server stops."""
         waiting, self._open = self._open, {}
-        for future in waiting.values():
-            if not future.done():
-                problem = Problem(503, "stopping", "the driver is stopping", "ask its successor")
-                future.set_exception(problem)
+        for done in waiting.values():
+            done(Problem(503, "stopping", "the driver is stopping", "ask its successor"))
 
 
 class MachineRoutes:

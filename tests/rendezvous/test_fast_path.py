@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -16,6 +16,7 @@ from rendezvous.wire import Add, Get, KVBatch, Number, Set, Watch, decode_reply,
 from tests.rendezvous.common import TOKEN, error_of, eventually, request, waiting
 
 POST = "/v1/told"
+BELOW = "/v1/later/"
 
 
 @pytest.fixture
@@ -24,15 +25,42 @@ def told() -> list[bytes]:
     return []
 
 
+class Later:
+    """POSTs below a path, which wait for their answers."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[str, bytes, fast_path.Answer]] = []
+        self.gone = 0
+
+    def take(self, path: str, body: bytes, answer: fast_path.Answer) -> Callable[[], None]:
+        self.waiting.append((path, body, answer))
+        return self._leave
+
+    def _leave(self) -> None:
+        self.gone += 1
+
+    def answer(self, server: RendezvousServer, status: int, body: bytes) -> None:
+        """Answer the first POST that waits, on the server's loop."""
+        _, _, answer = self.waiting.pop(0)
+        assert server._loop is not None
+        server._loop.call_soon_threadsafe(answer, status, body)
+
+
 @pytest.fixture
-def server(told: list[bytes]) -> Iterator[RendezvousServer]:
-    def take(body: bytes) -> tuple[int, bytes] | None:
+def later() -> Later:
+    return Later()
+
+
+@pytest.fixture
+def server(told: list[bytes], later: Later) -> Iterator[RendezvousServer]:
+    def take(_path: str, body: bytes, answer: fast_path.Answer) -> Callable[[], None] | None:
         if body == b"not here":
             return None
         told.append(body)
-        return 202, b'{"number":%d}' % len(told)
+        answer(202, b'{"number":%d}' % len(told))
+        return lambda: None
 
-    with RendezvousServer(token=TOKEN, posts={POST: take}) as server:
+    with RendezvousServer(token=TOKEN, posts={POST: take, BELOW: later.take}) as server:
         yield server
 
 
@@ -137,6 +165,67 @@ def test_a_post_is_taken_once_however_often_it_is_sent(
     with Caller(server) as caller:  # one without an id is another one each time
         caller.send((head(POST, 1) + b"x") * 2)
         assert [caller.answer()[2] for _ in range(2)] == [b'{"number":2}', b'{"number":3}']
+
+
+def test_a_post_below_a_path_is_answered_when_its_answer_comes(
+    server: RendezvousServer, later: Later
+) -> None:
+    with Caller(server) as caller:
+        for status in (200, 409):
+            path = f"{BELOW}d:{status}"
+            caller.send(head(path, 3) + b"abc" + batch(Add("n", 1), number=status))
+            eventually(lambda: len(later.waiting) == 1, "it waits")
+            assert later.waiting[0][:2] == (path, b"abc")
+            later.answer(server, status, b"{}")
+            found, top, body = caller.answer()
+            assert (found, body, is_short(top)) == (status, b"{}", True)
+            assert caller.answer()[0] == 200  # the batch behind it
+        caller.send(head(f"{BELOW}d/further", 0))
+        assert caller.answer()[0] == 404
+
+
+def test_a_repeat_of_a_post_that_waits_gets_the_same_answer(
+    server: RendezvousServer, later: Later
+) -> None:
+    once = head(f"{BELOW}d", 3, more="X-Request-Id: 7\r\n") + b"abc"
+    with Caller(server) as first, Caller(server) as second:
+        first.send(once)
+        eventually(lambda: len(later.waiting) == 1, "it waits")
+        first.socket.close()
+        second.send(once)
+        second.send(batch(Add("n", 1)))
+        later.answer(server, 200, b'{"n":1}')
+        status, top, body = second.answer()
+        assert (status, body, is_short(top)) == (200, b'{"n":1}', False)
+    with Caller(server) as third:
+        third.send(once)
+        assert third.answer()[2] == b'{"n":1}'
+    assert (later.waiting, later.gone) == ([], 0)
+
+
+def test_a_post_without_an_id_is_given_up_when_its_client_goes_away(
+    server: RendezvousServer, later: Later
+) -> None:
+    with Caller(server) as caller:
+        caller.send(head(f"{BELOW}d", 0))
+        eventually(lambda: len(later.waiting) == 1, "it waits")
+    eventually(lambda: later.gone == 1, "it is given up")
+    later.answer(server, 200, b"{}")  # too late, and no harm
+    with Caller(server) as caller:
+        caller.send(batch(Add("n", 1)))
+        assert caller.answer()[0] == 200
+
+
+def test_a_failed_post_is_carried_out_again_when_it_is_repeated(
+    server: RendezvousServer, later: Later
+) -> None:
+    once = head(f"{BELOW}d", 0, more="X-Request-Id: 7\r\n")
+    with Caller(server) as caller:
+        for status in (503, 200):
+            caller.send(once)
+            eventually(lambda: len(later.waiting) == 1, "it waits")
+            later.answer(server, status, b"{}")
+            assert caller.answer()[0] == status
 
 
 @pytest.mark.parametrize("token", ["wrong", "", TOKEN + "x"])

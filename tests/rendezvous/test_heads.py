@@ -16,6 +16,22 @@ def test_what_our_clients_send_is_plain() -> None:
     assert read_head(more, LINES) == PlainHead("/v1/kv:batch", "Bearer t", "7f", 12)
 
 
+def test_a_line_that_ends_in_a_slash_stands_for_all_paths_directly_below() -> None:
+    lines = {b"POST /v1/shards/": "/v1/shards/"}
+
+    def path(target: str) -> str | None:
+        found = read_head(PLAIN.replace(b"/v1/kv:batch", target.encode()), lines)
+        return found and found.path
+
+    assert path("/v1/shards/d:next") == "/v1/shards/d:next"
+    assert path("/v1/shards/d/checkpoint") is None
+    assert path("/v1/shard/d") is None
+    assert read_head(PLAIN.replace(b"HTTP/1.1", b"HTTP/1.0"), lines) is None
+    assert may_be_plain(b"POST /v1/sh", lines)
+    assert may_be_plain(b"POST /v1/shards/d:next HT", lines)
+    assert not may_be_plain(b"POST /v1/kv", lines)
+
+
 @pytest.mark.parametrize(
     "head",
     [
