@@ -23,7 +23,7 @@ from elastic_driver.core.documents import SaveRequest, World
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current
-from elastic_driver.worker.checkpoints.keeper import KEEP, Checkpoints
+from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.compute_clock import ComputeClock, clock_for
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.state_sync import sharing
@@ -85,7 +85,11 @@ class State:
         self._version = UNTRAINED
         self._torn = False  # a sender was lost while its tensors came in
         self._wants_snapshot = self._snapshot = snapshot
-        self._checkpoints = _make_checkpoints(checkpoint_dir, every, keep)
+        if checkpoint_dir is None and (every, keep) != (None, None):
+            raise UsageError("every= and keep= are of checkpoints: give checkpoint_dir= as well")
+        self._checkpoints: Checkpoints | None = None
+        if checkpoint_dir is not None:
+            self._checkpoints = Checkpoints(Path(checkpoint_dir).absolute(), every, keep)
         for name, value in attributes.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise UsageError(f"a state has a {name!r} of its own; choose another name")
@@ -158,8 +162,8 @@ class State:
             )
         self.save()
         self._version += 1
-        if self._checkpoints is not None and self._checkpoints.due(self._version):
-            self._checkpoints.take(self._live(), self._version)
+        if self._checkpoints is not None:
+            self._checkpoints.take_if_due(self._live(), self._version)
         progress = self._progress
         computed = self._clock.finish_step()
         if computed is not None:
@@ -336,18 +340,6 @@ class State:
         """Move the positions if a gradient scaler has skipped the step: its batch is used up."""
         if any(part.has_skipped() for part in self._parts.values()):
             self._counter.advance()
-
-
-def _make_checkpoints(
-    folder: str | os.PathLike[str] | None, every: int | None, keep: int | None
-) -> Checkpoints | None:
-    if folder is None:
-        if every is not None or keep is not None:
-            raise UsageError("every= and keep= are of checkpoints: give checkpoint_dir= as well")
-        return None
-    if every is None:
-        raise UsageError("checkpoint_dir= needs every=, the steps from one checkpoint to the next")
-    return Checkpoints(Path(folder).absolute(), every, KEEP if keep is None else keep)
 
 
 class ObjectState(State):

@@ -1,18 +1,17 @@
 """The folders of checkpoints: their names, when one is complete, which are damaged or old.
 
 A checkpoint is one folder below the `checkpoint_dir`, named after its step and the attempt at it.
-Each rank adds its files and, last, a report of them (`part-<rank>.json`). A folder is complete when
-it has a manifest, which names the size and checksum of every file and is put in place by one
-rename when all reports are there. Nothing here reads the content of the files, and nothing is
-unpickled. The background thread of `writer` calls it to write, and `keeper` to load.
+Each rank adds its files and, last, a report of them. A folder is complete when it has a manifest,
+which names the size and checksum of every file and is put in place by one rename when all reports
+are there. Nothing here reads the content of the files, and nothing is unpickled. The background
+threads of `writer` call it to write, and `keeper` to load.
 """
 
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +26,6 @@ VALUES = "values.msgpack"  # everything in the state that is no tensor
 FORMAT = 1
 READ_BYTES = 4 * 1024 * 1024
 _NAME = re.compile(r"step-(\d{12})-[0-9A-Za-z._-]+")
-_ASIDE = "damaged-"  # prefix of a folder that failed its checksums
 T = TypeVar("T")
 
 
@@ -84,20 +82,10 @@ def folder_name(version: int, attempt: str) -> str:
     return f"step-{version:012d}-{attempt}"
 
 
-def version_of(folder: Path) -> int | None:
-    """Return the step in a folder's name; None for a folder that is no checkpoint."""
+def version_of(folder: Path) -> int:
+    """Return the step in a folder's name; −1 for a folder that is no checkpoint."""
     found = _NAME.fullmatch(folder.name)
-    return int(found[1]) if found else None
-
-
-def report_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's report."""
-    return folder / f"part-{rank}.json"
-
-
-def trouble_path(folder: Path, rank: int) -> Path:
-    """Return the path of the file in which a rank says why it could not write."""
-    return folder / f"part-{rank}.failed"
+    return int(found[1]) if found else -1
 
 
 def is_complete(folder: Path) -> bool:
@@ -107,7 +95,7 @@ def is_complete(folder: Path) -> bool:
 
 def checkpoints(root: Path) -> list[Path]:
     """Return all checkpoint folders, complete or not, those of the highest step first."""
-    found = [path for path in root.iterdir() if version_of(path) is not None]
+    found = [path for path in root.iterdir() if version_of(path) >= 0]
     return sorted(found, key=lambda path: (version_of(path), path.name), reverse=True)
 
 
@@ -124,25 +112,24 @@ def mark_of(path: Path) -> Mark:
     return Mark(size, digest.hexdigest())
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write to; its file then is put on disk as `path`, whole or not at all."""
+def write_file(path: Path, content: bytes) -> Mark:
+    """Put a file on disk, whole or not at all; return its size and checksum."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        yield fresh
+        fresh.write_bytes(content)
         _sync(fresh)
         fresh.replace(path)
         _sync(path.parent)
     finally:
         with suppress(OSError):
             fresh.unlink(missing_ok=True)
+    return Mark(len(content), hashlib.sha256(content).hexdigest())
 
 
 def write_document(path: Path, document: Struct) -> None:
     """Write a document to disk: a line with its checksum, then JSON."""
     body = msgspec.json.encode(document)
-    with replacing(path) as fresh:
-        fresh.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    write_file(path, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
 
 
 def read_document(path: Path, kind: type[T]) -> T:
@@ -156,9 +143,8 @@ def read_document(path: Path, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
-        raise DamagedError(
-            f"{path.name} is not of this version of elastic-driver: {error}"
-        ) from None
+        problem = f"{path.name} is not of this version of elastic-driver: {error}"
+        raise DamagedError(problem) from None
 
 
 def complete(folder: Path, manifest: Manifest) -> None:
@@ -193,19 +179,15 @@ def verified(folder: Path) -> Manifest:
     if strange:
         raise DamagedError(f"{MANIFEST} names {strange[0]!r}, which is not one of its files")
     for name, mark in manifest.files.items():
-        _check(folder / name, mark)
+        try:
+            found = mark_of(folder / name)
+        except FileNotFoundError:
+            raise DamagedError(f"{name} is missing") from None
+        if found.size != mark.size:
+            raise DamagedError(f"{name} has {found.size} bytes, {mark.size} were written")
+        if found != mark:
+            raise DamagedError(f"{name} does not have the checksum it was written with")
     return manifest
-
-
-def _check(path: Path, mark: Mark) -> None:
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise DamagedError(f"{path.name} is missing") from None
-    if size != mark.size:
-        raise DamagedError(f"{path.name} has {size} bytes, {mark.size} were written")
-    if mark_of(path) != mark:
-        raise DamagedError(f"{path.name} does not have the checksum it was written with")
 
 
 # ---- removing ----------------------------------------------------------------------------
@@ -224,7 +206,7 @@ def set_aside(folder: Path) -> Path:
     Returns its new path, or the old one where it cannot be renamed.
     """
     try:
-        return folder.rename(folder.with_name(_ASIDE + folder.name))
+        return folder.rename(folder.with_name(f"damaged-{folder.name}"))
     except OSError:
         return folder
 
@@ -237,12 +219,9 @@ def retire(root: Path, keep: int) -> None:
     """
     found = checkpoints(root)
     finished = [path for path in found if is_complete(path)]
-    stale = finished[keep:]
-    if finished:
-        newest = version_of(finished[0]) or 0
-        half = [path for path in found if path not in finished]
-        stale += [path for path in half if (version_of(path) or 0) < newest]
-    for path in stale:
+    newest = version_of(finished[0]) if finished else 0
+    half = [path for path in found if path not in finished and version_of(path) < newest]
+    for path in finished[keep:] + half:
         remove(path)
 
 

@@ -1,16 +1,17 @@
-"""Writes checkpoints in the background, on a daemon thread that lives while there is work for it.
+"""Writes one checkpoint in the background, on a daemon thread of its own.
 
-Every rank writes its share and reports it. Rank 0 also waits for all reports, while it goes on
-writing its own shares, and then completes the checkpoint. Ranks learn of each other through the
-shared folder only: no collective, no message. A failure is logged in one line, once until writing
-works again, and never reaches the training thread. Times are seconds.
+Every rank writes its share and reports it. Rank 0 then waits for all reports and completes the
+checkpoint. Ranks learn of each other through the shared folder only: no collective, no message. A
+failure is logged in one line, once until writing works again, and never reaches the training
+thread. Times are seconds.
 """
 
-import atexit
 import os
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import torch
 from msgspec import Struct
 
 from elastic_driver.worker.checkpoints import folder as folders
+from elastic_driver.worker.checkpoints import tensors
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest, Report
-from elastic_driver.worker.checkpoints.staging import Staging
 from elastic_driver.worker.state_sync.sharing import SplitState
 from elastic_driver.worker.state_sync.values import first_line
 from elastic_driver.worker.worker_log import say
@@ -29,8 +30,16 @@ PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may t
 FIRST_POLL_S = 0.02  # for other ranks' reports; each pause is GROWTH times longer, up to …
 LONGEST_POLL_S = 1.0
 GROWTH = 1.5
-EXIT_S = 60.0  # a process that ends waits this long for its own share …
-EXIT_OTHERS_S = 10.0  # … and this long for the others'
+
+
+@dataclass(slots=True)
+class CheckpointRoot:
+    """The folder of all checkpoints of a state, and what the threads that write there share."""
+
+    path: Path
+    keep: int  # complete checkpoints that stay
+    in_trouble: bool = False  # the last attempt failed, and that was logged
+    disk: threading.Lock = field(default_factory=threading.Lock)  # held to write or to delete
 
 
 class CheckpointShare(Struct, frozen=True):
@@ -38,199 +47,87 @@ class CheckpointShare(Struct, frozen=True):
 
     folder: Path
     version: int
-    staging: Staging
+    staging: tensors.Staging
     # With the states of the generators; packed in the background, which takes longer than copying.
     values: tuple[SplitState, dict[str, Any]] | None
-    consequence: str  # of a failure, for the log; "": whoever asked for it logs the failure
+    consequence: str  # of a failure, for the log; "": the caller logs the failure
 
 
-class Writer:
-    """The background thread and its work.
+class CheckpointWriter(threading.Thread):
+    """Writes one share; on rank 0 it then completes the checkpoint.
 
     Args:
         root: the folder of all checkpoints.
-        keep: how many complete ones to keep.
+        share: its staging must not be touched until `written` is set.
+        before: earlier writers that still wait for reports. They give up when this one completes
+            its checkpoint, because ranks write in the order of steps.
     """
 
-    def __init__(self, root: Path, keep: int) -> None:
-        self._root, self._keep = root, keep
-        self._changed = threading.Condition()
-        self._share: CheckpointShare | None = None  # submitted, and not written yet
-        self._awaited: dict[
-            Path, tuple[CheckpointShare, float]
-        ] = {}  # without all reports; and deadlines
-        self._thread: threading.Thread | None = None
-        self._owner = os.getpid()
-        self._waited_for_at_exit = False
-        self._in_trouble = False  # the last attempt failed, and that was logged
-        self._given_up: tuple[Path, str] | None = None  # the newest that rank 0 gave up, and why
+    def __init__(
+        self, root: CheckpointRoot, share: CheckpointShare, before: Sequence["CheckpointWriter"]
+    ) -> None:
+        super().__init__(name="elastic-checkpoints", daemon=True)
+        self.share = share
+        self.written = threading.Event()  # this rank's share is on disk, or has failed
+        self.superseded = threading.Event()  # a later checkpoint is complete
+        self.problem: str | None = None  # on rank 0 after a failure: the reason
+        self._root, self._before = root, before
 
-    # ---- called by the training thread ---------------------------------------------------
-
-    def is_free(self, within: float) -> bool:
-        """Return whether the last share is written, after waiting up to `within` seconds for it."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._share is None, within)
-
-    def submit(self, share: CheckpointShare) -> None:
-        """Have a share written; its staging must not be touched until the writer is free again."""
-        with self._changed:
-            self._share = share
-            self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="elastic-checkpoints", daemon=True
-                )
-                self._thread.start()
-        if not self._waited_for_at_exit:
-            self._waited_for_at_exit = True
-            atexit.register(self.drain)
-
-    def outcome(self, folder: Path) -> str | None:
-        """Return, on rank 0, "" for a complete checkpoint, why it failed, or None while pending."""
-        with self._changed:
-            if folder in self._awaited or (self._share and self._share.folder == folder):
-                return None
-            if self._given_up is not None and self._given_up[0] == folder:
-                return self._given_up[1]
-        return "" if folders.is_complete(folder) else "it was given up for another one"
-
-    def drain(self, own: float = EXIT_S, others: float = EXIT_OTHERS_S) -> bool:
-        """Wait for this rank's share, then for the others'; return whether all are written.
-
-        Called when the process ends, so that the checkpoint of its last step is not lost.
-        """
-        if os.getpid() != self._owner:
-            return True  # a forked child does not write
-        if not self.is_free(own):
-            return False
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._awaited, others)
-
-    # ---- the thread ----------------------------------------------------------------------
-
-    def _run(self) -> None:
-        pause = FIRST_POLL_S
-        while True:
-            with self._changed:
-                if self._share is None and not self._awaited:
-                    self._thread = None
-                    return
-                self._changed.wait_for(
-                    lambda: self._share is not None, pause if self._awaited else None
-                )
-                share = self._share
-            pause = min(pause * GROWTH, LONGEST_POLL_S)
-            if share is not None:
-                self._write(share)
-                pause = FIRST_POLL_S
-            for awaited, deadline in list(self._awaited.values()):
-                self._poll(awaited, deadline)
-
-    def _write(self, share: CheckpointShare) -> None:
-        from elastic_driver.worker.checkpoints.format import write_share  # noqa: PLC0415 - see there
-
-        rank, written = share.staging.rank, False
+    def run(self) -> None:
+        """Write the share and, on rank 0, complete the checkpoint."""
         try:
-            self._make_folder(share)
-            report = write_share(share.folder, share.staging)
-            if share.values is not None:
-                contents, random = share.values
-                with folders.replacing(share.folder / folders.VALUES) as fresh:
-                    fresh.write_bytes(msgspec.msgpack.encode(contents.envelope(random)))
-                report.files[folders.VALUES] = folders.mark_of(share.folder / folders.VALUES)
-            folders.write_document(folders.report_path(share.folder, rank), report)
-            written = True
+            with self._root.disk:
+                self._write()
+                self.written.set()
+                done = self._complete()
+            deadline, pause = time.monotonic() + PATIENCE_S, FIRST_POLL_S
+            while not done:
+                self.superseded.wait(pause)
+                pause = min(pause * GROWTH, LONGEST_POLL_S)
+                with self._root.disk:
+                    done = self._complete()
+                if not done and time.monotonic() >= deadline:
+                    raise DamagedError(
+                        f"not every rank has written its part within {PATIENCE_S:g} s"
+                    )
         except Exception as error:  # a checkpoint that fails must not end the training
-            self._failed(share, describe(error))
-        with self._changed:
-            if written and rank == 0:
-                self._awaited[share.folder] = share, time.monotonic() + PATIENCE_S
-            elif written:
-                self._in_trouble = False
-            self._share = None
-            self._changed.notify_all()
+            self._fail(describe(error))
+        finally:
+            self.written.set()
+            self._before = ()
 
-    def _make_folder(self, share: CheckpointShare) -> None:
-        """Create the checkpoint's folder; rank 0 alone creates the folder of all.
-
-        So a rank that does not see the shared folder fails.
-        """
-        if share.staging.rank == 0:
-            self._root.mkdir(parents=True, exist_ok=True)
-        elif not self._root.is_dir():
+    def _write(self) -> None:
+        folder, staging = self.share.folder, self.share.staging
+        # Rank 0 alone creates the folder of all, so that a rank that does not see it fails.
+        if staging.rank == 0:
+            self._root.path.mkdir(parents=True, exist_ok=True)
+        elif not self._root.path.is_dir():
             raise DamagedError(
-                f"rank {share.staging.rank} does not see the folder; give a checkpoint_dir that is "
+                f"rank {staging.rank} does not see the folder; give a checkpoint_dir that is "
                 "the same on every host"
             )
-        share.folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        report = tensors.write_share(folder, staging)
+        if self.share.values is not None:
+            contents, random = self.share.values
+            packed = msgspec.msgpack.encode(contents.envelope(random))
+            report.files[folders.VALUES] = folders.write_file(folder / folders.VALUES, packed)
+        folders.write_document(folder / f"part-{staging.rank}.json", report)
 
-    def _failed(self, share: CheckpointShare, reason: str) -> None:
-        """Free the space, and leave the reason in the folder for rank 0 to log."""
-        if share.staging.rank == 0:
-            self._give_up(share, reason)
-            return
-        with suppress(OSError):
-            for path in share.folder.glob(f"__{share.staging.rank}_*"):  # as DCP names them
-                path.unlink()
-        try:
-            folders.trouble_path(share.folder, share.staging.rank).write_text(reason)
-        except OSError:
-            self._complain(share, reason)
+    def _complete(self) -> bool:
+        """On rank 0, complete the checkpoint if all ranks have reported; return whether to stop.
 
-    def _give_up(self, share: CheckpointShare, reason: str) -> None:
-        self._given_up = (share.folder, reason)
-        folders.remove(share.folder)
-        if share.consequence:
-            self._complain(share, reason)
-
-    def _complain(self, share: CheckpointShare, reason: str) -> None:
-        if not self._in_trouble:
-            say(
-                f"the checkpoint of step {share.version} in {self._root} is not written: {reason}"
-                f"{'; ' if share.consequence else ''}{share.consequence}"
-            )
-        self._in_trouble = True
-
-    # ---- rank 0: completing checkpoints --------------------------------------------------
-
-    def _poll(self, share: CheckpointShare, deadline: float) -> None:
-        """Complete the checkpoint if all ranks have reported; give it up if one cannot."""
-        try:
-            done = self._finish_if_reported(share)
-            if not done and time.monotonic() >= deadline:
-                raise DamagedError(f"not every rank has written its part within {PATIENCE_S:g} s")
-        except Exception as error:  # as above
-            self._give_up(share, describe(error))
-            done = True
-        if done:
-            with self._changed:
-                # Ranks write in the order of steps: no older checkpoint will be completed now.
-                while share.folder in self._awaited:
-                    del self._awaited[next(iter(self._awaited))]
-                self._changed.notify_all()
-
-    def _finish_if_reported(self, share: CheckpointShare) -> bool:
-        folder, size = share.folder, share.staging.size
-        there = set(os.listdir(folder))
-        for rank in range(size):
-            trouble = folders.trouble_path(folder, rank)
-            if trouble.name in there:
-                raise DamagedError(f"rank {rank}: {trouble.read_text()}")
-        paths = [folders.report_path(folder, rank) for rank in range(size)]
-        if any(path.name not in there for path in paths):
+        Raises an error where a rank cannot write its part.
+        """
+        root, share = self._root, self.share
+        if share.staging.rank > 0:
+            root.in_trouble = False
+            return True
+        if self.superseded.is_set():
+            return True
+        reports = self._reports()
+        if reports is None:
             return False
-        self._finish(share, [folders.read_document(path, Report) for path in paths])
-        return True
-
-    def _finish(self, share: CheckpointShare, reports: list[Report]) -> None:
-        from elastic_driver.worker.checkpoints import format as dcp_format  # noqa: PLC0415 - see there
-
-        for rank, report in enumerate(reports):
-            if report.layout != share.staging.digest:
-                raise DamagedError(
-                    f"rank {rank} has other tensors than rank 0; give the state the same on each"
-                )
         manifest = Manifest(
             version=share.version,
             world_size=share.staging.size,
@@ -239,12 +136,60 @@ class Writer:
             files={name: mark for report in reports for name, mark in report.files.items()},
             torch=str(torch.__version__),
         )
-        manifest.files[dcp_format.INDEX] = dcp_format.write_index(share.folder, manifest)
+        manifest.files[tensors.INDEX] = tensors.write_index(share.folder, manifest)
         folders.complete(share.folder, manifest)
-        if self._in_trouble:
-            say(f"checkpoints are written again, to {self._root}: step {share.version}")
-        self._in_trouble = False
-        folders.retire(self._root, self._keep)
+        for writer in self._before:
+            writer.superseded.set()
+        if root.in_trouble:
+            say(f"checkpoints are written again, to {root.path}: step {share.version}")
+        root.in_trouble = False
+        folders.retire(root.path, root.keep)
+        return True
+
+    def _reports(self) -> list[Report] | None:
+        """Return the reports of all ranks, None while one is missing."""
+        folder, ranks = self.share.folder, range(self.share.staging.size)
+        names = set(os.listdir(folder))
+        for rank in ranks:
+            if f"part-{rank}.failed" in names:
+                reason = (folder / f"part-{rank}.failed").read_text()
+                raise DamagedError(f"rank {rank}: {reason}")
+        paths = [folder / f"part-{rank}.json" for rank in ranks]
+        if any(path.name not in names for path in paths):
+            return None
+        reports = [folders.read_document(path, Report) for path in paths]
+        for rank, report in enumerate(reports):
+            if report.layout != self.share.staging.digest:
+                raise DamagedError(
+                    f"rank {rank} has other tensors than rank 0; give the state the same on each"
+                )
+        return reports
+
+    def _fail(self, reason: str) -> None:
+        """Free the space; rank 0 logs the reason, others leave it in the folder for rank 0."""
+        folder, rank = self.share.folder, self.share.staging.rank
+        if rank == 0:
+            self.problem = reason
+            folders.remove(folder)
+            if self.share.consequence:
+                self._complain(reason)
+            return
+        with suppress(OSError):
+            (folder / tensors.file_name(rank)).unlink(missing_ok=True)
+        try:
+            (folder / f"part-{rank}.failed").write_text(reason)
+        except OSError:
+            self._complain(reason)
+
+    def _complain(self, reason: str) -> None:
+        share, root = self.share, self._root
+        if not root.in_trouble:
+            consequence = f"; {share.consequence}" if share.consequence else ""
+            say(
+                f"the checkpoint of step {share.version} in {root.path} is not written: "
+                f"{reason}{consequence}"
+            )
+        root.in_trouble = True
 
 
 def describe(error: BaseException) -> str:

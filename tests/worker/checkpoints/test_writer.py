@@ -33,7 +33,7 @@ def world(size: int, round_id: int = 1) -> World:
 def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait, when the tests end, for checkpoints that a test left half-written."""
     monkeypatch.setattr(writer, "PATIENCE_S", 20.0)
-    monkeypatch.setattr(writer.atexit, "register", lambda _: None)
+    monkeypatch.setattr(keeper.atexit, "register", lambda _: None)
 
 
 def shared(seed: int, **more: Any) -> LiveState:
@@ -80,7 +80,7 @@ class Ranks:
 
     def take(self, version: int, state: LiveState) -> None:
         for one in self.each:
-            one.take(state, version)
+            one.take_if_due(state, version)
 
     def drain(self) -> bool:
         """Wait for all, rank 0 last; whether nothing is under way any more."""
@@ -130,21 +130,21 @@ def test_what_is_written_is_the_state_at_the_commit(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_complete_when_the_last_rank_has_reported(tmp_path: Path) -> None:
     ranks, state = Ranks(tmp_path, 3), shared(1)
-    ranks.each[0].take(state, 10)
-    ranks.each[2].take(state, 10)
-    assert ranks.each[0]._writer.is_free(10)
+    ranks.each[0].take_if_due(state, 10)
+    ranks.each[2].take_if_due(state, 10)
+    assert ranks.each[0]._is_free(10)
     assert ranks.each[2].drain()
     assert ranks.complete() == []
-    ranks.each[1].take(state, 10)
+    ranks.each[1].take_if_due(state, 10)
     assert ranks.drain()
     assert ranks.complete() == [10]
 
 
 def test_one_that_lost_a_writer_stays_half_written_and_goes_with_the_next(tmp_path: Path) -> None:
     ranks, state = Ranks(tmp_path, 2), shared(1)
-    ranks.each[0].take(state, 10)  # rank 1 was killed before its share
+    ranks.each[0].take_if_due(state, 10)  # rank 1 was killed before its share
     ranks.each[0].entered(world(1, round_id=2), 0)
-    ranks.each[0].take(state, 20)
+    ranks.each[0].take_if_due(state, 20)
     assert ranks.each[0].drain()
     assert ranks.complete() == [20]
     assert len(folders.checkpoints(tmp_path)) == 1
@@ -154,13 +154,13 @@ def test_the_rests_of_an_earlier_attempt_at_the_same_step_are_not_taken_for_ours
     tmp_path: Path,
 ) -> None:
     before = Ranks(tmp_path, 2)
-    before.each[1].take(shared(1), 10)
+    before.each[1].take_if_due(shared(1), 10)
     assert before.each[1].drain()
     after = Ranks(tmp_path, 2, round_id=2)
-    after.each[0].take(shared(2), 10)
-    assert after.each[0]._writer.is_free(10)
+    after.each[0].take_if_due(shared(2), 10)
+    assert after.each[0]._is_free(10)
     assert after.complete() == []
-    after.each[1].take(shared(2), 10)
+    after.each[1].take_if_due(shared(2), 10)
     assert after.drain()
     found = shared(3)
     after.each[0].load_newest(found)
@@ -170,16 +170,16 @@ def test_the_rests_of_an_earlier_attempt_at_the_same_step_are_not_taken_for_ours
 def test_a_failing_rank_is_named_once_and_so_is_its_recovery(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elastic_driver.worker.checkpoints import format as dcp_format
+    from elastic_driver.worker.checkpoints import tensors
 
-    write, full = dcp_format.write_share, True
+    write, full = tensors.write_share, True
 
     def fails_on_rank_1(folder: Path, staging: Any) -> Any:
         if staging.rank == 1 and full:
             raise OSError(28, os.strerror(28))
         return write(folder, staging)
 
-    monkeypatch.setattr(dcp_format, "write_share", fails_on_rank_1)
+    monkeypatch.setattr(tensors, "write_share", fails_on_rank_1)
     ranks, state = Ranks(tmp_path, 2), shared(1)
     for version in (10, 20):
         ranks.take(version, state)
@@ -203,7 +203,7 @@ def test_a_host_that_does_not_see_the_folder_says_so_and_makes_none(
     elsewhere = tmp_path / "not mounted here"
     rank_1 = Ranks(elsewhere, 2).each[1]
     for version in (10, 20):
-        rank_1.take(shared(1), version)
+        rank_1.take_if_due(shared(1), version)
         assert rank_1.drain()
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
@@ -215,8 +215,8 @@ def test_ranks_with_different_tensors_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = Ranks(tmp_path, 2)
-    ranks.each[0].take(shared(1), 10)
-    ranks.each[1].take(shared(1, more=torch.zeros(2)), 10)
+    ranks.each[0].take_if_due(shared(1), 10)
+    ranks.each[1].take_if_due(shared(1, more=torch.zeros(2)), 10)
     assert ranks.drain()
     assert ranks.complete() == []
     assert "rank 1 has other tensors than rank 0" in capsys.readouterr().err
@@ -227,7 +227,7 @@ def test_reports_that_never_come_are_given_up(
 ) -> None:
     monkeypatch.setattr(writer, "PATIENCE_S", 0.2)
     ranks = Ranks(tmp_path, 2)
-    ranks.each[0].take(shared(1), 10)
+    ranks.each[0].take_if_due(shared(1), 10)
     assert ranks.each[0].drain()
     assert folders.checkpoints(tmp_path) == []
     assert "not every rank has written its part" in capsys.readouterr().err
@@ -236,15 +236,15 @@ def test_reports_that_never_come_are_given_up(
 def test_a_disk_that_hangs_holds_training_up_once_and_not_for_ever(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elastic_driver.worker.checkpoints import format as dcp_format
+    from elastic_driver.worker.checkpoints import tensors
 
-    write, answers = dcp_format.write_share, threading.Event()
+    write, answers = tensors.write_share, threading.Event()
 
     def hangs(folder: Path, staging: Any) -> Any:
         assert answers.wait(30)
         return write(folder, staging)
 
-    monkeypatch.setattr(dcp_format, "write_share", hangs)
+    monkeypatch.setattr(tensors, "write_share", hangs)
     monkeypatch.setattr(keeper, "MAX_WAIT_S", 0.1)
     ranks, state = Ranks(tmp_path, 1), shared(1)
     for version in (10, 20, 30):
@@ -273,7 +273,7 @@ def test_no_thread_is_left_when_all_is_written(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_its_parents_writer(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, 2)
-    ranks.each[0].take(shared(1), 10)  # never complete
+    ranks.each[0].take_if_due(shared(1), 10)  # never complete
     child = os.fork()
     if child == 0:
         os._exit(0 if ranks.each[0].drain() else 1)
