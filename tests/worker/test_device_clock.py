@@ -46,7 +46,7 @@ class Doubled(DeviceClock):
     DEVICE = "cpu"
     capturing = False
 
-    def _record_event(self) -> Passed | None:
+    def _moment(self) -> Passed | None:
         return None if self.capturing else Passed()
 
 
