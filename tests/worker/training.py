@@ -167,7 +167,7 @@ def dies_while_joining(path: str) -> None:
     born = context.from_environment()
     assert born is not None
     connection = DriverConnection(born, TrainingProgress(), lambda _: None, lambda: None)
-    connection.heartbeat.start()
+    connection.start()
     connection.report_ready(0, StateVersion(), "started")
     connection.await_world(0)
     Recorder(path).note(dying=True)

@@ -1,42 +1,61 @@
-"""A worker's connection to its driver: READY, the next world, and the heartbeat.
+"""A worker's connection to its driver: the heartbeat thread, READY, and the next world.
 
-The training thread uses it; the heartbeat thread has a connection of its own. Waits are cut into
-slices. An outage of the driver is logged once and then waited out: only a refusal ends the wait.
-Times are seconds.
+The heartbeat thread renews the leases, reports progress and receives notices. One request does all
+three and waits for a notice, so there is no polling and a notice arrives within the delay of a
+message. The thread never touches torch and decides nothing: it calls `on_notice` for every new
+notice. While the driver does not answer, it logs one line and keeps trying; training goes on.
+
+The training thread reports READY and waits for the next world, with connections of its own. It
+waits for an absent driver without limit: only a refusal is an error.
+
+`world` makes one connection in a process, before anything else can block. A forked child (a
+DataLoader worker) has no heartbeat thread. Times are seconds.
 """
 
 import contextlib
+import math
+import statistics
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+from typing import Protocol
 
-import msgspec
+from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Member, Notice, SaveRequest, World, decode, decode_world
-from elastic_driver.core.events import WorkerReady, WorkerSaved
+from elastic_driver.core import documents, events
+from elastic_driver.core.documents import decode, encode
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
-from elastic_driver.worker.heartbeat.heartbeat import Heartbeat
+from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.stall_watch import StallWatch
 from elastic_driver.worker.worker_log import say
 from rendezvous.auth import read_token_file
-from rendezvous.client import RendezvousClient
-from rendezvous.errors import RendezvousError, UnreachableError
-from rendezvous.torch_store import HTTPStore
-from rendezvous.wire import EVENTS_PATH, Delete
+from rendezvous.client import RendezvousClient, expect
+from rendezvous.errors import AbortedError, RendezvousError, WokenError
+from rendezvous.wire import EVENTS_PATH, Delete, Entries, Result, Set, Watch
 
+HEARTBEATS_PER_S = 256.0  # of all workers of a world that trains
+LONGEST_WAIT_S = 2.0  # between two heartbeats: the progress the driver reads is never older
+SHORTEST_WAIT_S = 0.25
+FIRST_WAIT_S = 0.05  # while the first step of a round is awaited; then ever longer
+GROWTH = 1.5
+STOP_S = 1.0  # the longest wait for the thread to end, and for the driver to delete the leases
+RECENT_STEPS = 11  # whose median is the current step time
+RETRY_S = 0.5  # after a refused or unanswered heartbeat
+LEAVING_S = 1.0  # the longest wait for the driver to accept that this worker leaves
 SLICE_S = 10.0  # the longest request that waits for a world
 CHECKPOINT_POLL_S = 0.05  # between two checks of a final checkpoint that is being written
 MAX_REASON_CHARS = 1000
-GOODBYE_S = 1.0  # the longest wait for the driver when the heartbeat ends
 
 
 class CheckpointableState(Protocol):
     """The part of `State` that writes a final checkpoint."""
 
-    def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
+    def begin_final_checkpoint(self, request: documents.SaveRequest, rank: int) -> Path | None:
         """Begin to write one share; return the checkpoint's folder, None if the state has none.
 
         Raises an exception that says why it cannot be written.
@@ -56,10 +75,10 @@ class FinalCheckpointTask:
 
     def __init__(self, worker: str, state: CheckpointableState) -> None:
         self._worker, self._state = worker, state
-        self._pending: tuple[SaveRequest, Path] | None = None  # being written; this worker reports
-        self._result: WorkerSaved | None = None
+        self._pending: tuple[int, Path] | None = None  # being written; this worker reports
+        self._result: events.WorkerSaved | None = None
 
-    def begin(self, request: SaveRequest) -> None:
+    def begin(self, request: documents.SaveRequest) -> None:
         """Carry out the driver's request; a failure becomes the result and is not raised."""
         self._pending = self._result = None
         if self._worker not in request.members:
@@ -68,32 +87,44 @@ class FinalCheckpointTask:
         try:
             folder = self._state.begin_final_checkpoint(request, rank)
         except Exception as error:  # of any kind: the others must not wait for this worker
-            problem = (str(error) or type(error).__name__)[:MAX_REASON_CHARS]
+            problem = str(error) or type(error).__name__
         if rank == 0 and folder is not None:
-            self._pending = request, folder
+            self._pending = request.number, folder
         elif rank == 0 or problem:
-            self._result = WorkerSaved(self._worker, request.number, "", problem)
+            self._finish(request.number, "", problem)
 
-    def report(self, post: Callable[[WorkerSaved], object]) -> bool:
+    def report(self, post: Callable[[events.WorkerSaved], object]) -> bool:
         """Post the result once it is known; return whether it is still pending.
 
         The result is kept for the next call where `post` raises.
         """
         if self._pending is not None:
-            request, folder = self._pending
+            number, folder = self._pending
             problem = self._state.final_checkpoint_problem(folder)
             if problem is not None:
-                self._pending, saved_in = None, "" if problem else str(folder)
-                problem = problem[:MAX_REASON_CHARS]
-                self._result = WorkerSaved(self._worker, request.number, saved_in, problem)
+                self._pending = None
+                self._finish(number, "" if problem else str(folder), problem)
         if self._result is not None:
             post(self._result)
             self._result = None
         return self._pending is not None
 
+    def _finish(self, number: int, folder: str, problem: str) -> None:
+        problem = problem[:MAX_REASON_CHARS]
+        self._result = events.WorkerSaved(self._worker, number, folder, problem)
+
 
 class DriverConnection:
-    """The connections of one worker to its driver; `heartbeat.start` opens the first one.
+    """The connections of one worker to its driver, and its heartbeat thread.
+
+    The training thread makes it and calls its public methods.
+
+    Args:
+        born: the worker's context.
+        progress: reported with each heartbeat.
+        on_notice: called on the heartbeat thread with each new notice.
+        before_heartbeat: called there before each; returns the seconds until its next call, or
+            None where any time will do.
 
     Raises `TokenError` where the token file cannot be used.
     """
@@ -102,83 +133,226 @@ class DriverConnection:
         self,
         born: WorkerContext,
         progress: TrainingProgress,
-        on_notice: Callable[[Notice], None],
+        on_notice: Callable[[documents.Notice], None],
         before_heartbeat: Callable[[], float | None],
     ) -> None:
         self.born = born
-        self.port = urlsplit(born.endpoint).port
-        self._client = RendezvousClient(born.endpoint, read_token_file(born.token_file))
+        self.client = RendezvousClient(born.endpoint, read_token_file(born.token_file))
+        self.preemption = PreemptionWatch(born.worker, born.leave_notice)
+        self._progress = progress
         self._slice = min(SLICE_S, born.heartbeat_timeout)
-        self._world_seen = 0  # revision of the newest World
-        self._request_seen = 0  # revision of the newest SaveRequest
-        client = self._client.clone()
-        self.heartbeat = Heartbeat(born, client, progress, on_notice, before_heartbeat)
+        self._awaited: Counter[str] = Counter()  # document key → its newest revision
+        # All fields below belong to the heartbeat thread.
+        self._heart_client = self.client.clone()
+        self._on_notice, self._before_heartbeat = on_notice, before_heartbeat
+        self._stall_watch = StallWatch(born.worker, progress, born.hang_timeout)
+        self._pending: list[Struct] = []  # events to post: the driver may be away
+        self._idle = born.heartbeat_timeout / 3  # a lease survives two lost requests
+        self._longest = min(self._idle, LONGEST_WAIT_S)
+        self._reported = (0, 0)  # round and step of the progress sent last
+        self._wait = FIRST_WAIT_S
+        self._pause = self._longest  # between heartbeats while steps are made
+        self._seen: Counter[str] = Counter()  # document key → its newest revision
+        self._round_starts = False  # a new world may include us: its first step is near
+        self._first_step_of = 0  # the round whose first step has been posted
+        self._silent = False  # the driver does not answer
+        self._thread = threading.Thread(target=self._run, name="elastic-heartbeat", daemon=True)
+
+    # ---- on the training thread ----------------------------------------------------------
+
+    def start(self) -> None:
+        """Send the first heartbeat and start the thread.
+
+        Raises `RendezvousError` where the first heartbeat is not answered or is refused.
+        """
+        self._send(wait=0.0)
+        self._thread.start()
 
     def stop(self) -> None:
-        """Stop the heartbeat, delete the leases and close the connections, within seconds."""
-        self.heartbeat.stop()
+        """End the heartbeat, delete the leases and close the connections, within seconds."""
+        self._heart_client.abort()
+        self.preemption.wake()
+        if self._thread.is_alive():
+            self._thread.join(STOP_S)
+        self.preemption.close()
         # A lease that expired would count as a hang, and the process may take long to end.
         with contextlib.suppress(RendezvousError):
-            worker = self.born.worker
-            leases = contract.worker_lease(worker), contract.worker_half_lease(worker)
-            self._client.batch(*map(Delete, leases), deadline=GOODBYE_S)
-        self._client.close()
-
-    def store(self, round_id: int) -> HTTPStore:
-        """Return a torch store for the keys of one round."""
-        return HTTPStore(self._client, contract.round_prefix(round_id))
+            self.client.batch(*map(Delete, self._leases()), deadline=STOP_S)
+        self.client.close()
 
     def report_ready(self, left: int, state_version: StateVersion, reason: str) -> None:
-        """Report READY for the next round after round `left`; retry while the driver is away."""
+        """Report READY for the next round after round `left`."""
+        if left:
+            self._report_first_step(self.client, left, math.inf)
         steps, clean = state_version.steps, state_version.clean
-        event = WorkerReady(self.born.worker, left, steps, clean, reason[:MAX_REASON_CHARS])
-        silent = False
-        while True:
-            try:
-                if left:
-                    self.heartbeat.report_first_step(self._client, left)
-                self._post(event)
-                return
-            except UnreachableError as error:
-                if not silent:
-                    say(f"cannot report for the next round, trying on ({error})")
-                silent = True
+        reason = reason[:MAX_REASON_CHARS]
+        self._post(events.WorkerReady(self.born.worker, left, steps, clean, reason))
 
     def await_world(
         self, left: int, checkpoint: FinalCheckpointTask | None = None
-    ) -> tuple[World, Member]:
+    ) -> tuple[documents.World, documents.Member]:
         """Wait for the first world after round `left` with this worker in it; return both.
 
         `checkpoint` carries out a request for the final checkpoint that comes meanwhile.
         """
-        silent = False
         while True:
-            keys, wait = {contract.JOB_WORLD: self._world_seen}, self._slice
-            try:
-                if checkpoint is not None:
-                    keys[contract.JOB_SAVE] = self._request_seen
-                    if checkpoint.report(self._post):  # it is being written
-                        wait = min(wait, CHECKPOINT_POLL_S)
-                found = self._client.watch(keys, wait)
-            except UnreachableError as error:
-                if not silent:
-                    say(f"waiting for the next round, and the driver does not answer ({error})")
-                silent = True
-                continue
-            if silent:
-                say("the driver answers again; waiting for the next round")
-            silent = False
-            request = found.get(contract.JOB_SAVE)
-            if request is not None and checkpoint is not None:
-                self._request_seen = request.revision
-                checkpoint.begin(decode(SaveRequest, request.value))
-            if (entry := found.get(contract.JOB_WORLD)) is None:
-                continue
-            self._world_seen = entry.revision
-            world = decode_world(entry.value)
-            me = world.member(self.born.worker)
-            if me is not None and world.round > left:
-                return world, me
+            keys, wait = [contract.JOB_WORLD], self._slice
+            if checkpoint is not None:
+                keys.append(contract.JOB_SAVE)
+                if checkpoint.report(self._post):  # it is being written
+                    wait = min(wait, CHECKPOINT_POLL_S)
+            watch = Watch({key: self._awaited[key] for key in keys}, wait)
+            found = _new_documents(self.client.batch(watch, deadline=math.inf)[0], self._awaited)
+            if checkpoint is not None and contract.JOB_SAVE in found:
+                checkpoint.begin(decode(documents.SaveRequest, found[contract.JOB_SAVE]))
+            if contract.JOB_WORLD in found:
+                world = documents.decode_world(found[contract.JOB_WORLD])
+                me = world.member(self.born.worker)
+                if me is not None and world.round > left:
+                    return world, me
 
-    def _post(self, event: Any) -> None:
-        self._client.post_json(EVENTS_PATH, msgspec.json.encode(event))
+    def _post(self, event: Struct) -> None:
+        self.client.post_json(EVENTS_PATH, encode(event), deadline=math.inf)
+
+    # ---- on the heartbeat thread ---------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._heartbeat()
+            except AbortedError:
+                return
+            except WokenError:
+                continue  # by a signal, or to stop
+            except RendezvousError as error:
+                if not self._silent:
+                    say(
+                        f"the driver does not answer; this worker goes on and tries again ({error})"
+                    )
+                self._silent = True
+                self.preemption.wait(RETRY_S)
+            else:
+                if self._silent:
+                    say("the driver answers again")
+                self._silent = False
+
+    def _heartbeat(self) -> None:
+        """Do what is due, and send one heartbeat that waits until something is due again."""
+        due = [self.preemption.check(self._report_leaving), self._before_heartbeat()]
+        if event := self._stall_watch.check(time.monotonic()):
+            self._pending.append(event)
+        while self._pending:
+            self._heart_client.post_json(EVENTS_PATH, encode(self._pending[0]))
+            del self._pending[0]
+        due += [self._stall_watch.due(time.monotonic()), self._next_wait()]
+        self._send(min(wait for wait in due if wait is not None))
+        if round_id := self._progress.round:
+            self._report_first_step(self._heart_client, round_id)
+
+    def _send(self, wait: float) -> None:
+        """Send one heartbeat, and wait up to `wait` seconds for new documents."""
+        progress = self._progress
+        watched = [contract.JOB_NOTICE, contract.JOB_STACKS]
+        if progress.round == 0:  # the start of a round must end the wait: its first step is urgent
+            watched.append(contract.JOB_WORLD)
+        if progress.wants_allocations:
+            watched.append(contract.JOB_ALLOCATION)
+        lease, half_lease = self._leases()
+        result = self._heart_client.batch(
+            Set(lease, b"", self.born.heartbeat_timeout),
+            Set(half_lease, b"", self.born.heartbeat_timeout / 2),
+            *self._report(),
+            Watch({key: self._seen[key] for key in watched}, wait),
+            wake=self.preemption.fileno(),
+        )[-1]
+        for key, value in _new_documents(result, self._seen).items():
+            if key == contract.JOB_NOTICE:
+                self._on_notice(decode(documents.Notice, value))
+            elif key == contract.JOB_WORLD:
+                self._round_starts = True
+            elif key == contract.JOB_STACKS:
+                self._pending.append(self._stall_watch.stack(int(value)))
+            else:
+                progress.allocation = decode(documents.Allocation, value)
+
+    def _report(self) -> tuple[Set, ...]:
+        """Return the write of this worker's progress; none before the first step of a round."""
+        progress = self._progress
+        round_id, version, step_time = progress.round, progress.version, progress.step_time
+        if round_id == 0 or progress.steps == 0:
+            return ()
+        self._reported = (round_id, version)
+        times = tuple(progress.step_times)[-RECENT_STEPS:]
+        usual = statistics.median(times) if times else step_time
+        samples, links = progress.samples.collect(round_id, usual), progress.links()
+        found = (round_id, version, step_time, samples, progress.division, links)
+        key = contract.worker_progress(self.born.worker)
+        return (Set(key, encode(documents.Progress(*found))),)
+
+    def _next_wait(self) -> float:
+        """Return the seconds until the next heartbeat.
+
+        Short while the first step of a round is awaited, growing with the time it takes. While
+        steps are made it follows from the size of the world; without a new step it grows.
+        """
+        round_id = self._progress.round
+        if self._round_starts if round_id == 0 else round_id != self._first_step_of:
+            wait = min(self._wait, self._longest)
+            self._wait = wait * GROWTH
+            return wait
+        self._wait = FIRST_WAIT_S
+        if round_id == 0:
+            return self._idle
+        stepped = self._reported != (round_id, self._progress.version)
+        self._pause = min(next_pause(self._pause, self._progress.size, stepped=stepped), self._idle)
+        return self._pause
+
+    def _report_leaving(self, event: events.WorkerLeaving) -> str:
+        """Post that this worker leaves; return why that failed, or ""."""
+        if self._silent:
+            return "it does not answer"
+        try:
+            self._heart_client.post_json(EVENTS_PATH, encode(event), deadline=LEAVING_S)
+        except AbortedError:
+            raise  # the script has ended by itself meanwhile
+        except RendezvousError as error:
+            return str(error)
+        return ""
+
+    # ---- on both -------------------------------------------------------------------------
+
+    def _report_first_step(
+        self, client: RendezvousClient, round_id: int, deadline: float | None = None
+    ) -> None:
+        """Post `WorkerStepped` now if this round had a step that was not reported yet.
+
+        The training thread does so before it reports that it has left the round.
+        """
+        if self._first_step_of != round_id and self._progress.steps > 0:
+            event = events.WorkerStepped(self.born.worker, round_id, self._progress.version)
+            client.post_json(EVENTS_PATH, encode(event), deadline)
+            self._first_step_of, self._round_starts = round_id, False
+
+    def _leases(self) -> tuple[str, str]:
+        worker = self.born.worker
+        return contract.worker_lease(worker), contract.worker_half_lease(worker)
+
+
+def next_pause(before: float, size: int, *, stepped: bool) -> float:
+    """Return the seconds between two heartbeats of a worker that trains in a world of `size`.
+
+    The driver's load bounds it where the worker has `stepped` since the last heartbeat; otherwise
+    it grows from `before`, the last pause.
+    """
+    if stepped:
+        return min(max(size / HEARTBEATS_PER_S, SHORTEST_WAIT_S), LONGEST_WAIT_S)
+    return before * GROWTH
+
+
+def _new_documents(result: Result, seen: Counter[str]) -> dict[str, bytes]:
+    """Return the values that are newer than the revisions in `seen`, and record them there."""
+    entries = expect(result, Entries).entries
+    new = {key: entry.value for key, entry in entries.items() if entry.revision > seen[key]}
+    for key in new:
+        seen[key] = entries[key].revision
+    return new

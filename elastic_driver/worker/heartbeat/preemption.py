@@ -31,14 +31,23 @@ STOP_MARK = signal.Signals[contract.STOP_MARK]
 _HANDLED = 0x80  # marks a signal number that our Python handler wrote
 
 
-class SignalCounter:
-    """Counts the signals this process got; another thread than the main one may read them.
+class PreemptionWatch:
+    """Counts the signals, reports to the driver, once, that this worker has to go, and ends it.
 
-    Nothing changes before `listen`. Only signals without a handler are taken over; a handler or
-    a wakeup descriptor that the script sets later stays in force.
+    Belongs to the heartbeat thread, except for `listen` and `close`. Nothing changes before
+    `listen`. Only signals without a handler are taken over; a handler or a wakeup descriptor that
+    the script sets later stays in force.
+
+    Args:
+        worker: the name of this worker.
+        notice: seconds from the signal to the end of the process; 0: signals are left alone.
+        end: ends the process by a signal.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, worker: str, notice: float, end: Callable[[signal.Signals], None] | None = None
+    ) -> None:
+        self._worker, self._notice, self._end = worker, notice, end or end_by
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -46,14 +55,17 @@ class SignalCounter:
         self._owns_wakeup = False  # whether the interpreter writes to our socket
         self._caught: Counter[int] = Counter()  # signal number → times written in C
         self._handled: Counter[int] = Counter()  # signal number → times our handler ran
+        self._deadline: float | None = None  # set once the driver knows
+        self._first = signal.SIGTERM
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is something to count."""
         return self._reader.fileno()
 
     def listen(self) -> None:
-        """Take the signals over, once; does nothing outside the main thread."""
-        if self._taken or threading.current_thread() is not threading.main_thread():
+        """Take the signals over, once, in the first world; does nothing outside the main thread."""
+        on_main = threading.current_thread() is threading.main_thread()
+        if self._taken or self._notice == 0 or not on_main:
             return
         unhandled = [n for n in (*ANNOUNCING, STOP_MARK) if signal.getsignal(n) is signal.SIG_DFL]
         if not set(unhandled) & set(ANNOUNCING):
@@ -69,24 +81,27 @@ class SignalCounter:
 
     def close(self) -> None:
         """Give the signals back; also in a forked child."""
-        main = threading.current_thread() is threading.main_thread()
-        for number in filter(self._is_ours, self._taken):
-            if main:
+        ours = [number for number in self._taken if self._is_ours(number)]
+        for number in ours:
+            _reset_in_c(number)
+        with contextlib.suppress(ValueError):  # outside the main thread that has to be enough
+            for number in ours:
                 signal.signal(number, signal.SIG_DFL)
-            else:
-                _reset_in_c(number)
-        if self._owns_wakeup and main:
-            current = signal.set_wakeup_fd(-1)
-            if current not in (-1, self._writer.fileno()):
-                signal.set_wakeup_fd(current)
+            if self._owns_wakeup:
+                current = signal.set_wakeup_fd(-1)
+                if current not in (-1, self._writer.fileno()):
+                    signal.set_wakeup_fd(current)
         self._taken, self._owns_wakeup = [], False
         self._reader.close()
         self._writer.close()
 
     def wake(self) -> None:
         """Make `fileno` readable without a signal."""
-        with contextlib.suppress(OSError):  # full, so it is readable already; or closed
-            self._writer.send(b"\0")
+        self._write(0)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until a signal comes, or `wake` is called, or `seconds` have passed."""
+        select.select([self], [], [], seconds)
 
     def count(self) -> Counter[int]:
         """Return how often each announcing signal, and the mark, has come so far."""
@@ -98,40 +113,6 @@ class SignalCounter:
                 elif number == STOP_MARK or (number in self._taken and self._is_ours(number)):
                     self._caught[number] += 1  # any other signal is the script's own
         return self._caught | self._handled  # both may have recorded it: the larger count is right
-
-    def _is_ours(self, number: int) -> bool:
-        return signal.getsignal(number) == self._on_signal
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Record a signal where the wakeup descriptor is not ours, or a script passes one on."""
-        with contextlib.suppress(OSError):
-            self._writer.send(bytes([number | _HANDLED]))
-
-
-class PreemptionWatch(SignalCounter):
-    """Reports to the driver, once, that this worker has to go, and enforces the deadline.
-
-    Belongs to the heartbeat thread, except for `listen` and `close`. `notice`: seconds from the
-    signal to the end of the process; 0: signals are left alone.
-    """
-
-    def __init__(
-        self, worker: str, notice: float, end: Callable[[signal.Signals], None] | None = None
-    ) -> None:
-        super().__init__()
-        self._worker, self._notice = worker, notice
-        self._end = end_by if end is None else end
-        self._deadline: float | None = None  # set once the driver knows
-        self._first = signal.SIGTERM
-
-    def listen(self) -> None:
-        """Take the signals over; called on the main thread, in the first world."""
-        if self._notice > 0:
-            super().listen()
-
-    def wait(self, seconds: float) -> None:
-        """Sleep until a signal comes, or `wake` is called, or `seconds` have passed."""
-        select.select([self], [], [], seconds)
 
     def check(self, report: Callable[[WorkerLeaving], str]) -> float | None:
         """Act on the signals that came; return the seconds until the next check is needed.
@@ -159,6 +140,17 @@ class PreemptionWatch(SignalCounter):
             say(f"still here {self._notice:g} s after {self._first.name}; ending by it")
             self._end(self._first)
         return max(0.0, self._deadline - now)
+
+    def _is_ours(self, number: int) -> bool:
+        return signal.getsignal(number) == self._on_signal
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Record a signal where the wakeup descriptor is not ours, or a script passes one on."""
+        self._write(number | _HANDLED)
+
+    def _write(self, byte: int) -> None:
+        with contextlib.suppress(OSError):  # full, so it is readable already; or closed
+            self._writer.send(bytes([byte]))
 
 
 def end_by(number: signal.Signals) -> None:

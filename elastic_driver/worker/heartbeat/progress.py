@@ -106,24 +106,21 @@ class TrainingProgress:
     size: int = 1  # members of the round
     steps: int = 0  # commits in this round
     version: int = -1  # committed steps of the whole job
-    committed_at: float = field(init=False)
+    committed_at: float = field(default_factory=time.monotonic)
     step_time: float = 0.0  # seconds of the last step
-    active_at: float = field(init=False)  # last commit, report or end of a `busy` block
+    # The last commit, report or end of a `busy` block.
+    active_at: float = field(default_factory=time.monotonic)
     busy_until: float = 0.0  # silence until then is not a stall
     reported_steps: int = 0  # commits and reported steps in this round
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     samples: StepSamples = field(default_factory=StepSamples)
-    links: Callable[[], Links | None] = field(init=False)  # reads the usage of the group's links
+    links: Callable[[], Links | None] = lambda: None  # reads the usage of the group's links
     division: Division | None = None  # set by a FixedBatch with `balance`
     wants_allocations: bool = False  # set by the same: watch for new allocations
     # Written by the heartbeat thread.
     allocation: Allocation | None = None  # the newest one
     leave_after: int = NEVER  # leave the round at the first commit after this step
     leave_reason: str = ""  # written before `leave_after`
-
-    def __post_init__(self) -> None:
-        self.committed_at = self.active_at = time.monotonic()
-        self.left()
 
     def committed(self, version: int) -> bool:
         """Record a committed step; return whether the round has to be left now."""

@@ -32,18 +32,10 @@ FIRST_STEP_S = 600.0  # the adaptive limit in the first step of a round
 FIRST_STEP_FACTOR = 5.0  # a limit set by the user is multiplied by this there
 WORKING_FACTOR = 10.0  # the same for a thread that computes outside collectives: an evaluation?
 WORKING_SHARE = 0.1  # CPU seconds per second from which a thread counts as computing
+_OURS = "/elastic_driver/"
 STDERR = 2
 MAX_FRAMES = 60
 MAX_STACK_CHARS = 60_000
-CPU_TICKS_PER_S = 100
-# Files whose functions wait for a collective or for the device that carries it out. Our own
-# modules are not here: they may wait for a disk or for the driver.
-_COLLECTIVES = (
-    "torch/distributed/",
-    "torch/nn/parallel/distributed.py",
-    "torch/autograd/graph.py",
-    "torch/cuda/",
-)
 
 Location = Literal["collective", "elsewhere"]
 
@@ -53,7 +45,7 @@ class TrainingThread:
 
     def __init__(self) -> None:
         self._ident = threading.get_ident()
-        self._ticks = -1  # CPU time at the last check for sleep
+        self._ticks = -1  # CPU time at the last check for sleep, in hundredths of a second
         self._asleep = 0  # checks in a row that found it asleep
 
     def frame(self) -> FrameType | None:
@@ -67,10 +59,6 @@ class TrainingThread:
         except (OSError, AttributeError):
             return 0.0
 
-    def cpu_ticks(self) -> int:
-        """Return the CPU time in ticks, so that a short interruption does not count as running."""
-        return int(self.cpu_seconds() * CPU_TICKS_PER_S)
-
     def count_asleep(self) -> int:
         """Check for sleep; return how many checks in a row found it asleep in a collective.
 
@@ -78,15 +66,13 @@ class TrainingThread:
         forgotten, and the thread that waits for it sleeps until the group's timeout, half an hour
         (2 of 100 kills of a peer under a loop of small broadcasts). No call wakes it.
         """
-        ticks, frame = self.cpu_ticks(), self.frame()
-        waits = frame is not None and any(f in frame.f_code.co_filename for f in _COLLECTIVES)
+        frame, ticks = self.frame(), int(self.cpu_seconds() * 100)  # short interruptions: no tick
+        file = frame.f_code.co_filename if frame is not None else ""
+        # A thread in one of our own modules may wait for a disk or for the driver.
+        waits = waits_for_peers(file) and _OURS not in file
         self._asleep = self._asleep + 1 if waits and ticks == self._ticks else 0
         self._ticks = ticks
         return self._asleep
-
-    def reset_asleep(self) -> None:
-        """Forget the checks made so far."""
-        self._ticks, self._asleep = -1, 0
 
 
 def location_of(frame: FrameType | None) -> Location:
@@ -132,9 +118,7 @@ class StallWatch:
             return None
         if self._stall is None:
             place = "in a collective" if location == "collective" else "outside of collectives"
-            line = (
-                f"elastic: no progress for {silence:.1f} s, the training thread stands {place}:\n"
-            )
+            line = f"elastic: no progress for {silence:.1f} s, the training thread is {place}:\n"
             # Past Python's own buffers, whose lock may be what hangs.
             with contextlib.suppress(OSError, ValueError):
                 os.write(STDERR, line.encode())

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 from torch.distributed import HashStore, Store
 
+from elastic_driver import contract
 from elastic_driver.core.documents import Member, Notice, World
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError
@@ -33,6 +35,7 @@ from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.groups import Attempt, RoundGroup, RoundOverError
 from elastic_driver.worker.world.nccl import BackendChoice, DeviceHalf
 from elastic_driver.worker.world.wrapping import tear_down_wrappers
+from rendezvous.torch_store import HTTPStore
 
 GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
 CHECK_S = 1.0  # between two checks of a training thread that has not left yet
@@ -83,7 +86,7 @@ class JobMembership:
         # One request a rank instead of one a peer; gloo reads it when a group is built.
         os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
         if self._driver is not None:
-            self._driver.heartbeat.start()
+            self._driver.start()
 
     def stop(self) -> None:
         """Leave the world and end the heartbeat; bounded, whatever the peers do."""
@@ -99,7 +102,7 @@ class JobMembership:
         if self.group is not None:
             self.group.connections.close_in_child()
         if self._driver is not None:
-            self._driver.heartbeat.preemption.close()
+            self._driver.preemption.close()
 
     # ---- joining -------------------------------------------------------------------------
 
@@ -127,7 +130,7 @@ class JobMembership:
         checkpoint = FinalCheckpointTask(driver.born.worker, state) if state is not None else None
         while True:
             world, me = driver.await_world(self._left, checkpoint)
-            store = driver.store(world.round)
+            store = HTTPStore(driver.client, contract.round_prefix(world.round))
             try:
                 self._enter(world, me, store, state_version.steps, store.close)
                 return
@@ -141,7 +144,7 @@ class JobMembership:
     ) -> None:
         driver = self._driver
         device = groups.gloo_device(world, driver.born.endpoint if driver else None)
-        port = driver.port if driver else None
+        port = urlsplit(driver.born.endpoint).port if driver else None
         name, timeout = f"elastic-group-{world.round}", groups.CONNECT_TIMEOUT_S + 1
         run = partial(self._run_attempt, world.round, name, timeout)
         build = partial(groups.build, run, device=device, exclude_port=port)
@@ -207,7 +210,7 @@ class JobMembership:
             self.world, self.group = world, group
             self._left = world.round
             self._broken_since = None
-            self._thread.reset_asleep()
+            self._thread = TrainingThread()
             self.progress.links = group.connections.link_usage
             self.progress.entered(world.round, version, len(world.members))
             if self._notice is not None:  # it may have come while the group was built
@@ -215,7 +218,7 @@ class JobMembership:
         while self._left_groups:  # their other members are in this round, or gone
             self._left_groups.pop().end()
         if self._driver is not None:
-            self._driver.heartbeat.preemption.listen()
+            self._driver.preemption.listen()
         current.enter(me.place, world.round)
 
     # ---- leaving -------------------------------------------------------------------------

@@ -1,38 +1,155 @@
-"""The worker's line to the driver, against a real rendezvous server."""
+"""The worker's line to the driver and its one daemon thread, against a real rendezvous server."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+import pytest
+from aiohttp import web
+
+from elastic_driver import contract
+from elastic_driver.core.documents import Allocation, Division, Progress, decode, encode
 from elastic_driver.worker.context import WorkerContext
-from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
+from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, next_pause
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from rendezvous.auth import write_token_file
 from rendezvous.server import RendezvousServer
+from rendezvous.wire import EVENTS_PATH, Entries, Get, Set
+from tests.support.job import eventually
 
 TOKEN = "t" * 32
 
 
-def test_who_stops_on_purpose_is_never_taken_for_silent_or_lost(tmp_path: Path) -> None:
-    expired: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with RendezvousServer(token=TOKEN, on_lease_expired=expired.put) as server:
-        born = WorkerContext(
-            run_id="job",
-            worker="a.0.1",
-            host="a",
-            slot=0,
-            endpoint=server.url,
-            token_file=str(write_token_file(tmp_path / "token", TOKEN)),
-            heartbeat_timeout=0.5,
-        )
-        connection = DriverConnection(
-            born, TrainingProgress(), on_notice=lambda _notice: None, before_heartbeat=lambda: None
-        )
-        connection.heartbeat.start()
+@pytest.fixture
+def events() -> queue.SimpleQueue[dict[str, object]]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def server(events: queue.SimpleQueue[dict[str, object]]) -> Iterator[RendezvousServer]:
+    async def receive(request: web.Request) -> web.Response:
+        events.put(msgspec.json.decode(await request.read()))
+        return web.json_response({})
+
+    def routes(app: web.Application) -> None:
+        app.router.add_post(EVENTS_PATH, receive)
+
+    with RendezvousServer(token=TOKEN, routes=routes) as running:
+        yield running
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    return str(write_token_file(tmp_path / "token", TOKEN))
+
+
+@contextlib.contextmanager
+def sending_heartbeats(
+    server: RendezvousServer,
+    token_file: str,
+    progress: TrainingProgress,
+    leave_notice: float = 0.0,
+    heartbeat_timeout: float = 60.0,
+) -> Iterator[None]:
+    """A heartbeat of this progress."""
+    born = WorkerContext(
+        worker="a.0.1",
+        host="a",
+        endpoint=server.url,
+        token_file=token_file,
+        heartbeat_timeout=heartbeat_timeout,
+        leave_notice=leave_notice,
+    )
+    connection = DriverConnection(born, progress, lambda _notice: None, lambda: None)
+    connection.preemption.listen()
+    connection.start()
+    try:
+        yield
+    finally:
         connection.stop()
-        deadline = time.monotonic() + 2 * born.heartbeat_timeout
+
+
+def test_the_first_step_of_a_round_is_told_soon_though_the_heartbeat_before_could_wait_longer(
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, object]]
+) -> None:
+    progress = TrainingProgress()
+    with sending_heartbeats(server, token_file, progress):
+        # The thread has had time to begin a heartbeat that nothing but a new world can end.
+        with pytest.raises(queue.Empty):
+            events.get(timeout=0.3)
+        server.apply((Set(contract.JOB_WORLD, b"{}"),))
+        progress.entered(1, 0)
+        progress.committed(1)
+        event = events.get(timeout=1.0)
+    assert event == {"type": "worker_stepped", "worker": "a.0.1", "round": 1, "step": 1}
+
+
+def test_who_passes_shares_on_hears_of_new_ones_at_once_and_says_what_it_has(
+    server: RendezvousServer, token_file: str
+) -> None:
+    progress = TrainingProgress()
+    progress.entered(1, 0)
+    progress.division, progress.wants_allocations = Division(8, 3), True
+    progress.committed(1)
+    with sending_heartbeats(server, token_file, progress):
+        for shares in ((5, 2, 1), (3, 3, 2)):
+            server.apply((Set(contract.JOB_ALLOCATION, encode(Allocation(1, shares, "test"))),))
+            eventually(
+                lambda given=shares: progress.allocation and progress.allocation.shares == given,
+                within=5.0,
+                what=f"{shares} have been heard of",
+            )
+        (found,) = server.apply((Get((contract.worker_progress("a.0.1"),)),))
+    assert isinstance(found, Entries)
+    (entry,) = found.entries.values()
+    assert decode(Progress, entry.value).division == Division(8, 3)
+
+
+def test_the_heartbeats_of_a_world_that_trains_are_as_many_as_a_driver_bears() -> None:
+    pauses = [next_pause(9.0, size, stepped=True) for size in (1, 64, 256, 512, 10_000)]
+    assert pauses == [0.25, 0.25, 1.0, 2.0, 2.0]
+    assert next_pause(2.0, 4, stepped=False) == 3.0, "there was nothing to tell"
+
+
+def test_others_hear_nothing_of_shares(server: RendezvousServer, token_file: str) -> None:
+    progress = TrainingProgress()
+    progress.entered(1, 0)
+    server.apply((Set(contract.JOB_ALLOCATION, encode(Allocation(1, (1, 1), "test"))),))
+    with sending_heartbeats(server, token_file, progress):
+        progress.committed(1)
+        eventually(
+            lambda: server.apply((Get((contract.worker_progress("a.0.1"),)),))[0].entries,
+            within=5.0,
+            what="a heartbeat after the step",
+        )
+    assert progress.allocation is None
+
+
+def test_a_notice_is_passed_on_at_once_though_the_heartbeat_could_wait_longer(
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, object]]
+) -> None:
+    with sending_heartbeats(server, token_file, TrainingProgress(), 30.0):
+        with pytest.raises(queue.Empty):
+            events.get(timeout=0.3)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        event = events.get(timeout=2.0)
+    assert (event["type"], event["worker"], event["deadline"]) == ("worker_leaving", "a.0.1", 30.0)
+
+
+def test_who_stops_on_purpose_is_never_taken_for_silent_or_lost(token_file: str) -> None:
+    expired: queue.SimpleQueue[str] = queue.SimpleQueue()
+    timeout = 0.5
+    with RendezvousServer(token=TOKEN, on_lease_expired=expired.put) as server:
+        with sending_heartbeats(server, token_file, TrainingProgress(), heartbeat_timeout=timeout):
+            pass
+        deadline = time.monotonic() + 2 * timeout
         while time.monotonic() < deadline:  # its end may take long
             assert expired.empty(), expired.get()
             time.sleep(0.01)

@@ -17,7 +17,6 @@ from elastic_driver.worker.heartbeat.preemption import (
     ANNOUNCING,
     STOP_MARK,
     PreemptionWatch,
-    SignalCounter,
 )
 from tests.support.job import eventually
 
@@ -37,8 +36,8 @@ def dispositions() -> Iterator[None]:
 
 
 @pytest.fixture
-def signals() -> Iterator[SignalCounter]:
-    made = SignalCounter()
+def signals() -> Iterator[PreemptionWatch]:
+    made = PreemptionWatch("a.0.1", 60.0)
     yield made
     made.close()
 
@@ -48,7 +47,7 @@ def send(*numbers: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
-def test_signals_are_counted_once_whoever_writes_them_down(signals: SignalCounter) -> None:
+def test_signals_are_counted_once_whoever_writes_them_down(signals: PreemptionWatch) -> None:
     signals.listen()
     send(TERM, USR1)
     eventually(lambda: signals.count() == {TERM: 1, USR1: 1}, within=5, what="both")
@@ -58,14 +57,14 @@ def test_signals_are_counted_once_whoever_writes_them_down(signals: SignalCounte
     eventually(lambda: signals.count()[TERM] == 2, within=5, what="the second one")
 
 
-def test_signals_are_given_back(signals: SignalCounter) -> None:
+def test_signals_are_given_back(signals: PreemptionWatch) -> None:
     signals.listen()
     assert signal.getsignal(TERM) is not signal.SIG_DFL
     signals.close()
     assert [signal.getsignal(n) for n in (*ANNOUNCING, STOP_MARK)] == [signal.SIG_DFL] * 4
 
 
-def test_a_script_s_own_handler_stays_whenever_it_was_set(signals: SignalCounter) -> None:
+def test_a_script_s_own_handler_stays_whenever_it_was_set(signals: PreemptionWatch) -> None:
     got: list[int] = []
     signal.signal(USR1, lambda number, _: got.append(number))
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -79,7 +78,7 @@ def test_a_script_s_own_handler_stays_whenever_it_was_set(signals: SignalCounter
 
 
 def test_an_event_loop_s_descriptor_stays_and_signals_are_heard_all_the_same(
-    signals: SignalCounter,
+    signals: PreemptionWatch,
 ) -> None:
     theirs, writes = socket.socketpair()
     with theirs, writes:
@@ -94,7 +93,7 @@ def test_an_event_loop_s_descriptor_stays_and_signals_are_heard_all_the_same(
 
 
 def test_a_forked_child_dies_of_a_signal_as_ever_and_its_parent_hears_nothing(
-    signals: SignalCounter,
+    signals: PreemptionWatch,
 ) -> None:
     signals.listen()
     child = os.fork()

@@ -32,8 +32,6 @@ def test_a_thread_that_sleeps_in_a_collective_is_counted(filename: str) -> None:
     with end:
         thread = watched(filename, end.acquire)
         eventually(lambda: thread.count_asleep() >= 3, "three looks in a row", 5)
-        thread.reset_asleep()
-        assert thread.count_asleep() == 0
 
 
 def test_a_thread_that_waits_elsewhere_is_not() -> None:
@@ -50,8 +48,8 @@ def test_a_thread_that_computes_is_not() -> None:
         looks = []
 
         def ran() -> bool:
-            before = thread.cpu_ticks()
-            eventually(lambda: thread.cpu_ticks() > before, "it computes", 10)
+            before = thread.cpu_seconds()
+            eventually(lambda: thread.cpu_seconds() > before + 0.01, "it computes", 10)
             looks.append(thread.count_asleep())
             return len(looks) == 5
 
