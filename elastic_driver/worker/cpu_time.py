@@ -2,14 +2,13 @@
 
 The kernel counts both for each thread (`schedstat`, see `proc(5)`). The second is time taken by
 other programs or by a CPU quota; time in which a thread waits for data or for peers is in neither.
-`CpuSlowdown` is the slowdown of training. The contention timers are for node checks.
+`CpuSlowdown` is the slowdown of training. The accounts are for node checks.
 
-On a machine of its own, a host whose processor is taken by other programs is slow, whoever they
-are. Where several hosts share a machine, any other program there takes time from all of them, a
-little more from the one that happens to be measured. There a node check subtracts the time in which
-a thread was ready while another program ran. It does not subtract time lost to a CPU quota: the
-kernel stops a host's processes though a processor may be free, and that is the host's own slowness.
-Times are seconds.
+On a machine of its own, a host is slow if any other program takes its processor. Where several
+hosts share a machine, any other program there takes time from all of them, a little more from the
+one that happens to be measured. There a node check subtracts the time in which a thread was ready
+while another program ran. It does not subtract time lost to a CPU quota: the kernel stops a host's
+processes though a processor may be free, and that is the host's own slowness. Times are seconds.
 """
 
 import contextlib
@@ -27,25 +26,30 @@ _THREADS = Path("/proc/self/task")
 class CpuTime(NamedTuple):
     """The kernel's account of a thread, or of several."""
 
-    ran: float
-    waited: float  # ready to run, while something else ran
+    ran: float = 0.0
+    waited: float = 0.0  # ready to run, while something else ran
+    stops: int = 0  # by a CPU quota
+
+    def since(self, before: "CpuTime") -> "CpuTime":
+        """Return the account since an earlier one; `waited` is 0 where a quota has stopped us."""
+        waited = self.waited - before.waited if self.stops == before.stops else 0.0
+        return CpuTime(max(0.0, self.ran - before.ran), max(0.0, waited))
 
 
-# Begins a measurement; the returned function returns the CPU time since then.
-ContentionTimer = Callable[[], Callable[[], CpuTime]]
+CpuAccount = Callable[[], CpuTime]  # returns the account so far
 
 
-def read_cpu_time(*schedstats: Path) -> CpuTime | None:
-    """Return the sum of the accounts in these `schedstat` files; None where the kernel keeps none.
+def read_cpu_time(*schedstats: Path) -> CpuTime:
+    """Return the sum of the accounts in these `schedstat` files; 0 where the kernel keeps none.
 
     A file holds nanoseconds run, nanoseconds ready, and a number of time slices (`proc(5)`).
     """
-    ran = waited = found = 0
+    ran = waited = 0
     for path in schedstats:
         with contextlib.suppress(OSError, ValueError):  # the thread has ended
             own_ran, own_waited, _slices = map(int, path.read_text("ascii").split())
-            ran, waited, found = ran + own_ran, waited + own_waited, found + 1
-    return CpuTime(ran / 1e9, waited / 1e9) if found else None
+            ran, waited = ran + own_ran, waited + own_waited
+    return CpuTime(ran / 1e9, waited / 1e9)
 
 
 class CpuSlowdown:
@@ -61,74 +65,50 @@ class CpuSlowdown:
     def factor(self) -> float:
         """Return the seconds it takes to run for one second; 1.0 where the kernel keeps none."""
         now = read_cpu_time(_MAIN_THREAD)
-        if now is None:
-            return 1.0
-        if self._before is None:
+        passed = now.since(self._before or now)
+        if self._before is None or passed.ran >= LEAST_RUN_S:
             self._before = now
-        ran, waited = now.ran - self._before.ran, now.waited - self._before.waited
-        if ran >= LEAST_RUN_S:
-            self._before, self._factor = now, 1.0 + max(waited, 0.0) / ran
+        if passed.ran >= LEAST_RUN_S:
+            self._factor = 1.0 + passed.waited / passed.ran
         return self._factor
 
 
-def not_timed() -> Callable[[], CpuTime]:
-    """Begin a measurement from which nothing is subtracted."""
-    return lambda: CpuTime(0.0, 0.0)
+def of_thread() -> CpuAccount:
+    """Return the account of the thread that calls it."""
+    return _account(lambda: (_THREAD,))
 
 
-def of_thread() -> ContentionTimer:
-    """Return the timer for work of the calling thread alone."""
-    return _timer(lambda: (_THREAD,))
+def of_process() -> CpuAccount:
+    """Return the account of all threads of this process together."""
+    return _account(lambda: _THREADS.glob("*/schedstat"))
 
 
-def of_process() -> ContentionTimer:
-    """Return the timer for work that all threads of this process share."""
-    return _timer(lambda: _THREADS.glob("*/schedstat"))
-
-
-def _timer(schedstats: Callable[[], Iterable[Path]]) -> ContentionTimer:
-    """Return a timer whose `waited` is 0 where a quota stopped us, or the kernel does not tell."""
+def _account(schedstats: Callable[[], Iterable[Path]]) -> CpuAccount:
+    """Return an account whose `waited` is 0 where the kernel does not tell of quotas."""
     quotas = tuple(_quota_files())
 
-    def begin() -> Callable[[], CpuTime]:
-        before, stops = read_cpu_time(*schedstats()), _quota_stops(quotas)
+    def account() -> CpuTime:
+        ran, waited, _ = read_cpu_time(*schedstats())
+        return CpuTime(ran, waited if quotas else 0.0, sum(map(_stops, quotas)))
 
-        def since() -> CpuTime:
-            now = read_cpu_time(*schedstats())
-            if before is None or now is None:
-                return CpuTime(0.0, 0.0)
-            stopped = not quotas or _quota_stops(quotas) != stops
-            waited = 0.0 if stopped else max(0.0, now.waited - before.waited)
-            return CpuTime(max(0.0, now.ran - before.ran), waited)
-
-        return since
-
-    return begin
+    return account
 
 
-def _quota_stops(stats: tuple[Path, ...]) -> int:
-    """Return how often quotas have stopped our control groups so far."""
-    stops = 0
-    for path in stats:
-        with contextlib.suppress(OSError):
-            lines = path.read_text("ascii").splitlines()
-            stops += sum(int(line.split()[1]) for line in lines if line.startswith("nr_throttled "))
-    return stops
+def _stops(stat: Path) -> int:
+    """Return how often the quota of a control group has stopped it so far."""
+    with contextlib.suppress(OSError):
+        lines = stat.read_text("ascii").splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("nr_throttled "))
+    return 0
 
 
 def _quota_files() -> Iterator[Path]:
     """Yield the `cpu.stat` files of our control groups, from our own up to the root."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _number, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = _CGROUPS / controllers if controllers else _CGROUPS
-        if controllers and not root.is_dir():
-            root = _CGROUPS / "cpu"
-        own = Path(group.lstrip("/"))
-        stats = (root / folder / "cpu.stat" for folder in (own, *own.parents))
-        yield from filter(Path.is_file, stats)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text("utf-8", "replace").splitlines():
+            _number, controllers, group = line.split(":", 2)
+            if not controllers or "cpu" in controllers.split(","):
+                root = _CGROUPS / "cpu" if controllers else _CGROUPS  # version 1, or 2
+                own = Path(group.lstrip("/"))
+                stats = (root / folder / "cpu.stat" for folder in (own, *own.parents))
+                yield from filter(Path.is_file, stats)

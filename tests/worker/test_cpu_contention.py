@@ -20,19 +20,14 @@ def spin(seconds: float) -> None:
         pass
 
 
-def test_alone_nothing_is_subtracted() -> None:
-    account = cpu_time.not_timed()
-    spin(0.01)
-    assert account() == (0.0, 0.0)
-
-
 @pytest.mark.parametrize("timer", [cpu_time.of_thread, cpu_time.of_process])
 def test_the_time_at_work_is_told_and_no_more_is_lost_than_has_passed(
-    timer: Callable[[], cpu_time.ContentionTimer],
+    timer: Callable[[], cpu_time.CpuAccount],
 ) -> None:
-    began, account = time.perf_counter(), timer()()
+    began, account = time.perf_counter(), timer()
+    before = account()
     spin(0.05)
-    told = account()
+    told = account().since(before)
     passed = time.perf_counter() - began
     assert told.ran > 0.04
     assert told.waited >= 0.0
@@ -40,7 +35,8 @@ def test_the_time_at_work_is_told_and_no_more_is_lost_than_has_passed(
 
 
 def test_the_work_of_other_threads_belongs_to_the_process_and_not_to_the_thread() -> None:
-    own, everybody = cpu_time.of_thread()(), cpu_time.of_process()()
+    own, everybody = cpu_time.of_thread(), cpu_time.of_process()
+    before = own(), everybody()
     done, seen = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -51,7 +47,7 @@ def test_the_work_of_other_threads_belongs_to_the_process_and_not_to_the_thread(
     other = threading.Thread(target=work)
     other.start()
     assert done.wait(60)
-    told = own(), everybody()
+    told = own().since(before[0]), everybody().since(before[1])
     seen.set()
     other.join()
     assert told[0].ran < 0.09 < told[1].ran
@@ -61,9 +57,10 @@ def test_where_the_kernel_says_nothing_all_of_it_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_time, "_THREAD", tmp_path / "none")
-    account = cpu_time.of_thread()()
+    account = cpu_time.of_thread()
+    before = account()
     spin(0.01)
-    assert account() == (0.0, 0.0)
+    assert account().since(before) == (0.0, 0.0, 0)
 
 
 def test_time_lost_to_a_quota_counts() -> None:
@@ -73,9 +70,10 @@ def test_time_lost_to_a_quota_counts() -> None:
     if child == 0:
         os.close(writing)
         os.read(reading, 1)  # until we have a quota
-        account = cpu_time.of_thread()()
+        account = cpu_time.of_thread()
+        before = account()
         spin(0.05)
-        os._exit(0 if account().waited == 0.0 else 1)
+        os._exit(0 if account().since(before).waited == 0.0 else 1)
     os.close(reading)
     with slowed(child, 0.1) as how:
         os.close(writing)

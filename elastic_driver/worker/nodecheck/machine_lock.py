@@ -79,8 +79,7 @@ def _take(client: RendezvousClient, key: str, worker: str, until: float) -> bool
             if client.compare_set(key, expected, worker.encode()).swapped:
                 client.set(key, worker.encode(), LEASE_S)
                 return True
-            continue
-        left = until - time.monotonic()
-        if left <= 0:
+        elif (left := until - time.monotonic()) > 0:
+            client.get(key, min(left, _POLL_S), entry.revision)
+        else:
             return False
-        client.get(key, min(left, _POLL_S), entry.revision)

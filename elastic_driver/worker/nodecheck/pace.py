@@ -7,15 +7,14 @@ disturbance (another program's second, a page cache) spoils one interval and not
 the same reason there is a pause between two of them. Times are seconds.
 """
 
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
-import torch
-import torch.distributed as dist
+from torch.distributed import ReduceOp
 
-from elastic_driver.worker.cpu_time import ContentionTimer, not_timed
+from elastic_driver.worker.cpu_time import CpuAccount, CpuTime
 
 WARM_UP_S = 0.1  # loads libraries, and uses up what a quota has saved for an idle process
 INTERVAL_S = 0.3  # several periods of a quota
@@ -29,39 +28,19 @@ AGREE_FACTOR = 1.1  # two times agree if one is at most this times the other
 
 Work = Callable[[], object]
 Timing = Callable[[float], float]  # runs at least so many seconds; returns the seconds of a call
+# Combines the times of all ranks, element by element; a collective.
+Reduce = Callable[[Sequence[float], object], list[float]]
 
 
-class TimingGroup:
-    """The ranks that do the same work together and compare their times."""
-
-    def __init__(self, group: object, device: torch.device) -> None:
-        self._group, self._device = group, device
-
-    def longest(self, times: Sequence[float]) -> list[float]:
-        """Return the longest time of all ranks, element by element; a collective."""
-        return self._reduce(times, dist.ReduceOp.MAX)
-
-    def sums(self, times: Sequence[float]) -> list[float]:
-        """Return the sum of the times of all ranks, element by element; a collective."""
-        return self._reduce(times, dist.ReduceOp.SUM)
-
-    def _reduce(self, times: Sequence[float], operation: object) -> list[float]:
-        numbers = torch.tensor(times, dtype=torch.float64, device=self._device)
-        dist.all_reduce(numbers, operation, group=self._group)
-        return [float(number) for number in numbers.tolist()]
-
-
-def repeated(
-    work: Work, settle: Work = lambda: None, contention: ContentionTimer = not_timed
-) -> Timing:
+def repeated(work: Work, settle: Work = lambda: None, account: CpuAccount = CpuTime) -> Timing:
     """Return the timing of calls one after the other.
 
-    `settle` waits for the device after a call; time lost to `contention` does not count.
+    `settle` waits for the device after a call; time that `account` calls lost does not count.
     """
 
     def timing(least: float) -> float:
         settle()
-        cpu_time = contention()
+        before = account()
         began, calls = time.perf_counter(), 0
         while True:
             work()
@@ -69,12 +48,13 @@ def repeated(
             calls += 1
             passed = time.perf_counter() - began
             if passed >= least:
-                return max(passed - cpu_time().waited, passed * _LEAST_SHARE) / calls
+                lost = account().since(before).waited
+                return max(passed - lost, passed * _LEAST_SHARE) / calls
 
     return timing
 
 
-def in_threads(works: Sequence[Work], contention: ContentionTimer = not_timed) -> Timing:
+def in_threads(works: Sequence[Work], account: CpuAccount = CpuTime) -> Timing:
     """Return the timing of independent calls, each of `works` in a thread of its own.
 
     A thread that loses time to another program holds up no other, as it would in one product of
@@ -82,19 +62,11 @@ def in_threads(works: Sequence[Work], contention: ContentionTimer = not_timed) -
     """
 
     def timing(least: float) -> float:
-        rates = [0.0] * len(works)
+        def rate(work: Work) -> float:
+            return 1 / repeated(work, account=account)(least)
 
-        def run(index: int) -> None:
-            rates[index] = 1 / repeated(works[index], contention=contention)(least)
-
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if not all(rates):
-            raise RuntimeError("a measuring thread failed; its error is above")
-        return 1 / sum(rates)
+        with ThreadPoolExecutor(len(works)) as pool:
+            return 1 / sum(pool.map(rate, works))
 
     return timing
 
@@ -132,14 +104,7 @@ def _agree(times: Sequence[float]) -> bool:
     return bool(others) and others[0] <= AGREE_FACTOR * best
 
 
-def together(
-    work: Work,
-    settle: Work,
-    group: TimingGroup,
-    contention: ContentionTimer = not_timed,
-    *,
-    seconds: float = TOGETHER_S,
-) -> float:
+def together(work: Work, settle: Work, reduce: Reduce, account: CpuAccount = CpuTime) -> float:
     """Return the seconds of the best of some calls that all ranks make, the same number each.
 
     All ranks begin each call together, and its time is that of the slowest rank: a sender is done
@@ -149,17 +114,17 @@ def together(
     """
     work()
     settle()
-    (once,) = group.longest([repeated(work, settle)(0.0)])
+    (once,) = reduce([repeated(work, settle)(0.0)], ReduceOp.MAX)
     least, most = TOGETHER_CALLS
     spans, used = [], []
-    for _ in range(max(least, min(most, int(seconds / max(once, 1e-6))))):
-        group.longest([0.0])
-        cpu_time = contention()
-        began = time.perf_counter()
+    for _ in range(max(least, min(most, int(TOGETHER_S / max(once, 1e-6))))):
+        reduce([0.0], ReduceOp.MAX)
+        before, began = account(), time.perf_counter()
         work()
         settle()
         spans.append(time.perf_counter() - began)
-        used.append(cpu_time())
-    waited, ran = group.sums([u.waited for u in used]), group.longest([u.ran for u in used])
-    calls = zip(group.longest(spans), waited, ran, strict=True)
+        used.append(account().since(before))
+    waited = reduce([u.waited for u in used], ReduceOp.SUM)
+    ran = reduce([u.ran for u in used], ReduceOp.MAX)
+    calls = zip(reduce(spans, ReduceOp.MAX), waited, ran, strict=True)
     return min(max(span - lost, min(span, busy), span * _LEAST_SHARE) for span, lost, busy in calls)
