@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors: the names of `_NAMES`
-    from elastic_driver.batch.microbatches import allocate_microbatches as allocate_microbatches
     from elastic_driver.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
     from elastic_driver.errors import WorldBrokenError as WorldBrokenError
+    from elastic_driver.policies.microbatches import allocate_microbatches as allocate_microbatches
     from elastic_driver.worker.batches import FixedBatch as FixedBatch
     from elastic_driver.worker.current import cross_rank as cross_rank
     from elastic_driver.worker.current import cross_size as cross_size
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the names of `_NAMES`
     from elastic_driver.worker.world.wrapping import wrap as wrap
 
 _NAMES = {  # by module
-    "batch.microbatches": "allocate_microbatches",
+    "policies.microbatches": "allocate_microbatches",
     "errors": "HostsUpdatedInterrupt WorldBrokenError",
     "worker.batches": "FixedBatch",
     "worker.current": "cross_rank cross_size is_initialized local_rank local_size rank round_id "

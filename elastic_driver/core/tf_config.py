@@ -4,7 +4,7 @@ A task is a role (`chief`, `worker`, `ps`, `evaluator`) and an index. `assign` h
 anew each time the members change, and moves as few of them as it can; `TfLayout` remembers them,
 and each task's address, from one round to the next. Members are known by host and slot, for that
 is what stays when the processes are started again. Pure: called by `core.rules.placement` and, for
-clusters that form over HTTP, by `policies.tf.cluster`.
+clusters that form over HTTP, by `policies.tf_cluster`.
 
 The form of TF_CONFIG: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG
 """

@@ -1,1 +1,1 @@
-"""Policies beside the job: pure machines with tables of their own."""
+"""Policies beside the job: pure machines, and the arithmetic of batches and shards."""

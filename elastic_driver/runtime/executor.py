@@ -51,7 +51,7 @@ from elastic_driver.policies.messages import (
     ShowLine,
 )
 from elastic_driver.policies.nodecheck.checker import CheckDecision, CheckEnded
-from elastic_driver.policies.stragglers.machine import RoundPublished
+from elastic_driver.policies.stragglers import RoundPublished
 from elastic_driver.runtime.backend import Backend
 from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.event_log import EventLog

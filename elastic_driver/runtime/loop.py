@@ -20,11 +20,11 @@ from elastic_driver.policies.messages import KeysRead, MachineName, Reply, Reque
 from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.policies.nodecheck.report import CheckReport
-from elastic_driver.policies.shards.datasets import DataSets
-from elastic_driver.policies.shards.messages import ShardBatch, ShardRequest, WorkerEnded
-from elastic_driver.policies.stragglers.machine import RoundPublished, Stragglers
-from elastic_driver.policies.tf.cluster import TfCluster
-from elastic_driver.policies.tf.messages import TfRequest
+from elastic_driver.policies.shard_messages import ShardBatch, ShardRequest, WorkerEnded
+from elastic_driver.policies.shards import DataSets
+from elastic_driver.policies.stragglers import RoundPublished, Stragglers
+from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.policies.tf_messages import TfRequest
 from elastic_driver.runtime.checks import NodeChecks, impossible
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts

@@ -14,8 +14,8 @@
 | `POST /v1/tf/synchronize` | `Synchronized`: every member's value |
 
 Handlers run on the server's loop: they decode a request, post it as an event with a ticket, and
-wait for the machine's `Reply`. Messages are in `policies.shards.messages` and
-`policies.tf.messages`.
+wait for the machine's `Reply`. Messages are in `policies.shard_messages` and
+`policies.tf_messages`.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from aiohttp import web
 
 from elastic_driver import contract
 from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
-from elastic_driver.policies.shards.messages import (
+from elastic_driver.policies.shard_messages import (
     DoneRequest,
     ExtendRequest,
     NextRequest,
@@ -39,7 +39,7 @@ from elastic_driver.policies.shards.messages import (
     ShardCheckpoint,
     ShardRequest,
 )
-from elastic_driver.policies.tf.messages import (
+from elastic_driver.policies.tf_messages import (
     BarrierRequest,
     ClusterSpecRequest,
     LookRequest,

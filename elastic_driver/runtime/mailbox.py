@@ -14,9 +14,9 @@ from elastic_driver.core.job import Job
 from elastic_driver.policies.messages import KeysRead, RequestDropped
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.policies.nodecheck.report import CheckReport
-from elastic_driver.policies.shards.messages import ShardRequest, WorkerEnded
-from elastic_driver.policies.stragglers.machine import RoundPublished
-from elastic_driver.policies.tf.messages import TfRequest
+from elastic_driver.policies.shard_messages import ShardRequest, WorkerEnded
+from elastic_driver.policies.stragglers import RoundPublished
+from elastic_driver.policies.tf_messages import TfRequest
 from elastic_driver.runtime.host_lists import Hosts
 
 

@@ -39,8 +39,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_driver import contract
-from elastic_driver.batch.microbatches import allocate_microbatches, virtual_ranges
 from elastic_driver.errors import UsageError
+from elastic_driver.policies.microbatches import allocate_microbatches, virtual_ranges
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 from elastic_driver.worker.batching.loader import EpochPlan, fix_kernels, load, seed_everything
 from elastic_driver.worker.batching.shares import BalancedShares

@@ -27,8 +27,8 @@ from typing import Any, TypedDict
 from torch.utils.data import BatchSampler, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from elastic_driver.batch.permutation import Permutation, mix
 from elastic_driver.errors import UsageError
+from elastic_driver.policies.permutation import Permutation, mix
 from elastic_driver.worker.current import rank_and_size
 
 __all__ = ["ElasticSampler", "SamplerState"]

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from elastic_driver.policies import shard_messages as messages
 from elastic_driver.policies.messages import Rejection, Reply
-from elastic_driver.policies.shards import messages
-from elastic_driver.policies.shards.datasets import DataSets
+from elastic_driver.policies.shards import DataSets
 from elastic_driver.worker import context
 from elastic_driver.worker.worker_log import say
 from rendezvous.auth import read_token_file

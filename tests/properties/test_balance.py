@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.policies.stragglers.balance import (
+from elastic_driver.policies.balance import (
     Cost,
     fastest_shares,
     step_time,
 )
-from tests.policies.stragglers.test_balance import WINDOW, Ranks
+from tests.policies.test_balance import WINDOW, Ranks
 
 
 @pytest.mark.parametrize("shares", [(2, 2, 2, 2), (16, 16, 16, 16)])

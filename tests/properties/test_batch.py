@@ -7,14 +7,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.batch.microbatches import (
+from elastic_driver.policies.microbatches import (
     TreeSum,
     allocate_microbatches,
     allocate_weighted,
     finish_tree,
     tree_blocks,
 )
-from tests.batch.test_microbatches import tree_of
+from tests.policies.test_microbatches import tree_of
 
 counts = st.integers(1, 200)
 

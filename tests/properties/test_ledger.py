@@ -9,15 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from elastic_driver.policies.shards.ledger import ShardLedger
-from elastic_driver.policies.shards.messages import (
+from elastic_driver.policies.shard_ledger import ShardLedger
+from elastic_driver.policies.shard_messages import (
     End,
     Granted,
     ShardAccepted,
     ShardRefused,
 )
-from elastic_driver.policies.shards.sources import RangeSource, Shard
-from tests.policies.shards.test_ledger import _train, finish, grant
+from elastic_driver.policies.shard_sources import RangeSource, Shard
+from tests.policies.test_shard_ledger import _train, finish, grant
 
 
 def test_a_million_shards_take_no_memory_before_or_after_they_are_done() -> None:

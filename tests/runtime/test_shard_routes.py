@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from elastic_driver.core.events import AgentLost, WorkerExited, WorkerLost, WorkerStarted
-from elastic_driver.policies.shards import datasets
+from elastic_driver.policies import shards as datasets
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 from tests.runtime.jobs import JobUnderTest, StartJob

@@ -7,8 +7,8 @@ import time
 
 from elastic_driver.core.events import Tick
 from elastic_driver.policies.messages import Reply
-from elastic_driver.policies.shards.datasets import DataSets
-from elastic_driver.policies.tf.cluster import TfCluster
+from elastic_driver.policies.shards import DataSets
+from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime.machine_api import MachineRoutes, OpenRequests, RequestEvent
 from rendezvous.server import RendezvousServer
 

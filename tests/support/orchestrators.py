@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_driver.policies.tf.cluster import TfCluster
+from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.worker.tf import ClusterSpec, TfNode
 from rendezvous.auth import write_token_file
 from tests.runtime.waiting import until

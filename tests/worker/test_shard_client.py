@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import elastic_driver as elastic
-from elastic_driver.policies.shards.datasets import DataSets
-from elastic_driver.policies.shards.messages import Granted, ShardAccepted, Wait
+from elastic_driver.policies.shard_messages import Granted, ShardAccepted, Wait
+from elastic_driver.policies.shards import DataSets
 from rendezvous.auth import write_token_file
 from rendezvous.errors import RequestError
 from rendezvous.server import RendezvousServer

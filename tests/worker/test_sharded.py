@@ -13,7 +13,7 @@ import torch
 import elastic_driver as elastic
 from elastic_driver.core.events import WorkerLost
 from elastic_driver.errors import ClusterError, UsageError
-from elastic_driver.policies.shards.messages import (
+from elastic_driver.policies.shard_messages import (
     ReadStatus,
     ShardAccepted,
     ShardCounts,

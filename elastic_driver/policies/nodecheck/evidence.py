@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from elastic_driver.policies.stragglers.compute import usual
+from elastic_driver.policies.slow_ranks import usual
 
 FAILED_S = 3600.0  # what a task that failed or ran out of time counts as
 _MEASUREMENTS = 2  # that have to agree before a node is called slow

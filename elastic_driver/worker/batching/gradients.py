@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elastic_driver.batch.microbatches import Block, TreeSum, finish_tree, tree_blocks
 from elastic_driver.errors import UsageError
+from elastic_driver.policies.microbatches import Block, TreeSum, finish_tree, tree_blocks
 from elastic_driver.worker.batching.buckets import Bucket, BufferChanges, make_buckets
 
 Entries = list[Tensor | None]
@@ -154,7 +154,7 @@ class PlainSum(StepSum):
 
 
 class ExactSum(StepSum):
-    """Sums in the fixed binary tree of `batch.microbatches`, with the same bits on any world size.
+    """Sums in the fixed tree of `policies.microbatches`: the same bits on any world size.
 
     Each rank keeps O(log N) partial sums of its own leaves. At the end each rank is given one part
     of a bucket's elements: it receives that part of everybody's partial sums (one all-to-all),

@@ -22,8 +22,8 @@ from msgspec import Struct
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from elastic_driver.batch.microbatches import sample_counts
-from elastic_driver.batch.permutation import FACTOR, Permutation, mix
+from elastic_driver.policies.microbatches import sample_counts
+from elastic_driver.policies.permutation import FACTOR, Permutation, mix
 
 _AHEAD = 4096  # samples whose positions are shuffled together, which costs a tenth for each
 _DATA = 1  # makes the data set's randomness differ from the model's
@@ -146,7 +146,7 @@ def seed_everything(*identity: int) -> None:
         sys.modules["numpy.random"].seed(seed & 0xFFFFFFFF)
 
 
-# ---- `batch.permutation` for many positions at once --------------------------------------
+# ---- `policies.permutation` for many positions at once --------------------------------------
 
 
 def shuffled(order: Permutation, positions: Sequence[int]) -> list[int]:

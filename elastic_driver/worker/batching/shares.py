@@ -1,6 +1,6 @@
 """The micro-batches of each rank, where the driver balances them.
 
-With `--balance` the driver moves work away from slow ranks (`policies.stragglers.balance`) and
+With `--balance` the driver moves work away from slow ranks (`policies.balance`) and
 publishes the new shares. Ranks would hear of them at different steps, so only rank 0 listens.
 Every few steps it broadcasts what it knows; the broadcast begins with the step and ends with its
 gradients. What all ranks have received by then holds from the next step on. If a rank is lost
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_driver.batch.microbatches import allocate_microbatches
 from elastic_driver.core import documents
+from elastic_driver.policies.microbatches import allocate_microbatches
 from elastic_driver.worker import current
 from elastic_driver.worker.world import session
 

@@ -20,7 +20,7 @@ from elastic_driver.core.documents import (
 from elastic_driver.core.events import Event, RankRecovered, RankSlow, Tick
 from elastic_driver.core.status import SlowStatus
 from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, SendEvent
-from elastic_driver.policies.stragglers.machine import LOOK_S, SHARE, RoundPublished, Stragglers
+from elastic_driver.policies.stragglers import LOOK_S, SHARE, RoundPublished, Stragglers
 
 USUAL, SLOW = 0.1, 0.4
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from elastic_driver.policies.stragglers.compute import (
+from elastic_driver.policies.slow_ranks import (
     Change,
     Slowness,
     StragglerWatch,

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.batch.microbatches import (
+from elastic_driver.errors import UsageError
+from elastic_driver.policies.microbatches import (
     allocate_microbatches,
     allocate_weighted,
     finish_tree,
     sample_counts,
     virtual_ranges,
 )
-from elastic_driver.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from elastic_driver.core.documents import WorkerId
-from elastic_driver.policies.shards.sources import Offset, Shard, SourceState
+from elastic_driver.policies.shard_sources import Offset, Shard, SourceState
 
 WORLD = "world"
 """The holder of shards that all members of the job's world train together."""

@@ -17,8 +17,8 @@ from elastic_driver.core.decisions import Announce
 from elastic_driver.core.events import AgentLost, Tick, WorkerLost, WorkerStarted
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
-from elastic_driver.policies.shards.ledger import ShardLedger, open_ledger
-from elastic_driver.policies.shards.messages import (
+from elastic_driver.policies.shard_ledger import ShardLedger, open_ledger
+from elastic_driver.policies.shard_messages import (
     WORLD,
     Description,
     DoneRequest,
@@ -36,7 +36,7 @@ from elastic_driver.policies.shards.messages import (
     Wait,
     WorkerEnded,
 )
-from elastic_driver.policies.shards.sources import StreamSource
+from elastic_driver.policies.shard_sources import StreamSource
 
 LEASE_S = 60.0
 MAX_DATASETS = 256

@@ -20,7 +20,7 @@ from math import ceil
 from msgspec import Struct
 
 from elastic_driver.core.documents import Links
-from elastic_driver.policies.stragglers.compute import Change, Slowness, SlowRank, usual
+from elastic_driver.policies.slow_ranks import Change, Slowness, SlowRank, usual
 
 _TRAFFIC = 0.1  # of the busiest pair's bytes: less is no exchange of gradients
 _Pair = tuple[str, str]  # sender, receiver

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from elastic_driver.core.documents import Links, LinkUse
-from elastic_driver.policies.stragglers.compute import Change, Slowness
-from elastic_driver.policies.stragglers.links import LinkSettings, LinkWatch
+from elastic_driver.policies.slow_links import LinkSettings, LinkWatch
+from elastic_driver.policies.slow_ranks import Change, Slowness
 
 STEP_S = 0.5
 BEAT = 4  # steps

@@ -20,10 +20,10 @@ from elastic_driver.core.decisions import Announce
 from elastic_driver.core.documents import Allocation, Progress, World, decode_progress, encode
 from elastic_driver.core.events import RankRecovered, RankSlow, Tick
 from elastic_driver.core.status import SlowStatus
+from elastic_driver.policies.balance import Balancer, Cost, Move
 from elastic_driver.policies.messages import KeysRead, MachineName, PublishKey, ReadKeys, SendEvent
-from elastic_driver.policies.stragglers.balance import Balancer, Cost, Move
-from elastic_driver.policies.stragglers.compute import Change, Slowness, StragglerWatch
-from elastic_driver.policies.stragglers.links import LinkWatch
+from elastic_driver.policies.slow_links import LinkWatch
+from elastic_driver.policies.slow_ranks import Change, Slowness, StragglerWatch
 
 LOOK_S = 0.25  # as often as the workers of a small world send heartbeats
 SHARE = 20.0  # after a look, the wait is at least so many times as long as the look took

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from elastic_driver.errors import UsageError
-from elastic_driver.policies.shards.ledger import ShardLedger
-from elastic_driver.policies.shards.messages import (
+from elastic_driver.policies.shard_ledger import ShardLedger
+from elastic_driver.policies.shard_messages import (
     End,
     Granted,
     LedgerState,
@@ -16,7 +16,7 @@ from elastic_driver.policies.shards.messages import (
     ShardRefused,
     Wait,
 )
-from elastic_driver.policies.shards.sources import RangeSource, Shard, StreamSource
+from elastic_driver.policies.shard_sources import RangeSource, Shard, StreamSource
 
 
 def in_order(records: int = 30, shard_records: int = 10, epochs: int | None = 1) -> RangeSource:

@@ -10,8 +10,8 @@ from typing import Annotated, Protocol
 
 from msgspec import Meta, Struct
 
-from elastic_driver.batch.permutation import Permutation, mix
 from elastic_driver.errors import UsageError
+from elastic_driver.policies.permutation import Permutation, mix
 
 __all__ = ["Offset", "RangeSource", "RangeState", "Shard", "Source", "SourceState", "StreamSource"]
 

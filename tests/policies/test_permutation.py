@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from elastic_driver.batch.permutation import Permutation, mix
+from elastic_driver.policies.permutation import Permutation, mix
 
 ORDER_OF_TEN = [3, 4, 7, 6, 5, 8, 1, 9, 2, 0]
 MIXED = 15205877802699428709

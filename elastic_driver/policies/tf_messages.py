@@ -1,6 +1,6 @@
 """The messages between an orchestrator of TensorFlow and the driver: plain data, fit for JSON.
 
-`worker.tf` asks over HTTP, `policies.tf.cluster` answers. Times are seconds.
+`worker.tf` asks over HTTP, `policies.tf_cluster` answers. Times are seconds.
 """
 
 from typing import Annotated, ClassVar, Literal, NamedTuple

@@ -2,14 +2,14 @@
 
 A tag may be used repeatedly: each member's n-th call belongs to the n-th meeting of that tag. A
 meeting that fails, fails for all members: those that wait are answered at once, the others when
-they come. Pure: `policies.tf.cluster` calls it; `now` and deadlines are monotonic seconds.
+they come. Pure: `policies.tf_cluster` calls it; `now` and deadlines are monotonic seconds.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elastic_driver.policies.messages import Rejection
-from elastic_driver.policies.tf.messages import Synchronized, TfAnswer
+from elastic_driver.policies.tf_messages import Synchronized, TfAnswer
 
 MAX_TAGS = 4096  # that wait for members at the same time
 MAX_HELD_BYTES = 256 * 1024 * 1024  # of values that wait for others

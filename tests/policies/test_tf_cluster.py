@@ -6,8 +6,8 @@ from typing import Any
 
 from elastic_driver.core.tf_config import tf_config
 from elastic_driver.policies.messages import Rejection
-from elastic_driver.policies.tf.cluster import TfCluster
-from elastic_driver.policies.tf.messages import (
+from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.policies.tf_messages import (
     BarrierRequest,
     ClusterSpec,
     ClusterSpecRequest,

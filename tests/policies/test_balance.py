@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from elastic_driver.core.documents import Division
-from elastic_driver.policies.stragglers.balance import (
+from elastic_driver.policies.balance import (
     Balancer,
     BalanceSettings,
     Cost,

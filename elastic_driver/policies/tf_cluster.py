@@ -19,8 +19,8 @@ import msgspec
 from elastic_driver.core.events import Tick
 from elastic_driver.core.tf_config import WORKERS_ONLY, Task, assign, cluster_of
 from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
-from elastic_driver.policies.tf.meetings import Meetings
-from elastic_driver.policies.tf.messages import (
+from elastic_driver.policies.tf_meetings import Meetings
+from elastic_driver.policies.tf_messages import (
     BarrierRequest,
     ClusterSpec,
     ClusterSpecRequest,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from msgspec import Struct, field
 
 from elastic_driver.errors import UsageError
-from elastic_driver.policies.shards.messages import (
+from elastic_driver.policies.shard_messages import (
     Description,
     DoneAnswer,
     End,
@@ -31,7 +31,7 @@ from elastic_driver.policies.shards.messages import (
     ShardRefused,
     Wait,
 )
-from elastic_driver.policies.shards.sources import RangeSource, Shard, Source, StreamSource
+from elastic_driver.policies.shard_sources import RangeSource, Shard, Source, StreamSource
 
 
 class _Holder(Struct):

@@ -19,7 +19,7 @@ from statistics import median
 from msgspec import Struct
 
 from elastic_driver.core.documents import Division
-from elastic_driver.policies.stragglers.compute import usual
+from elastic_driver.policies.slow_ranks import usual
 
 
 class BalanceSettings(Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ def fastest_shares(virtual_workers: int, costs: Sequence[Cost]) -> list[int]:
     """Return the micro-batches of each rank that make a step shortest.
 
     Each rank keeps at least one: a rank without work could not show that it has recovered. Of equal
-    ranks the lower ones take more, as in `batch.allocate_microbatches`.
+    ranks the lower ones take more, as in `allocate_microbatches`.
 
     Raises:
         ValueError: fewer micro-batches than ranks, or a pass that takes no time.

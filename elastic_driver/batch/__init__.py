@@ -1,1 +1,0 @@
-"""The fixed global batch: micro-batches, their order, and a seeded permutation; pure."""

@@ -1,1 +1,0 @@
-"""Data shards for workers: the ledger, sources of data, messages; pure."""

@@ -1,1 +1,0 @@
-"""Slow ranks and links, and moving work away from them; pure."""
