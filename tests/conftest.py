@@ -1,5 +1,14 @@
 """Every run ends with a list of the tests that were left out."""
 
+from __future__ import annotations
+
+import signal
+
 from tests.support.left_out import pytest_configure
 
 __all__ = ["pytest_configure"]
+
+# A shell ignores SIGINT for what it starts in the background, and processes of tests would inherit
+# that: no test of Ctrl-C could pass there.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

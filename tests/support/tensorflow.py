@@ -22,7 +22,7 @@ _LOOK = f"from importlib.util import find_spec as f; print(*[n for n in {_NEEDED
 
 def tensorflow_python() -> str:
     """Return the interpreter's path; skip the test, with the reason, where there is none."""
-    named = os.environ.get(VARIABLE) or (str(INSTALLED) if INSTALLED.exists() else "")
+    named = os.environ.get(VARIABLE) or (str(INSTALLED) if os.access(INSTALLED, os.X_OK) else "")
     if not named:
         missing = [name for name in _NEEDED if find_spec(name) is None]
         if missing:
