@@ -1,4 +1,4 @@
-"""The TensorFlow cluster that forms over HTTP: its members, who waits, who was lost (a `Machine`).
+"""The TensorFlow cluster that forms over HTTP: its members, waiting and lost nodes (a `Machine`).
 
 A node comes with a `ClusterSpecRequest`. When `min_nodes` have come, a window opens in which more
 may join; arrivals do not extend it, and `max_nodes` close it. A cluster that forms is a
@@ -11,39 +11,133 @@ Pure. Times are monotonic seconds.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
 
 from elastic_driver.core.events import Tick
 from elastic_driver.core.tf_config import WORKERS_ONLY, Task, assign, cluster_of
+from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
-from elastic_driver.policies.tf_meetings import Meetings
-from elastic_driver.policies.tf_messages import (
-    BarrierRequest,
-    ClusterSpec,
-    ClusterSpecRequest,
-    LookRequest,
-    SynchronizeRequest,
-    TfAnswer,
-    TfRequest,
-    WaitingNodes,
-)
-
-TfEvent = TfRequest | RequestDropped | Tick
 
 HELD_UP_S = 0.5  # a Tick that is this late means that the driver itself stood still
 RENEWAL_S = 1.0  # for renewals that wait in socket buffers to be read
+MAX_TAGS = 4096  # that wait for members at the same time
+MAX_HELD_BYTES = 256 * 1024 * 1024  # of values that wait for others
+_ANEW = "ask for the next cluster_spec"
+
+Answer = tuple[int, str, tf.ClusterSpec | tf.Synchronized | Rejection]
+"""The ticket of a request, the node that sent it, and the reply."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Bounds:
-    """The numbers on which all nodes that wait together have to agree."""
+# ---- barriers and exchanges --------------------------------------------------------------
 
-    least: int
-    most: int
-    gather: float
+
+@dataclass(slots=True)
+class _Meeting:
+    deadline: float
+    called: set[str] = field(default_factory=set)
+    values: dict[str, bytes] = field(default_factory=dict)
+    tickets: dict[str, int] = field(default_factory=dict)
+    failed: Rejection | None = None
+
+
+@dataclass(slots=True)
+class _Tag:
+    calls: dict[str, int] = field(default_factory=dict)  # so far, by member
+    meetings: dict[int, _Meeting] = field(default_factory=dict)
+
+
+class Meetings:
+    """All barriers and exchanges of one generation, identified by their tags.
+
+    A tag may be used repeatedly: each member's n-th call belongs to the n-th meeting of that tag. A
+    meeting that fails, fails for all members: those that wait are answered at once, the others
+    when they come. `members` are in the order of their indices.
+    """
+
+    def __init__(self, generation: int, members: Iterable[str]) -> None:
+        self._generation, self._members = generation, tuple(members)
+        self._tags: dict[str, _Tag] = {}
+        self._broken: Rejection | None = None
+        self._held = 0  # bytes
+
+    def arrive(self, ticket: int, request: tf.BarrierRequest, deadline: float) -> list[Answer]:
+        """Take in that a member has come to a tag, or why it does not; return the answers."""
+        member, tag = request.address, request.tag
+        value = request.value if isinstance(request, tf.SynchronizeRequest) else b""
+        refused = self._broken
+        if refused is None and tag not in self._tags and len(self._tags) >= MAX_TAGS:
+            refused = Rejection("too_many_tags", f"{MAX_TAGS} tags wait already", "use tags again")
+        elif refused is None and self._held + len(value) > MAX_HELD_BYTES:
+            problem = f"values of {self._held} bytes wait already"
+            refused = Rejection("too_large", problem, "synchronize less at once")
+        if refused is not None:
+            return [(ticket, member, refused)]
+        known = self._tags.setdefault(tag, _Tag())
+        number = known.calls[member] = known.calls.get(member, 0) + 1
+        meeting = known.meetings.setdefault(number, _Meeting(deadline))
+        meeting.called.add(member)
+        meeting.tickets[member] = ticket
+        reply: tf.Synchronized | Rejection | None = meeting.failed
+        if reply is None and request.failure is not None:
+            problem = f"{tag!r} failed: {member} says: {request.failure}"
+            reply = Rejection("failed", problem, _ANEW)
+        elif reply is None:
+            meeting.values[member] = value
+            meeting.deadline = min(meeting.deadline, deadline)
+            self._held += len(value)
+            if len(meeting.values) == len(self._members):
+                values = {name: meeting.values[name] for name in self._members}
+                reply = tf.Synchronized(self._generation, values)
+        answers = [] if reply is None else self._answer(meeting, reply)
+        if len(meeting.called) == len(self._members):
+            del known.meetings[number]
+        if not known.meetings and len({known.calls.get(m, 0) for m in self._members}) == 1:
+            del self._tags[tag]
+        return answers
+
+    def gone(self, member: str, why: str) -> list[Answer]:
+        """Fail every meeting, now and later: this member will never come again."""
+        problem = f"{member} {why}, generation {self._generation} cannot meet any more"
+        self._broken = Rejection("member_gone", problem, _ANEW)
+        answers = [a for _, m in self._open() for a in self._answer(m, self._broken)]
+        self._tags.clear()
+        return answers
+
+    def expire(self, now: float) -> list[Answer]:
+        """Fail the meetings whose deadline is over; return the answers to give."""
+        answers = []
+        for tag, meeting in self._open():
+            if meeting.deadline <= now:
+                missing = [name for name in self._members if name not in meeting.called]
+                problem = (
+                    f"{tag!r} timed out: {', '.join(missing[:8])} "
+                    f"({len(missing)} of {len(self._members)}) did not come"
+                )
+                answers += self._answer(meeting, Rejection("timed_out", problem, _ANEW))
+        return answers
+
+    def deadline(self) -> float | None:
+        """Return when to call `expire` next."""
+        return min((meeting.deadline for _, meeting in self._open()), default=None)
+
+    def _open(self) -> list[tuple[str, _Meeting]]:
+        """Return the meetings that have not failed, with their tags."""
+        meetings = ((tag, m) for tag, known in self._tags.items() for m in known.meetings.values())
+        return [(tag, meeting) for tag, meeting in meetings if meeting.failed is None]
+
+    def _answer(self, meeting: _Meeting, reply: tf.Synchronized | Rejection) -> list[Answer]:
+        """Answer all members that wait, and drop the values."""
+        if isinstance(reply, Rejection):
+            meeting.failed = reply
+        self._held -= sum(map(len, meeting.values.values()))
+        tickets, meeting.tickets, meeting.values = meeting.tickets, {}, {}
+        return [(ticket, member, reply) for member, ticket in tickets.items()]
+
+
+# ---- the cluster -------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -61,7 +155,7 @@ class TfCluster:
         self._lease = lease
         self._leases: dict[str, float] = {}  # until when
         self._waiting: dict[str, _Call] = {}  # in the order of their arrival
-        self._bounds: _Bounds | None = None  # of those who wait
+        self._wished: tf.ClusterSpecRequest | None = None  # has the numbers of all that wait
         self._window: float | None = None  # the end of the time in which others may still join
         self._generation = 0
         self._tasks: dict[str, Task] = {}  # of the newest generation, the oldest member first
@@ -70,22 +164,35 @@ class TfCluster:
         self._lost: list[str] = []
         self._unaware: set[str] = set()  # members that had no request open when it formed
         self._meetings = Meetings(0, ())
+        self._out: list[Reply] = []
 
     # ---- the door ------------------------------------------------------------------------
 
-    def handle(self, event: TfEvent, now: float) -> list[Reply]:
+    def handle(self, event: tf.TfRequest | RequestDropped | Tick, now: float) -> list[Reply]:
         """Take in a request, the end of one, or the time."""
         match event:
-            case TfRequest():
-                return self._answer(event, now)
-            case RequestDropped(ticket=ticket):
-                self.withdraw(ticket, now)
-                return []
+            case tf.TfRequest(ticket, request):
+                self._take(ticket, request, now)
+            case RequestDropped(ticket=ticket):  # its node keeps its place for one lease
+                for node, call in self._waiting.items():
+                    if call.ticket == ticket:
+                        call.ticket = None
+                        self._leases[node] = now + self._lease
             case Tick():
                 due = self.deadline()
-                if due is not None and now - due > HELD_UP_S:
-                    self.postpone(now - due + RENEWAL_S)
-                return _replies(self.expire(now))
+                if due is not None and now - due > HELD_UP_S:  # no node could be heard
+                    late = now - due + RENEWAL_S
+                    self._leases = {node: until + late for node, until in self._leases.items()}
+                self._expire(now)
+        out, self._out = self._out, []
+        return out
+
+    def deadline(self) -> float | None:
+        """See `Machine.deadline`."""
+        calls = (call.until for call in self._waiting.values() if call.ticket is not None)
+        others = (self._window, self._meetings.deadline())
+        known = (at for at in others if at is not None)
+        return min(chain(self._leases.values(), calls, known), default=None)
 
     def check(self) -> list[str]:
         """See `Machine.check`."""
@@ -97,85 +204,119 @@ class TfCluster:
         state = (self._generation, self._tasks, sorted(self._living), list(self._waiting))
         return msgspec.json.encode((*state, self._lost, self._leases))
 
-    def _answer(self, event: TfRequest, now: float) -> list[Reply]:
-        ticket, request = event.ticket, event.request
-        match request:
-            case ClusterSpecRequest():
-                return _replies(self.join(ticket, request, now))
-            case LookRequest(address):
-                return [Reply(ticket, self.look(address, now))]
-            case BarrierRequest() | SynchronizeRequest():
-                kind = "barrier" if isinstance(request, BarrierRequest) else "synchronize"
-                tagged = msgspec.structs.replace(request, tag=f"{kind} {request.tag}")
-                return _replies(self.arrive(ticket, tagged, now))
-
     # ---- requests ------------------------------------------------------------------------
 
-    def join(self, ticket: int, request: ClusterSpecRequest, now: float) -> list[TfAnswer]:
+    def _take(
+        self,
+        ticket: int,
+        request: tf.ClusterSpecRequest | tf.BarrierRequest | tf.LookRequest,
+        now: float,
+    ) -> None:
+        match request:
+            case tf.ClusterSpecRequest():
+                self._join(ticket, request, now)
+            case tf.LookRequest(node):
+                if node in self._leases:
+                    self._leases[node] = max(self._leases[node], now + self._lease)
+                waiting, lost = tuple(self._waiting), tuple(self._lost)
+                look = tf.WaitingNodes(self._count(), self._generation, waiting, lost)
+                self._out.append(Reply(ticket, look))
+            case tf.BarrierRequest(address=node) if node not in self._living:
+                problem = f"{node} is not a member of generation {self._generation}"
+                refused = Rejection("not_a_member", problem, "ask for a cluster_spec first")
+                self._out.append(Reply(ticket, refused))
+            case tf.BarrierRequest(address=node):
+                kind = "synchronize" if isinstance(request, tf.SynchronizeRequest) else "barrier"
+                tagged = msgspec.structs.replace(request, tag=f"{kind} {request.tag}")
+                deadline = now + request.timeout
+                self._leases[node] = deadline + self._lease
+                self._answer(self._meetings.arrive(ticket, tagged, deadline), now)
+
+    def _join(self, ticket: int, request: tf.ClusterSpecRequest, now: float) -> None:
         """Take a node in for the next generation; it leaves the one that it is in."""
         node = request.address
         if node in self._unaware:
             self._unaware.discard(node)
-            return self._with_leases([TfAnswer(ticket, node, self._spec(node))], now)
+            self._answer([(ticket, node, self._spec(node))], now)
+            return
         refused = self._disagrees(request)
         if refused is not None:
-            return [TfAnswer(ticket, node, refused)]
-        answers: list[TfAnswer] = []
+            self._out.append(Reply(ticket, refused))
+            return
         if node in self._living:
             self._living.discard(node)
-            answers += self._meetings.gone(node, "has asked for the next cluster")
+            self._answer(self._meetings.gone(node, "has asked for the next cluster"), now)
         before = self._waiting.get(node)
         if before is not None and before.ticket is not None:
             problem = f"another request came from {node}"
             hint = "give each node an address of its own"
-            answers.append(TfAnswer(before.ticket, node, Rejection("replaced", problem, hint)))
-        self._bounds = _Bounds(request.min_nodes, request.max_nodes, request.gather)
-        until = now + request.wait
+            self._out.append(Reply(before.ticket, Rejection("replaced", problem, hint)))
+        self._wished, until = request, now + request.wait
         self._waiting[node] = _Call(ticket, until)
         self._leases[node] = until + self._lease
-        answers += self._form(now)
-        return self._with_leases(answers, now)
+        self._form(now)
 
-    def look(self, node: str | None, now: float) -> WaitingNodes:
-        """Return what has changed since the generation formed; renew the lease of `node`."""
-        if node in self._leases:
-            self._leases[node] = max(self._leases[node], now + self._lease)
-        waiting, lost = tuple(self._waiting), tuple(self._lost)
-        return WaitingNodes(self._count(), self._generation, waiting, lost)
-
-    def arrive(
-        self, ticket: int, request: BarrierRequest | SynchronizeRequest, now: float
-    ) -> list[TfAnswer]:
-        """Take in that a member has come to a barrier or an exchange."""
-        node = request.address
-        if node not in self._living:
-            problem = f"{node} is not a member of generation {self._generation}"
-            refused = Rejection("not_a_member", problem, "ask for a cluster_spec first")
-            return [TfAnswer(ticket, node, refused)]
-        deadline = now + request.timeout
-        self._leases[node] = deadline + self._lease
-        answers = self._meetings.arrive(
-            ticket,
-            node,
-            request.tag,
-            value=request.value if isinstance(request, SynchronizeRequest) else b"",
-            failure=request.failure,
-            deadline=deadline,
+    def _disagrees(self, request: tf.ClusterSpecRequest) -> Rejection | None:
+        least, most, wished = request.min_nodes, request.max_nodes, self._wished
+        if least > most:
+            return Rejection("bad_bounds", f"min_nodes {least} is more than max_nodes {most}")
+        if wished is None or not self._waiting or list(self._waiting) == [request.address]:
+            return None
+        if (least, most, request.gather) == (wished.min_nodes, wished.max_nodes, wished.gather):
+            return None
+        return Rejection(
+            "other_bounds",
+            f"others wait for {wished.min_nodes} to {wished.max_nodes} nodes and gather for "
+            f"{wished.gather:g} s",
+            "ask for the same on every node",
         )
-        return self._with_leases(answers, now)
 
-    def withdraw(self, ticket: int, now: float) -> None:
-        """Forget a request whose client is gone; its node keeps its place for one lease."""
-        for node, call in self._waiting.items():
-            if call.ticket == ticket:
-                call.ticket = None
-                self._leases[node] = now + self._lease
+    # ---- generations ---------------------------------------------------------------------
+
+    def _form(self, now: float) -> None:
+        """Form the next generation, if it is time."""
+        wished = self._wished
+        if wished is None or self._living or len(self._waiting) < wished.min_nodes:
+            self._window = None
+            return
+        if len(self._waiting) < wished.max_nodes:
+            if self._window is None:
+                self._window = now + wished.gather
+            if now < self._window:
+                return
+        stays = (node for node in self._tasks if node in self._waiting and node not in self._lost)
+        stayed = {node: self._tasks[node] for node in stays}
+        newcomers = (node for node in self._waiting if node not in stayed)
+        members = [*stayed, *newcomers][: wished.max_nodes]
+        self._generation += 1
+        self._tasks = assign(members, WORKERS_ONLY, stayed)
+        self._cluster = cluster_of(self._tasks, {node: node for node in self._tasks})
+        self._living, self._lost, self._window = set(self._tasks), [], None
+        by_index = sorted(self._tasks, key=lambda node: self._tasks[node])
+        self._meetings = Meetings(self._generation, by_index)
+        tickets = {node: self._waiting.pop(node).ticket for node in self._tasks}
+        self._unaware = {node for node, ticket in tickets.items() if ticket is None}
+        if not self._waiting:
+            self._wished = None
+        asked = ((node, ticket) for node, ticket in tickets.items() if ticket is not None)
+        self._answer([(ticket, node, self._spec(node)) for node, ticket in asked], now)
+
+    def _spec(self, node: str) -> tf.ClusterSpec:
+        return tf.ClusterSpec(self._generation, self._cluster, self._tasks[node])
+
+    def _count(self) -> int:
+        """Return how many members were lost (below 0), or how many nodes could join."""
+        if self._lost or self._wished is None:
+            return -len(self._lost)
+        back = sum(1 for node in self._waiting if node in self._tasks)
+        room = max(0, self._wished.max_nodes - len(self._living) - back)
+        return back + min(len(self._waiting) - back, room)
 
     # ---- time ----------------------------------------------------------------------------
 
-    def expire(self, now: float) -> list[TfAnswer]:
+    def _expire(self, now: float) -> None:
         """Do everything that is due by now."""
-        answers = self._with_leases(self._meetings.expire(now), now)
+        self._answer(self._meetings.expire(now), now)
         for node in [node for node, until in self._leases.items() if until <= now]:
             del self._leases[node]
             self._waiting.pop(node, None)
@@ -184,102 +325,26 @@ class TfCluster:
                 self._unaware.discard(node)
                 self._lost.append(node)
                 gone = self._meetings.gone(node, f"was not heard of for {self._lease:g} s")
-                answers += self._with_leases(gone, now)
-        answers += self._with_leases(self._form(now), now)
+                self._answer(gone, now)
+        self._form(now)
         for node, call in self._waiting.items():
             if call.ticket is not None and call.until <= now:
-                answers.append(TfAnswer(call.ticket, node, self._not_yet()))
+                self._out.append(Reply(call.ticket, self._not_yet()))
                 call.ticket = None
                 self._leases[node] = now + self._lease
-        return answers
-
-    def deadline(self) -> float | None:
-        """See `Machine.deadline`."""
-        calls = (call.until for call in self._waiting.values() if call.ticket is not None)
-        others = (self._window, self._meetings.deadline())
-        known = (at for at in others if at is not None)
-        return min(chain(self._leases.values(), calls, known), default=None)
-
-    def postpone(self, seconds: float) -> None:
-        """Let all leases end later: nobody could be heard for so many seconds."""
-        self._leases = {node: until + seconds for node, until in self._leases.items()}
-
-    # ---- inside --------------------------------------------------------------------------
-
-    def _disagrees(self, request: ClusterSpecRequest) -> Rejection | None:
-        if request.min_nodes > request.max_nodes:
-            problem = f"min_nodes {request.min_nodes} is more than max_nodes {request.max_nodes}"
-            return Rejection("bad_bounds", problem)
-        wished = _Bounds(request.min_nodes, request.max_nodes, request.gather)
-        alone = not self._waiting or list(self._waiting) == [request.address]
-        if alone or wished == self._bounds or self._bounds is None:
-            return None
-        return Rejection(
-            "other_bounds",
-            f"others wait for {self._bounds.least} to {self._bounds.most} nodes and gather for "
-            f"{self._bounds.gather:g} s",
-            "ask for the same on every node",
-        )
-
-    def _form(self, now: float) -> list[TfAnswer]:
-        """Form the next generation, if it is time."""
-        bounds = self._bounds
-        if bounds is None or self._living or len(self._waiting) < bounds.least:
-            self._window = None
-            return []
-        if len(self._waiting) < bounds.most:
-            if self._window is None:
-                self._window = now + bounds.gather
-            if now < self._window:
-                return []
-        stayed = {node: task for node, task in self._tasks.items() if node in self._waiting}
-        stayed = {node: task for node, task in stayed.items() if node not in self._lost}
-        newcomers = (node for node in self._waiting if node not in stayed)
-        self._begin([*stayed, *newcomers][: bounds.most], stayed)
-        tickets = {node: self._waiting.pop(node).ticket for node in self._tasks}
-        self._unaware = {node for node, ticket in tickets.items() if ticket is None}
-        if not self._waiting:
-            self._bounds = None
-        asked = ((node, ticket) for node, ticket in tickets.items() if ticket is not None)
-        return [TfAnswer(ticket, node, self._spec(node)) for node, ticket in asked]
-
-    def _begin(self, members: Iterable[str], previous: dict[str, Task]) -> None:
-        self._generation += 1
-        self._tasks = assign(list(members), WORKERS_ONLY, previous)
-        self._cluster = cluster_of(self._tasks, {node: node for node in self._tasks})
-        self._living, self._lost = set(self._tasks), []
-        self._window = None
-        by_index = sorted(self._tasks, key=lambda node: self._tasks[node])
-        self._meetings = Meetings(self._generation, by_index)
-
-    def _spec(self, node: str) -> ClusterSpec:
-        return ClusterSpec(self._generation, self._cluster, self._tasks[node])
-
-    def _count(self) -> int:
-        if self._lost:
-            return -len(self._lost)
-        if self._bounds is None:
-            return 0
-        back = sum(1 for node in self._waiting if node in self._tasks)
-        room = max(0, self._bounds.most - len(self._living) - back)
-        return back + min(len(self._waiting) - back, room)
 
     def _not_yet(self) -> Rejection:
-        least = self._bounds.least if self._bounds is not None else 1
+        least = self._wished.min_nodes if self._wished is not None else 1
         problem = f"{len(self._waiting)} nodes wait, {least} are needed"
         if self._living:
             problem = f"{len(self._living)} members train in generation {self._generation}"
         hint = f"ask again: the place is kept for {self._lease:g} s"
         return Rejection("timed_out", f"no cluster yet: {problem}", hint)
 
-    def _with_leases(self, answers: list[TfAnswer], now: float) -> list[TfAnswer]:
-        """Renew the lease of each node that is answered, unless it still waits."""
-        for _, node, _ in answers:
+    def _answer(self, answers: Iterable[Answer], now: float) -> None:
+        """Give answers; renew the lease of each node that is answered, unless it still waits."""
+        for ticket, node, reply in answers:
+            self._out.append(Reply(ticket, reply))
             call = self._waiting.get(node)
             if node in self._leases and (call is None or call.ticket is None):
                 self._leases[node] = now + self._lease
-        return answers
-
-
-def _replies(answers: Iterable[TfAnswer]) -> list[Reply]:
-    return [Reply(answer.ticket, answer.reply) for answer in answers]

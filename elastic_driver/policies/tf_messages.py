@@ -1,22 +1,19 @@
 """The messages between an orchestrator of TensorFlow and the driver: plain data, fit for JSON.
 
-`worker.tf` asks over HTTP, `policies.tf_cluster` answers. Times are seconds.
+`worker.tf` sends the requests over HTTP, `policies.tf_cluster` answers. Times are seconds.
 """
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
 from elastic_driver.core.tf_config import Task
-from elastic_driver.policies.messages import Rejection
 
-MAX_WAIT_S = 60.0  # of one cluster_spec request; who waits longer asks again and keeps its place
+MAX_WAIT_S = 60.0  # of one cluster_spec request; a node that waits longer asks again
 MAX_VALUE_BYTES = 1024 * 1024
 
 Address = Annotated[str, Meta(min_length=3, max_length=300, pattern=r"^\S+:[0-9]{1,5}$")]
-Tag = Annotated[str, Meta(min_length=1, max_length=256)]
 Nodes = Annotated[int, Meta(ge=1, le=100_000)]
-Timeout = Annotated[float, Meta(gt=0.0, le=600.0)]
 
 
 class ClusterSpecRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,19 +56,15 @@ class BarrierRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """`address` has come to the barrier `tag`, or (`failure`) says why it does not come."""
 
     address: Address
-    tag: Tag
-    timeout: Timeout
+    tag: Annotated[str, Meta(min_length=1, max_length=256)]
+    timeout: Annotated[float, Meta(gt=0.0, le=600.0)]
     failure: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
 
 
-class SynchronizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+class SynchronizeRequest(BarrierRequest, frozen=True, forbid_unknown_fields=True):
     """A `BarrierRequest` with a value for all other members (bytes; base64 in JSON)."""
 
-    address: Address
-    tag: Tag
-    timeout: Timeout
     value: Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)] = b""
-    failure: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
 
 
 class Passed(Struct, frozen=True):
@@ -88,7 +81,7 @@ class Synchronized(Struct, frozen=True):
 
 
 class LookRequest(Struct, frozen=True):
-    """`address` asks whether the cluster should form anew; None: somebody who is no node."""
+    """`address` asks whether the cluster should form anew; None: the sender is no node."""
 
     address: str | None
 
@@ -100,14 +93,3 @@ class TfRequest(Struct, frozen=True, tag="tf_request"):
 
     ticket: int
     request: ClusterSpecRequest | BarrierRequest | SynchronizeRequest | LookRequest
-
-
-TfReply = ClusterSpec | Synchronized | WaitingNodes | Rejection
-
-
-class TfAnswer(NamedTuple):
-    """The reply to the request with this ticket, and the node that sent it."""
-
-    ticket: int
-    address: str
-    reply: TfReply

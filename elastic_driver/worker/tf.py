@@ -114,7 +114,7 @@ class TfNode:
         self, tag: str, value: bytes, timeout: float, *, failure: str | None = None
     ) -> dict[str, bytes]:
         """Return every member's value by address, in the order of indices; else as `barrier`."""
-        request = messages.SynchronizeRequest(self.address, tag, timeout, value, failure)
+        request = messages.SynchronizeRequest(self.address, tag, timeout, failure, value)
         path, answer = contract.TF_SYNCHRONIZE_PATH, messages.Synchronized
         return self._post(path, request, timeout, answer).values
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic_driver.core.events import Tick
 from elastic_driver.core.tf_config import tf_config
-from elastic_driver.policies.messages import Rejection
+from elastic_driver.policies.messages import Rejection, RequestDropped
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.policies.tf_messages import (
     BarrierRequest,
     ClusterSpec,
     ClusterSpecRequest,
+    LookRequest,
     Synchronized,
     SynchronizeRequest,
-    TfAnswer,
+    TfRequest,
+    WaitingNodes,
 )
 
 LEASE = 10.0
@@ -28,23 +31,28 @@ class Nodes:
         self.now = 100.0
         self.got: dict[str, Any] = {}
         self.tickets = 0
+        self.nodes: dict[int, str] = {}  # by ticket
 
     def join(self, *names: str, wait: float = 60.0) -> None:
         least, most, gather = self.bounds
         for name in names:
-            request = ClusterSpecRequest(f"{name}:1", least, most, wait, gather)
-            self._note(self.cluster.join(self._ticket(), request, self.now))
+            self._ask(name, ClusterSpecRequest(f"{name}:1", least, most, wait, gather))
 
     def synchronize(self, name: str, tag: str = "t", timeout: float = 5.0, **more: Any) -> None:
-        request = SynchronizeRequest(f"{name}:1", tag, timeout, name.encode(), **more)
-        self._note(self.cluster.arrive(self._ticket(), request, self.now))
+        value = name.encode()
+        self._ask(name, SynchronizeRequest(f"{name}:1", tag, timeout, value=value, **more))
 
     def barrier(self, name: str, tag: str = "t", timeout: float = 5.0) -> None:
-        request = BarrierRequest(f"{name}:1", tag, timeout)
-        self._note(self.cluster.arrive(self._ticket(), request, self.now))
+        self._ask(name, BarrierRequest(f"{name}:1", tag, timeout))
 
     def look(self, name: str) -> int:
-        return self.cluster.look(f"{name}:1", self.now).count
+        before = self.got.pop(name, None)
+        self._ask(name, LookRequest(f"{name}:1"))
+        found = self.got.pop(name)
+        if before is not None:
+            self.got[name] = before
+        assert isinstance(found, WaitingNodes)
+        return found.count
 
     def wait(self, seconds: float, alive: str = "") -> None:
         """Let time pass; the nodes in `alive` ask for news all the while."""
@@ -55,7 +63,7 @@ class Nodes:
             self.now = min(steps)
             for name in alive:
                 self.look(name)
-            self._note(self.cluster.expire(self.now))
+            self.handle(Tick())
             after = self.cluster.deadline()
             assert after is None or after > self.now
 
@@ -82,13 +90,16 @@ class Nodes:
         assert set(self.specs()) == set(names)
         return self
 
-    def _ticket(self) -> int:
-        self.tickets += 1
-        return self.tickets
+    def handle(self, event: TfRequest | RequestDropped | Tick) -> None:
+        """Hand an event to the cluster, and keep the replies."""
+        for reply in self.cluster.handle(event, self.now):
+            self.got[self.nodes[reply.ticket]] = reply.document
+        assert self.cluster.check() == []
 
-    def _note(self, answers: list[TfAnswer]) -> None:
-        for _, address, reply in answers:
-            self.got[address[0]] = reply
+    def _ask(self, name: str, request: Any) -> None:
+        self.tickets += 1
+        self.nodes[self.tickets] = name
+        self.handle(TfRequest(self.tickets, request))
 
 
 # ---- bringup -----------------------------------------------------------------------------
@@ -162,7 +173,7 @@ def test_who_does_not_ask_again_loses_its_place() -> None:
 def test_a_client_that_went_away_while_it_waited_is_forgotten_after_a_lease() -> None:
     nodes = Nodes(least=2, most=2)
     nodes.join("a")
-    nodes.cluster.withdraw(nodes.tickets, nodes.now)
+    nodes.handle(RequestDropped("tf", nodes.tickets))
     nodes.wait(LEASE)
     nodes.join("b")
     assert nodes.take() == {}
@@ -239,9 +250,12 @@ def test_reset_when_all_are_lost_the_next_ones_begin_by_themselves() -> None:
 
 def test_a_driver_that_stood_still_blames_nobody() -> None:
     nodes = Nodes(least=2, most=2).up("a", "b")
-    nodes.cluster.postpone(30.0)
-    nodes.wait(LEASE + 29.0)
+    nodes.now += LEASE + 29.0
+    nodes.handle(Tick())
     assert nodes.look("a") == 0
+    assert nodes.look("b") == 0
+    nodes.wait(LEASE)
+    assert nodes.look("a") == -2
 
 
 # ---- barrier and synchronize -------------------------------------------------------------
@@ -278,7 +292,7 @@ def test_a_time_out_is_told_to_all_and_names_who_is_missing_and_later_to_the_lat
     nodes.wait(5.0, alive="abc")
     told = nodes.take()
     assert {reply.code for reply in told.values()} == {"timed_out"}
-    assert told["a"].message == told["b"].message == "'t' timed out: c:1 (1 of 3) did not come"
+    assert told["a"].message == told["b"].message == "'synchronize t' timed out: c:1 (1 of 3) did not come"
     nodes.barrier("c")
     assert nodes.take()["c"].message == told["a"].message, "not a meeting of its own"
     for name in "abc":
@@ -291,7 +305,7 @@ def test_a_members_own_failure_is_told_to_all() -> None:
     nodes.synchronize("a")
     nodes.synchronize("b", failure="out of memory")
     assert {name: r.message for name, r in nodes.take().items()} == dict.fromkeys(
-        "ab", "'t' failed: b:1 says: out of memory"
+        "ab", "'synchronize t' failed: b:1 says: out of memory"
     )
     nodes.synchronize("c")
     assert nodes.take()["c"].code == "failed"
