@@ -292,7 +292,8 @@ def test_a_time_out_is_told_to_all_and_names_who_is_missing_and_later_to_the_lat
     nodes.wait(5.0, alive="abc")
     told = nodes.take()
     assert {reply.code for reply in told.values()} == {"timed_out"}
-    assert told["a"].message == told["b"].message == "'synchronize t' timed out: c:1 (1 of 3) did not come"
+    timed_out = "'barrier t' timed out: c:1 (1 of 3) did not come"
+    assert told["a"].message == told["b"].message == timed_out
     nodes.barrier("c")
     assert nodes.take()["c"].message == told["a"].message, "not a meeting of its own"
     for name in "abc":
