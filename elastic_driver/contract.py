@@ -4,6 +4,8 @@ The torchrun names keep torchrun's meaning, so that an unmodified `init_process_
 script runs (https://docs.pytorch.org/docs/stable/elastic/run.html).
 """
 
+from typing import Literal
+
 # ---- variables of a worker (ours) --------------------------------------------------------
 RUN_ID = "ELASTIC_RUN_ID"
 HOSTNAME = "ELASTIC_HOSTNAME"
@@ -77,12 +79,6 @@ def spec_key(incarnation: int) -> str:
     return JOB_SPEC if incarnation < FIRST_OF_CHECKS else CHECK_SPEC
 
 
-def is_worker_of_check(worker: str) -> bool:
-    """Return whether a node check has started this worker."""
-    incarnation = worker.rpartition(".")[2]
-    return incarnation.isdecimal() and int(incarnation) >= FIRST_OF_CHECKS
-
-
 def agent_prefix(host: str, incarnation: int) -> str:
     """Return the prefix of one agent's keys; deleted when its process is gone."""
     return f"agents/{host}.{incarnation}/"
@@ -98,30 +94,14 @@ def agent_order(host: str, incarnation: int, number: int) -> str:
     return f"agents/{host}.{incarnation}/orders/{number}"
 
 
-def agent_of_lease(key: str) -> tuple[str, int] | None:
-    """Return the (host, incarnation) whose `agent_lease` this key is; None for any other key."""
-    host, _, incarnation = (_owner(key, "agents", "lease") or "").rpartition(".")
-    return (host, int(incarnation)) if host and incarnation.isdecimal() else None
-
-
 def worker_lease(worker: str) -> str:
     """Return the key of the lease that a worker's heartbeats renew."""
     return f"workers/{worker}/lease"
 
 
-def worker_of_lease(key: str) -> str | None:
-    """Return the worker whose `worker_lease` this key is; None for any other key."""
-    return _owner(key, "workers", "lease")
-
-
 def worker_half_lease(worker: str) -> str:
     """Return the key of a lease that is renewed with `worker_lease` and half as long."""
     return f"workers/{worker}/half_lease"
-
-
-def worker_of_half_lease(key: str) -> str | None:
-    """Return the worker whose `worker_half_lease` this key is; None for any other key."""
-    return _owner(key, "workers", "half_lease")
 
 
 def worker_progress(worker: str) -> str:
@@ -149,7 +129,20 @@ def host_of_worker(worker: str) -> str:
     return worker.rsplit(".", 2)[0]
 
 
-def _owner(key: str, scope: str, last: str) -> str | None:
-    """Return the middle part of `<scope>/<owner>/<last>`; None for any other key."""
-    parts = key.split("/")
-    return parts[1] if len(parts) == 3 and (parts[0], parts[2]) == (scope, last) else None
+def is_of_check(owner: str) -> bool:
+    """Return whether a node check has started this worker or agent (`<host>.<incarnation>`)."""
+    incarnation = owner.rpartition(".")[2]
+    return incarnation.isdecimal() and int(incarnation) >= FIRST_OF_CHECKS
+
+
+def lease_owner(key: str) -> tuple[Literal["agent", "worker", "half"], str] | None:
+    """Return the kind of a lease and its owner, by its key; None for any other key."""
+    match key.split("/"):
+        case ["agents", owner, "lease"] if owner.rpartition(".")[2].isdecimal():
+            return "agent", owner
+        case ["workers", owner, "lease"]:
+            return "worker", owner
+        case ["workers", owner, "half_lease"]:
+            return "half", owner
+        case _:
+            return None

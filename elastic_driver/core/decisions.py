@@ -38,6 +38,14 @@ class StopAgent(CausedDecision, frozen=True, tag="stop_agent"):
     reason: str
 
 
+class KillAgent(CausedDecision, frozen=True, tag="kill_agent"):
+    """End this agent and everything it started, at once; refuse it from now on."""
+
+    host: str
+    incarnation: int
+    reason: str
+
+
 class GiveOrder(CausedDecision, frozen=True, tag="give_order"):
     """Hand an order to the host's agent."""
 
@@ -135,6 +143,6 @@ class EndJob(CausedDecision, frozen=True, tag="end_job"):
 
 
 Decision: TypeAlias = (
-    StartAgent | StopAgent | GiveOrder | CheckHosts | PublishWorld | PublishNotice | PublishSave
-    | SealRound | AskProgress | AskStacks | Announce | EndJob
+    StartAgent | StopAgent | KillAgent | GiveOrder | CheckHosts | PublishWorld
+    | PublishNotice | PublishSave | SealRound | AskProgress | AskStacks | Announce | EndJob
 )  # fmt: skip

@@ -1,178 +1,274 @@
-"""Every event that the core takes in, each with one line of meaning.
+"""Every event that the job takes in, each with one line of meaning.
 
-All are frozen; what comes out of the core is in `decisions`. Times are not in them:
-`Job.handle(event, now)` gets the time, in monotonic seconds.
+All are frozen; the decisions that follow are in `decisions`. Times are not in them:
+`Job.handle(event, now)` gets the time, in monotonic seconds. A part of the job takes in an event
+with its method `on_…`, which names the kind of event as its annotation.
 """
 
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from elastic_driver import contract
 from elastic_driver.core.documents import Host, Text, WorkerId
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
+Notice = Annotated[float, Meta(ge=0.0, le=1e9)]
+Reason = Annotated[str, Meta(min_length=1, max_length=500)]
+ASKED = "a user asked for it"
 
-# ---- events from agents and workers (these may come over the wire) -----------------------
+
+class Event(Struct, frozen=True):
+    """An event for the job."""
+
+    @property
+    def machine(self) -> Literal["job", "check"]:
+        """The machine that the event is for: the job, or the node check."""
+        return "job"
 
 
-class AgentReady(Struct, frozen=True, tag="agent_ready", forbid_unknown_fields=True):
-    """An agent is up and waits for orders; `ports` are free ports for a torch store there.
-
-    `slot_ports`: more of them, for servers of the workers' own, where the job asks for any.
-    """
+class AgentEvent(Event, frozen=True):
+    """An event about one agent, of the job or of a node check."""
 
     host: Host
     incarnation: Count
+
+    @property
+    def machine(self) -> Literal["job", "check"]:
+        """The machine that has started the agent."""
+        return "check" if self.incarnation >= contract.FIRST_OF_CHECKS else "job"
+
+
+class WorkerEvent(Event, frozen=True):
+    """An event about one worker, of the job or of a node check."""
+
+    worker: WorkerId
+
+    @property
+    def machine(self) -> Literal["job", "check"]:
+        """The machine that has started the worker."""
+        return "check" if contract.is_of_check(self.worker) else "job"
+
+
+class WorkerReport(WorkerEvent, frozen=True):
+    """A report that the job ignores if the worker's process is gone."""
+
+
+# ---- events from agents and workers (these may come over the network) ---------------------
+
+
+class AgentReady(AgentEvent, frozen=True, tag="agent_ready", forbid_unknown_fields=True):
+    """An agent is up and waits for orders; `ports` are free ports for a torch store there.
+
+    `slot_ports`: more free ports, for servers of the workers, if the job asks for any.
+    """
+
     pid: Count
     address: Host
     ports: Annotated[tuple[int, ...], Meta(max_length=64)]
     slot_ports: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
 
 
-class WorkerStarted(Struct, frozen=True, tag="worker_started", forbid_unknown_fields=True):
+class WorkerStarted(WorkerReport, frozen=True, tag="worker_started", forbid_unknown_fields=True):
     """An agent has started a worker's process."""
 
-    worker: WorkerId
     pid: Count
 
 
-class WorkerReady(Struct, frozen=True, tag="worker_ready", forbid_unknown_fields=True):
+class WorkerReady(WorkerReport, frozen=True, tag="worker_ready", forbid_unknown_fields=True):
     """A worker is in no group and waits for the next round (`round`: the one it left, 0 none).
 
     `version` is the number of committed steps its state stands for (−1: nothing trained yet),
     `clean` whether its tensors are exactly those. `reason` says why it left.
     """
 
-    worker: WorkerId
     round: Count
     version: Annotated[int, Meta(ge=-1, le=2**53)]
     clean: bool
     reason: Text
 
 
-class WorkerStepped(Struct, frozen=True, tag="worker_stepped", forbid_unknown_fields=True):
-    """A worker has committed its first step of this round (told once a round)."""
+class WorkerStepped(WorkerReport, frozen=True, tag="worker_stepped", forbid_unknown_fields=True):
+    """A worker has committed its first step of this round (sent once a round)."""
 
-    worker: WorkerId
     round: Count
     step: Count
 
 
-class WorkerStalled(Struct, frozen=True, tag="worker_stalled", forbid_unknown_fields=True):
+class WorkerStalled(WorkerReport, frozen=True, tag="worker_stalled", forbid_unknown_fields=True):
     """A worker lives, but its training thread has made no progress for longer than its limit.
 
-    Told when the limit passes, and again each time `seconds` has doubled. `where` the thread
-    stands: "collective" means that it waits for peers. `stack`: the thread's, innermost last.
+    Sent when the limit passes, and again each time `seconds` has doubled. `where` is the place of
+    the thread: "collective" means that it waits for peers. `stack`: its stack, innermost last.
     """
 
-    worker: WorkerId
     round: Count
-    seconds: Annotated[float, Meta(ge=0.0, le=1e9)]
+    seconds: Notice
     where: Literal["collective", "elsewhere"]
     stack: Text
 
 
-class WorkerResumed(Struct, frozen=True, tag="worker_resumed", forbid_unknown_fields=True):
-    """A worker that said it had stalled makes progress again."""
+class WorkerResumed(WorkerReport, frozen=True, tag="worker_resumed", forbid_unknown_fields=True):
+    """A worker that reported a stall makes progress again."""
 
-    worker: WorkerId
     round: Count
 
 
-class WorkerStack(Struct, frozen=True, tag="worker_stack", forbid_unknown_fields=True):
+class WorkerStack(WorkerEvent, frozen=True, tag="worker_stack", forbid_unknown_fields=True):
     """A worker's stack: the answer to `AskStacks`, by its number.
 
-    `where`: collective, elsewhere, or in words what its agent sees (`own` False) of one that may
-    be unable to answer itself. `stack`: of its training thread, innermost last.
+    `where`: collective, elsewhere, or what its agent sees in words (`own` False), because the
+    worker may be unable to answer. `stack`: of its training thread, innermost last.
     """
 
-    worker: WorkerId
     number: Count
     where: Annotated[str, Meta(max_length=200)]
     stack: Text
     own: bool = True
 
 
-class WorkerExited(Struct, frozen=True, tag="worker_exited", forbid_unknown_fields=True):
+class WorkerExited(WorkerReport, frozen=True, tag="worker_exited", forbid_unknown_fields=True):
     """A worker's process is gone, its whole group with it; negative codes are signals.
 
-    `victim`: its last words say that it fell because a peer was lost (a broken collective).
+    `victim`: its last output says that it failed because a peer was lost (a broken collective).
     """
 
-    worker: WorkerId
     exit_code: Annotated[int, Meta(ge=-128, le=255)]
     log_tail: Text
     victim: bool = False
 
 
-class WorkerSaved(Struct, frozen=True, tag="worker_saved", forbid_unknown_fields=True):
-    """The result of a `SaveRequest`, from its first member; trouble may come from any of them.
+class WorkerSaved(WorkerEvent, frozen=True, tag="worker_saved", forbid_unknown_fields=True):
+    """The result of a `SaveRequest`, from its first member; any member may report a problem.
 
     `folder` of the complete checkpoint, or the `problem`; neither: there is no `checkpoint_dir`.
     """
 
-    worker: WorkerId
     number: Count
     folder: Annotated[str, Meta(max_length=4096)] = ""
     problem: Annotated[str, Meta(max_length=1000)] = ""
 
 
-class HostLeaving(Struct, frozen=True, tag="host_leaving", forbid_unknown_fields=True):
-    """An agent was told that its host goes away (a preemption notice) in `deadline` seconds."""
+class HostLeaving(AgentEvent, frozen=True, tag="host_leaving", forbid_unknown_fields=True):
+    """An agent got a preemption notice: its host goes away in `deadline` seconds."""
 
-    host: Host
-    incarnation: Count
-    deadline: Annotated[float, Meta(ge=0.0, le=1e9)]
+    deadline: Notice
     reason: Text
 
 
-class WorkerLeaving(Struct, frozen=True, tag="worker_leaving", forbid_unknown_fields=True):
-    """A worker was told (a signal, a preemption notice) that it has to go in `deadline` seconds."""
+class WorkerLeaving(WorkerEvent, frozen=True, tag="worker_leaving", forbid_unknown_fields=True):
+    """A worker got a signal or a preemption notice: it has to leave in `deadline` seconds."""
 
-    worker: WorkerId
-    deadline: Annotated[float, Meta(ge=0.0, le=1e9)]
+    deadline: Notice
     reason: Text
 
 
-# ---- events from the driver's own shell --------------------------------------------------
+Together: TypeAlias = AgentReady | WorkerStarted | WorkerReady | WorkerStepped
+TOGETHER: tuple[type[Together], ...] = (AgentReady, WorkerStarted, WorkerReady, WorkerStepped)
+"""Events that all workers of a job send at about the same time."""
+WireEvent: TypeAlias = (
+    Together | WorkerStalled | WorkerResumed | WorkerStack | WorkerExited | WorkerSaved
+    | HostLeaving | WorkerLeaving
+)  # fmt: skip
+"""Events that `POST /v1/events` takes."""
+
+# ---- requests of users: the bodies of the driver's routes ---------------------------------
 
 
-class HostsDiscovered(Struct, frozen=True, tag="hosts_discovered"):
+class ScaleRequested(Event, frozen=True, tag="scale_requested", forbid_unknown_fields=True):
+    """A user wants another number of workers, within min and max."""
+
+    num_proc: Annotated[int, Meta(ge=1, le=10**6)]
+
+
+class DrainRequested(Event, frozen=True, tag="drain_requested", forbid_unknown_fields=True):
+    """A user wants no worker on this host until the drain is cancelled.
+
+    `deadline`: seconds in which it has to be empty; None: there is no hurry.
+    """
+
+    host: str
+    reason: Reason = ASKED
+    deadline: Notice | None = None
+
+
+class DrainCancelled(Event, frozen=True, tag="drain_cancelled", forbid_unknown_fields=True):
+    """A user lets workers run again on a host that was drained."""
+
+    host: str
+    reason: Reason = ASKED
+
+
+class StacksRequested(Event, frozen=True, tag="stacks_requested", forbid_unknown_fields=True):
+    """A user wants the stacks of all workers."""
+
+    reason: Reason = ASKED
+
+
+class StopRequested(Event, frozen=True, tag="stop_requested"):
+    """End the job now, with this exit status (Ctrl-C, SIGTERM, `elasticctl stop`)."""
+
+    reason: str
+    exit_code: int
+
+
+class JobLeaving(Event, frozen=True, tag="job_leaving"):
+    """The whole job has to be gone in `deadline` seconds (SIGUSR1 or SIGUSR2 to `elasticrun`)."""
+
+    reason: str
+    deadline: float
+
+
+# ---- events from the driver's own shell ---------------------------------------------------
+
+
+class HostsDiscovered(Event, frozen=True, tag="hosts_discovered"):
     """The hosts there are now: (host, slots) in the order of the source, without repeats."""
 
     hosts: tuple[tuple[str, int], ...]
 
 
-class DiscoveryFailed(Struct, frozen=True, tag="discovery_failed"):
-    """Discovery gave nothing usable; the last known hosts stay."""
+class DiscoveryFailed(Event, frozen=True, tag="discovery_failed"):
+    """Discovery gave no usable answer; the last known hosts stay."""
 
     reason: str
 
 
-class AgentLost(Struct, frozen=True, tag="agent_lost"):
-    """An agent could not be started, ended, or let its lease expire; its workers end with it.
+class AgentLost(AgentEvent, frozen=True, tag="agent_lost"):
+    """An agent's process has ended or could not be started; its workers end with it."""
 
-    `ended`: its process is gone; otherwise only its lease has expired.
+    reason: str
+
+
+class LeaseExpired(Event, frozen=True, tag="lease_expired"):
+    """An agent or a worker has not renewed its lease in the store.
+
+    `kind`: the lease of an agent, of a worker, or the one of a worker that is half as long.
+    `owner`: `<host>.<incarnation>` of the agent, or the worker's name. `timeout`: seconds of a
+    whole lease.
     """
 
-    host: str
-    incarnation: int
-    reason: str
-    ended: bool = True
+    kind: Literal["agent", "worker", "half"]
+    owner: str
+    timeout: float
 
+    @property
+    def machine(self) -> Literal["job", "check"]:
+        """The machine that has started the agent or the worker."""
+        return "check" if contract.is_of_check(self.owner) else "job"
 
-class WorkerSilent(Struct, frozen=True, tag="worker_silent"):
-    """A worker has not been heard of for half of its lease: it may hang, be stopped or cut off."""
+    @property
+    def agent(self) -> tuple[str, int]:
+        """Host and incarnation of the agent that owns the lease."""
+        host, _, incarnation = self.owner.rpartition(".")
+        return host, int(incarnation)
 
-    worker: str
-    reason: str
-
-
-class WorkerLost(Struct, frozen=True, tag="worker_lost"):
-    """A worker let its lease expire: hung, stopped or cut off."""
-
-    worker: str
-    reason: str
+    @property
+    def reason(self) -> str:
+        """The silence as a reason for people."""
+        if self.kind == "half":
+            return f"it has not been heard of for {self.timeout / 2:g} s"
+        return f"not heard of for {self.timeout:g} s (--heartbeat-timeout)"
 
 
 class ProgressReading(Struct, frozen=True):
@@ -184,25 +280,23 @@ class ProgressReading(Struct, frozen=True):
     answered: bool
 
 
-class ProgressReported(Struct, frozen=True, tag="progress_reported"):
-    """The answer to `AskProgress`: what could be read of the workers' progress in this round."""
+class ProgressReported(Event, frozen=True, tag="progress_reported"):
+    """The answer to `AskProgress`: the readable progress of the workers in this round."""
 
     number: int
     readings: tuple[ProgressReading, ...]
 
 
-class RankSlow(Struct, frozen=True, tag="rank_slow"):
+class RankSlow(WorkerEvent, frozen=True, tag="rank_slow"):
     """A member of this round computes slowly: `ratio` times the usual time."""
 
-    worker: str
     round: int
     ratio: float
 
 
-class RankRecovered(Struct, frozen=True, tag="rank_recovered"):
-    """A member of this round that was slow is so no longer."""
+class RankRecovered(WorkerEvent, frozen=True, tag="rank_recovered"):
+    """A member of this round that was slow is no longer slow."""
 
-    worker: str
     round: int
 
 
@@ -214,84 +308,18 @@ class HostResult(Struct, frozen=True):
     reason: str
 
 
-class HostsChecked(Struct, frozen=True, tag="hosts_checked"):
+class HostsChecked(Event, frozen=True, tag="hosts_checked"):
     """The check that `CheckHosts` asked for is over."""
 
     results: tuple[HostResult, ...]
     number: int  # of the CheckHosts that this answers
 
 
-class ScaleRequested(Struct, frozen=True, tag="scale_requested"):
-    """A user wishes another number of workers, within min and max."""
-
-    num_proc: int
-
-
-class DrainRequested(Struct, frozen=True, tag="drain_requested"):
-    """A user wants this host left in good order, and not used again until the drain is cancelled.
-
-    `deadline`: seconds in which it has to be empty; None: there is no hurry.
-    """
-
-    host: str
-    reason: str
-    deadline: float | None = None
-
-
-class DrainCancelled(Struct, frozen=True, tag="drain_cancelled"):
-    """A host that was drained, or is being drained, may be used again."""
-
-    host: str
-    reason: str
-
-
-class JobLeaving(Struct, frozen=True, tag="job_leaving"):
-    """The whole job has to be gone in `deadline` seconds (SIGUSR1 or SIGUSR2 to `elasticrun`)."""
-
-    reason: str
-    deadline: float
-
-
-class StopRequested(Struct, frozen=True, tag="stop_requested"):
-    """End the job now, with this exit status (Ctrl-C, SIGTERM, `elasticctl stop`)."""
-
-    reason: str
-    exit_code: int
-
-
-class StacksRequested(Struct, frozen=True, tag="stacks_requested"):
-    """A user wants to know where every worker stands."""
-
-    reason: str
-
-
-Together: TypeAlias = AgentReady | WorkerStarted | WorkerReady | WorkerStepped
-TOGETHER: tuple[type[Together], ...] = (AgentReady, WorkerStarted, WorkerReady, WorkerStepped)
-"""Events that all workers of a job send at about the same time."""
-
-
-class EventBatch(Struct, frozen=True, tag="event_batch"):
+class EventBatch(Event, frozen=True, tag="event_batch"):
     """Events of kinds in `TOGETHER`, handled as one, because re-evaluation is O(workers)."""
 
     events: tuple[Together, ...]
 
 
-class Tick(Struct, frozen=True, tag="tick"):
-    """Nothing but time has passed; sent when `Job.deadline()` is reached."""
-
-
-_Steps: TypeAlias = WorkerStepped | WorkerStalled | WorkerResumed
-WorkerReport: TypeAlias = (
-    WorkerStarted | WorkerReady | _Steps | WorkerExited | WorkerSilent | WorkerLost
-)
-_Drain: TypeAlias = HostLeaving | DrainRequested | DrainCancelled
-_Discovery: TypeAlias = HostsDiscovered | DiscoveryFailed | HostsChecked
-HostReport: TypeAlias = AgentReady | AgentLost | _Discovery | _Drain
-_Answer: TypeAlias = WorkerSaved | WorkerStack | ProgressReported
-_Request: TypeAlias = ScaleRequested | StacksRequested | JobLeaving | StopRequested
-JobReport: TypeAlias = _Answer | _Request | WorkerLeaving | RankSlow | RankRecovered | Tick
-Event: TypeAlias = WorkerReport | HostReport | JobReport | EventBatch
-WireEvent: TypeAlias = (
-    Together | WorkerStalled | WorkerResumed | WorkerStack | WorkerExited | WorkerSaved
-    | HostLeaving | WorkerLeaving
-)  # fmt: skip
+class Tick(Event, frozen=True, tag="tick"):
+    """Only time has passed; sent when `Job.deadline()` is reached."""

@@ -6,12 +6,14 @@ nothing changes any more. `now` is in monotonic seconds and never goes back. An 
 repeated or out of order changes nothing and is counted.
 """
 
+from collections.abc import Callable, Iterable
+
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Decision
 from elastic_driver.core.invariants import violations
 from elastic_driver.core.job_parts import JobParts
-from elastic_driver.core.machine import assert_never
 from elastic_driver.core.rules.base import Rule
+from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.core.status import JobStatus, status_of
 from elastic_driver.settings import Settings
 
@@ -38,6 +40,16 @@ before a round is formed, stacks are settled before a worker is given up.
 MAX_PASSES = 64  # far more than any chain of consequences
 
 
+def handlers_of(parts: Iterable[object]) -> dict[type, Callable[..., None]]:
+    """Return the methods `on_…` of all parts, by the kind of event that each one's `event` is."""
+    return {
+        method.__annotations__["event"]: getattr(part, name)
+        for part in parts
+        for name, method in vars(type(part)).items()
+        if name.startswith("on_") and "event" in method.__annotations__
+    }
+
+
 class NotAtRestError(AssertionError):
     """The rules went on changing the job; names those that still moved."""
 
@@ -50,19 +62,20 @@ class Job(JobParts):
         self._began = False
         self._decided: tuple[Decision, ...] = ()  # upon the last event
         self._rules: tuple[tuple[str, Rule], ...] = tuple((n, getattr(self, n)) for n in RULES)
+        self._handlers = handlers_of(vars(self).values())
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
         """Take in one event; return the decisions to carry out, in order. Never raises for one."""
-        if self.outcome.end is not None:
-            self.effects.ignore(f"{type(event).__name__} after the end of the job")
-            return []
         if not self._began:
             self._began = True
             self.rounds.begin(now)
-        for one in event.events if isinstance(event, ev.EventBatch) else (event,):
-            if self.outcome.end is None:
-                self._take_in(one, now)
-        self._draw_consequences(now)
+        if self.outcome.end is not None:
+            self.reports.after_the_end(event)
+        else:
+            for one in event.events if isinstance(event, ev.EventBatch) else (event,):
+                if self.outcome.end is None:
+                    self._take_in(one, now)
+            self._draw_consequences(now)
         decisions = self.effects.take()
         self._decided = tuple(decisions)
         return decisions
@@ -82,60 +95,18 @@ class Job(JobParts):
     # ---- events --------------------------------------------------------------------------
 
     def _take_in(self, event: ev.Event, now: float) -> None:
-        if isinstance(event, ev.WorkerReport):
-            self.reports.on(event, now)
-        elif isinstance(event, ev.HostReport):
-            self._on_host(event, now)
-        elif not isinstance(event, ev.EventBatch):
-            self._on_job(event, now)
-
-    def _on_host(self, event: ev.HostReport, now: float) -> None:
-        match event:
-            case ev.AgentReady():
-                self.agents.on_ready(event)
-            case ev.AgentLost():
-                self.agents.on_lost(event, now)
-            case ev.HostsDiscovered():
-                self.discovered.on_hosts(event)
-            case ev.DiscoveryFailed():
-                self.discovered.on_failed(event)
-            case ev.HostsChecked():
-                self.rechecks.on_hosts_checked(event, now)
-            case ev.HostLeaving():
-                self.drains.on_host_leaving(event, now)
-            case ev.DrainRequested():
-                self.drains.on_requested(event, now)
-            case ev.DrainCancelled():
-                self.drains.on_cancelled(event)
-            case _:
-                assert_never(event)
-
-    def _on_job(self, event: ev.JobReport, now: float) -> None:
-        match event:
-            case ev.WorkerLeaving():
-                self.drains.on_worker_leaving(event, now)
-            case ev.WorkerSaved():
-                self.final_checkpoint.on_saved(event)
-            case ev.WorkerStack():
-                self.stacks.on_worker_stack(event)
-            case ev.StacksRequested():
-                self.stacks.ask(now, event.reason or "somebody asks")
-            case ev.ProgressReported():
-                self.boundary.on_progress_reported(event, now)
-            case ev.RankSlow():
-                self.drains.on_slow(event, now)
-            case ev.RankRecovered():
-                self.drains.on_recovered(event, now)
-            case ev.ScaleRequested():
-                self.capacity.on_scale_requested(event)
-            case ev.JobLeaving():
-                self.preemption.on_job_leaving(event, now)
-            case ev.StopRequested():
-                self.outcome.finish(event.exit_code, event.reason or "it was asked to stop")
-            case ev.Tick():
-                pass  # only time has passed; the rules see to it
-            case _:
-                assert_never(event)
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            return  # only time has passed
+        if not isinstance(event, ev.WorkerReport):
+            handler(event, now)
+            return
+        worker = self.workers.workers.get(event.worker)
+        if worker is not None and worker.state in OCCUPYING:
+            handler(worker, event, now)
+        else:
+            what = type(event).__name__
+            self.effects.ignore(f"{what} of {event.worker}, which is gone or was never started")
 
     # ---- consequences --------------------------------------------------------------------
 

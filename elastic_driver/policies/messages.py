@@ -67,14 +67,6 @@ class PublishKey(CausedDecision, frozen=True, tag="publish_key"):
     reason: str
 
 
-class KillAgent(CausedDecision, frozen=True, tag="kill_agent"):
-    """End this agent and everything it started, at once; refuse it from now on."""
-
-    host: str
-    incarnation: int
-    reason: str
-
-
 class ShowLine(CausedDecision, frozen=True, tag="show_line"):
     """Show the user a line."""
 

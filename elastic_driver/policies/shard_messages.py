@@ -203,10 +203,9 @@ class ShardBatch(Struct, frozen=True, tag="shard_batch"):
     requests: tuple[ShardRequest, ...]
 
 
-class WorkerEnded(Struct, frozen=True, tag="worker_ended"):
-    """A worker of the job has ended: it was lost for this reason, or (None) as planned."""
+class StopOrdered(Struct, frozen=True, tag="stop_ordered"):
+    """A worker was ordered to stop: its end is no failure, whatever its exit status."""
 
     machine: ClassVar[Literal["shards"]] = "shards"
 
     worker: str
-    reason: str | None

@@ -14,7 +14,7 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
-from elastic_driver.core.events import AgentLost, Tick, WorkerLost, WorkerStarted
+from elastic_driver.core.events import AgentLost, LeaseExpired, Tick, WorkerExited, WorkerStarted
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
 from elastic_driver.policies.shard_ledger import ShardLedger, open_ledger
@@ -33,8 +33,8 @@ from elastic_driver.policies.shard_messages import (
     ShardCheckpoint,
     ShardRequest,
     ShardStatus,
+    StopOrdered,
     Wait,
-    WorkerEnded,
 )
 from elastic_driver.policies.shard_sources import StreamSource
 
@@ -47,8 +47,8 @@ _READS = (ReadStatus, ReadCheckpoint)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 ShardEvent = (
-    ShardRequest | ShardBatch | RequestDropped | WorkerStarted | WorkerEnded | WorkerLost
-) | (AgentLost | Tick)
+    ShardRequest | ShardBatch | RequestDropped | WorkerStarted | StopOrdered | WorkerExited
+) | (LeaseExpired | AgentLost | Tick)
 ShardDecision = Reply | Announce
 
 
@@ -77,6 +77,7 @@ class DataSets:
     def __init__(self) -> None:
         self._datasets: dict[str, _DataSet] = {}
         self._alive: set[str] = set()  # workers that the job has started
+        self._stopping: set[str] = set()  # workers that were ordered to stop
         self._gone: OrderedDict[str, None] = OrderedDict()  # workers that have ended
         self._due: float | None = None  # when leases are looked at
         self._out: list[ShardDecision] = []
@@ -96,13 +97,17 @@ class DataSets:
                     data.waiting.pop(ticket, None)
             case WorkerStarted(worker=worker):
                 self._alive.add(worker)
-            case WorkerEnded(worker, reason):
-                self._ended(worker, reason, now)
-            case WorkerLost(worker, reason):
-                self._ended(worker, reason, now)
+            case StopOrdered(worker):
+                self._stopping.add(worker)
+            case WorkerExited(worker=worker, exit_code=code):
+                planned = worker in self._stopping or code == 0 or event.victim
+                self._ended(worker, None if planned else f"exit code {code}", now)
+            case LeaseExpired(kind="worker", owner=worker):
+                self._ended(worker, event.reason, now)
+            case LeaseExpired(kind="agent"):
+                self._host_lost(event.agent[0], event.reason, now)
             case AgentLost(host=host, reason=reason):
-                for worker in [w for w in self._alive if contract.host_of_worker(w) == host]:
-                    self._ended(worker, reason, now)
+                self._host_lost(host, reason, now)
             case Tick():
                 self._tick(now)
         out, self._out = self._out, []
@@ -124,7 +129,9 @@ class DataSets:
     def snapshot(self) -> bytes:
         """See `Machine.snapshot`."""
         sets = {data.name: _checkpoint(data) for data in self._datasets.values()}
-        return msgspec.json.encode((sets, sorted(self._alive), list(self._gone)))
+        return msgspec.json.encode(
+            (sets, sorted(self._alive), sorted(self._stopping), list(self._gone))
+        )
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -194,9 +201,14 @@ class DataSets:
 
     # ---- workers and time ----------------------------------------------------------------
 
+    def _host_lost(self, host: str, reason: str, now: float) -> None:
+        for worker in [w for w in self._alive if contract.host_of_worker(w) == host]:
+            self._ended(worker, reason, now)
+
     def _ended(self, worker: str, reason: str | None, now: float) -> None:
         """Take a worker's shards back; `reason`: why it was lost; None: it ended as planned."""
         self._alive.discard(worker)
+        self._stopping.discard(worker)
         self._gone[worker] = None
         if len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)

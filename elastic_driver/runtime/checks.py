@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -86,6 +87,9 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
         )
 
 
+CheckAnswer: TypeAlias = Callable[[CheckReport | Exception], None]
+
+
 class NodeChecks:
     """The node checks of one run.
 
@@ -93,8 +97,8 @@ class NodeChecks:
         settings: how they are made.
         make_backend: makes a backend for the agents of one check.
         folder: for the token and the address that these agents are given.
-        file: where the findings of this run are kept; None: nowhere.
-        keep: adds the findings of a later check to what is kept beyond this run.
+        file: where the results of this run are kept; None: nowhere.
+        keep: adds the results of a later check to what is kept beyond this run.
         say: shows the user a line.
     """
 
@@ -110,57 +114,51 @@ class NodeChecks:
     ) -> None:
         self.settings, self.say = settings, say
         self.report: CheckReport | None = None  # of all checks; replaced, never changed
-        self.backend: Backend | None = None  # of the check that is going on
+        self.backend: Backend | None = None  # of the present check
+        self.stopped = False
         self._make_backend, self._folder = make_backend, folder
         self.file, self._keep = file, keep
         self._number = 0  # checks begun so far
-        self._asked: CheckHosts | None = None  # that the job waits for
+        self._server: RendezvousServer | None = None
+        self._token = ""
+        self._answer: CheckAnswer = lambda _found: None
         self._ending: threading.Thread | None = None
-        self.stopped = False
 
-    def begin(
-        self, hosts: Hosts, server: RendezvousServer, token: str, asked: CheckHosts | None = None
-    ) -> NodeChecker:
+    def open(self, server: RendezvousServer, token: str) -> None:
+        """Take the rendezvous that the agents of all checks use."""
+        self._server, self._token = server, token
+
+    def begin(self, hosts: Hosts, answer: CheckAnswer) -> NodeChecker:
         """Return the machine of a new check, whose agents can be started from now on.
 
-        Raises ElasticError where it cannot be made, and while another check is going on: it would
-        want the same folder, and the processors whose speed the other one measures.
+        `answer` is later called with the report, in another thread. Raises ElasticError if the
+        check cannot be made, and while another check is going on: both would use the same folder,
+        and each would slow down the processors that the other measures.
         """
-        if self.stopped or self.backend is not None:
+        if self.stopped or self.backend is not None or self._server is None:
             raise ClusterError("another check is going on")
         every, known = self.settings.every_slot, self.report.nodes if self.report else ()
         checked = tuple((host, n if every else 1) for host, n in hosts if n > 0)
         if not checked:
             raise ClusterError("there are no hosts to check; does the source of hosts name any?")
         self._folder.create()
-        write_token_file(self._folder.token_file, token)
-        self._folder.write_endpoint(server.url, time.time())
-        spec = self.settings.spec(self._folder.run_id)
-        server.apply(
-            [Set(contract.CHECK_SPEC, encode(spec)), Set(TASK_SETTINGS, encode(self.settings.task))]
-        )
-        self.backend = self._make_backend(server.url, self._folder.token_file)
-        self._asked = asked
-        checker = NodeChecker(
-            checked, number=self._number, limits=self.settings.limits(), known=known
-        )
-        self._number += 1
-        return checker
+        write_token_file(self._folder.token_file, self._token)
+        self._folder.write_endpoint(self._server.url, time.time())
+        spec, task = self.settings.spec(self._folder.run_id), self.settings.task
+        published = {contract.CHECK_SPEC: spec, TASK_SETTINGS: task}
+        self._server.apply([Set(key, encode(document)) for key, document in published.items()])
+        self.backend = self._make_backend(self._server.url, self._folder.token_file)
+        self._answer, number, self._number = answer, self._number, self._number + 1
+        return NodeChecker(checked, number=number, limits=self.settings.limits(), known=known)
 
-    def end(
-        self, report: CheckReport, then: Callable[[CheckReport, HostsChecked | None], None]
-    ) -> None:
-        """End the agents' backend and keep the report, in a thread; then call `then` there.
-
-        `then` takes the report and, where the job has asked for the check, the answer to it.
-        """
+    def end(self, report: CheckReport) -> None:
+        """End the agents' backend and answer with the report, in a thread."""
         report = msgspec.structs.replace(report, checked_at=time.time())
-        asked, self._asked = self._asked, None
 
         def work() -> None:
             self._close()
             if not self.stopped:
-                then(report, None if asked is None else self._add(asked, report))
+                self._answer(report)
 
         self._ending = threading.Thread(target=work, name="check-end", daemon=True)
         self._ending.start()
@@ -178,26 +176,32 @@ class NodeChecks:
             self._folder.close()
             self.backend = None
 
-    def _add(self, asked: CheckHosts, report: CheckReport) -> HostsChecked:
-        """Add a check of hosts that came later to what is known; called by the ending thread."""
-        excluded = report.excluded(stragglers=self.settings.exclude_stragglers)
+    def verdict(self, asked: CheckHosts, found: CheckReport | Exception) -> HostsChecked:
+        """Return the answer for the job, and keep the report of a check that the job asked for.
+
+        If the check could not be made, no host passes, and the job asks again.
+        """
+        if isinstance(found, Exception):
+            reason = f"it could not be made: {found}"
+            results = [HostResult(host, False, reason) for host, _ in asked.hosts]
+            return HostsChecked(tuple(results), asked.number)
         before = self.report
-        self.report = report if before is None else merged(before, report)
+        self.report = found if before is None else merged(before, found)
         self._write()
-        self._keep(report)
-        self.say(report.summary())
+        self._keep(found)
+        self.say(found.summary())
+        excluded = found.excluded(stragglers=self.settings.exclude_stragglers)
         results = []
-        for node in report.nodes:
+        for node in found.nodes:
             words = f"{node.verdict.value}: {node.reason}" if node.reason else node.verdict.value
             bad = excluded.get(node.node)
             results.append(HostResult(node.node, bad is None, bad or words))
         return HostsChecked(tuple(results), asked.number)
 
     def _write(self) -> None:
-        if self.file is None:
-            return
         try:
-            self.file.write_bytes(msgspec.json.encode(self.report) + b"\n")
+            if self.file is not None:
+                self.file.write_bytes(msgspec.json.encode(self.report) + b"\n")
         except OSError as error:
             self.say(f"cannot keep what the check found in {self.file}: {error.strerror}")
 
@@ -206,23 +210,17 @@ def merged(before: CheckReport, after: CheckReport) -> CheckReport:
     """Return both checks as one: newer verdicts replace older ones, and measurements add up."""
     nodes = {node.node: node for node in before.nodes}
     for node in after.nodes:
-        known = nodes.get(node.node)
-        history = node.history if known is None else known.history + node.history
+        history = nodes[node.node].history + node.history if node.node in nodes else node.history
         nodes[node.node] = msgspec.structs.replace(node, history=history)
-    return CheckReport(
+    return msgspec.structs.replace(
+        before,
         rounds=before.rounds + after.rounds,
         seconds=before.seconds + after.seconds,
+        task_seconds=before.task_seconds + after.task_seconds,
         nodes=tuple(nodes.values()),
         checked_at=time.time(),
         task=after.task,
-        before=before.before,
     )
-
-
-def impossible(asked: CheckHosts, error: Exception) -> HostsChecked:
-    """Return the answer to a check that cannot be made: no host passes, the job asks again."""
-    reason = f"it could not be made: {error}"
-    return HostsChecked(tuple(HostResult(h, False, reason) for h, _ in asked.hosts), asked.number)
 
 
 class CheckHistoryFile:
@@ -285,21 +283,16 @@ class CheckHistoryFile:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        until = time.monotonic() + LOCK_S
+        until, locked = time.monotonic() + LOCK_S, False
         try:
-            while not _lock(descriptor) and time.monotonic() < until:
-                time.sleep(_LOOK_AGAIN_S)
+            while not locked and time.monotonic() < until:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    locked = True
+                except BlockingIOError:
+                    time.sleep(_LOOK_AGAIN_S)
+                except OSError:  # this file system has no locks
+                    break
             yield
         finally:
             os.close(descriptor)  # and with it the lock
-
-
-def _lock(descriptor: int) -> bool:
-    """Try to lock; True also where the file system knows no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

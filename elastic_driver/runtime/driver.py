@@ -18,7 +18,7 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.documents import JobSpec, encode
-from elastic_driver.core.events import StopRequested
+from elastic_driver.core.events import LeaseExpired, StopRequested
 from elastic_driver.core.job import Job
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.policies.nodecheck.report import CheckReport
@@ -30,12 +30,11 @@ from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
-from elastic_driver.runtime.loop import DriverLoop, machine_of
+from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.machine_api import SHARDS_PATH
 from elastic_driver.runtime.mailbox import (
     CheckAsked,
     JobBegins,
-    LeaseLapsed,
     MachineEvent,
     Mailbox,
     StatusAsked,
@@ -153,7 +152,7 @@ class ElasticDriver:
             self.abandon()
             raise
         self._begun = True
-        self._mailbox.put(JobBegins(Job(self._settings)))
+        self._mailbox.put(JobBegins(Job(self._settings), self._spec.run_id))
         self._discovery = DiscoveryThread(
             source, interval=self._options.discovery_interval, post=self._mailbox.put
         )
@@ -228,7 +227,7 @@ class ElasticDriver:
         """Put an event into the mailbox; False when it is full, or there is no job for it."""
         if self._outcome is not None or len(self._mailbox) >= MAX_MAIL:
             return False
-        if not self._begun and machine_of(event) == "job":
+        if not self._begun and event.machine == "job":
             return False
         self._mailbox.put(event)
         return True
@@ -261,6 +260,8 @@ class ElasticDriver:
             self._server.apply([Set(contract.JOB_SPEC, encode(self._spec))])
             if self._joined is not None:
                 self._joined.open(self._server, token)
+            if self._checks is not None:
+                self._checks.open(self._server, token)
         except OSError as error:
             _cannot_start(f"{error.filename or self._run_dir.path}: {error.strerror}", error)
         except RendezvousError as error:
@@ -271,16 +272,12 @@ class ElasticDriver:
             starter=self._starter,
             log=self._log,
             reporter=self.reporter,
-            run_id=self._spec.run_id,
-            heartbeat_timeout=self._settings.heartbeat_timeout,
             checks=self._checks,
             post=self._mailbox.put,
         )
         self._loop = DriverLoop(
             self._mailbox,
             executor,
-            self._server,
-            token=token,
             lease=self._settings.heartbeat_timeout,
             checks=self._checks,
             status=self._status,
@@ -293,7 +290,9 @@ class ElasticDriver:
         """Pass an expired lease on; called by the server's thread."""
         if self._joined is not None:
             self._joined.lease_expired(key)
-        self._mailbox.put(LeaseLapsed(key))
+        lease = contract.lease_owner(key)
+        if lease is not None:
+            self._mailbox.put(LeaseExpired(*lease, self._settings.heartbeat_timeout))
 
     def _close_all(self) -> None:
         """Free every resource, whatever state it is in; the last thing the driver does."""

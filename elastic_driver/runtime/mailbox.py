@@ -14,17 +14,10 @@ from elastic_driver.core.job import Job
 from elastic_driver.policies.messages import KeysRead, RequestDropped
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.policies.nodecheck.report import CheckReport
-from elastic_driver.policies.shard_messages import ShardRequest, WorkerEnded
+from elastic_driver.policies.shard_messages import ShardRequest, StopOrdered
 from elastic_driver.policies.stragglers import RoundPublished
 from elastic_driver.policies.tf_messages import TfRequest
 from elastic_driver.runtime.host_lists import Hosts
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseLapsed:
-    """The store has dropped a lease."""
-
-    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +25,7 @@ class JobBegins:
     """Begin the job: its machine takes part from now on."""
 
     job: Job
+    run_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +49,11 @@ class StopNow:
 
 
 PolicyEvent: TypeAlias = (
-    ShardRequest | WorkerEnded | TfRequest | RequestDropped | KeysRead | RoundPublished | TaskEnded
+    ShardRequest | StopOrdered | TfRequest | RequestDropped | KeysRead | RoundPublished | TaskEnded
 )
-"""Events that name their machine: each has a `machine`."""
 MachineEvent: TypeAlias = Event | PolicyEvent
-Message: TypeAlias = MachineEvent | LeaseLapsed | StatusAsked | StopNow | JobBegins | CheckAsked
+"""The events of machines; each has a `machine`."""
+Message: TypeAlias = MachineEvent | StatusAsked | StopNow | JobBegins | CheckAsked
 M = TypeVar("M")
 
 
@@ -69,14 +63,11 @@ class Mailbox:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._next: Message | None = None  # taken out of the queue, not handed out yet
+        self.put = self._queue.put  # for any thread, and for signal handlers
 
     def __len__(self) -> int:
         """Return about how many messages wait."""
         return self._queue.qsize() + (self._next is not None)
-
-    def put(self, message: Message) -> None:
-        """Add a message; for any thread, and for signal handlers."""
-        self._queue.put(message)
 
     def get(self, timeout: float | None = None) -> Message:
         """Return the next message; raises `queue.Empty` if there is none for so many seconds."""

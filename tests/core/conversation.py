@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Union
 
 import msgspec
 
@@ -45,11 +46,17 @@ def replay(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def kinds(base: type[Event] = Event) -> tuple[type[Event], ...]:
+    """Every kind of event that the job takes in."""
+    below = [kind for child in base.__subclasses__() for kind in kinds(child)]
+    return tuple(below) if below else (base,)
+
+
 def parse(line: str) -> tuple[float, Event]:
     """The time and the event of a line that begins with `>`."""
     _, when, rest = line.split(" ", 2)
     kind = rest.split(" ", 1)[0]
-    return float(when), msgspec.convert({"type": kind, **_fields(rest)}, Event)
+    return float(when), msgspec.convert({"type": kind, **_fields(rest)}, Union[kinds()])  # noqa: UP007
 
 
 def written(when: float, event: Event) -> str:

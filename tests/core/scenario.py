@@ -98,7 +98,7 @@ class Scenario:
         return self.send(ev.WorkerExited(worker, code, f"log of {worker}", victim))
 
     def lost(self, worker: str) -> list[Decision]:
-        return self.send(ev.WorkerLost(worker, "no heartbeat"))
+        return self.send(ev.LeaseExpired("worker", worker, 30.0))
 
     def obey_stops(self) -> list[Decision]:
         """Every worker that was told to stop ends by SIGTERM."""

@@ -233,7 +233,7 @@ def test_late_repeated_and_foreign_news_change_nothing(scenario: MakeScenario) -
     s.send(ev.WorkerReady("a.0.1", 1, 3, True, "late"))  # of a worker that is gone
     s.send(ev.WorkerStepped("a.1.1", 1, 3))  # of a round that is over
     s.send(ev.WorkerStarted("a.1.1", 5))  # started long ago
-    s.send(ev.WorkerLost("z.0.1", "who?"))
+    s.send(ev.LeaseExpired("worker", "z.0.1", 30.0))
     s.send(ev.AgentReady("a", 1, 5, "x", ()))
     s.send(ev.AgentReady("a", 9, 5, "x", ()))
     s.send(ev.AgentLost("a", 9, "another incarnation"))

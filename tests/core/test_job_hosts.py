@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import PublishNotice, StartAgent, StopAgent
+from elastic_driver.core.decisions import KillAgent, PublishNotice, StartAgent, StopAgent
 from tests.core.scenario import MakeScenario
 
 
@@ -176,3 +176,27 @@ def test_a_newcomer_whose_host_is_removed_before_it_is_let_in_is_stopped(
     assert s.all(StopAgent)[0].host == "b"
     s.wait(10.0)
     assert s.all(PublishNotice) == []
+
+
+def test_an_agent_whose_lease_expires_is_killed_before_its_successor_starts(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2).training(a=1, b=1)
+    decided = s.send(ev.LeaseExpired("agent", "b.1", 30.0))
+    silent = "not heard of for 30 s (--heartbeat-timeout)"
+    assert decided[0] == KillAgent("b", 1, silent)
+    assert [d.incarnation for d in decided if isinstance(d, StartAgent)] == [2]
+    assert s.announced("agent_lost")[0].reason == silent
+    s.send(ev.AgentLost("b", 1, "it was killed"))  # nothing more follows from it
+    assert len(s.announced("agent_lost")) == 1
+
+
+def test_a_worker_that_ends_after_the_job_is_logged_once(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2).training(a=2)
+    s.send(ev.StopRequested("enough", 143))
+    for _ in range(2):
+        s.exit("a.0.1", -15)
+    (exited,) = s.announced("worker_exited")
+    assert exited.reason == "exit code -15, stopped with the job"
+    assert exited.detail == {"exit_code": -15, "expected": True}
+    assert s.send(ev.LeaseExpired("agent", "a.1", 30.0)) == s.all(KillAgent)[:1]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from random import Random
-from typing import get_args
 
 import pytest
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.job import Job
 from elastic_driver.settings import Settings
+from tests.core.conversation import kinds
 
 WORKERS = [f"{host}.{slot}.{n}" for host in "ab" for slot in range(3) for n in range(1, 6)]
 WHY = "absurd"
@@ -28,7 +28,7 @@ def usual(random: Random) -> list[ev.Event]:
         ev.WorkerReady(worker, 0, -1, True, WHY),
         ev.WorkerStepped(worker, number, number),
         ev.WorkerExited(worker, random.choice([0, 1, -9]), "", random.random() < 0.2),
-        ev.WorkerLost(worker, WHY),
+        ev.LeaseExpired(random.choice(["agent", "worker"]), worker, 30.0),
         ev.ProgressReported(number, (ev.ProgressReading(number, 0.1, answered=True),)),
         ev.RankSlow(worker, number, 2.0),
         ev.RankRecovered(worker, number),
@@ -50,7 +50,7 @@ def seldom(random: Random) -> list[ev.Event]:
         ev.WorkerStalled(worker, number, soon, random.choice(["collective", "elsewhere"]), WHY),
         ev.WorkerResumed(worker, number),
         ev.WorkerStack(worker, number, WHY, WHY, random.random() < 0.5),
-        ev.WorkerSilent(worker, WHY),
+        ev.LeaseExpired("half", worker, 30.0),
         ev.WorkerSaved(worker, number, random.choice(["", "step-1"]), random.choice(["", WHY])),
         ev.WorkerLeaving(worker, soon, random.choice(["", WHY])),
         ev.HostLeaving(host, random.randint(1, 2), soon, random.choice(["", WHY])),
@@ -73,7 +73,7 @@ def absurd(random: Random) -> ev.Event:
 def test_every_event_there_is_is_among_them() -> None:
     random = Random(0)
     made = {type(event) for event in (*usual(random), *seldom(random), *ENDS)}
-    assert made == set(get_args(ev.Event))
+    assert made == set(kinds())
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -15,7 +15,7 @@ from elastic_driver.errors import ClusterError
 from elastic_driver.policies.nodecheck.check import Measurement, NodeVerdict, Verdict
 from elastic_driver.policies.nodecheck.checker import NodeChecker
 from elastic_driver.policies.nodecheck.report import CheckReport
-from elastic_driver.runtime.checks import CheckSettings, NodeChecks, impossible
+from elastic_driver.runtime.checks import CheckSettings, NodeChecks
 from elastic_driver.runtime.run_dir import RunDir
 from tests.runtime.waiting import until
 
@@ -33,8 +33,7 @@ class Checks:
 
     def __init__(self, folder: Path, *, exclude: bool = False) -> None:
         self.said, self.kept = list[str](), list[CheckReport]()
-        self.posted: queue.SimpleQueue[tuple[CheckReport, HostsChecked | None]]
-        self.posted = queue.SimpleQueue()
+        self.posted: queue.SimpleQueue[HostsChecked] = queue.SimpleQueue()
         self.file = folder / "node_check.json"
         self.go, self.closed = threading.Event(), 0
         self.checks = NodeChecks(
@@ -46,6 +45,7 @@ class Checks:
             say=self.said.append,
         )
         self.checks.report = FIRST
+        self.checks.open(self, "secret")  # type: ignore[arg-type]
 
     url = "http://127.0.0.1:1"
 
@@ -59,15 +59,16 @@ class Checks:
 
     def begin(self, number: int = 1) -> NodeChecker:
         asked = CheckHosts((("b", 2), ("c", 2)), "new", number)
-        return self.checks.begin(asked.hosts, self, "secret", asked)  # type: ignore[arg-type]
+        return self.checks.begin(
+            asked.hosts, lambda found: self.posted.put(self.checks.verdict(asked, found))
+        )
 
     def end(self, report: CheckReport) -> None:
-        self.checks.end(report, lambda *found: self.posted.put(found))
+        self.checks.end(report)
 
     def results(self) -> tuple[HostResult, ...]:
         self.go.set()
-        _, answer = self.posted.get(timeout=10)
-        assert answer is not None
+        answer = self.posted.get(timeout=10)
         assert answer.number == 1
         return answer.results
 
@@ -109,9 +110,10 @@ def test_a_slow_host_is_kept_out_where_that_is_asked_for(tmp_path: Path) -> None
     assert job.results()[0] == HostResult("b", False, "straggler: failed alone")
 
 
-def test_a_check_that_cannot_be_made_passes_nobody() -> None:
+def test_a_check_that_cannot_be_made_passes_nobody(tmp_path: Path) -> None:
+    checks = Checks(tmp_path).checks
     asked = CheckHosts((("b", 2), ("c", 2)), "new", 1)
-    assert impossible(asked, ClusterError("no port is free")).results == tuple(
+    assert checks.verdict(asked, ClusterError("no port is free")).results == tuple(
         HostResult(host, False, "it could not be made: no port is free") for host in "bc"
     )
 
@@ -119,7 +121,7 @@ def test_a_check_that_cannot_be_made_passes_nobody() -> None:
 def test_hosts_without_slots_are_not_checked(tmp_path: Path) -> None:
     job = Checks(tmp_path)
     with pytest.raises(ClusterError, match="there are no hosts to check"):
-        job.checks.begin((("b", 0),), job, "secret")  # type: ignore[arg-type]
+        job.checks.begin((("b", 0),), print)
     assert job.checks.backend is None
 
 

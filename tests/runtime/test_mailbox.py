@@ -7,7 +7,7 @@ import queue
 import pytest
 
 from elastic_driver.core.events import Tick, WorkerReady, WorkerStepped
-from elastic_driver.runtime.mailbox import LeaseLapsed, Mailbox, StopNow
+from elastic_driver.runtime.mailbox import Mailbox, StopNow
 
 READY = WorkerReady("a.0.1", 0, -1, True, "started")
 STEPPED = WorkerStepped("a.0.1", 1, 1)
@@ -16,7 +16,7 @@ KINDS = (WorkerReady, WorkerStepped)
 
 def test_messages_come_out_in_their_order_also_when_some_are_taken_together() -> None:
     mailbox = Mailbox()
-    for message in (READY, STEPPED, READY, LeaseLapsed("k"), READY, Tick()):
+    for message in (READY, STEPPED, READY, StopNow(), READY, Tick()):
         mailbox.put(message)
     assert len(mailbox) == 6
     assert mailbox.get() == READY
@@ -24,7 +24,7 @@ def test_messages_come_out_in_their_order_also_when_some_are_taken_together() ->
     assert mailbox.following(KINDS, 10) == [READY]
     assert mailbox.following(KINDS, 10) == []  # something else comes next
     assert len(mailbox) == 3
-    assert [mailbox.get(1.0) for _ in range(3)] == [LeaseLapsed("k"), READY, Tick()]
+    assert [mailbox.get(1.0) for _ in range(3)] == [StopNow(), READY, Tick()]
 
 
 def test_nothing_follows_in_an_empty_mailbox() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic_driver.core.events import AgentLost, WorkerExited, WorkerLost, WorkerStarted
+from elastic_driver.core.events import AgentLost, WorkerExited, WorkerStarted
 from elastic_driver.policies import shards as datasets
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
@@ -50,10 +50,7 @@ class Shards:
 
     def lose(self, worker: str, reason: str | None = "exit code -9") -> None:
         """A worker ends, lost for a reason or as planned."""
-        if reason is None:
-            self.job.driver.post(WorkerExited(worker, 0, ""))
-        else:
-            self.job.driver.post(WorkerLost(worker, reason))
+        self.job.driver.post(WorkerExited(worker, 0 if reason is None else -9, ""))
 
 
 @pytest.fixture

@@ -126,11 +126,11 @@ class Faults:
 
     def _falls_silent(self, worker: SimWorker) -> None:
         if worker.alive and worker.frozen:
-            self.cluster.deliver(ev.WorkerSilent(worker.id, "half of a heartbeat"))
+            self.cluster.deliver(ev.LeaseExpired("half", worker.id, HEARTBEAT_S))
 
     def _lease_expires(self, worker: SimWorker) -> None:
         if worker.alive and worker.frozen:
-            self.cluster.deliver(ev.WorkerLost(worker.id, "no heartbeat"))
+            self.cluster.deliver(ev.LeaseExpired("worker", worker.id, HEARTBEAT_S))
 
     def _notice(self) -> None:
         """Workers are told that they have to go, and see to it themselves when time is up."""
@@ -224,7 +224,8 @@ class Faults:
             return
         agent = self.random.choice(agents)
         agent.cut = True
-        lost = ev.AgentLost(agent.host, agent.incarnation, "its lease expired")
+        owner = f"{agent.host}.{agent.incarnation}"
+        lost = ev.LeaseExpired("agent", owner, HEARTBEAT_S)
 
         def expire() -> None:
             agent.die()

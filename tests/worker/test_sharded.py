@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import elastic_driver as elastic
-from elastic_driver.core.events import WorkerLost
+from elastic_driver.core.events import LeaseExpired
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.policies.shard_messages import (
     ReadStatus,
@@ -122,7 +122,7 @@ def test_a_shard_in_quarantine_is_left_out_and_named_at_the_end() -> None:
     data.advance()
     source = data.client._source
     assert isinstance(source, shards._LocalShards)
-    source._datasets.handle(WorkerLost("a.0.1", "killed"), 0.0)
+    source._datasets.handle(LeaseExpired("worker", "a.0.1", 30.0), 0.0)
     seen: list[int] = []
     with pytest.raises(elastic.IncompleteDataError, match="records 0–7") as caught:
         seen.extend(record for batch in data for record in batch)  # a rejoin begins a new pass

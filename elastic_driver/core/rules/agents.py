@@ -23,7 +23,7 @@ class Agents(Rule):
     endings: Endings
     placement: Placement
 
-    def on_ready(self, event: AgentReady) -> None:
+    def on_ready(self, event: AgentReady, now: float) -> None:
         """Note that an agent is up and its host's slots can be used."""
         agent = self.fleet.ready(event)
         if agent is None:

@@ -32,7 +32,7 @@ class Capacity:
         """Return `need`, or the number wanted where that is less."""
         return need if self.wanted is None else min(need, self.wanted)
 
-    def on_scale_requested(self, event: ScaleRequested) -> None:
+    def on_scale_requested(self, event: ScaleRequested, now: float) -> None:
         """Aim at another number of workers, within the limits."""
         settings = self.settings
         wish = max(event.num_proc, settings.min_np, units.width(settings))

@@ -105,7 +105,7 @@ class Discovered(Rule):
 
     rechecks: Rechecks
 
-    def on_hosts(self, event: HostsDiscovered) -> None:
+    def on_hosts(self, event: HostsDiscovered, now: float) -> None:
         """Record the hosts there are now, and announce what has changed."""
         changes = self.hosts.discovered(event.hosts)
         if not any(changes):
@@ -120,7 +120,7 @@ class Discovered(Rule):
         for host, before, slots in changes.resized:
             self.effects.announce("host_discovered", f"{slots} slots, it had {before}", host=host)
 
-    def on_failed(self, event: DiscoveryFailed) -> None:
+    def on_failed(self, event: DiscoveryFailed, now: float) -> None:
         """Announce that nothing was found out; the hosts that are known stay."""
         kept = f"{event.reason}; the {len(self.hosts.known)} known hosts stay"
         self.effects.announce("discovery_failed", kept)

@@ -88,7 +88,7 @@ class Drains(Rule):
         self.capacity.note_change()
         self.effects.announce("worker_leaving", drain.reason, worker, deadline=event.deadline)
 
-    def on_cancelled(self, event: ev.DrainCancelled) -> None:
+    def on_cancelled(self, event: ev.DrainCancelled, now: float) -> None:
         """Let the host be used again; workers that have not left yet stay."""
         if not self.hosts.undrain(event.host):
             self.effects.ignore(f"host {event.host} is not drained")

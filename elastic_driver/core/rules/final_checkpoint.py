@@ -76,7 +76,7 @@ class FinalSaves(Rule):
         self._finish(known, problem="it could not be written in time; raise --grace-period")
         return False
 
-    def on_saved(self, event: WorkerSaved) -> None:
+    def on_saved(self, event: WorkerSaved, now: float) -> None:
         """Record how it went: the first of those asked says it for all, any of them of trouble."""
         known = self.save
         if known is None or known.done or known.request.number != event.number:

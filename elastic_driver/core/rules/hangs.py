@@ -19,7 +19,7 @@ Times are seconds.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_driver.core.events import WorkerResumed, WorkerSilent, WorkerStalled
+from elastic_driver.core.events import WorkerResumed, WorkerStalled
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
 from elastic_driver.core.rules.rounds import COMPLETE
@@ -84,21 +84,13 @@ class Hangs(Rule):
                 self.stacks.ask(now, f"{worker.id} makes no progress")
         self.stacks.note(worker.id, StackAnswer(event.where, stack, own=True))
 
-    def on_resumed(self, worker: Worker, event: WorkerResumed) -> None:
+    def on_resumed(self, worker: Worker, event: WorkerResumed, now: float) -> None:
         """Forget the stall of a worker that goes on after all."""
         stalls = self._stalls if event.round == self.rounds.current.number else {}
         if stalls.pop(worker.id, None) is not None:
             self.effects.announce("worker_resumed", "it makes progress again", worker)
         else:
             self.effects.ignore(f"{worker.id} goes on, and was not known to stand still")
-
-    def on_silent(self, worker: Worker, event: WorkerSilent, now: float) -> None:
-        """Half the lease has passed in silence: ask for stacks, the worker may hang with the GIL.
-
-        When its lease ends it is killed, and the evidence with it.
-        """
-        if worker.state is RUNNING:
-            self.stacks.ask(now, f"{worker.id}: {event.reason}")
 
     def advance(self, now: float) -> None:
         """Judge the members that stand still."""

@@ -9,6 +9,7 @@ from enum import Enum
 
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.documents import Failure
+from elastic_driver.core.events import StopRequested
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings
@@ -211,6 +212,10 @@ class JobOutcome:
         if exceeded is not None:
             self.fail(exceeded)
         return exceeded is None
+
+    def on_stop_requested(self, event: StopRequested, now: float) -> None:
+        """End the job, as a user wishes."""
+        self.finish(event.exit_code, event.reason or "it was asked to stop")
 
     def finish(self, exit_code: int, reason: str, failure: Failure | None = None) -> None:
         """End the job, once; everything after is ignored."""

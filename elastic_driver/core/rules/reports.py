@@ -1,4 +1,4 @@
-"""Reports of and about worker processes: started, ready, a step, stalled, ended, lost.
+"""Reports of worker processes (started, ready, a step, ended), and leases that expire.
 
 A report that is late, repeated or about a worker that is gone changes nothing and is counted.
 Times are monotonic seconds.
@@ -7,10 +7,10 @@ Times are monotonic seconds.
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.machine import assert_never
+from elastic_driver.core.decisions import KillAgent
+from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.hangs import Hangs
 from elastic_driver.core.rules.outcome import ScriptKind, cause_of
 from elastic_driver.core.rules.rounds import COMPLETE
 from elastic_driver.core.rules.stacks import Stacks
@@ -24,43 +24,18 @@ class Reports(Rule):
 
     endings: Endings
     stacks: Stacks
-    hangs: Hangs
+    agents: Agents
 
-    def on(self, event: ev.WorkerReport, now: float) -> None:
-        """Take in a report, if the worker's process may still exist."""
-        worker = self.workers.workers.get(event.worker)
-        if worker is None or worker.state not in OCCUPYING:
-            what = type(event).__name__
-            self.effects.ignore(f"{what} of {event.worker}, which is gone or was never started")
-            return
-        match event:
-            case ev.WorkerStarted():
-                self._started(worker, event)
-            case ev.WorkerReady():
-                self._ready(worker, event, now)
-            case ev.WorkerStepped():
-                self._stepped(worker, event)
-            case ev.WorkerStalled():
-                self.hangs.on_stalled(worker, event, now)
-            case ev.WorkerResumed():
-                self.hangs.on_resumed(worker, event)
-            case ev.WorkerExited():
-                self._exited(worker, event, now)
-            case ev.WorkerSilent():
-                self.hangs.on_silent(worker, event, now)
-            case ev.WorkerLost():
-                self._lost(worker, event, now)
-            case _:
-                assert_never(event)
-
-    def _started(self, worker: Worker, event: ev.WorkerStarted) -> None:
+    def on_started(self, worker: Worker, event: ev.WorkerStarted, now: float) -> None:
+        """Record a worker's process."""
         if worker.pid:
             self.effects.ignore(f"{worker.id} was started already")
             return
         self.workers.process_started(worker, event.pid)
         self.effects.announce("worker_started", f"pid {event.pid}", worker)
 
-    def _ready(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
+    def on_ready(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
+        """Record that a worker waits for a round; leave the round if it was a member."""
         self._declare_elastic(now)
         running, current = worker.state is RUNNING, self.rounds.current
         if running and event.round != current.number:
@@ -83,7 +58,8 @@ class Reports(Rule):
         if lost is not None:
             self.rounds.leave(now, f"{lost.failure.worker} {lost.reason}")
 
-    def _stepped(self, worker: Worker, event: ev.WorkerStepped) -> None:
+    def on_stepped(self, worker: Worker, event: ev.WorkerStepped, now: float) -> None:
+        """Record progress: a worker has finished its first step in this round."""
         number = self.rounds.current.number
         in_round = worker.state is RUNNING and event.round == number
         just_left = worker.state is READY and event.round == worker.left
@@ -114,7 +90,8 @@ class Reports(Rule):
             reason = "everybody had it already"
         self.effects.announce("state_synced", reason, worker, step=step, receivers=len(receivers))
 
-    def _exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
+    def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
+        """Record the end of a worker's process, and judge whether it is a failure."""
         code, active = event.exit_code, worker.state in ACTIVE
         if self.outcome.kind is ScriptKind.UNDECLARED and active:
             # It never said a word; a later READY can still prove us wrong.
@@ -145,10 +122,45 @@ class Reports(Rule):
         members = [self.workers.workers.get(name) for name in self.rounds.current.members]
         return all(worker is None or worker.leaving for worker in members)
 
-    def _lost(self, worker: Worker, event: ev.WorkerLost, now: float) -> None:
+    def after_the_end(self, event: ev.Event) -> None:
+        """Record what still happens while the agents of an ended job shut down."""
+        match event:
+            case ev.WorkerExited(worker=name, exit_code=code):
+                worker = self.workers.workers.get(name)
+                if worker is not None and worker.state in OCCUPYING:
+                    self.workers.apply(worker, WorkerNews.TOLD_TO_STOP)
+                    self.workers.apply(worker, WorkerNews.EXITED_NONZERO)
+                    reason = f"exit code {code}, stopped with the job"
+                    self.effects.announce(
+                        "worker_exited", reason, worker, exit_code=code, expected=True
+                    )
+            case ev.LeaseExpired(kind="agent"):
+                self.effects.decide(KillAgent(*event.agent, event.reason))
+            case _:
+                self.effects.ignore(f"{type(event).__name__} after the end of the job")
+
+    # ---- leases --------------------------------------------------------------------------
+
+    def on_lease_expired(self, event: ev.LeaseExpired, now: float) -> None:
+        """Give up an agent or a worker that was not heard of; ask for stacks at half the time."""
+        if event.kind == "agent":
+            # It may only be cut off, and must not go on beside its successor.
+            self.effects.decide(KillAgent(*event.agent, event.reason))
+            self.agents.on_lost(ev.AgentLost(*event.agent, event.reason), now)
+            return
+        worker = self.workers.workers.get(event.owner)
+        if worker is None or worker.state not in OCCUPYING:
+            self.effects.ignore(f"a lease of {event.owner} expired, which is gone")
+        elif event.kind == "worker":
+            self._lost(worker, event.reason, now)
+        elif worker.state is RUNNING:
+            # It may hang with the GIL. When its lease ends it is killed, and the evidence with it.
+            self.stacks.ask(now, f"{worker.id}: {event.reason}")
+
+    def _lost(self, worker: Worker, reason: str, now: float) -> None:
         self.stacks.settle()  # the stacks are evidence, before it is killed
         if worker.leaving and self.workers.apply(worker, WorkerNews.TOLD_TO_STOP):
-            self.orders.kill(worker, event.reason)
+            self.orders.kill(worker, reason)
             self.rounds.left_early(worker, now, running=True)
-        elif not self.endings.give_up_worker(worker, event.reason, now):
+        elif not self.endings.give_up_worker(worker, reason, now):
             self.effects.ignore(f"{worker.id} is {worker.state.value}, it cannot be lost any more")

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from elastic_driver.core.decisions import AskStacks, StackGroup
 from elastic_driver.core.documents import StacksOrder
-from elastic_driver.core.events import WorkerStack
+from elastic_driver.core.events import StacksRequested, WorkerStack
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.workers import READY, RUNNING, STARTING, Worker
 from elastic_driver.core.stack_location import SEEN_WAITING
@@ -64,7 +64,11 @@ class Stacks(Rule):
         for host in sorted({worker.host for worker in self._asked_workers()}):
             self.orders.give(host, StacksOrder(self.asked), reason)
 
-    def on_worker_stack(self, event: WorkerStack) -> None:
+    def on_requested(self, event: StacksRequested, now: float) -> None:
+        """Ask every worker, as a user wishes."""
+        self.ask(now, event.reason or "a user asks")
+
+    def on_worker_stack(self, event: WorkerStack, now: float) -> None:
         """Record an answer."""
         number = None if self._open is None else self._open.number
         if event.number != number or event.worker not in self.workers.workers:

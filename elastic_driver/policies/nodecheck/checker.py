@@ -20,14 +20,22 @@ from elastic_driver import contract
 from elastic_driver.core.decisions import (
     CausedDecision,
     GiveOrder,
+    KillAgent,
     SealRound,
     StartAgent,
     StopAgent,
 )
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder
-from elastic_driver.core.events import AgentLost, AgentReady, Event, WorkerExited, WorkerReady
+from elastic_driver.core.events import (
+    AgentLost,
+    AgentReady,
+    Event,
+    LeaseExpired,
+    WorkerExited,
+    WorkerReady,
+)
 from elastic_driver.core.rules.ranks import Seat, assign
-from elastic_driver.policies.messages import KeysRead, KillAgent, PublishKey, ReadKeys, ShowLine
+from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, ShowLine
 from elastic_driver.policies.nodecheck.check import (
     Group,
     Measurement,
@@ -169,8 +177,11 @@ class NodeChecker:
             case AgentReady(host=host) if host in self._slots:
                 self._agents[host] = event
                 self._awaited.discard(host)
-            case AgentLost():
-                self._agent_lost(event)
+            case AgentLost(host=host, reason=reason):
+                self._running.discard(host)
+                self._agent_lost(host, reason)
+            case LeaseExpired(kind="agent"):
+                self._agent_lost(event.agent[0], event.reason)
             case WorkerReady(worker=worker):
                 self._gate.passed(worker, now)
             case WorkerExited():
@@ -408,12 +419,10 @@ class NodeChecker:
             except msgspec.DecodeError:
                 self._failed(task, process, "it ended without a usable result")
 
-    def _agent_lost(self, event: AgentLost) -> None:
-        if event.ended:
-            self._running.discard(event.host)
-        self._give_up(event.host, event.reason)
+    def _agent_lost(self, host: str, reason: str) -> None:
+        self._give_up(host, reason)
         for task, process in self._processes():
-            if process.host == event.host and not process.ended:
+            if process.host == host and not process.ended:
                 process.ended = True
                 self._failed(task, process, "its agent was lost")
 

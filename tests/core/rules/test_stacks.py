@@ -137,7 +137,7 @@ def test_when_a_worker_hangs_the_stacks_of_all_are_kept_before_it_is_killed(
 
 
 def test_who_is_silent_is_looked_at_before_its_lease_ends_and_it_is_killed(three: Scenario) -> None:
-    three.send(ev.WorkerSilent("a.1.1", "it has not been heard of for 15 s"))
+    three.send(ev.LeaseExpired("half", "a.1.1", 30.0))
     assert [order.number for order in three.orders(msg.StacksOrder)] == [1, 1]
     answer(three, "a.1.1", SEEN_ELSEWHERE, "in C", own=False)
     three.lost("a.1.1")
@@ -150,6 +150,6 @@ def test_who_is_silent_is_looked_at_before_its_lease_ends_and_it_is_killed(three
 
 def test_the_silence_of_a_worker_that_is_no_member_asks_nobody(three: Scenario) -> None:
     three.exit("a.1.1", 1)
-    three.send(ev.WorkerSilent("a.1.1", "it has not been heard of for 15 s"))
-    three.send(ev.WorkerSilent("z.0.1", "who?"))
+    three.send(ev.LeaseExpired("half", "a.1.1", 30.0))
+    three.send(ev.LeaseExpired("half", "z.0.1", 30.0))
     assert three.all(AskStacks) == []
