@@ -24,25 +24,15 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from rendezvous import wire
+from rendezvous import errors, wire
 from rendezvous.auth import AUTHORIZATION, bearer
-from rendezvous.errors import (
-    AbortedError,
-    RefusedError,
-    RendezvousError,
-    RequestError,
-    SealedError,
-    UnauthorizedError,
-    UnreachableError,
-    WokenError,
-)
 
 DEFAULT_TIMEOUT_S = 10.0
 CONNECT_S = 3.0  # for one address to accept a connection
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 _CHUNK_BYTES = 1024 * 1024
 _STOPPING = 503  # the only status that is worth a repeat: a successor may take over
-_DATA = b"data: "  # of a server-sent event
+_STREAM, _DATA = "text/event-stream", b"data: "  # a stream of server-sent events; one event
 R = TypeVar("R")
 
 
@@ -63,6 +53,7 @@ class RendezvousClient:
         self.requests = 0  # attempts sent so far, for measurements
         self._host, self._port = str(parts.hostname), int(parts.port or 0)
         self._token, self._repeats = token, repeats
+        self._headers = {AUTHORIZATION: bearer(token), "Content-Type": "application/json"}
         self._lock = threading.Lock()  # guards the next two
         self._idle: list[http.client.HTTPConnection] = []
         self._busy: set[http.client.HTTPConnection] = set()
@@ -85,15 +76,14 @@ class RendezvousClient:
         the batch plus the client's timeout). `wake` is a file descriptor: if it becomes readable
         before the answer, WokenError is raised.
         """
-        expected = self.timeout + sum(
-            o.wait for o in operations if isinstance(o, wire.Get | wire.Watch)
-        )
+        waits = sum(o.wait for o in operations if isinstance(o, wire.Get | wire.Watch))
         body = wire.encode(wire.KVBatch(operations, new_request_id()))
+        expected = self.timeout + waits
         answer = self._call("POST", wire.BATCH_PATH, body, deadline, expected=expected, wake=wake)
         try:
             return wire.decode_reply(answer).results
         except msgspec.DecodeError as error:
-            raise RendezvousError(f"{self.url} did not answer with a reply: {error}") from error
+            raise errors.RendezvousError(f"{self.url} answered with no reply: {error}") from error
 
     def set(self, key: str, value: bytes, lease: float | None = None) -> int:
         """Write a value, with a lease of `lease` seconds if given; return its revision."""
@@ -136,7 +126,7 @@ class RendezvousClient:
         return self._one(wire.DeletePrefix(prefix, seal), wire.Number).number
 
     def _one(self, operation: wire.Operation, kind: type[R]) -> R:
-        return expect(self.batch(operation)[0], kind)
+        return wire.expect(self.batch(operation)[0], kind)
 
     # ---- other routes of the driver ------------------------------------------------------
 
@@ -165,24 +155,24 @@ class RendezvousClient:
         Raises UnreachableError after `silence` seconds without a byte. Nothing is repeated.
         """
         started = time.monotonic()
-        connection = self._take()
         try:
-            self._connect(connection, started + self.timeout)
-            connection.sock.settimeout(silence)
-            connection.request("GET", path, headers=self._headers("text/event-stream"))
-            response = connection.getresponse()
-            if response.status >= 400:
-                self._checked(response.status, response.read())
-            rest = b""
-            while piece := response.read1(_CHUNK_BYTES):  # a broken stream is an error here
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
-                    if line.startswith(_DATA):
-                        yield line[len(_DATA) :].rstrip(b"\r")
+            with self._connection() as connection:
+                self._connect(connection, started + self.timeout)
+                connection.sock.settimeout(silence)
+                connection.request("GET", path, headers={**self._headers, "Accept": _STREAM})
+                response = connection.getresponse()
+                if response.status >= 400:
+                    self._checked(response.status, response.read())
+                rest = b""
+                while piece := response.read1(_CHUNK_BYTES):  # a broken stream is an error here
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        if line.startswith(_DATA):
+                            yield line[len(_DATA) :].rstrip(b"\r")
+                connection.close()
         except (OSError, http.client.HTTPException) as error:
-            raise UnreachableError(self.url, time.monotonic() - started, error) from error
-        finally:
-            self._put_back(connection, keep=False)
+            waited = time.monotonic() - started
+            raise errors.UnreachableError(self.url, waited, error) from error
 
     # ---- life ----------------------------------------------------------------------------
 
@@ -229,26 +219,29 @@ class RendezvousClient:
         started = time.monotonic()
         expected = self.timeout if expected is None else expected
         until = started + (expected if deadline is None else deadline)
-        headers = self._headers("application/json")
-        if method == "POST":
-            headers[wire.REQUEST_ID_HEADER] = new_request_id()
-        request = method, path, body, headers
+        request = method, path, body, {**self._headers, wire.REQUEST_ID_HEADER: new_request_id()}
         pauses = _pauses()
         while True:
-            connection = self._take()
-            reused = connection.sock is not None
-            attempt_until = min(until, time.monotonic() + expected)
-            status, answer = self._attempt(connection, request, attempt_until, wake)
-            if isinstance(answer, bytes):
-                if status != _STOPPING or not self._repeats:
-                    return self._checked(status, answer)
-                answer, reused = "the server is stopping", False
+            reused = False
+            try:
+                with self._connection() as connection:
+                    reused = connection.sock is not None
+                    attempt_until = min(until, time.monotonic() + expected)
+                    status, answer = self._attempt(connection, request, attempt_until, wake)
+                    if status == _STOPPING and self._repeats:
+                        raise ConnectionError("the server is stopping")
+                return self._checked(status, answer)
+            except (OSError, http.client.HTTPException) as error:
+                problem = error
             # The server may just have closed an idle connection: no need to pause.
             pause = 0.0 if reused else next(pauses)
             if time.monotonic() + pause >= until or not (self._repeats or reused):
                 self._check_not_aborted()
-                raise UnreachableError(self.url, time.monotonic() - started, answer)
-            self._pause(pause, wake)
+                raise errors.UnreachableError(self.url, time.monotonic() - started, problem)
+            if wake is None:
+                self._aborted.wait(pause)
+            elif _readable(pause, wake):
+                raise errors.WokenError(f"woken while {self.url} did not answer")
 
     def _attempt(
         self,
@@ -256,32 +249,21 @@ class RendezvousClient:
         request: tuple[str, str, bytes | None, dict[str, str]],
         until: float,
         wake: int | None,
-    ) -> tuple[int, object]:
-        """Send the request once; return status and body, or 0 and an error."""
-        status = 0
-        try:
-            if connection.sock is None:
-                self._connect(connection, until)
-            _arm(connection, until)
-            self.requests += 1
-            connection.request(*request)
-            status, answer = self._read_answer(connection, until, wake)
-        except (OSError, http.client.HTTPException) as error:
-            return 0, error
-        else:
-            return status, answer
-        finally:
-            self._put_back(connection, keep=status not in (0, _STOPPING))
-
-    def _read_answer(
-        self, connection: http.client.HTTPConnection, until: float, wake: int | None
     ) -> tuple[int, bytes]:
-        """Return status and body; raise WokenError if `wake` is readable before the answer."""
+        """Send the request once; return the answer's status and body.
+
+        Raises WokenError if `wake` is readable before the answer.
+        """
+        if connection.sock is None:
+            self._connect(connection, until)
+        _arm(connection, until)
+        self.requests += 1
+        connection.request(*request)
         if wake is not None:
-            answer = connection.sock.fileno()
-            ready = _readable(until - time.monotonic(), answer, wake)
-            if wake in ready and answer not in ready:
-                raise WokenError(f"woken before {self.url} answered")
+            socket_fd = connection.sock.fileno()
+            ready = _readable(until - time.monotonic(), socket_fd, wake)
+            if wake in ready and socket_fd not in ready:
+                raise errors.WokenError(f"woken before {self.url} answered")
         response = connection.getresponse()
         chunks: list[bytes] = []
         while True:
@@ -291,27 +273,15 @@ class RendezvousClient:
                 return response.status, b"".join(chunks)
             chunks.append(chunk)
 
-    def _pause(self, seconds: float, wake: int | None) -> None:
-        if wake is None:
-            self._aborted.wait(seconds)
-        elif _readable(seconds, wake):
-            raise WokenError(f"woken while {self.url} did not answer")
-
-    def _headers(self, accept: str) -> dict[str, str]:
-        return {
-            AUTHORIZATION: bearer(self._token),
-            "Accept": accept,
-            "Content-Type": "application/json",
-        }
-
     def _check_not_aborted(self) -> None:
         if self._aborted.is_set():
-            raise AbortedError(f"the client of {self.url} was closed; make a new one")
+            raise errors.AbortedError(f"the client of {self.url} was closed; make a new one")
 
     # ---- connections ---------------------------------------------------------------------
 
-    def _take(self) -> http.client.HTTPConnection:
-        """Return a connection for one call; it may have to be connected."""
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[http.client.HTTPConnection]:
+        """Give a connection for one call, perhaps a connected one; close it if the call fails."""
         if self._pid != os.getpid():
             # A fork: the connections belong to the parent, and closing our copies of their
             # descriptors does not end them. The lock may be held by a thread that is not here.
@@ -321,20 +291,21 @@ class RendezvousClient:
             self._idle, self._busy = [], set()
         with self._lock:
             self._check_not_aborted()
-            if self._idle:
-                connection = self._idle.pop()
-            else:
-                connection = http.client.HTTPConnection(self._host, self._port)
+            idle = self._idle.pop() if self._idle else None
+            connection = idle or http.client.HTTPConnection(self._host, self._port)
             self._busy.add(connection)
-            return connection
-
-    def _put_back(self, connection: http.client.HTTPConnection, *, keep: bool) -> None:
-        with self._lock:
-            self._busy.discard(connection)
-            if keep and connection.sock is not None and not self._aborted.is_set():
-                self._idle.append(connection)
-            else:
-                connection.close()
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+                if self._aborted.is_set():
+                    connection.close()
+                elif connection.sock is not None:
+                    self._idle.append(connection)
 
     def _connect(self, connection: http.client.HTTPConnection, until: float) -> None:
         """Connect as `http.client` does, but so that `abort` finds the socket meanwhile."""
@@ -365,15 +336,14 @@ class RendezvousClient:
         try:
             detail = wire.decode_error(body).error
         except msgspec.DecodeError:
-            detail = wire.ErrorDetail(
-                "http_error", f"status {status}", "does elasticrun listen there?"
-            )
+            hint = "does elasticrun listen there?"
+            detail = wire.ErrorDetail("http_error", f"status {status}", hint)
         if status == 401:
-            raise UnauthorizedError(
+            raise errors.UnauthorizedError(
                 f"the rendezvous at {self.url} refused our token: {detail.message}; it may serve "
                 "another job now, see that the token file is this job's"
             )
-        raise RequestError(self.url, status, detail.code, detail.message, detail.hint)
+        raise errors.RequestError(self.url, status, detail.code, detail.message, detail.hint)
 
 
 def parse_url(url: str) -> SplitResult:
@@ -387,16 +357,6 @@ def parse_url(url: str) -> SplitResult:
 def new_request_id() -> str:
     """Return an id that no other request has."""
     return secrets.token_hex(12)
-
-
-def expect(result: wire.Result, kind: type[R]) -> R:
-    """Return a result of this kind; raise RefusedError or SealedError if it is a refusal."""
-    if isinstance(result, wire.StoreRefusal):
-        error = SealedError if result.code == "sealed" else RefusedError
-        raise error(result.code, result.message)
-    if not isinstance(result, kind):
-        raise RendezvousError(f"the rendezvous answered {result!r}, not {kind.__name__}")
-    return result
 
 
 def _pauses() -> Iterator[float]:

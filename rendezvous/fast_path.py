@@ -14,18 +14,17 @@ Everything runs on the server's loop.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from typing import cast
 
 import msgspec
 from msgspec import Struct
 
 from rendezvous import wire
 from rendezvous.auth import AUTHORIZATION, is_authorized
-from rendezvous.errors import StoppedError
-from rendezvous.repeats import PostsOnce, Repeats
-from rendezvous.service import StoreService
+from rendezvous.service import Results, StoreService
+from rendezvous.web import PostsOnce
 
 PIECE_BYTES = 64 * 1024  # of an answer in the memory of one connection, at most
 STUCK_S = 60.0
@@ -103,42 +102,52 @@ def read_head(head: bytes, lines: Mapping[bytes, str]) -> PlainHead | None:
 # ---- connections -------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True, eq=False)
 class FastPath:
     """The state that all connections share; create it on a running loop.
 
-    `posts` answers other rooms' POSTs, by path; one that ends in "/" stands for all below it.
-    `general()` makes the protocol that takes over
-    everything else.
+    `posts` answers other rooms' POSTs, by path; one that ends in "/" stands for all directly below
+    it. `general()` makes the protocol that takes over everything else.
     """
 
-    service: StoreService
-    repeats: Repeats
-    encode_reply: wire.ReplyEncoder
-    posts_once: PostsOnce
-    posts: Mapping[str, Post]
-    tokens: Sequence[str]
-    general: Callable[[], asyncio.Protocol]
-
-    def __post_init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
+    def __init__(
+        self,
+        service: StoreService,
+        posts_once: PostsOnce,
+        posts: Mapping[str, Post],
+        tokens: Sequence[str],
+        general: Callable[[], asyncio.Protocol],
+    ) -> None:
+        self._service, self.posts_once = service, posts_once
+        self.posts: dict[str, Post] = {wire.BATCH_PATH: self._take_batch, **posts}
+        self.tokens, self.general = tokens, general
         ends = {True: "", False: " HTTP/1.1\r\n"}
-        paths = (wire.BATCH_PATH, *self.posts)
-        self.lines = {f"POST {path}{ends[path.endswith('/')]}".encode(): path for path in paths}
+        self.lines = {f"POST {p}{ends[p.endswith('/')]}".encode(): p for p in self.posts}
+        self.loop = asyncio.get_running_loop()
         self.connections: set[FastConnection] = set()
-        self._sweep = self.loop.call_later(SWEEP_S, self._end_stuck)
-
-    def connection(self) -> "FastConnection":
-        """Return the protocol of a new connection."""
-        return FastConnection(self)
+        self._end_stuck()
 
     def close(self) -> None:
         """Close every connection once what is written has gone."""
         self._sweep.cancel()
         for connection in tuple(self.connections):
-            connection.close()
+            connection.transport.close()
+
+    def _take_batch(self, _path: str, body: bytes, answer: Answer) -> Callable[[], object] | None:
+        try:
+            batch = wire.decode_batch(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
+        def done(results: Results | None) -> None:
+            if results is None:
+                answer(503, _STOPPING)
+            else:
+                answer(200, wire.encode_reply(results))
+
+        return self._service.ask(batch.operations, done, batch.write_id)
 
     def _end_stuck(self) -> None:
+        """Cut off clients that are stuck, and close idle connections, from time to time."""
         now = self.loop.time()
         for connection in tuple(self.connections):
             connection.end_if_stuck(now)
@@ -148,25 +157,23 @@ class FastPath:
 class FastConnection(asyncio.Protocol):
     """One client's connection; its requests are answered one after the other."""
 
+    transport: asyncio.Transport
+
     def __init__(self, shared: FastPath) -> None:
         self._shared = shared
-        self._transport: asyncio.Transport
         self._inbox = b""  # received, and not carried out yet
-        self._head: tuple[PlainHead, int] | None = None  # of the first request; start of its body
         self._waits = False  # for the results of a request
         self._leave: Callable[[], object] | None = None  # gives up that wait
         self._rest: memoryview | None = None  # of the answer, not written yet
         self._paused = False  # what was written has not all gone
-        self._reading = True
         self._moved = shared.loop.time()  # when bytes last came or went
 
     # ---- called by asyncio ---------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to serve a client."""
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - of a stream server
-        self._transport = transport
-        transport.set_write_buffer_limits(high=0)  # paused until everything has gone
+        self.transport = cast("asyncio.Transport", transport)
+        self.transport.set_write_buffer_limits(high=0)  # paused until everything has gone
         self._shared.connections.add(self)
 
     def connection_lost(self, _error: Exception | None) -> None:
@@ -182,9 +189,8 @@ class FastConnection(asyncio.Protocol):
         self._inbox = self._inbox + data if self._inbox else data
         if not self._busy:
             self._take_requests()
-        elif len(self._inbox) > _AHEAD_BYTES and self._reading:
-            self._reading = False
-            self._transport.pause_reading()
+        elif len(self._inbox) > _AHEAD_BYTES:
+            self.transport.pause_reading()
 
     def pause_writing(self) -> None:
         """Stop: the client has not taken all that was written."""
@@ -204,112 +210,69 @@ class FastConnection(asyncio.Protocol):
         return self._waits or self._paused or self._rest is not None
 
     def _take_requests(self) -> None:
-        """Carry out the requests that have arrived, until one has to wait."""
-        while self._inbox and not self._busy and not self._transport.is_closing():
-            if self._head is None and not self._read_head():
-                return
-            assert self._head is not None  # noqa: S101 - just read
-            head, start = self._head
-            end = start + head.length
-            if len(self._inbox) < end:
+        """Carry out the requests that have arrived, until one is incomplete or has to wait."""
+        lines = self._shared.lines
+        while self._inbox and not self._busy and not self.transport.is_closing():
+            end = self._inbox.find(_END)
+            if end < 0 and len(self._inbox) <= MAX_HEAD_BYTES and may_be_plain(self._inbox, lines):
                 break
-            if not self._carry_out(head, self._inbox[start:end]):
+            head = read_head(self._inbox[:end], lines) if 0 <= end <= MAX_HEAD_BYTES else None
+            if head is None or not is_authorized(head.authorization, self._shared.tokens):
                 self._give_to_general()
                 return
-            self._inbox, self._head = self._inbox[end:], None
-        if not self._reading and not self._busy:
-            self._reading = True
-            self._transport.resume_reading()
-
-    def _read_head(self) -> bool:
-        """Read the next head; return False if it is incomplete, or went to aiohttp."""
-        lines, end = self._shared.lines, self._inbox.find(_END)
-        if end < 0 and len(self._inbox) <= MAX_HEAD_BYTES and may_be_plain(self._inbox, lines):
-            return False
-        head = read_head(self._inbox[:end], lines) if 0 <= end <= MAX_HEAD_BYTES else None
-        if head is None or not is_authorized(head.authorization, self._shared.tokens):
-            self._give_to_general()
-            return False
-        self._head = head, end + len(_END)
-        return True
+            start = end + len(_END)
+            arrived, body = self._inbox, self._inbox[start : start + head.length]
+            if len(body) < head.length:
+                break
+            self._inbox = arrived[start + head.length :]
+            if not self._carry_out(head, body):
+                self._inbox = arrived
+                self._give_to_general()
+                return
+        if not self._busy:
+            self.transport.resume_reading()
 
     def _carry_out(self, head: PlainHead, body: bytes) -> bool:
         """Begin to answer; return False, with nothing done, if aiohttp has to answer."""
-        if head.path != wire.BATCH_PATH:
-            return self._post(head, body)
-        try:
-            batch = wire.decode_batch(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return False
-        self._batch(batch)
-        return True
-
-    def _post(self, head: PlainHead, body: bytes) -> bool:
-        shared, path, request_id = self._shared, head.path, head.request_id
-        if request_id is not None and shared.posts_once.knows(path, request_id):
+        shared, path = self._shared, head.path
+        # The store itself knows repeated batches.
+        known_by_id = head.request_id is not None and path != wire.BATCH_PATH
+        key = f"{path} {head.request_id}" if known_by_id else ""
+        if key and shared.posts_once.knows(key):
             return False
         post = shared.posts.get(path) or shared.posts[path[: path.rindex("/") + 1]]
         self._waits = True
-        leave = post(path, body, partial(self._posted, head))
+        leave = post(path, body, partial(self._answer, key))
         if leave is None:
             self._waits = False
-            return False
-        if self._waits and request_id is None:
+        elif self._waits and key:  # its client may repeat it, so nothing ends it
+            shared.posts_once.begin(key)
+        elif self._waits:
             self._leave = leave
-        elif self._waits and request_id is not None:  # its client may repeat it, so nothing ends it
-            shared.posts_once.begin(path, request_id, shared.loop.time())
-        return True
+        return leave is not None
 
-    def _posted(self, head: PlainHead, status: int, body: bytes) -> None:
-        if head.request_id is not None:
-            now = self._shared.loop.time()
-            self._shared.posts_once.remember(head.path, head.request_id, status, body, now)
+    def _answer(self, key: str, status: int, body: bytes) -> None:
+        """Send an answer, then go on with the next request."""
+        if key:
+            self._shared.posts_once.end(key, status, body)
         self._waits, self._leave = False, None
-        if not self._transport.is_closing():
-            self._write(status, body)
-            if self._inbox:
-                self._shared.loop.call_soon(self._take_requests)
-
-    def _batch(self, batch: wire.KVBatch) -> None:
-        service, self._waits = self._shared.service, True
-        leave: Callable[[], object]
-        try:
-            if batch.reads_only:
-                leave = partial(service.cancel, service.begin(batch.operations, self._answer))
-            else:
-                leave = self._shared.repeats.ask(batch.request_id, batch.operations, self._answer)
-        except StoppedError:
-            self._answer(None)
-        else:
-            self._leave = leave if self._waits else None
-
-    def _answer(self, results: tuple[wire.Result, ...] | None) -> None:
-        """Send the results of the batch, at once or after a wait."""
-        waited = self._leave is not None
-        self._waits, self._leave = False, None
-        if results is None:
-            self._write(503, _STOPPING)
-        else:
-            self._write(200, self._shared.encode_reply(results))
-        if waited and self._inbox:
-            self._shared.loop.call_soon(self._take_requests)
-
-    # ---- answers -------------------------------------------------------------------------
-
-    def _write(self, status: int, body: bytes) -> None:
+        if self.transport.is_closing():
+            return
         head = _HEADS[status] % len(body)
         if len(body) <= PIECE_BYTES:
-            self._transport.write(head + body)
+            self.transport.write(head + body)
         else:
-            self._transport.write(head)
+            self.transport.write(head)
             self._rest = memoryview(body)
             self._write_rest()
+        if self._inbox:
+            self._shared.loop.call_soon(self._take_requests)
 
     def _write_rest(self) -> None:
         while self._rest is not None and not self._paused:
             piece, rest = self._rest[:PIECE_BYTES], self._rest[PIECE_BYTES:]
-            self._rest = rest if rest else None
-            self._transport.write(piece)
+            self._rest = rest or None
+            self.transport.write(piece)
 
     # ---- the end -------------------------------------------------------------------------
 
@@ -317,37 +280,28 @@ class FastConnection(asyncio.Protocol):
         """Hand the connection to aiohttp, with what has arrived."""
         self._shared.connections.discard(self)
         general, arrived, self._inbox = self._shared.general(), self._inbox, b""
-        self._transport.set_write_buffer_limits()
-        self._transport.set_protocol(general)
-        if not self._reading:
-            self._reading = True
-            self._transport.resume_reading()
-        general.connection_made(self._transport)
+        self.transport.set_write_buffer_limits()
+        self.transport.set_protocol(general)
+        self.transport.resume_reading()
+        general.connection_made(self.transport)
         general.data_received(arrived)
-
-    def close(self) -> None:
-        """Close the connection once what is written has gone."""
-        self._transport.close()
 
     def end_if_stuck(self, now: float) -> None:
         """Cut off a client that takes no answer or never ends its request; close an idle one."""
-        if self._waits:
-            return
         still = now - self._moved
-        if (self._paused or self._inbox) and still > STUCK_S:
-            self._transport.abort()
-        elif still > IDLE_S:
-            self._transport.close()
+        if not self._waits and (self._paused or self._inbox) and still > STUCK_S:
+            self.transport.abort()
+        elif not self._waits and still > IDLE_S:
+            self.transport.close()
 
 
-def _head_of(status: str) -> bytes:
-    return (
-        f"HTTP/1.1 {status}\r\nContent-Type: application/json; charset=utf-8\r\n"
-        "Content-Length: %d\r\n\r\n"
+_HEADS = {
+    status.value: (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\n"
+        "Content-Type: application/json; charset=utf-8\r\nContent-Length: %d\r\n\r\n"
     ).encode()
-
-
-_HEADS = {status.value: _head_of(f"{status.value} {status.phrase}") for status in HTTPStatus}
+    for status in HTTPStatus
+}
 _STOPPING = wire.encode(
     wire.ErrorBody(
         wire.ErrorDetail("stopping", "the rendezvous server was stopped", "try again in a moment")

@@ -13,20 +13,21 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import os
 import resource
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from aiohttp import web
 
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
-from rendezvous.fast_path import FastPath, Post
-from rendezvous.repeats import PostsOnce, Repeats
+from rendezvous.fast_path import FastConnection, FastPath, Post
 from rendezvous.routes import KVRoutes
-from rendezvous.service import StoreService
-from rendezvous.web import guard
-from rendezvous.wire import MAX_BODY_BYTES, Operation, ReplyEncoder, Result
+from rendezvous.service import Results, StoreService
+from rendezvous.web import PostsOnce, guard
+from rendezvous.wire import MAX_BODY_BYTES, Operation
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,11 @@ LINGER_S = 1.0  # for handlers of other rooms to end when the server stops
 BACKLOG = 4096  # connections that may arrive together while the loop is busy
 FILES = 65536  # open files of the process, connections included
 KEEPALIVE_S = 600.0  # idle connections stay open: a client's next request finds one
+_BIND_HINTS = {
+    errno.EADDRINUSE: "another program listens there; choose another port, or 0 for any",
+    errno.EACCES: "ports below 1024 need privileges; choose a higher one",
+    errno.EADDRNOTAVAIL: "no interface of this machine has that address",
+}
 
 
 class RendezvousServer:
@@ -63,9 +69,8 @@ class RendezvousServer:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
         self._host, self._wanted_port, self._tokens = host, port, (token, *others)
-        self._on_lease_expired, self._routes = on_lease_expired, routes
-        self._posts = dict(posts or {})
-        self._first_revision = first_revision
+        self._on_lease_expired, self._first_revision = on_lease_expired, first_revision
+        self._routes, self._posts = routes, posts or {}
         self._port: int | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -82,9 +87,8 @@ class RendezvousServer:
         listener = _listen(self._host, self._wanted_port)
         self._port = listener.getsockname()[1]
         up: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(listener, up), name="rendezvous", daemon=True
-        )
+        run = partial(self._run, listener, up)
+        self._thread = threading.Thread(target=run, name="rendezvous", daemon=True)
         self._thread.start()
         try:
             up.result(START_S)
@@ -97,15 +101,12 @@ class RendezvousServer:
 
     def stop(self) -> None:
         """Refuse pending requests, close all connections, end the thread. May be called again."""
-        thread, loop, stop = self._thread, self._loop, self._stop
-        if thread is None or loop is None or stop is None or not thread.is_alive():
+        if self._thread is None or self._loop is None or self._stop is None:
             return
-        with contextlib.suppress(RuntimeError):  # the loop has just closed by itself
-            loop.call_soon_threadsafe(stop.set)
-        if thread is threading.current_thread():
-            return
-        thread.join(START_S)
-        if thread.is_alive():
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(START_S)
+        if self._thread.is_alive():
             log.warning("rendezvous server on %s still busy %gs after stop", self.url, START_S)
 
     def __enter__(self) -> "RendezvousServer":
@@ -124,23 +125,18 @@ class RendezvousServer:
     @property
     def url(self) -> str:
         """Its `http://host:port`, with loopback in place of a wildcard address."""
-        address = ipaddress.ip_address(self._host)
-        if address.is_unspecified:
-            address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
-        host = f"[{address}]" if address.version == 6 else str(address)
-        return f"http://{host}:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)  # noqa: S104
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     # ---- the driver's own access ---------------------------------------------------------
 
-    def apply(self, operations: Sequence[Operation], timeout: float = 10.0) -> tuple[Result, ...]:
-        """Carry out a batch from another thread; return its results.
+    def apply(self, operations: Sequence[Operation], timeout: float = 10.0) -> Results:
+        """Carry out a batch from another thread than the server's; return its results.
 
         Raises RendezvousError after `timeout` seconds (the batch is given up then), StoppedError
         if the server is not running.
         """
         service, loop = self._running()
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("apply() would wait for its own thread; await carry_out() here")
         call = asyncio.run_coroutine_threadsafe(service.carry_out(operations), loop)
         try:
             return call.result(timeout)
@@ -156,12 +152,11 @@ class RendezvousServer:
     def post(self, operations: Sequence[Operation]) -> None:
         """Carry out a batch soon, in the order of the calls, and drop its results."""
         service, loop = self._running()
-        loop.call_soon_threadsafe(service.post, tuple(operations))
+        loop.call_soon_threadsafe(service.ask, tuple(operations), lambda _results: None)
 
-    async def carry_out(self, operations: Sequence[Operation]) -> tuple[Result, ...]:
+    async def carry_out(self, operations: Sequence[Operation]) -> Results:
         """Return the results of a batch, for handlers that run on the server's loop."""
-        service, _ = self._running()
-        return await service.carry_out(operations)
+        return await self._running()[0].carry_out(operations)
 
     def _running(self) -> tuple[StoreService, asyncio.AbstractEventLoop]:
         if self._service is None or self._loop is None or self._loop.is_closed():
@@ -171,32 +166,29 @@ class RendezvousServer:
     # ---- the thread ----------------------------------------------------------------------
 
     def _run(self, listener: socket.socket, up: concurrent.futures.Future[None]) -> None:
-        loop = self._loop = asyncio.new_event_loop()
         try:
-            loop.run_until_complete(self._serve(listener, up))
+            asyncio.run(self._serve(listener, up))
         except Exception as error:
             if up.done():
                 log.exception("rendezvous server on %s ended by an error", self.url)
             else:
                 up.set_exception(error)
         finally:
-            left = asyncio.all_tasks(loop)
-            for task in left:
-                task.cancel()
-            if left:
-                loop.run_until_complete(asyncio.wait(left, timeout=LINGER_S))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.run_until_complete(_turn())  # transports that were closed free their sockets
-            loop.close()
             listener.close()
 
     async def _serve(self, listener: socket.socket, up: concurrent.futures.Future[None]) -> None:
+        loop = self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self._service = StoreService(self._on_lease_expired, self._first_revision)
-        runner, fast_path = await self._set_up(self._service)
-        loop, server = asyncio.get_running_loop(), None
+        service = self._service = StoreService(self._on_lease_expired, self._first_revision)
+        posts_once = PostsOnce()
+        runner = await self._aiohttp(service, posts_once)
+        assert runner.server is not None  # noqa: S101 - it is set up
+        fast_path = FastPath(service, posts_once, self._posts, self._tokens, runner.server)
+        server = None
         try:
-            server = await loop.create_server(fast_path.connection, sock=listener, backlog=BACKLOG)
+            server = await loop.create_server(
+                partial(FastConnection, fast_path), sock=listener, backlog=BACKLOG
+            )
             up.set_result(None)
             await self._stop.wait()
             # Accept no more connections, and let those being accepted arrive: one that finds its
@@ -206,18 +198,16 @@ class RendezvousServer:
         finally:
             if server is not None:
                 server.close()
-            self._service.close()
+            service.close()
             await runner.cleanup()
             fast_path.close()
+            await _turn()  # transports that were closed free their sockets
 
-    async def _set_up(self, service: StoreService) -> tuple[web.AppRunner, FastPath]:
-        """Return aiohttp with all routes, and the fast path in front of it."""
-        encode_reply, repeats, posts_once = ReplyEncoder(), Repeats(service), PostsOnce()
-        app = web.Application(
-            middlewares=[guard(*self._tokens), posts_once.middleware()],
-            client_max_size=MAX_BODY_BYTES,
-        )
-        KVRoutes(service, repeats, encode_reply).add_to(app)
+    async def _aiohttp(self, service: StoreService, posts_once: PostsOnce) -> web.AppRunner:
+        """Return aiohttp with all routes, without a socket of its own."""
+        middlewares = [guard(*self._tokens), posts_once.middleware]
+        app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
+        KVRoutes(service).add_to(app)
         if self._routes is not None:
             self._routes(app)
         runner = web.AppRunner(
@@ -229,17 +219,7 @@ class RendezvousServer:
             shutdown_timeout=LINGER_S,
         )
         await runner.setup()
-        assert runner.server is not None  # noqa: S101 - it is set up
-        fast_path = FastPath(
-            service=service,
-            repeats=repeats,
-            encode_reply=encode_reply,
-            posts_once=posts_once,
-            posts=self._posts,
-            tokens=self._tokens,
-            general=runner.server,
-        )
-        return runner, fast_path
+        return runner
 
 
 async def _turn() -> None:
@@ -265,18 +245,14 @@ def _listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host!r}: not a numeric address; "
             "give the address of an interface, or 0.0.0.0 for all"
         ) from None
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
+        dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        listener = socket.create_server(
+            (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=dual
+        )
     except OSError as error:
-        listener.close()
-        hint = {
-            errno.EADDRINUSE: "another program listens there; choose another port, or 0 for any",
-            errno.EACCES: "ports below 1024 need privileges; choose a higher one",
-            errno.EADDRNOTAVAIL: "no interface of this machine has that address",
-        }.get(error.errno or 0, "choose another address or port")
-        raise AddressError(f"cannot listen on {host}:{port}: {error.strerror}; {hint}") from error
+        hint = _BIND_HINTS.get(error.errno or 0, "choose another address or port")
+        found = os.strerror(error.errno or 0)
+        raise AddressError(f"cannot listen on {host}:{port}: {found}; {hint}") from error
+    listener.setblocking(False)
     return listener

@@ -1,25 +1,79 @@
-"""The store on an event loop: batches become awaitables, deadlines become timers.
+"""The store on an event loop: batches are answered by callback, deadlines become a timer.
 
 `RendezvousServer` owns one service, on its thread; everything here runs on that loop. It decides
-nothing about keys (`store` does) and knows nothing about HTTP (`routes` does).
+nothing about keys (`store` does) and knows nothing about HTTP (`web` and `routes` do).
 """
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import count
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar, cast
 
 from rendezvous.errors import StoppedError
-from rendezvous.store import Answered, KeyExpired, KVStore, Outcome
-from rendezvous.wire import Operation, Result
+from rendezvous.store import Answered, KVStore, Outcome
+from rendezvous.wire import Entries, Operation, Result
 
 log = logging.getLogger(__name__)
 
 RENEWAL_S = 1.0  # for lease renewals that wait in socket buffers to be read
 _HELD_UP_S = 0.5  # a timer this late means that the loop itself was held up
+_RESULT_BYTES = 256  # assumed size of a result without its values
 
-Done = Callable[[tuple[Result, ...] | None], None]
+Results = tuple[Result, ...]
+Done = Callable[[Results | None], None]
 """Takes the results of a batch, or None if the service was closed first."""
+V = TypeVar("V")
+
+
+class AnswerMemory(Generic[V]):
+    """Answers by request id: at most `count`, `size` bytes in all, none older than `seconds`.
+
+    By default an answer is kept for twice the longest wait: by then its client has repeated the
+    request or given up.
+    """
+
+    def __init__(
+        self, seconds: float = 120.0, count: int = 65536, size: int = 64 * 1024 * 1024
+    ) -> None:
+        self._seconds, self._count, self._max_size = seconds, count, size
+        self._size = 0
+        self._kept: OrderedDict[str, tuple[V, int, float]] = OrderedDict()  # the oldest first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, request_id: str) -> V | None:
+        """Return the answer to a request; None if it is not known."""
+        kept = self._kept.get(request_id)
+        return None if kept is None else kept[0]
+
+    def put(self, request_id: str, answer: V, size: int, now: float) -> None:
+        """Keep an answer of about `size` bytes; drop the oldest while they are too old or many."""
+        self._drop(request_id)
+        while self._kept:
+            oldest, (_, _, since) = next(iter(self._kept.items()))
+            full = len(self._kept) >= self._count or self._size > self._max_size
+            if not full and since > now - self._seconds:
+                break
+            self._drop(oldest)
+        self._kept[request_id] = (answer, size, now)
+        self._size += size
+
+    def _drop(self, request_id: str) -> None:
+        if (kept := self._kept.pop(request_id, None)) is not None:
+            self._size -= kept[1]
+
+
+@dataclass(eq=False)
+class _WaitingRequest:
+    """A batch with a request id that is being carried out, and the clients that wait for it."""
+
+    before: Results  # of attempts whose clients have all gone
+    clients: list[Done]
+    ticket: Done  # of the current attempt
 
 
 class StoreService:
@@ -29,136 +83,134 @@ class StoreService:
     """
 
     def __init__(
-        self, on_lease_expired: Callable[[str], None] | None = None, first_revision: int = 0
+        self,
+        on_lease_expired: Callable[[str], None] | None = None,
+        first_revision: int = 0,
+        memory: AnswerMemory[Results] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._store = KVStore(first_revision)
         self._on_lease_expired = on_lease_expired
-        self._tickets = count(1)
-        self._answers: dict[int, Done] = {}
-        self._alarm = Alarm(self._expire)
+        self._requests: dict[str, _WaitingRequest] = {}
+        self._memory = AnswerMemory() if memory is None else memory
+        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     @property
     def waiting(self) -> int:
         """Number of batches that wait for a key."""
-        return self._store.waiting
+        return len(self._store.waiting)
 
-    def begin(self, operations: Sequence[Operation], done: Done) -> int:
-        """Start a batch and return its ticket; `done` is called once, perhaps before that.
+    # ---- batches -------------------------------------------------------------------------
 
-        `cancel(ticket)` gives the batch up; `done` is then not called. Raises StoppedError if
-        the service is closed.
+    def ask(
+        self, operations: Sequence[Operation], done: Done, request_id: str = ""
+    ) -> Callable[[], object]:
+        """Carry out a batch and call `done` once with its results, perhaps at once.
+
+        Return a function to call when the client goes away; after that `done` is not called.
+
+        A request with an id is carried out once: a repeat gets the results of the first, or waits
+        with it. When all its clients have gone, it stops waiting; what it has carried out stays
+        done, and a repeat goes on from there.
         """
         if self._closed:
-            raise StoppedError("the rendezvous server is stopping; ask its successor")
-        ticket = next(self._tickets)
-        self._answers[ticket] = done
-        self._deliver(self._store.submit(ticket, operations, self._loop.time()))
-        return ticket
+            done(None)
+        elif not request_id:
+            self._submit(done, operations)
+            return partial(self._store.cancel, done)
+        elif (request := self._requests.get(request_id)) is not None:
+            request.clients.append(done)
+            return partial(self._leave, request_id, request, done)
+        elif len(before := self._memory.get(request_id) or ()) == len(operations):
+            done(before)
+        else:
+            ticket = partial(self._answered, request_id)
+            request = self._requests[request_id] = _WaitingRequest(before, [done], ticket)
+            self._submit(ticket, operations[len(before) :])
+            return partial(self._leave, request_id, request, done)
+        return lambda: None
 
-    def cancel(self, ticket: int) -> tuple[Result, ...]:
-        """Give up a batch that waits; return the results it had so far."""
-        self._answers.pop(ticket, None)
-        return self._store.cancel(ticket) or ()
+    async def carry_out(self, operations: Sequence[Operation], request_id: str = "") -> Results:
+        """Return the results of a batch; a caller that is cancelled counts as a client that left.
 
-    async def carry_out(self, operations: Sequence[Operation]) -> tuple[Result, ...]:
-        """Return the results of a batch; if the caller is cancelled, the batch is too."""
-        answer: asyncio.Future[tuple[Result, ...] | None] = self._loop.create_future()
-        ticket = self.begin(operations, into(answer))
+        Raises StoppedError if the service is closed.
+        """
+        answer: asyncio.Future[Results | None] = self._loop.create_future()
+
+        def done(results: Results | None) -> None:
+            if not answer.done():
+                answer.set_result(results)
+
+        leave = self.ask(operations, done, request_id)
         try:
-            return results_of(await answer)
+            results = await answer
         finally:
-            self.cancel(ticket)
-
-    def post(self, operations: Sequence[Operation]) -> None:
-        """Carry out a batch and drop its results."""
-        if not self._closed:
-            self._deliver(self._store.submit(next(self._tickets), operations, self._loop.time()))
+            leave()
+        if results is None:
+            raise StoppedError("the rendezvous server was stopped")
+        return results
 
     def close(self) -> None:
         """Refuse the batches that wait, and every later one."""
         self._closed = True
-        self._alarm.off()
-        answers, self._answers = self._answers, {}
-        for ticket, done in answers.items():
+        if self._timer is not None:
+            self._timer.cancel()
+        for ticket in self._store.waiting:
             self._store.cancel(ticket)
-            done(None)
+            cast("Done", ticket)(None)
+
+    def _answered(self, request_id: str, results: Results | None) -> None:
+        request = self._requests.pop(request_id)
+        if results is not None:
+            results = request.before + results
+            self._remember(request_id, results)
+        for done in request.clients:
+            done(results)
+
+    def _leave(self, request_id: str, request: _WaitingRequest, done: Done) -> None:
+        if self._requests.get(request_id) is not request:
+            return
+        request.clients.remove(done)
+        if not request.clients:
+            del self._requests[request_id]
+            self._remember(request_id, request.before + (self._store.cancel(request.ticket) or ()))
+
+    def _remember(self, request_id: str, results: Results) -> None:
+        entries = [e for r in results if isinstance(r, Entries) for e in r.entries.values()]
+        size = _RESULT_BYTES * len(results) + sum(len(entry.value) for entry in entries)
+        self._memory.put(request_id, results, size, self._loop.time())
+
+    # ---- the store -----------------------------------------------------------------------
+
+    def _submit(self, ticket: Done, operations: Sequence[Operation]) -> None:
+        self._deliver(self._store.submit(ticket, operations, self._loop.time()))
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
-            match outcome:
-                case Answered(ticket=int(ticket), results=results):
-                    done = self._answers.pop(ticket, None)
-                    if done is not None:
-                        done(results)
-                case KeyExpired(key=key):
-                    self._report_expired(key)
-        self._alarm.set(self._store.next_deadline())
+            if isinstance(outcome, Answered):
+                cast("Done", outcome.ticket)(outcome.results)
+            elif self._on_lease_expired is not None:
+                try:
+                    self._on_lease_expired(outcome.key)
+                except Exception:
+                    log.exception("lease %s expired, but telling its listener failed", outcome.key)
+        deadline = self._store.next_deadline()
+        # An earlier timer stays: it finds nothing due and is set again.
+        if deadline is not None and (self._timer is None or self._timer.when() > deadline):
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(deadline, self._expire, deadline)
 
-    def _report_expired(self, key: str) -> None:
-        if self._on_lease_expired is None:
-            return
-        try:
-            self._on_lease_expired(key)
-        except Exception:
-            log.exception("lease %s expired, but telling its listener failed", key)
+    def _expire(self, planned: float) -> None:
+        """End the leases and waits that are due.
 
-    def _expire(self, now: float, held_up: float) -> None:
-        if held_up:
-            self._store.postpone_leases(held_up + RENEWAL_S)
-            log.warning("rendezvous was held up for %.1fs; leases postponed", held_up)
-        self._deliver(self._store.expire(now))
-
-
-def into(future: asyncio.Future[tuple[Result, ...] | None]) -> Done:
-    """Return a `Done` that sets this future's result, unless the future was cancelled."""
-
-    def done(results: tuple[Result, ...] | None) -> None:
-        if not future.done():
-            future.set_result(results)
-
-    return done
-
-
-def results_of(answer: tuple[Result, ...] | None) -> tuple[Result, ...]:
-    """Return the results that `Done` was called with; raise StoppedError for None."""
-    if answer is None:
-        raise StoppedError("the rendezvous server was stopped")
-    return answer
-
-
-class Alarm:
-    """One timer on the loop, for an owner of many deadlines.
-
-    Calls `ring(now, held_up)` on the loop, in the loop's time, once each time it is set. `held_up`
-    is usually 0, else the seconds for which the loop did not run (SIGSTOP, overload). Holders of
-    leases ran meanwhile, and their renewals could not be read: the owner postpones their leases
-    by `held_up` plus `RENEWAL_S`.
-    """
-
-    def __init__(self, ring: Callable[[float, float], None]) -> None:
-        self._ring = ring
-        self._timer: asyncio.TimerHandle | None = None
-
-    def set(self, deadline: float | None) -> None:
-        """Ring no later than `deadline`; None: nothing is due. Called on the loop.
-
-        An earlier timer stays: its ring finds nothing due, and the owner sets the alarm again.
+        If the loop did not run for a while (SIGSTOP, overload), the holders of leases did, but
+        their renewals could not be read: their leases get that time back.
         """
-        if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
-            return
-        self.off()
-        self._timer = asyncio.get_running_loop().call_at(deadline, self._due, deadline)
-
-    def off(self) -> None:
-        """Do not ring."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _due(self, planned: float) -> None:
-        self._timer = None
-        now = asyncio.get_running_loop().time()
+        self._timer, now = None, self._loop.time()
         late = now - planned
-        self._ring(now, late if late > _HELD_UP_S else 0.0)
+        if late > _HELD_UP_S:
+            self._store.postpone_leases(late + RENEWAL_S)
+            log.warning("rendezvous was held up for %.1fs; leases postponed", late)
+        self._deliver(self._store.expire(now))

@@ -99,9 +99,9 @@ class KVStore:
         return self._revision
 
     @property
-    def waiting(self) -> int:
-        """Number of batches that wait."""
-        return len(self._parked)
+    def waiting(self) -> tuple[Hashable, ...]:
+        """The tickets of the batches that wait."""
+        return tuple(self._parked)
 
     # ---- commands ------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 from torch.distributed import DistStoreError, Store
 
 from rendezvous import wire
-from rendezvous.client import RendezvousClient, expect
+from rendezvous.client import RendezvousClient
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)  # as torch's own stores
 WAIT_S = 30.0  # for one request; longer waits are repeated, so that a dead client is noticed
@@ -80,7 +80,7 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
         ]
         for start in range(0, len(sets), wire.MAX_OPERATIONS):
             for result in self._batch(*sets[start : start + wire.MAX_OPERATIONS]):
-                expect(result, wire.Written)
+                wire.expect(result, wire.Written)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter (missing: 0); return the sum."""
@@ -100,7 +100,7 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
         swaps: tuple[wire.Operation, ...] = (wire.CompareSet(name, old, new),)
         if not old:
             swaps = (wire.CompareSet(name, None, new), *swaps)
-        held = [expect(result, wire.Compared) for result in self._batch(*swaps)]
+        held = [wire.expect(result, wire.Compared) for result in self._batch(*swaps)]
         swapped = next((one for one in held if one.swapped), held[-1])
         return old if swapped.value is None else swapped.value
 
@@ -162,7 +162,7 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
                 )
 
     def _one(self, operation: wire.Operation, kind: type[R]) -> R:
-        return expect(self._batch(operation)[0], kind)
+        return wire.expect(self._batch(operation)[0], kind)
 
     def _batch(self, *operations: wire.Operation) -> tuple[wire.Result, ...]:
         longest = sum(o.wait for o in operations if isinstance(o, wire.Get))

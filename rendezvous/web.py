@@ -1,31 +1,34 @@
-"""The parts that all HTTP routes share: the token check, and one shape for errors.
+"""The parts that all HTTP routes share: token check, repeats of a request, one shape for errors.
 
-Other rooms' handlers are mounted behind the same middleware. They read typed bodies with
+Other rooms' handlers are mounted behind the same middlewares. They read typed bodies with
 `read_json`, answer with `json_answer`, and raise `Problem` to answer with an error. Any other
 exception becomes a 500 that only tells the client where to look.
 """
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from rendezvous import wire
 from rendezvous.auth import AUTHORIZATION, is_authorized
-from rendezvous.errors import StoppedError
-from rendezvous.wire import HEALTH_PATH, ErrorBody, ErrorDetail, encode
+from rendezvous.errors import RefusedError, StoppedError
+from rendezvous.service import AnswerMemory
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 JSON = "application/json"
-_CODES = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
-_HINTS = {
-    404: "check the path; the routes are listed in docs/protocol.md",
-    405: "use one of the methods in the Allow header",
-    413: "send less at once",
+_REFUSED = {"sealed": 410, "too_large": 413, "not_a_number": 409}
+# Status → code for programs, and a hint.
+_OF_AIOHTTP = {
+    404: ("not_found", "check the path; the routes are listed in docs/protocol.md"),
+    405: ("method_not_allowed", "use one of the methods in the Allow header"),
+    413: ("too_large", "send less at once"),
 }
 
 
@@ -39,17 +42,7 @@ class Problem(Exception):
 
 def json_answer(document: msgspec.Struct, status: int = 200) -> web.Response:
     """Return an answer with this document as its JSON body."""
-    return web.Response(body=encode(document), status=status, content_type=JSON)
-
-
-def problem_body(problem: Problem) -> bytes:
-    """Return the document for a problem: `{"error": {code, message, hint}}`."""
-    return encode(ErrorBody(ErrorDetail(problem.code, problem.message, problem.hint)))
-
-
-def error_answer(problem: Problem) -> web.Response:
-    """Return the answer for a problem."""
-    return web.Response(body=problem_body(problem), status=problem.status, content_type=JSON)
+    return web.Response(body=wire.encode(document), status=status, content_type=JSON)
 
 
 async def read_json(request: web.Request, decode: Callable[[bytes], T]) -> T:
@@ -69,9 +62,12 @@ def guard(*tokens: str) -> Middleware:
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         header = request.headers.get(AUTHORIZATION)
-        if request.path != HEALTH_PATH and not is_authorized(header, tokens):
-            return _unauthorized(header)
-        return await shape_errors(request, handler)
+        if request.path == wire.HEALTH_PATH or is_authorized(header, tokens):
+            return await shape_errors(request, handler)
+        found = "an unknown token" if header else "no token"
+        hint = "send Authorization: Bearer <token>, with the token from the job's token file"
+        problem = Problem(401, "unauthorized", f"the request carries {found}", hint)
+        return error_answer(problem, {"WWW-Authenticate": "Bearer"})
 
     return guarded
 
@@ -84,8 +80,14 @@ async def shape_errors(
         return await handler(request)
     except Problem as problem:
         return error_answer(problem)
+    except RefusedError as error:
+        return error_answer(Problem(_REFUSED.get(error.code, 409), error.code, str(error)))
     except web.HTTPException as error:
-        return _from_aiohttp(request, error)
+        code, hint = _OF_AIOHTTP.get(error.status, ("http_error", ""))
+        message = f"{request.method} {request.path}: {error.reason}"
+        allow = error.headers.get("Allow")
+        headers = {"Allow": allow} if allow else None
+        return error_answer(Problem(error.status, code, message, hint), headers)
     except StoppedError as error:
         return error_answer(Problem(503, "stopping", str(error), "try again in a moment"))
     except Exception:
@@ -95,30 +97,79 @@ async def shape_errors(
         )
 
 
-def _unauthorized(header: str | None) -> web.Response:
-    found = "an unknown token" if header else "no token"
-    answer = error_answer(
-        Problem(
-            401,
-            "unauthorized",
-            f"the request carries {found}",
-            "send Authorization: Bearer <token>, with the token from the job's token file",
-        )
-    )
-    answer.headers["WWW-Authenticate"] = "Bearer"
-    return answer
+def problem_body(problem: Problem) -> bytes:
+    """Return the document for a problem: `{"error": {code, message, hint}}`."""
+    detail = wire.ErrorDetail(problem.code, problem.message, problem.hint)
+    return wire.encode(wire.ErrorBody(detail))
 
 
-def _from_aiohttp(request: web.Request, error: web.HTTPException) -> web.Response:
-    status = error.status
-    answer = error_answer(
-        Problem(
-            status,
-            _CODES.get(status, "http_error"),
-            f"{request.method} {request.path}: {error.reason}",
-            _HINTS.get(status, ""),
-        )
-    )
-    if "Allow" in error.headers:
-        answer.headers["Allow"] = error.headers["Allow"]
-    return answer
+def error_answer(problem: Problem, headers: Mapping[str, str] | None = None) -> web.Response:
+    """Return the answer for a problem."""
+    body, status = problem_body(problem), problem.status
+    return web.Response(body=body, status=status, headers=headers, content_type=JSON)
+
+
+class PostAnswer(NamedTuple):
+    """The answer to a POST that is kept for its repeats."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class PostsOnce:
+    """A POST with an X-Request-Id reaches its handler once; keys are `path id`.
+
+    The handler runs to its end even if its client goes away, so that the repeat finds its
+    answer; it must have its own deadline. Failures of the server itself (5xx) are not kept, so
+    that a repeat tries again. Batches of the store have their own memory, in `StoreService`.
+    """
+
+    def __init__(self) -> None:
+        self._memory: AnswerMemory[PostAnswer] = AnswerMemory()
+        self._pending: dict[str, asyncio.Future[PostAnswer]] = {}
+
+    def knows(self, key: str) -> bool:
+        """Return whether this POST was received before."""
+        return key in self._pending or self._memory.get(key) is not None
+
+    def begin(self, key: str) -> None:
+        """Record that a POST is being answered outside of the middleware; `end` follows."""
+        self._pending[key] = asyncio.get_running_loop().create_future()
+
+    def end(self, key: str, status: int, body: bytes) -> None:
+        """Record that a POST was answered outside of the middleware, with a JSON document."""
+        pending = self._pending.pop(key, None)
+        answer = self._keep(key, PostAnswer(status, body, {"Content-Type": JSON}))
+        if pending is not None:
+            pending.set_result(answer)
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request; the middleware belongs behind the token check."""
+        request_id = request.headers.get(wire.REQUEST_ID_HEADER)
+        if request.method != "POST" or request.path == wire.BATCH_PATH or not request_id:
+            return await handler(request)
+        await request.read()  # now, as the connection may end before the handler reads
+        key = f"{request.path} {request_id}"
+        answer = self._memory.get(key)
+        if answer is None:
+            pending = self._pending.get(key)
+            if pending is None:
+                call = self._call(key, request, handler)
+                pending = self._pending[key] = asyncio.create_task(call)
+            answer = await asyncio.shield(pending)
+        return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
+
+    async def _call(self, key: str, request: web.Request, handler: Handler) -> PostAnswer:
+        response = await shape_errors(request, handler)
+        body = response.body if isinstance(response, web.Response) else b""
+        content = body if isinstance(body, bytes) else b""
+        del self._pending[key]
+        return self._keep(key, PostAnswer(response.status, content, response.headers))
+
+    def _keep(self, key: str, answer: PostAnswer) -> PostAnswer:
+        if answer.status < 500:
+            now = asyncio.get_running_loop().time()
+            self._memory.put(key, answer, len(answer.body), now)
+        return answer

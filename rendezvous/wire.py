@@ -7,10 +7,13 @@ revisions and leases, and nothing about ranks or training.
 In JSON, bytes are base64 (msgspec's encoding). Times are seconds.
 """
 
-from typing import Annotated
+from functools import cached_property
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+
+from rendezvous.errors import RefusedError, RendezvousError, SealedError
 
 MAX_KEY_CHARS = 512
 MAX_VALUE_BYTES = 16 * 1024 * 1024
@@ -32,6 +35,7 @@ Key = Annotated[str, Meta(min_length=1, max_length=MAX_KEY_CHARS)]
 Value = Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_WAIT_S)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
+R = TypeVar("R")
 
 
 class Set(Struct, frozen=True, tag="set", forbid_unknown_fields=True):
@@ -108,7 +112,7 @@ class Entry(Struct, frozen=True):
     revision: int
 
 
-class Entries(Struct, frozen=True, tag="entries"):
+class Entries(Struct, frozen=True, tag="entries", dict=True):
     """Answer to Get (in the order asked) and Watch (the keys that changed).
 
     If `timed_out`, a wait ended before its condition held, and `entries` is what was there then.
@@ -116,6 +120,11 @@ class Entries(Struct, frozen=True, tag="entries"):
 
     entries: dict[str, Entry]
     timed_out: bool = False
+
+    @cached_property
+    def reply(self) -> bytes:
+        """A reply with this result alone; the store gives many clients the same object."""
+        return encode(BatchReply((self,)))
 
 
 class Number(Struct, frozen=True, tag="number"):
@@ -158,9 +167,10 @@ class KVBatch(Struct, frozen=True, forbid_unknown_fields=True):
     request_id: RequestId
 
     @property
-    def reads_only(self) -> bool:
-        """True if the batch changes nothing; a repeat of it may be carried out again."""
-        return all(isinstance(operation, Get | Watch | Count) for operation in self.operations)
+    def write_id(self) -> str:
+        """The request id; empty if the batch changes nothing, so that it may be repeated."""
+        reads_only = all(isinstance(o, Get | Watch | Count) for o in self.operations)
+        return "" if reads_only else self.request_id
 
 
 class BatchReply(Struct, frozen=True):
@@ -189,37 +199,18 @@ decode_reply = msgspec.json.Decoder(BatchReply).decode
 decode_error = msgspec.json.Decoder(ErrorBody).decode
 
 
-class ReplyEncoder:
-    """Encodes batch replies, and once only what many clients are answered.
+def encode_reply(results: tuple[Result, ...]) -> bytes:
+    """Return `BatchReply(results)` as JSON; clients that get the same `Entries` share its bytes."""
+    if len(results) == 1 and isinstance(results[0], Entries):
+        return results[0].reply
+    return encode(BatchReply(results))
 
-    The store returns the same `Entries` object to all who ask the same until something changes,
-    so the same object means the same bytes. The objects are kept along with the bytes, so that
-    no other object gets the same id.
-    """
 
-    _KEPT = 8  # shared answers
-    _START, _END = b'{"results":[', b"]}"
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[Entries, bytes]] = {}
-
-    def __call__(self, results: tuple[Result, ...]) -> bytes:
-        """Return `BatchReply(results)` as JSON; one shared object if one `Entries` is all."""
-        if len(results) == 1 and isinstance(results[0], Entries):
-            return self._alone(results[0])
-        return self._START + b",".join(map(self._part, results)) + self._END
-
-    def _part(self, result: Result) -> bytes | memoryview:
-        if not isinstance(result, Entries):
-            return encode(result)
-        return memoryview(self._alone(result))[len(self._START) : -len(self._END)]
-
-    def _alone(self, entries: Entries) -> bytes:
-        """Return the reply whose only result these entries are."""
-        known = self._kept.get(id(entries))
-        if known is None:
-            while len(self._kept) >= self._KEPT:
-                del self._kept[next(iter(self._kept))]
-            known = entries, self._START + encode(entries) + self._END
-            self._kept[id(entries)] = known
-        return known[1]
+def expect(result: Result, kind: type[R]) -> R:
+    """Return a result of this kind; raise RefusedError or SealedError if it is a refusal."""
+    if isinstance(result, StoreRefusal):
+        error = SealedError if result.code == "sealed" else RefusedError
+        raise error(result.code, result.message)
+    if not isinstance(result, kind):
+        raise RendezvousError(f"the rendezvous answered {result!r}, not {kind.__name__}")
+    return result

@@ -48,9 +48,9 @@ from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WorkerStarter
 from launcher.agent.workers import Workers
 from launcher.network import interface_of, meeting_point
-from rendezvous.client import RendezvousClient, expect
+from rendezvous.client import RendezvousClient
 from rendezvous.errors import RefusedError, RendezvousError, RequestError
-from rendezvous.wire import EVENTS_PATH, MAX_WAIT_S, Entries, Get, Set, Watch, Written
+from rendezvous.wire import EVENTS_PATH, MAX_WAIT_S, Entries, Get, Set, Watch, Written, expect
 
 FIRST_CONTACT_S = 30.0  # the driver published the specification before it started us
 ORPHAN_GRACE_S = 5.0  # for workers whose driver is gone, or whose agent got a signal

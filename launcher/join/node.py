@@ -42,9 +42,9 @@ from launcher.join.secret import of_node
 from launcher.submit.signals import handled
 from rendezvous import errors
 from rendezvous.auth import write_token_file
-from rendezvous.client import RendezvousClient, expect
+from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
-from rendezvous.wire import MAX_WAIT_S, Entries, Entry, Set, Watch, Written
+from rendezvous.wire import MAX_WAIT_S, Entries, Entry, Set, Watch, Written, expect
 
 FOLDER_PREFIX = "elastic-join-"
 ORPHANS_S = 5.0  # the time for processes whose agent is gone to end too

@@ -21,13 +21,13 @@ from rendezvous.wire import (
     Get,
     KVBatch,
     Number,
-    ReplyEncoder,
     Result,
     Set,
     StoreRefusal,
     Written,
     decode_reply,
     encode,
+    encode_reply,
 )
 from tests.rendezvous.common import TOKEN, error_of, eventually, request, waiting
 
@@ -250,6 +250,5 @@ def test_a_client_that_goes_away_leaves_no_waiter(server: RendezvousServer) -> N
     ).map(tuple)
 )
 def test_the_reply_encoder_writes_what_plain_encoding_writes(results: tuple[Result, ...]) -> None:
-    encoder = ReplyEncoder()
     for _ in range(2):
-        assert encoder(results) == encode(BatchReply(results))
+        assert encode_reply(results) == encode(BatchReply(results))

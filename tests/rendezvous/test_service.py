@@ -1,58 +1,169 @@
-"""The alarm rings for the earliest deadline, and tells when the loop was held up."""
+"""A request that is sent twice is carried out once, and deadlines come true."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rendezvous.service import Alarm
-
-pytestmark = pytest.mark.asyncio
-
-
-class Bell:
-    """Records when it rang, and for how long the loop was held up before."""
-
-    def __init__(self) -> None:
-        self.rings: list[tuple[float, float]] = []
-        self.rang = asyncio.Event()
-
-    def ring(self, now: float, stood_still: float) -> None:
-        self.rings.append((now, stood_still))
-        self.rang.set()
+from rendezvous.service import AnswerMemory, Results, StoreService
+from rendezvous.wire import Add, Get, Number, Set
 
 
-async def test_it_rings_for_the_earliest_deadline_and_once() -> None:
-    bell, loop = Bell(), asyncio.get_running_loop()
-    alarm, now = Alarm(bell.ring), loop.time()
-    alarm.set(None)
-    alarm.set(now + 600)
-    alarm.set(now + 0.01)
-    alarm.set(now + 600)
-    await asyncio.wait_for(bell.rang.wait(), 5)
-    ((rang, stood_still),) = bell.rings
-    assert rang >= now + 0.01
-    assert stood_still == 0 or rang - now > 0.5
+def play(scene: Callable[[StoreService], Awaitable[None]], **limits: float) -> None:
+    """Play a scene on a loop with a store of its own."""
+
+    async def main() -> None:
+        memory: AnswerMemory[Results] = AnswerMemory(**limits)  # type: ignore[arg-type]
+        service = StoreService(memory=memory)
+        try:
+            await asyncio.wait_for(scene(service), 20)
+        finally:
+            service.close()
+
+    asyncio.run(main())
 
 
-async def test_one_that_is_off_does_not_ring_and_may_be_set_again() -> None:
-    bell, loop = Bell(), asyncio.get_running_loop()
-    alarm = Alarm(bell.ring)
-    alarm.set(loop.time())
-    alarm.off()
-    alarm.off()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert bell.rings == []
-    alarm.set(loop.time())
-    await asyncio.wait_for(bell.rang.wait(), 5)
+async def total(service: StoreService) -> int:
+    (result,) = await service.carry_out([Add("n", 0)])
+    assert isinstance(result, Number)
+    return result.number
 
 
-async def test_a_loop_that_stood_still_is_told_for_how_long() -> None:
-    bell, loop = Bell(), asyncio.get_running_loop()
-    Alarm(bell.ring).set(loop.time())
-    time.sleep(0.6)
-    await asyncio.wait_for(bell.rang.wait(), 5)
-    assert 0.5 < bell.rings[0][1] < 5
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def test_a_repeat_gets_the_first_answer_and_changes_nothing() -> None:
+    async def scene(service: StoreService) -> None:
+        first = await service.carry_out([Add("n", 1)], "id")
+        await service.carry_out([Add("n", 10)])
+        assert await service.carry_out([Add("n", 1)], "id") == first
+        assert await service.carry_out([Add("n", 1)], "other") != first
+        assert await total(service) == 12
+
+    play(scene)
+
+
+def test_a_repeat_joins_the_first_while_that_one_waits() -> None:
+    async def scene(service: StoreService) -> None:
+        operations = [Add("n", 1), Get(("go",), wait=20), Add("n", 1)]
+        both = [asyncio.create_task(service.carry_out(operations, "id")) for _ in range(2)]
+        await until(lambda: service.waiting == 1)
+        await service.carry_out([Set("go")])
+        one, other = await asyncio.gather(*both)
+        assert one == other
+        assert await total(service) == 2
+
+    play(scene)
+
+
+def test_a_request_whose_client_left_goes_on_where_it_stopped() -> None:
+    async def scene(service: StoreService) -> None:
+        operations = [Add("n", 1), Get(("go",), wait=20), Add("n", 10)]
+        first = asyncio.create_task(service.carry_out(operations, "id"))
+        await until(lambda: service.waiting == 1)
+        first.cancel()
+        await asyncio.wait((first,))
+        assert service.waiting == 0
+        repeat = asyncio.create_task(service.carry_out(operations, "id"))
+        await until(lambda: service.waiting == 1)
+        assert await total(service) == 1
+        await service.carry_out([Set("go")])
+        results = await repeat
+        assert (results[0], results[2]) == (Number(1), Number(11))
+
+    play(scene)
+
+
+def test_one_of_two_clients_leaving_ends_nothing() -> None:
+    async def scene(service: StoreService) -> None:
+        operations = [Add("n", 1), Get(("go",), wait=20)]
+        stays, leaves = (asyncio.create_task(service.carry_out(operations, "id")) for _ in range(2))
+        await until(lambda: service.waiting == 1)
+        await asyncio.sleep(0)
+        leaves.cancel()
+        await asyncio.wait((leaves,))
+        assert service.waiting == 1
+        await service.carry_out([Set("go")])
+        assert (await stays)[0] == Number(1)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("limits", [{"count": 3}, {"size": 100}, {"seconds": 0.0}])
+def test_only_so_much_is_remembered(limits: dict[str, float]) -> None:
+    async def scene(service: StoreService) -> None:
+        for n in range(50):
+            await service.carry_out([Add("n", 1)], f"id{n}")
+        assert len(service._memory) <= 5
+        await service.carry_out([Add("n", 1)], "id0")  # forgotten, so carried out anew
+        assert await total(service) == 51
+
+    play(scene, **limits)
+
+
+def test_a_request_that_waits_is_not_forgotten() -> None:
+    async def scene(service: StoreService) -> None:
+        operations = [Add("n", 1), Get(("go",), wait=20)]
+        first = asyncio.create_task(service.carry_out(operations, "id"))
+        await until(lambda: service.waiting == 1)
+        for n in range(10):
+            await service.carry_out([Set("other")], f"id{n}")
+        repeat = asyncio.create_task(service.carry_out(operations, "id"))
+        await asyncio.sleep(0)
+        await service.carry_out([Set("go")])
+        assert await first == await repeat
+        assert await total(service) == 1
+
+    play(scene, count=3)
+
+
+def with_leases(scene: Callable[[StoreService, asyncio.Queue[str]], Awaitable[None]]) -> None:
+    """Play a scene with a service, and a queue of the leases that expired."""
+
+    async def main() -> None:
+        expired: asyncio.Queue[str] = asyncio.Queue()
+        service = StoreService(expired.put_nowait)
+        await asyncio.wait_for(scene(service, expired), 20)
+        service.close()
+
+    asyncio.run(main())
+
+
+def test_the_earliest_deadline_comes_first_whatever_was_set_before_and_after_it() -> None:
+    async def scene(service: StoreService, expired: asyncio.Queue[str]) -> None:
+        for key, lease in (("late", 600.0), ("early", 0.02), ("later", 900.0), ("next", 0.04)):
+            await service.carry_out([Set(key, lease=lease)])
+        assert [await expired.get(), await expired.get()] == ["early", "next"]
+        await service.carry_out([Set("again", lease=0.01)])
+        assert await expired.get() == "again"
+        assert expired.empty()
+
+    with_leases(scene)
+
+
+def test_no_lease_expires_once_the_service_is_closed() -> None:
+    async def scene(service: StoreService, expired: asyncio.Queue[str]) -> None:
+        await service.carry_out([Set("a", lease=0.001)])
+        service.close()
+        await asyncio.sleep(0.01)
+        assert expired.empty()
+
+    with_leases(scene)
+
+
+def test_leases_are_postponed_when_the_loop_stood_still(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(service: StoreService, expired: asyncio.Queue[str]) -> None:
+        await service.carry_out([Set("a", lease=0.01)])
+        time.sleep(0.6)
+        await asyncio.sleep(0.01)
+        assert expired.empty()
+        assert "held up for 0." in caplog.text
+        await service.carry_out([Set("a", lease=0.01)])
+        assert await expired.get() == "a"
+
+    with_leases(scene)
