@@ -34,9 +34,9 @@ from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import StallWatch
 from elastic_driver.worker.worker_log import say
 from rendezvous.auth import read_token_file
-from rendezvous.client import RendezvousClient, expect
+from rendezvous.client import RendezvousClient
 from rendezvous.errors import AbortedError, RendezvousError, WokenError
-from rendezvous.wire import EVENTS_PATH, Delete, Entries, Result, Set, Watch
+from rendezvous.wire import EVENTS_PATH, Delete, Entries, Result, Set, Watch, expect
 
 HEARTBEATS_PER_S = 256.0  # of all workers of a world that trains
 LONGEST_WAIT_S = 2.0  # between two heartbeats: the progress the driver reads is never older
