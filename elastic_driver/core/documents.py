@@ -219,7 +219,7 @@ class ShutdownOrder(Struct, frozen=True, tag="shutdown"):
 
 
 class StacksOrder(Struct, frozen=True, tag="stacks"):
-    """Say where every worker of this host stands, as seen from outside (`core.rules.stacks`)."""
+    """Say where every worker of this host stands, as seen from outside (`core.rules.hangs`)."""
 
     number: int  # of the question; the answer repeats it
 

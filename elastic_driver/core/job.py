@@ -13,7 +13,6 @@ from elastic_driver.core.decisions import Decision
 from elastic_driver.core.invariants import violations
 from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.rules.base import Rule
-from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.core.status import JobStatus, status_of
 from elastic_driver.settings import Settings
 
@@ -22,7 +21,7 @@ RULES = (
     "agents",  # agents that do not come up are given up
     "rechecks",  # hosts are checked
     "stacks",  # a question to all workers is settled
-    "endings",  # the job ends because its workers have
+    "reports",  # the job ends because its workers have
     "preemption",  # the job ends because it has to go
     "drains",  # a slow worker is replaced
     "placement",  # workers are marked to leave, agents start and stop
@@ -101,8 +100,8 @@ class Job(JobParts):
         if not isinstance(event, ev.WorkerReport):
             handler(event, now)
             return
-        worker = self.workers.workers.get(event.worker)
-        if worker is not None and worker.state in OCCUPYING:
+        worker = self.workers.with_process(event.worker)
+        if worker is not None:
             handler(worker, event, now)
         else:
             what = type(event).__name__

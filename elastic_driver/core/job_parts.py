@@ -15,20 +15,17 @@ from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.discovered import Discovered, Rechecks
 from elastic_driver.core.rules.drain import Drains
-from elastic_driver.core.rules.effects import Effects, Orders
-from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.final_checkpoint import FinalSaves
+from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.fleet import Fleet
-from elastic_driver.core.rules.hangs import Hangs
+from elastic_driver.core.rules.hangs import Hangs, Stacks
 from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.membership import Membership
-from elastic_driver.core.rules.outcome import JobOutcome
+from elastic_driver.core.rules.outcome import Budget, JobOutcome
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.plain import Plain
-from elastic_driver.core.rules.preemption import Preemption
+from elastic_driver.core.rules.preemption import FinalSaves, Preemption
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import Rounds
-from elastic_driver.core.rules.stacks import Stacks
 from elastic_driver.core.rules.workers import WorkerStateRegistry
 from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.settings import Settings
@@ -45,16 +42,16 @@ class JobParts:
         self.hosts = HostManager(settings)
         self.fleet = Fleet()
         self.workers = WorkerStateRegistry()
-        self.effects = Effects()
+        self.effects = self._make(Effects)
         self.capacity = self._make(Capacity)
-        self.orders = self._make(Orders)
+        self.budget = Budget(settings)
         self.outcome = self._make(JobOutcome)
         self.rounds = self._make(Rounds)
-        self.stacks = self._make(Stacks)
         self.boundary = self._make(Boundary)
         self.rechecks = self._make(Rechecks)
         self.discovered = self._make(Discovered)
-        self.endings = self._make(Endings)
+        self.reports = self._make(Reports)
+        self.stacks = self._make(Stacks)
         self.hangs = self._make(Hangs)
         self.drains = self._make(Drains)
         self.placement = self._make(Placement)
@@ -63,7 +60,6 @@ class JobParts:
         self.preemption = self._make(Preemption)
         self.plain = self._make(Plain)
         self.membership = self._make(Membership)
-        self.reports = self._make(Reports)
 
     def snapshot(self) -> bytes:
         """Return the own state of every part as bytes; equal for jobs that heard the same."""

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from elastic_driver.core.documents import SlotInfo
 from elastic_driver.core.rules import rounds
 from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.effects import Orders
+from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.membership import Membership
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.ranks import Seat, assign
@@ -56,12 +56,12 @@ def a_cool_down_does_not_matter(patch: pytest.MonkeyPatch) -> None:
 
 
 def orders_without_a_reason(patch: pytest.MonkeyPatch) -> None:
-    stop = Orders.stop
+    stop = Effects.stop
 
-    def unexplained(self: Orders, worker: Worker, _reason: str) -> None:
+    def unexplained(self: Effects, worker: Worker, _reason: str) -> None:
         stop(self, worker, "")
 
-    patch.setattr(Orders, "stop", unexplained)
+    patch.setattr(Effects, "stop", unexplained)
 
 
 BROKEN: dict[Break, str] = {

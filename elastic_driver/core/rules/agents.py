@@ -1,18 +1,19 @@
-"""News of agents: one is up, one is lost, one does not come up.
+"""News of agents (one is up, one is lost, one does not come up), and leases that expire.
 
-With its agent a host's workers are gone. The agent is started again in place, or its host put in
+The workers of a host end with its agent. The agent is started again in place, or its host is put in
 cool-down. Times are monotonic seconds.
 """
 
 from dataclasses import dataclass
 
-from elastic_driver.core.decisions import Announce
-from elastic_driver.core.events import AgentLost, AgentReady
+from elastic_driver.core import events as ev
+from elastic_driver.core.decisions import Announce, KillAgent
 from elastic_driver.core.rules.base import Rule
-from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.fleet import AgentNews, AgentState, HostAgent
+from elastic_driver.core.rules.fleet import AgentNews, AgentState
+from elastic_driver.core.rules.hangs import Stacks
 from elastic_driver.core.rules.outcome import Cause
 from elastic_driver.core.rules.placement import Placement
+from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.workers import ACTIVE, RUNNING, Worker, WorkerNews
 
 
@@ -20,36 +21,58 @@ from elastic_driver.core.rules.workers import ACTIVE, RUNNING, Worker, WorkerNew
 class Agents(Rule):
     """Decides what follows from the news of agents."""
 
-    endings: Endings
+    reports: Reports
     placement: Placement
+    stacks: Stacks
 
-    def on_ready(self, event: AgentReady, now: float) -> None:
-        """Note that an agent is up and its host's slots can be used."""
-        agent = self.fleet.ready(event)
-        if agent is None:
+    def on_ready(self, event: ev.AgentReady, now: float) -> None:
+        """Record that an agent is up and its host's slots can be used."""
+        if self.fleet.ready(event) is None:
             late = f"agent {event.host}.{event.incarnation} is not the one that is awaited"
             self.effects.ignore(late)
             return
         self.capacity.note_change()
-        number, at = self.rounds.current.number, f"at {agent.address}"
-        self.effects.decide(Announce("agent_started", at, number, agent.host, pid=event.pid))
+        number, at = self.rounds.current.number, f"at {event.address}"
+        self.effects.decide(Announce("agent_started", at, number, event.host, pid=event.pid))
 
-    def on_lost(self, event: AgentLost, now: float) -> None:
+    def on_lost(self, event: ev.AgentLost, now: float) -> None:
         """Record that an agent has ended, or is silent, and its workers with it."""
         agent = self.fleet.current(event.host, event.incarnation)
         if agent is None:
             self.effects.ignore(f"agent {event.host}.{event.incarnation} is not the present one")
             return
-        reason = event.reason or "no reason was given"
-        self.effects.announce("agent_lost", reason, host=event.host)
-        was_up = agent.state is AgentState.READY
+        reason, was_up = event.reason or "no reason was given", agent.state is AgentState.READY
+        self.effects.announce("agent_lost", reason, event.host)
         self.fleet.apply(agent, AgentNews.LOST)
-        there = self.workers.on_host(event.host)
-        failed = [worker for worker in there if self._lose_worker(worker, now)]
+        failed = [w for w in self.workers.on_host(event.host) if self._lose_worker(w, now)]
         if failed and self.outcome.first_success is None and self.outcome.end is None:
-            self.endings.count_failure(now, member=any(worker.is_member for worker in failed))
+            self.reports.count_failure(now, member=any(worker.is_member for worker in failed))
         if self.outcome.end is None:
-            self._host_without_agent(agent, reason, now, was_up=was_up)
+            self._host_without_agent(event.host, reason, now, was_up=was_up)
+
+    def on_lease_expired(self, event: ev.LeaseExpired, now: float) -> None:
+        """Give up a silent agent or worker; after half the time, ask for stacks."""
+        if event.kind == "agent":
+            # It may only be cut off, and must not go on beside its successor.
+            self.effects.decide(KillAgent(*event.agent, event.reason))
+            self.on_lost(ev.AgentLost(*event.agent, event.reason), now)
+            return
+        worker = self.workers.with_process(event.owner)
+        if worker is None:
+            self.effects.ignore(f"a lease of {event.owner} expired, which is gone")
+        elif event.kind == "worker":
+            self._lose_silent(worker, event.reason, now)
+        elif worker.state is RUNNING:
+            # It may hang with the GIL. It is killed when its lease ends, and can then tell nothing.
+            self.stacks.ask(now, f"{worker.id}: {event.reason}")
+
+    def _lose_silent(self, worker: Worker, reason: str, now: float) -> None:
+        self.stacks.settle()  # before it is killed
+        if worker.leaving and self.workers.apply(worker, WorkerNews.TOLD_TO_STOP):
+            self.effects.kill(worker, reason)
+            self.rounds.left_early(worker, now, running=True)
+        elif not self.reports.give_up_worker(worker, reason, now):
+            self.effects.ignore(f"{worker.id} is {worker.state.value}, it cannot be lost any more")
 
     def advance(self, now: float) -> None:
         """Give up an agent that takes longer than `start_timeout` to come up."""
@@ -59,7 +82,7 @@ class Agents(Rule):
             if self.effects.due_or_set_alarm(agent.asked_at + timeout, now, waiting):
                 self.placement.stop_agent(agent, "it did not come up in time")
                 late = f"agent not up within {timeout:g} s"
-                self._host_without_agent(agent, late, now, was_up=False)
+                self._host_without_agent(agent.host, late, now, was_up=False)
 
     def _lose_worker(self, worker: Worker, now: float) -> bool:
         """Record that a worker died with its agent; return whether that is a failure."""
@@ -70,21 +93,18 @@ class Agents(Rule):
         self.workers.apply(worker, WorkerNews.EXITED_NONZERO)
         self.effects.announce("worker_lost", "its agent was lost", worker)
         if failed:
-            self.endings.record_loss(worker, Cause.AGENT, now)
+            self.reports.record_loss(worker, Cause.AGENT, now)
         elif worker.leaving:
             self.rounds.left_early(worker, now, running=was_running)
         return failed
 
-    def _host_without_agent(
-        self, agent: HostAgent, reason: str, now: float, *, was_up: bool
-    ) -> None:
+    def _host_without_agent(self, host: str, reason: str, now: float, *, was_up: bool) -> None:
         """Start the agent again in place, or put its host in cool-down."""
         self.capacity.note_change()
-        host = agent.host
         if self.hosts.drained(host) is not None:
-            return  # it went early, and was to go: no trouble of the host's
+            return  # the host was to go and went early: that is no failure of the host
         cooldown = self.hosts.agent_failed(host, now, reason, started=was_up)
         if cooldown is not None:
-            self.effects.announce("host_blacklisted", cooldown, host=host)
+            self.effects.announce("host_blacklisted", cooldown, host)
         elif self.hosts.usable(host) and not self.outcome.finishing:
             self.placement.start_agent(host, now, f"again in place: {reason}")

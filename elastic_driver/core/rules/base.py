@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.effects import Effects, Orders
+from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.outcome import JobOutcome
@@ -22,7 +22,6 @@ class Rule:
     fleet: Fleet
     workers: WorkerStateRegistry
     capacity: Capacity
-    orders: Orders
     outcome: JobOutcome
     rounds: Rounds
 

@@ -12,6 +12,7 @@ The executor asks the members how far they are (`AskProgress`) and reports what 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic_driver.core.decisions import AskProgress, PublishNotice
 from elastic_driver.core.events import ProgressReported
@@ -27,12 +28,13 @@ REPORT_S = 2.0  # for the executor to report; usually it takes milliseconds
 STALE_S = 2.0  # the greatest age of the last progress of a worker that did not answer
 
 
-@dataclass(slots=True)
-class Question:
-    """A question about the members' progress that is not answered yet."""
+class Reading(NamedTuple):
+    """A worker's progress: `step` committed steps in all, `step_time` seconds for one (0: not
+    known yet), `age` seconds ago."""
 
-    asked_at: float | None = None
-    reason: str = ""  # for leaving
+    step: int
+    step_time: float
+    age: float
 
 
 @dataclass(slots=True)
@@ -40,56 +42,42 @@ class Boundary(Rule):
     """Has the members leave after a common step."""
 
     asked: int = 0  # questions so far
+    _asked_at: float | None = None  # of the question that is not answered yet
+    _reason: str = ""  # for leaving
 
     def leave(self, now: float, reason: str) -> None:
         """Begin to close the round at a boundary: ask the members how far they are."""
         if not self.rounds.close(now, reason, at_boundary=True):
             return
         self.asked += 1
-        question = self.rounds.own(Question)
-        question.asked_at, question.reason = now, reason
+        self._asked_at, self._reason = now, reason
         workers = tuple(worker.id for worker in self.workers.having(RUNNING))
-        number = self.rounds.current.number
-        self.effects.decide(AskProgress(self.asked, number, workers, reason))
+        self.effects.decide(AskProgress(self.asked, self.rounds.current.number, workers, reason))
 
     def on_progress_reported(self, event: ProgressReported, now: float) -> None:
         """Name the step after which the members leave."""
-        question, current = self.rounds.own(Question), self.rounds.current
-        asked_at = question.asked_at
+        asked_at, current = self._asked_at, self.rounds.current
         if asked_at is None or event.number != self.asked or not current.at_boundary:
             self.effects.ignore("progress was reported that nobody waits for")
             return
-        question.asked_at, waited = None, now - asked_at
+        self._asked_at, waited = None, now - asked_at
         stale = waited + min(self.settings.heartbeat_timeout / 3, STALE_S)
-        readings = (
+        readings = [
             Reading(r.step, r.step_time, waited if r.answered else stale) for r in event.readings
-        )
-        members = list(self.workers.having(RUNNING))
-        answers = sum(1 for reading in event.readings if reading.answered)
-        margin = margin_for(len(members), waited if answers >= len(members) else None)
-        base = max([0, *(worker.version for worker in members)])
-        step = leave_after(readings, base=base, margin=margin)
-        self.effects.decide(PublishNotice(current.number, step, question.reason))
+        ]
+        versions = [worker.version for worker in self.workers.having(RUNNING)]
+        all_answered = sum(reading.answered for reading in event.readings) >= len(versions)
+        margin = margin_for(len(versions), waited if all_answered else None)
+        step = leave_after(readings, base=max([0, *versions]), margin=margin)
+        self.effects.decide(PublishNotice(current.number, step, self._reason))
 
     def advance(self, now: float) -> None:
-        """Have the members leave at once where their progress is not reported in time."""
-        question = self.rounds.own(Question)
-        if question.asked_at is None or not self.rounds.current.at_boundary:
+        """Have the members leave at once if their progress is not reported in time."""
+        if self._asked_at is None or not self.rounds.current.at_boundary:
             return
         waiting = "the members are asked how far they are"
-        if self.effects.due_or_set_alarm(question.asked_at + REPORT_S, now, waiting):
-            reason = f"{question.reason}; the members' progress could not be read"
-            self.rounds.leave(now, reason)
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A worker's progress: `step` committed steps in all, `step_time` seconds for one (0: not
-    known yet), `age` seconds ago."""
-
-    step: int
-    step_time: float
-    age: float
+        if self.effects.due_or_set_alarm(self._asked_at + REPORT_S, now, waiting):
+            self.rounds.leave(now, f"{self._reason}; the members' progress could not be read")
 
 
 def margin_for(members: int, answered: float | None) -> float:

@@ -13,13 +13,8 @@ would otherwise wait for it. Times are monotonic seconds.
 
 from dataclasses import dataclass, field
 
+from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import CheckHosts
-from elastic_driver.core.events import (
-    DiscoveryFailed,
-    HostResult,
-    HostsChecked,
-    HostsDiscovered,
-)
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.hosts import Host
 
@@ -46,7 +41,7 @@ class Rechecks(Rule):
             self.hold(host, "it was not there before")
 
     def gone(self, host: str) -> None:
-        """Note that a host was removed: whatever comes back under that name is checked."""
+        """Record that a host was removed: a host that comes back under its name is checked."""
         self._ever_gone.add(host)
 
     def advance(self, now: float) -> None:
@@ -71,12 +66,11 @@ class Rechecks(Rule):
     def _idle(self, host: Host) -> bool:
         return self.hosts.usable(host.name) and not self.workers.on_host(host.name)
 
-    def on_hosts_checked(self, event: HostsChecked, now: float) -> None:
+    def on_hosts_checked(self, event: ev.HostsChecked, now: float) -> None:
         """Release the hosts that passed, put the others in cool-down.
 
-        An answer to another check than the one that is going on came late, or for the second
-        time. A host that has been away since the check began (its position changed) is held anew;
-        what was found before is void.
+        An answer to another check is late or repeated. A host that has been away since the check
+        began (its position changed) is held again, and its result does not count.
         """
         if event.number != self._checks or not self._checking:
             return
@@ -85,18 +79,15 @@ class Rechecks(Rule):
         results = {result.host: result for result in event.results}
         for name, position in began.items():
             host = self.hosts.known.get(name)
-            if host is not None and host.position == position:
-                missing = HostResult(name, False, "it was not mentioned")
-                self._judge(host, results.get(name, missing), now)
-
-    def _judge(self, host: Host, result: HostResult, now: float) -> None:
-        held = self.hosts.release(host)
-        if not result.passed:
-            reason = f"node check: {result.reason}"
-            cooldown = self.hosts.check_failed(host, now, reason)
-            self.effects.announce("host_blacklisted", cooldown, host=host.name)
-        elif held:  # the others were its partners
-            self.effects.announce("host_checked", result.reason, host=host.name)
+            if host is None or host.position != position:
+                continue
+            held = self.hosts.release(host)
+            result = results.get(name) or ev.HostResult(name, False, "it was not mentioned")
+            if not result.passed:
+                cooldown = self.hosts.check_failed(host, now, f"node check: {result.reason}")
+                self.effects.announce("host_blacklisted", cooldown, name)
+            elif held:  # the others were its partners
+                self.effects.announce("host_checked", result.reason, name)
 
 
 @dataclass(slots=True)
@@ -105,23 +96,23 @@ class Discovered(Rule):
 
     rechecks: Rechecks
 
-    def on_hosts(self, event: HostsDiscovered, now: float) -> None:
+    def on_hosts(self, event: ev.HostsDiscovered, now: float) -> None:
         """Record the hosts there are now, and announce what has changed."""
         changes = self.hosts.discovered(event.hosts)
         if not any(changes):
             return
         self.capacity.note_change()
         for host, slots in changes.added:
-            self.effects.announce("host_discovered", f"{slots} slots", host=host)
+            self.effects.announce("host_discovered", f"{slots} slots", host)
             self.rechecks.found(host)
         for host in changes.removed:
-            self.effects.announce("host_removed", "discovery no longer reports it", host=host)
+            self.effects.announce("host_removed", "discovery no longer reports it", host)
             self.rechecks.gone(host)
         for host, before, slots in changes.resized:
-            self.effects.announce("host_discovered", f"{slots} slots, it had {before}", host=host)
+            self.effects.announce("host_discovered", f"{slots} slots, it had {before}", host)
 
-    def on_failed(self, event: DiscoveryFailed, now: float) -> None:
-        """Announce that nothing was found out; the hosts that are known stay."""
+    def on_failed(self, event: ev.DiscoveryFailed, now: float) -> None:
+        """Announce that discovery failed; the known hosts stay."""
         kept = f"{event.reason}; the {len(self.hosts.known)} known hosts stay"
         self.effects.announce("discovery_failed", kept)
 
@@ -129,7 +120,7 @@ class Discovered(Rule):
         """Let hosts be used again after their cool-down."""
         for host in self.hosts.resurrect(now):
             over = "its cool-down is over"
-            self.effects.announce("host_resurrected", over, host=host)
+            self.effects.announce("host_resurrected", over, host)
             self.rechecks.hold(host, over)
             self.capacity.note_change()
         next_end = self.hosts.next_resurrection()

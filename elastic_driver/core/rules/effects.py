@@ -14,8 +14,11 @@ from elastic_driver.settings import Settings
 
 @dataclass(slots=True)
 class Effects:
-    """Decisions so far, and what the job waits for."""
+    """The decisions so far, and what the job waits for."""
 
+    settings: Settings
+    fleet: Fleet
+    workers: WorkerStateRegistry
     round: int = 1  # the number that announcements carry
     decisions: list[Decision] = field(default_factory=list)
     alarm: float | None = None  # the next moment at which time alone changes something
@@ -28,19 +31,14 @@ class Effects:
         self.decisions.append(decision)
 
     def announce(
-        self,
-        event: str,
-        reason: str,
-        worker: Worker | None = None,
-        host: str | None = None,
-        **detail: Detail,
+        self, event: str, reason: str, about: Worker | str | None = None, **detail: Detail
     ) -> None:
-        """Add a line for the event log about a worker, a host or the round."""
-        if worker is None:
-            self.decide(Announce(event, reason, self.round, host, detail=detail))
-            return
-        place = (worker.host, worker.slot, worker.place.rank, worker.pid or None)
-        self.decide(Announce(event, reason, self.round, *place, worker.id, detail))
+        """Add a line for the event log about a worker, a host (by its name) or the round."""
+        if isinstance(about, Worker):
+            place = (about.host, about.slot, about.place.rank, about.pid or None, about.id)
+            self.decide(Announce(event, reason, self.round, *place, detail))
+        else:
+            self.decide(Announce(event, reason, self.round, about, detail=detail))
 
     def ignore(self, what: str) -> None:
         """Count an event that changes nothing: it is late, repeated or out of order."""
@@ -56,11 +54,11 @@ class Effects:
         return False
 
     def wait_for(self, what: str) -> None:
-        """Say what the job waits for where no deadline ends the wait."""
+        """Say what the job waits for, if no deadline ends the wait."""
         self.waiting = what
 
     def begin_pass(self) -> None:
-        """Forget the alarm; the rules set it anew."""
+        """Forget the alarm; the rules set it again."""
         self.alarm, self.waiting = None, ""
 
     def enter_round(self, number: int) -> None:
@@ -72,21 +70,13 @@ class Effects:
         taken, self.decisions = self.decisions, []
         return taken
 
-
-@dataclass(slots=True)
-class Orders:
-    """Gives orders to agents that are up."""
-
-    settings: Settings
-    effects: Effects
-    fleet: Fleet
-    workers: WorkerStateRegistry
+    # ---- orders to agents ----------------------------------------------------------------
 
     def give(self, host: str, order: Order, reason: str) -> None:
         """Hand an order to the host's agent, if it has one that is up."""
-        agent = self.fleet.agents.get(host)
-        if agent is not None and self.fleet.is_ready(host):
-            self.effects.decide(GiveOrder(host, agent.incarnation, order, reason))
+        if self.fleet.is_ready(host):
+            incarnation = self.fleet.agents[host].incarnation
+            self.decide(GiveOrder(host, incarnation, order, reason))
 
     def stop(self, worker: Worker, reason: str) -> None:
         """Tell a worker's agent to stop it; its exit is then expected."""
@@ -95,7 +85,7 @@ class Orders:
             self.give(worker.host, StopWorkerOrder(worker.id, grace, reason), reason)
 
     def kill(self, worker: Worker, reason: str) -> None:
-        """Have a worker that does not answer any more killed at once."""
+        """Have a worker killed at once that does not answer any more."""
         self.give(worker.host, StopWorkerOrder(worker.id, 0.0, reason), reason)
 
     def stop_all(self, reason: str) -> None:

@@ -1,44 +1,188 @@
-"""Workers that hang, told from what their heartbeat threads say of their training threads.
+"""Workers that hang, and the stacks of all workers.
 
-A worker that shows no progress for longer than its limit says so, with where its training thread
-stands: in a collective, waiting for others, or elsewhere (`worker.heartbeat.watch`). Alone, that
-proves little: a worker in a collective may wait for another. So this module waits until all
-members of the round have spoken, or `settle` seconds, and then:
+A worker that makes no progress for longer than its limit reports that, and where its training
+thread stands: in a collective, waiting for others, or elsewhere (`worker.heartbeat.stall_watch`).
+One report proves little: a worker in a collective may wait for another. So `Hangs` waits until all
+members of the round have reported, or `settle` seconds, and then:
 
-- one stands elsewhere while the others wait: it is the one that hangs, and is given up;
+- one stands elsewhere while the others wait: it hangs, and is given up;
 - several stand elsewhere: the round is broken, and a worker that does not leave it hangs;
-- all wait in collectives: these do not match. The round is broken once, for a lost message heals
-  that way; when it happens again without a step in between, the job fails and says who waits where;
-- no worker waits, all stand elsewhere: most likely a long evaluation that does not report
-  itself. It is announced, and only broken when it lasts (or at once, where the user set the limit).
+- all wait in collectives: these do not match. The round is broken once, because a lost message
+  heals that way. When it happens again without a step in between, the job fails and says which
+  ranks wait where;
+- all stand elsewhere: most likely a long evaluation that does not report its own progress. It is
+  announced. The round is broken only when it lasts (or at once, if the user set the limit).
 
-A member that is busy and said so reports nothing, so no worker is blamed for waiting for it.
-Times are seconds.
+A member that reports a long task of its own does not report a stall, so no worker is blamed for
+waiting for it.
+
+`Stacks` asks for the stack of every worker when one first reports a stall, when one is silent, or
+when a user asks (`elasticctl stacks`). Workers answer from their heartbeat thread. Their agents
+answer too, with what py-spy sees, because a process that is stopped or holds the GIL cannot answer.
+A worker's own answer replaces its agent's. When all have answered, or after `ANSWER_S`, the event
+`stacks_collected` names the groups of ranks. Times are monotonic seconds.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from elastic_driver.core.events import WorkerResumed, WorkerStalled
+from msgspec.structs import replace
+
+from elastic_driver.core import events as ev
+from elastic_driver.core.decisions import AskStacks, StackGroup
+from elastic_driver.core.documents import StacksOrder
 from elastic_driver.core.rules.base import Rule
-from elastic_driver.core.rules.endings import Endings
+from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import COMPLETE
-from elastic_driver.core.rules.stacks import MAX_STACK_CHARS, StackAnswer, Stacks, name_ranks
-from elastic_driver.core.rules.workers import RUNNING, Worker
+from elastic_driver.core.rules.workers import READY, RUNNING, STARTING, Worker
+from elastic_driver.core.stack_location import SEEN_WAITING
 
 LEAVE_S = 5.0  # to leave a round that was broken; a worker that can leave needs well under a second
-LONG_STALL = 8.0  # times as long as first told: then even an evaluation is taken for a hang
+LONG_STALL = 8.0  # times the first report's duration: even an evaluation is then taken for a hang
+ANSWER_S = 1.5  # a heartbeat thread answers within milliseconds, an agent within a second
+MAX_STACK_CHARS = 8000  # of one group's stack in the event log
+MAX_GROUPS = 16  # with their stacks; of further groups, only their number is kept
+NO_ANSWER = "no answer"
+COLLECTIVE = "collective"
 _NOT_THE_SCRIPT = ("/torch/", "/elastic_driver/", "/threading.py", "/contextlib.py")
 
 
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """A member's report that its training thread stands still."""
+# ---- stacks ------------------------------------------------------------------------------
+
+
+class StackAnswer(NamedTuple):
+    """One worker's answer."""
+
+    where: str
+    stack: str
+    own: bool  # from the worker itself, not from its agent
+
+
+@dataclass(slots=True)
+class StackQuestion:
+    """A question to all workers that is not settled yet."""
+
+    number: int
+    since: float
+    reason: str
+    answers: dict[str, StackAnswer] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Stacks(Rule):
+    """Asks for stacks and collects the answers, one question at a time."""
+
+    asked: int = 0  # questions so far
+    _open: StackQuestion | None = None
+
+    def ask(self, now: float, reason: str) -> None:
+        """Ask every worker and every agent, unless a question is open already."""
+        if self._open is not None:
+            return
+        self.asked += 1
+        self._open = StackQuestion(self.asked, now, reason)
+        self.effects.decide(AskStacks(self.asked, reason))
+        for host in sorted({worker.host for worker in self._asked_workers()}):
+            self.effects.give(host, StacksOrder(self.asked), reason)
+
+    def on_requested(self, event: ev.StacksRequested, now: float) -> None:
+        """Ask every worker, because a user wants it."""
+        self.ask(now, event.reason or "a user asks")
+
+    def on_worker_stack(self, event: ev.WorkerStack, now: float) -> None:
+        """Record an answer."""
+        number = None if self._open is None else self._open.number
+        if event.number != number or event.worker not in self.workers.workers:
+            self.effects.ignore(f"a stack of {event.worker} that nobody waits for")
+            return
+        self.note(event.worker, StackAnswer(event.where, event.stack, event.own))
+
+    def note(self, worker: str, answer: StackAnswer) -> None:
+        """Record a stack from any source, if a question is open."""
+        if self._open is not None and (answer.own or worker not in self._open.answers):
+            self._open.answers[worker] = answer
+
+    def advance(self, now: float) -> None:
+        """Settle the question when all workers have answered, or the time is over."""
+        if self._open is None:
+            return
+        own = {worker for worker, answer in self._open.answers.items() if answer.own}
+        complete = own.issuperset(worker.id for worker in self._asked_workers())
+        if complete or self.effects.due_or_set_alarm(self._open.since + ANSWER_S, now):
+            self.settle()
+
+    def settle(self) -> None:
+        """Announce the answers so far; called before a worker is killed, as they are evidence."""
+        question, self._open = self._open, None
+        if question is None:
+            return
+        unknown, asked = StackAnswer(NO_ANSWER, "", own=False), self._asked_workers()
+        groups = group({w.place.rank: question.answers.get(w.id, unknown) for w in asked})
+        reason = f"{question.reason}: {describe(groups)}"
+        self.effects.announce("stacks_collected", reason, stacks=groups[:MAX_GROUPS])
+
+    def _asked_workers(self) -> Sequence[Worker]:
+        """Return the round's members; if none trains yet, every worker that has a process."""
+        running = tuple(self.workers.having(RUNNING))
+        return running or tuple(self.workers.having(STARTING, READY))
+
+
+def group(places: Mapping[int, StackAnswer]) -> tuple[StackGroup, ...]:
+    """Return ranks with the same stack as one group; the smallest group first, then by rank."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank in sorted(places):
+        groups.setdefault(places[rank][:2], []).append(rank)
+    found = [StackGroup(tuple(r), key[0], key[1][-MAX_STACK_CHARS:]) for key, r in groups.items()]
+    found.sort(key=lambda g: (len(g.ranks), g.ranks))
+    odd = odd_ranks(found)
+    return tuple(replace(g, odd=odd.issuperset(g.ranks)) for g in found)
+
+
+def odd_ranks(groups: Sequence[StackGroup]) -> frozenset[int]:
+    """Return the ranks for which the others seem to wait; none if that is not known.
+
+    If some ranks wait in a collective, these are the ranks that are not in one, or did not answer.
+    If no rank answers for itself, the ranks that an agent sees waiting count as the waiting ones.
+    Otherwise it is the smallest of two or more groups, if there is only one of its size.
+    """
+    ranks = sum(len(g.ranks) for g in groups)
+    for waiting in (COLLECTIVE, SEEN_WAITING):
+        apart = frozenset(rank for g in groups if g.where != waiting for rank in g.ranks)
+        if 0 < len(apart) < ranks:
+            return apart
+    smallest = len(groups) > 1 and len(groups[0].ranks) < len(groups[1].ranks)
+    return frozenset(groups[0].ranks if smallest else ())
+
+
+def describe(groups: Sequence[StackGroup]) -> str:
+    """Return the groups in a sentence, the odd ones first."""
+    said = {COLLECTIVE: "in a collective", "elsewhere": "outside of collectives"}
+    apart = " (apart from the others)"
+    first = sorted(groups, key=lambda g: not g.odd)[:MAX_GROUPS]
+    parts = [
+        f"{name_ranks(g.ranks)} {said.get(g.where, g.where)}{apart if g.odd else ''}" for g in first
+    ]
+    if len(groups) > MAX_GROUPS:
+        parts.append(f"{len(groups) - MAX_GROUPS} more groups")
+    return ", ".join(parts) or "there are no workers"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 3, 4"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# ---- hangs -------------------------------------------------------------------------------
+
+
+class Stall(NamedTuple):
+    """A member's report that its training thread makes no progress."""
 
     waits: bool  # in a collective
-    seconds: float  # without progress, when it was said
-    at: float  # when it was said first
-    first_seconds: float
+    seconds: float  # without progress, at the time of the last report
+    at: float  # the time of the first report
+    first_seconds: float  # without progress, at that time
     stack: str
 
     @property
@@ -59,21 +203,21 @@ class Hangs(Rule):
     """Gives up the members that hang, and breaks rounds in which no member can go on."""
 
     stacks: Stacks
-    endings: Endings
+    reports: Reports
     mismatched_at: int | None = None  # `outcome.steps_reported` when a mismatch broke a round
 
     @property
     def _stalls(self) -> Stalls:
         return self.rounds.own(Stalls)
 
-    def on_stalled(self, worker: Worker, event: WorkerStalled, now: float) -> None:
+    def on_stalled(self, worker: Worker, event: ev.WorkerStalled, now: float) -> None:
         """Record that a worker makes no progress."""
         if worker.state is not RUNNING or event.round != self.rounds.current.number:
             self.effects.ignore(f"{worker.id} stalled in round {event.round}, which it has left")
             return
         stalls = self._stalls
         earlier = stalls.get(worker.id)
-        waits, stack = event.where == "collective", event.stack[-MAX_STACK_CHARS:]
+        waits, stack = event.where == COLLECTIVE, event.stack[-MAX_STACK_CHARS:]
         first = (now, event.seconds) if earlier is None else (earlier.at, earlier.first_seconds)
         stalls[worker.id] = Stall(waits, event.seconds, *first, stack)
         if earlier is None:
@@ -84,8 +228,8 @@ class Hangs(Rule):
                 self.stacks.ask(now, f"{worker.id} makes no progress")
         self.stacks.note(worker.id, StackAnswer(event.where, stack, own=True))
 
-    def on_resumed(self, worker: Worker, event: WorkerResumed, now: float) -> None:
-        """Forget the stall of a worker that goes on after all."""
+    def on_resumed(self, worker: Worker, event: ev.WorkerResumed, now: float) -> None:
+        """Forget the stall of a worker that makes progress again."""
         stalls = self._stalls if event.round == self.rounds.current.number else {}
         if stalls.pop(worker.id, None) is not None:
             self.effects.announce("worker_resumed", "it makes progress again", worker)
@@ -99,10 +243,10 @@ class Hangs(Rule):
             return
         running = list(self.workers.having(RUNNING))
         spoken = [worker for worker in running if worker.id in stalls]
-        if not spoken:
-            return
         elsewhere = [worker for worker in spoken if not stalls[worker.id].waits]
         current = self.rounds.current
+        if not spoken:
+            return
         if current.state is not COMPLETE and not current.at_boundary:
             self._give_up_unmoved(elsewhere or spoken, now)
             return
@@ -111,24 +255,18 @@ class Hangs(Rule):
             waiting = f"{spoken[0].id} makes no progress; what do the others say?"
             if not self.effects.due_or_set_alarm(first + self.settings.settle, now, waiting):
                 return
-        self.stacks.settle()  # before a worker is killed: the stacks are evidence
-        self._judge(running, spoken, elsewhere, now)
-
-    def _judge(
-        self, running: list[Worker], spoken: list[Worker], elsewhere: list[Worker], now: float
-    ) -> None:
+        self.stacks.settle()
         if len(elsewhere) == 1 and len(running) > 1:
             self._give_up(elsewhere[0], "while its peers wait for it", now)
-        elif len(elsewhere) == len(running) and not self._lasts(elsewhere):
-            return
         elif elsewhere:
-            outside = f"{len(elsewhere)} workers stand outside of collectives"
-            self.rounds.leave(now, f"no progress: {outside}")
+            if len(elsewhere) < len(running) or self._lasts(elsewhere):
+                outside = f"{len(elsewhere)} workers stand outside of collectives"
+                self.rounds.leave(now, f"no progress: {outside}")
         elif len(spoken) == len(running):
             self._break_mismatch(spoken, now)
 
     def _give_up_unmoved(self, suspects: list[Worker], now: float) -> None:
-        """Give up those who do not leave a round that is closing, though a while has passed."""
+        """Give up workers that do not leave a round that is closing, after `LEAVE_S`."""
         stalls = self._stalls
         since = max(self.rounds.current.since, *(stalls[worker.id].at for worker in suspects))
         waiting = f"{suspects[0].id} does not leave the round"
@@ -139,35 +277,26 @@ class Hangs(Rule):
     def _give_up(self, worker: Worker, how: str, now: float) -> None:
         stall = self._stalls[worker.id]
         reason = f"no progress for {stall.seconds:.1f} s {how}: {stall.place}"
-        self.endings.give_up_worker(worker, reason, now, stack=stall.stack)
+        self.reports.give_up_worker(worker, reason, now, stack=stall.stack)
 
     def _lasts(self, workers: Sequence[Worker]) -> bool:
         """Return whether all stand still for so long that it can be no evaluation."""
-        if self.settings.hang_timeout is not None:
-            return True
         stalls = [self._stalls[worker.id] for worker in workers]
-        return all(stall.seconds >= LONG_STALL * stall.first_seconds for stall in stalls)
+        long = all(stall.seconds >= LONG_STALL * stall.first_seconds for stall in stalls)
+        return long or self.settings.hang_timeout is not None
 
     def _break_mismatch(self, workers: Sequence[Worker], now: float) -> None:
-        """All wait for each other: once may be an accident, twice is the script."""
-        where, steps = (
-            describe_groups(self._stalls, workers),
-            self.outcome.steps_reported,
-        )
-        if self.mismatched_at == steps:
+        """Break a round in which all wait for each other; the second time, end the job.
+
+        Once may be an accident, twice is a fault of the script.
+        """
+        places: dict[str, list[int]] = {}
+        for worker in sorted(workers, key=lambda worker: worker.place.rank):
+            places.setdefault(self._stalls[worker.id].place, []).append(worker.place.rank)
+        where = "; ".join(f"{name_ranks(ranks)} at {place}" for place, ranks in places.items())
+        if self.mismatched_at == self.outcome.steps_reported:
             what = f"all {len(workers)} workers wait in collectives that do not match, again"
             self.outcome.fail(f"{what}: {where}")
             return
-        self.mismatched_at = steps
+        self.mismatched_at = self.outcome.steps_reported
         self.rounds.leave(now, f"no progress: collectives that do not match: {where}")
-
-
-def describe_groups(stalls: Mapping[str, Stall], workers: Sequence[Worker]) -> str:
-    """Return which ranks stand where, those at the same place named together."""
-    places: dict[str, list[int]] = {}
-    for worker in workers:
-        places.setdefault(stalls[worker.id].place, []).append(worker.place.rank)
-    return "; ".join(
-        f"{name_ranks(sorted(ranks))} at {place}"
-        for place, ranks in sorted(places.items(), key=lambda item: min(item[1]))
-    )

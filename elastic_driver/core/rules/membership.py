@@ -1,4 +1,4 @@
-"""Rounds of a job whose workers speak to us: survivors keep their process.
+"""Rounds of a job whose workers call `elastic.init()`: survivors keep their process.
 
 A loss is handled at once, growth and removal at a step boundary; booting workers are not waited for
 while enough others are ready. Times are monotonic seconds.
@@ -10,27 +10,18 @@ from elastic_driver.core.rules import units
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.drain import Drains
-from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.final_checkpoint import FinalSaves
 from elastic_driver.core.rules.placement import Placement
-from elastic_driver.core.rules.preemption import Preemption
+from elastic_driver.core.rules.preemption import FinalSaves, Preemption
+from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING
 from elastic_driver.core.rules.workers import READY, RUNNING, STARTING, STOPPING, Worker
-
-
-@dataclass(slots=True)
-class ElasticRound:
-    """The moments since which one round waits."""
-
-    change_since: float | None = None  # a planned change waits since then
-    left_since: float | None = None  # the first member left it at the boundary then
 
 
 @dataclass(slots=True)
 class Membership(Rule):
     """Forms the rounds of elastic jobs, and closes them for changes."""
 
-    endings: Endings
+    reports: Reports
     drains: Drains
     placement: Placement
     boundary: Boundary
@@ -38,12 +29,14 @@ class Membership(Rule):
     preemption: Preemption
 
     def advance(self, now: float) -> None:
-        """Do what the present state asks for."""
+        """Form, complete or close the round as the present state requires."""
         if not self.outcome.elastic or self.placement.unsettled:
-            return  # leavers are stale; they are marked anew on the next pass
+            return  # the marks of leaving workers are stale; they are set on the next pass
         if self.placement.some_leave:
-            self._stop_newcomers()
-        if self.rounds.current.state is COMPLETE:
+            for worker in self.workers.having(STARTING, READY):
+                if worker.leaving and worker.admitted is None:  # it is in no round
+                    self.effects.stop(worker, worker.leaving)
+        if self.rounds.current.state is COMPLETE and self.outcome.first_success is None:
             self._watch_changes(now)
         if self.rounds.current.state is CLOSING:
             self._watch_leaving(now)
@@ -52,110 +45,90 @@ class Membership(Rule):
         if self.outcome.end is None and self.rounds.current.state is FORMING:
             self._watch_forming(now)
 
-    def _stop_newcomers(self) -> None:
-        """Those that have to go and never took part: they have nothing to leave."""
-        for worker in self.workers.having(STARTING, READY):
-            if worker.leaving and worker.admitted is None:
-                self.orders.stop(worker, worker.leaving)
-
     # ---- a round that trains -------------------------------------------------------------
 
     def _watch_changes(self, now: float) -> None:
-        """Growth and removal: coalesced by the last call, then a notice to leave at a boundary."""
-        if self.outcome.first_success is not None:
-            return
+        """Collect growth and removal for `last_call`, then have the members leave at a boundary."""
+        current, settings = self.rounds.current, self.settings
         staying = [w for w in self.workers.having(RUNNING, READY) if not w.leaving]
-        fitting = units.fit(staying, self.settings)
-        newcomers = [w for w in fitting if w.state is READY]
+        newcomers = [w for w in units.fit(staying, settings) if w.state is READY]
         leavers = [w for w in self.workers.having(RUNNING) if w.leaving]
-        own = self.rounds.own(ElasticRound)
         if not newcomers and not leavers:
-            own.change_since = None
+            current.stop_waiting("change")
             return
-        own.change_since = now if own.change_since is None else own.change_since
+        since = current.waiting_since("change", now)
         reason = leavers[0].leaving if leavers else f"{newcomers[0].id} is ready to join"
-        at = own.change_since + self.settings.last_call
+        at = since + settings.last_call
         all_leave = not newcomers and len(leavers) == self.workers.count(RUNNING)
         if all_leave and self._newcomers_in_sight():
             # Workers that leave now take the state along: train on until others can take it over.
             drains = [self.drains.of(worker) for worker in leavers]
             ends = [drain.replace_until for drain in drains if drain and drain.leave_by is not None]
-            at = min([own.change_since + self.settings.elastic_timeout, *ends])
+            at = min([since + settings.elastic_timeout, *ends])
             reason = f"{reason}; nobody to take over yet"
-        elif not self.outcome.finishing and (until := self._waits_until(leavers)) is not None:
+        elif (until := self._waits_until(leavers)) is not None:
             at, reason = max(at, until), f"{reason}; its replacements are booting"
         if self.effects.due_or_set_alarm(at, now, f"change is coming: {reason}"):
             self.boundary.leave(now, reason)
 
     def _waits_until(self, leavers: list[Worker]) -> float | None:
-        """Return until when these workers wait for their replacements; None: not at all."""
+        """Return until when these workers wait for their replacements; None: not at all.
+
+        If one of them leaves now, all leave with it: one change of the world for all.
+        """
         drains = [self.drains.of(worker) for worker in leavers]
         until = [drain.replace_until for drain in drains if drain is not None]
-        if not until or len(until) < len(drains):  # others leave now: one change for all
-            return None
-        return min(until) if self._replacements_are_coming() else None
+        waits = until and len(until) == len(drains) and self._newcomers_in_sight(wanted_only=True)
+        return min(until) if waits else None
 
-    def _replacements_are_coming(self) -> bool:
-        if any(not worker.leaving for worker in self.workers.having(STARTING)):
-            return True
-        if self.placement.room_left() == 0:
-            return False
-        return bool(self.fleet.starting() or self.placement.free_slots(1))
-
-    def _slots_come_free(self) -> bool:
-        """Return whether others with a notice make room for a worker that can take the state."""
-        going = self.workers.having(READY, STOPPING)
-        noticed = (w for w in going if self.drains.has_notice(w))
-        return sum(1 for worker in noticed if self.hosts.usable(worker.host)) > 1
-
-    def _newcomers_in_sight(self) -> bool:
+    def _newcomers_in_sight(self, *, wanted_only: bool = False) -> bool:
+        """Return whether workers boot, or may be started soon (only as many as are wanted)."""
         if self.outcome.finishing:
             return False
-        booting = any(not w.leaving for w in self.workers.having(STARTING))
-        return booting or bool(self.fleet.starting()) or bool(self.placement.free_slots(1))
+        if any(not worker.leaving for worker in self.workers.having(STARTING)):
+            return True
+        if wanted_only and self.placement.room_left() == 0:
+            return False
+        return bool(self.fleet.starting() or self.placement.free_slots(1))
 
     # ---- a round that its members leave ------------------------------------------------------
 
     def _watch_leaving(self, now: float) -> None:
-        current = self.rounds.current
+        current, timeout = self.rounds.current, self.settings.elastic_timeout
         still_in = self.workers.count(RUNNING)
         if not still_in:
             if self.outcome.first_success is None or self.workers.count(READY):
                 self.rounds.open_next(now, f"everybody has left round {current.number}")
             return
-        self._hurry_stragglers(now)
-        timeout = self.settings.elastic_timeout
+        if current.at_boundary:
+            self._hurry_stragglers(now)
         waiting = f"{still_in} workers have not left round {current.number} yet"
         if not self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
             return
         if current.at_boundary:
             # A worker that commits once an hour is not to lose that hour to a planned change, and
-            # one that hangs loses its lease: so this only announces the wait.
+            # a worker that hangs loses its lease: so this only announces the wait.
             self.rounds.wait_again(now)
             overdue = f"no step boundary for {timeout:g} s; does the script call commit()?"
             self.effects.announce("boundary_overdue", overdue)
             return
         for worker in self.workers.having(RUNNING):
             late = f"did not leave the round within {timeout:g} s"
-            self.endings.give_up_worker(worker, late, now)
+            self.reports.give_up_worker(worker, late, now)
 
     def _hurry_stragglers(self, now: float) -> None:
         """Tell members to leave at once that do not follow the first one at the boundary.
 
         Once a member has left, no other can finish another step without it. So a member that does
-        not follow soon missed the notice and waits for its peer: this costs it nothing, and
+        not follow soon missed the notice and waits for its peer: leaving costs it nothing, and
         nothing else would end that wait.
         """
-        current, own = self.rounds.current, self.rounds.own(ElasticRound)
-        if not current.at_boundary:
-            return
-        ready = self.workers.having(READY)
+        current, ready = self.rounds.current, self.workers.having(READY)
         gone = next((worker for worker in ready if worker.left == current.number), None)
         if gone is None:
             return
-        own.left_since = now if own.left_since is None else own.left_since
+        at = current.waiting_since("stragglers", now) + self.settings.settle
         has_left = f"{gone.id} has left round {current.number}"
-        at = own.left_since + self.settings.settle
         if self.effects.due_or_set_alarm(at, now, f"{has_left}; others follow"):
             self.rounds.leave(now, f"{has_left} and others have not")
 
@@ -165,19 +138,18 @@ class Membership(Rule):
         """Start replacements and newcomers; before any step was finished, not at once."""
         if not self.capacity.placement_due:
             return
-        last_loss_at = self.outcome.last_loss_at
+        last_loss_at, current = self.outcome.last_loss_at, self.rounds.current
         if not self.outcome.has_progress and last_loss_at is not None:
             waiting = "to see whether every worker fails before anyone is started again"
             if not self.effects.due_or_set_alarm(last_loss_at + self.settings.settle, now, waiting):
                 return
         self.capacity.placing_begins()
-        founders = self.rounds.current.state is FORMING and not any(
-            w.admitted is not None for w in self.workers.having(READY)
+        founders = current.state is FORMING and not any(
+            worker.admitted is not None for worker in self.workers.having(READY)
         )
-        later = self.rounds.current.number > 1 or not founders
-        reason = "a free slot" if later else "the first round"
-        # In the first round a replacement does not hold up those who are ready and enough.
-        awaited = founders and not self.placement.founders.workers
+        reason = "the first round" if founders and current.number == 1 else "a free slot"
+        # In the first round a replacement does not hold up workers that are ready and enough.
+        awaited = founders and not current.founders
         where = self.placement.free_slots(self.placement.room_left())
         self.placement.place(where, founders=founders, awaited=awaited, reason=reason)
 
@@ -187,53 +159,51 @@ class Membership(Rule):
             return
         if self._founders_boot(now):
             return
-        ready = [w for w in self.workers.having(READY) if not w.leaving]
+        ready = [worker for worker in self.workers.having(READY) if not worker.leaving]
         if self._would_be_lost(ready) and self.final_checkpoint.request(now):
             return
         if self.outcome.departure is not None:
-            self.preemption.everybody_left()
+            self.preemption.end_after_all_left()
             return
         self._release_leavers(ready)
-        fitting = units.fit(ready, self.settings)
-        if any(w.admitted is not None for w in ready):
-            if len(fitting) >= self.settings.min_np:
-                self._complete(ready, now, self._why_complete())
-            else:
-                self._give_up_below(self.settings.min_np, ready, now)
-            return
-        need = self._need_of_a_fresh_round(ready, fitting, now)
-        if need is not None and len(fitting) >= max(need, 1):
-            self._complete(ready, now, "every worker is ready")
+        fitting, least = units.fit(ready, self.settings), self.settings.min_np
+        if not any(worker.admitted is not None for worker in ready):
+            need = self._need_of_a_fresh_round(ready, fitting, now)
+            if need is not None and len(fitting) >= max(need, 1):
+                self._complete(ready, now, "every worker is ready")
+        elif len(fitting) < least:
+            self._give_up_below(least, ready, now)
+        else:
+            lost = next((loss for loss in self.outcome.losses if loss.member), None)
+            without = f"without {lost.failure.worker}, which {lost.reason}" if lost else ""
+            self._complete(ready, now, without or "membership changed")
 
     def _founders_boot(self, now: float) -> bool:
         """Return whether the first round only waits for workers that were started for it.
 
-        Seen without a look at each, for that would cost the square of their number.
+        Needs no loop over all workers, which would cost O(workers²) while they boot.
         """
         departs = self.outcome.departure is not None
         if self.rounds.current.number > 1 or self.placement.some_leave or departs:
             return False
-        if not any(worker.awaited for worker in self.workers.having(STARTING)):
-            return False
-        return not self._fresh_is_due(now)
+        booting = any(worker.awaited for worker in self.workers.having(STARTING))
+        return booting and not self._fresh_is_due(now)
 
     def _fresh_is_due(self, now: float) -> bool:
         """Return whether workers that were started together are waited for no longer."""
-        founded_at = self.placement.founders.at
-        since = self.rounds.current.since if founded_at is None else founded_at
-        at = since + self.settings.start_timeout
-        ready, booting = (self.workers.count(s) for s in (READY, STARTING))
-        enough = f"{ready} of at least {self._fresh_need()} workers are ready"
-        waiting = f"{enough}, {booting} are booting"
-        return self.effects.due_or_set_alarm(at, now, waiting)
+        current = self.rounds.current
+        since = current.since if current.founded_at is None else current.founded_at
+        enough = f"{self.workers.count(READY)} of at least {self._fresh_need()} workers are ready"
+        waiting = f"{enough}, {self.workers.count(STARTING)} are booting"
+        return self.effects.due_or_set_alarm(since + self.settings.start_timeout, now, waiting)
 
     def _fresh_need(self) -> int:
-        first = self.rounds.current.number == 1
-        need = self.placement.founders.need if first else self.settings.min_np
+        current = self.rounds.current
+        need = current.need if current.number == 1 else self.settings.min_np
         return self.capacity.at_most_wanted(need)
 
     def _watch_last_round(self, now: float) -> None:
-        """After a success: those who are left form a round of their own, however few."""
+        """After a success, let the workers that are left form a round of their own."""
         ready = list(self.workers.having(READY))
         booting = self.workers.count(STARTING)
         timeout, waiting = self.settings.start_timeout, f"{booting} workers are booting"
@@ -241,81 +211,81 @@ class Membership(Rule):
         if booting and not self.effects.due_or_set_alarm(at, now, waiting):
             return
         if ready:
-            self._complete(ready, now, "the workers that are left finish together")
+            self.rounds.complete(ready, now, "the workers that are left finish together")
             return
         for worker in self.workers.having(STARTING):
-            self.orders.stop(worker, f"not ready within {timeout:g} s, and the job is finishing")
+            late = f"not ready within {timeout:g} s, and the job is finishing"
+            self.effects.stop(worker, late)
 
     def _need_of_a_fresh_round(
         self, ready: list[Worker], fitting: list[Worker], now: float
     ) -> int | None:
-        """Return how many are enough where no worker trains yet; None: the founders are awaited."""
-        settings, first, need = self.settings, self.rounds.current.number == 1, self._fresh_need()
-        booting = any(w.awaited for w in self.workers.having(STARTING))
-        if not first and len(fitting) < max(need, 1):
+        """Return how many are enough if no worker trains yet; None: the founders are awaited."""
+        settings, current, need = self.settings, self.rounds.current, self._fresh_need()
+        if current.number > 1 and len(fitting) < max(need, 1):
             self._give_up_below(need, ready, now)
             return None
+        booting = any(worker.awaited for worker in self.workers.having(STARTING))
         if not self._fresh_is_due(now):
             return None if booting else need
-        if first and settings.start_min_np is not None:
+        if current.number > 1:
+            return need
+        if settings.start_min_np is not None:
             need = min(need, settings.start_min_np)
-        if first and len(fitting) < max(need, 1):
-            waited = now - self.rounds.current.since
-            self.outcome.give_up(need, len(ready), waited, self._shortage(ready))
+        if len(fitting) < max(need, 1):
+            shortage = self._shortage(ready)
+            self.outcome.give_up(need, len(ready), now - current.since, shortage)
             return None
         return need
 
-    def _why_complete(self) -> str:
-        lost = next((loss for loss in self.outcome.losses if loss.member), None)
-        if lost is None:
-            return "membership changed"
-        return f"without {lost.failure.worker}, which {lost.reason}"
-
     def _give_up_below(self, need: int, ready: list[Worker], now: float) -> None:
-        """Below the minimum for too long: the job ends."""
+        """End the job if it has been below the minimum for too long."""
         since, shortage = self.rounds.current.since, self._shortage(ready)
         waiting = shortage or f"{len(ready)} of at least {need} workers are ready"
-        at = since + self.settings.elastic_timeout
-        if self.effects.due_or_set_alarm(at, now, waiting):
+        if self.effects.due_or_set_alarm(since + self.settings.elastic_timeout, now, waiting):
             self.outcome.give_up(need, len(ready), now - since, shortage)
 
     def _shortage(self, ready: list[Worker]) -> str:
         return units.shortage(len({worker.host for worker in ready}), self.settings)
 
     def _complete(self, ready: list[Worker], now: float, reason: str) -> None:
-        members = ready
-        if self.outcome.first_success is None:
-            holders = self._state_holders(ready)
-            shares = units.shares(ready, self.settings, holders)[: self.capacity.wanted]
-            members = units.fit(shares, self.settings)
+        holders = self._state_holders(ready)
+        shares = units.shares(ready, self.settings, holders)[: self.capacity.wanted]
+        members = units.fit(shares, self.settings)
         self.rounds.complete(members, now, reason)
-        if self.outcome.first_success is None:
-            self.endings.settle_losses()
-            self._release_leavers(members)
+        self.reports.settle_losses()
+        self._release_leavers(members)
 
     # ---- workers that have to leave ------------------------------------------------------
 
+    def _newest_leaver(self, ready: list[Worker]) -> Worker | None:
+        """Return a worker that has to leave and holds a newer state than all of `ready`."""
+        newest = max((worker.version for worker in ready if worker.clean), default=-1)
+        leavers = (w for w in self.workers.having(READY) if w.leaving and w.clean)
+        best = max(leavers, key=lambda worker: worker.version, default=None)
+        return best if best is not None and best.version > newest else None
+
     def _state_holders(self, ready: list[Worker]) -> list[Worker]:
-        """The worker that has to leave but alone holds the newest state: it hands it over first."""
-        newest = max((w.version for w in ready if w.clean), default=-1)
-        leavers = [w for w in self.workers.having(READY) if w.leaving and w.clean]
-        best = max(leavers, key=lambda w: w.version, default=None)
-        wanted = self.capacity.wanted
-        room = wanted is None or wanted >= 2  # beside it another has to receive
-        return [best] if best is not None and best.version > newest and room else []
+        """Return the worker that has to leave but has to hand its state over first, if any."""
+        holder, wanted = self._newest_leaver(ready), self.capacity.wanted
+        room = wanted is None or wanted >= 2  # for it and for a worker that receives
+        return [holder] if holder is not None and room else []
 
     def _would_be_lost(self, ready: list[Worker]) -> bool:
         """Return whether only leavers hold the newest state, and no other can receive it."""
-        newest = max((w.version for w in ready if w.clean), default=-1)
-        waiting = self.workers.having(READY)
-        ahead = any(w.leaving and w.clean and w.version > newest for w in waiting)
+        ahead = self._newest_leaver(ready) is not None
         return ahead and not (ready and self._state_holders(ready))
 
     def _release_leavers(self, ready: list[Worker]) -> None:
-        """Stop those who have left the round and have to go, unless their state is still needed."""
+        """Stop workers that left the round and have to leave, unless their state is needed."""
         needed: list[Worker] = []
         if ready or self._newcomers_in_sight() or self._slots_come_free():
             needed = self._state_holders(ready)
         for worker in self.workers.having(READY):
             if worker.leaving and worker not in needed:
-                self.orders.stop(worker, worker.leaving)
+                self.effects.stop(worker, worker.leaving)
+
+    def _slots_come_free(self) -> bool:
+        """Return whether others with a notice make room for a worker that can take the state."""
+        noticed = (w for w in self.workers.having(READY, STOPPING) if self.drains.has_notice(w))
+        return sum(self.hosts.usable(worker.host) for worker in noticed) > 1

@@ -3,6 +3,7 @@
 Nothing here changes a worker or a round. Times are monotonic seconds.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -42,7 +43,8 @@ class Loss:
     failure: Failure
     cause: Cause
     reason: str
-    member: bool  # it was in the round, or one of those the round was waiting for
+    member: bool  # it was in the round, or the round waited for it
+    at: float = 0.0
 
 
 def cause_of(exit_code: int, *, victim: bool) -> Cause:
@@ -53,18 +55,15 @@ def cause_of(exit_code: int, *, victim: bool) -> Cause:
 
 
 def exit_status(failure: Failure | None) -> int:
-    """The job's exit status for this failure: the worker's own, or 128 + its signal."""
-    if failure is None or failure.exit_code == 0:
-        return 1
-    return 128 - failure.exit_code if failure.exit_code < 0 else failure.exit_code
+    """Return the job's exit status for this failure: the worker's own, or 128 + its signal."""
+    code = 0 if failure is None else failure.exit_code
+    return 128 - code if code < 0 else code or 1
 
 
 def first_failure(losses: Sequence[Loss]) -> Failure | None:
-    """The failure a round is judged by: the first one that is not a peer's consequence."""
-    for loss in losses:
-        if loss.cause is not Cause.VICTIM:
-            return loss.failure
-    return losses[0].failure if losses else None
+    """Return the failure a round is judged by: the first that no lost peer has caused."""
+    own = (loss.failure for loss in losses if loss.cause is not Cause.VICTIM)
+    return next(own, losses[0].failure if losses else None)
 
 
 def failed_by_itself(losses: Sequence[Loss], *, kind: ScriptKind, has_progress: bool) -> bool:
@@ -89,77 +88,62 @@ class Departure:
     end_by: float
 
 
+@dataclass(slots=True)
 class Budget:
     """The number of failures that the job may still survive.
 
-    With `max_restarts` given, every failure counts. Without, only fruitless ones: failures
-    in a row with no step finished in between, those within `settle` seconds of each other
-    being one (a host's eight workers that die together are one incident).
+    With `max_restarts` given, every failure counts. Without it, only fruitless ones count: failures
+    in a row with no step finished in between. Those within `settle` seconds of each other are one
+    incident (a host's eight workers that die together).
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self.failures = 0  # in all
-        self.fruitless = 0  # incidents in a row
-        self._incident_at: float | None = None
+    settings: Settings
+    failures: int = 0  # in all
+    fruitless: int = 0  # incidents in a row
+    _incident_at: float = -math.inf
 
     def count(self, now: float, *, fruitless: bool, whole_round: bool = False) -> None:
-        """One more failure; `fruitless`: no step was finished since the last one.
+        """Count one more failure; `fruitless`: no step was finished since the last one.
 
-        A `whole_round` was judged as one: it is an incident of its own, however soon.
+        A `whole_round` is judged as one failure: it is an incident of its own, however soon.
         """
         self.failures += 1
-        if not fruitless:
-            return
-        since = None if self._incident_at is None else now - self._incident_at
-        if whole_round or since is None or since >= self._settings.settle:
+        if fruitless and (whole_round or now - self._incident_at >= self.settings.settle):
             self.fruitless += 1
             self._incident_at = now
 
     def step_finished(self) -> None:
-        """The job got somewhere: the row of fruitless failures ends."""
-        self.fruitless = 0
-        self._incident_at = None
+        """End the row of fruitless failures: a step was finished."""
+        self.fruitless, self._incident_at = 0, -math.inf
 
     def exceeded(self) -> str | None:
-        """Say which limit is exceeded and how to raise it; None while within."""
-        limit = self._settings.max_restarts
-        if limit is not None:
-            if self.failures <= limit:
-                return None
-            return (
-                f"{self.failures} failures are more than the limit of {limit} restarts; "
-                "raise --max-restarts"
-            )
-        if self.fruitless <= self._settings.fruitless_restarts:
-            return None
-        return (
-            f"{self.fruitless} failures in a row without a finished step in between, "
-            f"the limit is {self._settings.fruitless_restarts} restarts; "
-            "mend the script, or allow more with --max-restarts"
-        )
+        """Return which limit is exceeded and how to raise it; None while within."""
+        limit, row = self.settings.max_restarts, self.settings.fruitless_restarts
+        if limit is not None and self.failures > limit:
+            failures = f"{self.failures} failures are more than the limit of {limit} restarts"
+            return f"{failures}; raise --max-restarts"
+        if limit is None and self.fruitless > row:
+            failures = f"{self.fruitless} failures in a row without a finished step in between"
+            hint = "mend the script, or allow more with --max-restarts"
+            return f"{failures}, the limit is {row} restarts; {hint}"
+        return None
 
 
 @dataclass(slots=True)
 class JobOutcome:
     """The result of the job so far, and its end."""
 
-    settings: Settings
     effects: Effects
-    budget: Budget = field(init=False)
+    budget: Budget
     kind: ScriptKind = ScriptKind.UNDECLARED
     steps_reported: int = 0  # first steps of workers in their rounds
     has_progress: bool = False  # a worker has finished a step in this job
     restart_count: int = 0  # how often workers were started again
     losses: list[Loss] = field(default_factory=list)  # since the last round was completed
-    first_loss_at: float | None = None  # of `losses`
-    last_loss_at: float | None = None
+    last_loss_at: float | None = None  # in the whole job
     first_success: float | None = None  # when the first member finished its script
     departure: Departure | None = None  # the whole job was told to go
     end: EndJob | None = None
-
-    def __post_init__(self) -> None:
-        self.budget = Budget(self.settings)
 
     @property
     def elastic(self) -> bool:
@@ -194,16 +178,14 @@ class JobOutcome:
         """Count a restart of workers."""
         self.restart_count += 1
 
-    def record(self, loss: Loss, now: float) -> None:
+    def record(self, loss: Loss) -> None:
         """Record a worker's failure."""
         self.losses.append(loss)
-        self.first_loss_at = now if self.first_loss_at is None else self.first_loss_at
-        self.last_loss_at = now
+        self.last_loss_at = loss.at
 
     def forget_losses(self) -> None:
-        """Settle what went wrong before; the next failure is a first one again."""
+        """Forget the losses so far; the next one is a first one again."""
         self.losses.clear()
-        self.first_loss_at = None
 
     def count_failure(self, now: float, *, fruitless: bool, whole_round: bool = False) -> bool:
         """Take one failure from the budget; False, and the end of the job, where it is used up."""

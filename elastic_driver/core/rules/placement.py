@@ -4,10 +4,11 @@ Works when hosts, slots, agents or the wanted size have changed. A host in cool-
 new; a worker that has to leave is stopped by `membership` or `plain`. Times are monotonic seconds.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from elastic_driver.contract import worker_id
 from elastic_driver.core.decisions import StartAgent, StopAgent
 from elastic_driver.core.documents import SlotInfo, StartWorkerOrder
 from elastic_driver.core.rules import units
@@ -15,19 +16,10 @@ from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.fleet import FALLBACK_PORT, AgentNews, AgentState, HostAgent
 from elastic_driver.core.rules.hosts import Host
-from elastic_driver.core.rules.ranks import Seat, assign
+from elastic_driver.core.rules.ranks import assign
 from elastic_driver.core.rules.rounds import FORMING
 from elastic_driver.core.rules.workers import ACTIVE, Worker
 from elastic_driver.core.tf_config import PortOffer, TfLayout, Where
-
-
-@dataclass(slots=True)
-class Founders:
-    """The workers that a round was founded with."""
-
-    workers: tuple[str, ...] = ()  # by their rank at birth
-    at: float | None = None  # when that was decided
-    need: int = 0  # the number of workers it settled for then
 
 
 @dataclass(slots=True)
@@ -37,11 +29,6 @@ class Placement(Rule):
     drains: Drains
     tf: TfLayout | None
     some_leave: bool = False  # whether any worker may be marked as leaving
-
-    @property
-    def founders(self) -> Founders:
-        """The workers that the present round was founded with."""
-        return self.rounds.own(Founders)
 
     @property
     def unsettled(self) -> bool:
@@ -55,88 +42,86 @@ class Placement(Rule):
         self.capacity.look_taken(placing=not self.outcome.finishing)
         self._mark_leavers()
         if not self.outcome.finishing:
-            self._plan_agents(now)
+            self._release_hosts()
+            self._start_agents(now)
 
-    # ---- who has to leave --------------------------------------------------------------------
+    # ---- workers that have to leave ----------------------------------------------------------
 
     def _mark_leavers(self) -> None:
-        """Note for every worker whether, and why, it has to leave; the oldest are kept."""
+        """Record for every worker whether, and why, it has to leave; the oldest are kept."""
         kept: list[Worker] = []
-        on_host: dict[str, int] = {}
-        departure, wanted = self.outcome.departure, self.capacity.wanted
+        on_host = Counter[str]()
+        wanted = self.capacity.wanted
         for worker in sorted(self.workers.having(*ACTIVE), key=lambda worker: worker.age):
-            slots = self.hosts.slots(worker.host)
-            taken = on_host.get(worker.host, 0)
-            if departure is not None:
-                reason = departure.reason
-            elif slots == 0:
-                reason = f"host {worker.host} was removed"
-            else:
-                reason = self.drains.reason_for(worker)
-                if not reason and taken >= slots:
-                    reason = f"host {worker.host} has only {slots} slots now"
+            reason = self._why_leave(worker, on_host[worker.host])
             self.workers.mark_leaving(worker, reason)
             if not reason:
-                on_host[worker.host] = taken + 1
+                on_host[worker.host] += 1
                 kept.append(worker)
         if wanted is not None:
             shares = units.shares(kept, self.settings)
             fitting = shares[:wanted]
             for worker in shares[wanted:]:
                 self.workers.mark_leaving(worker, f"only {wanted} workers are wanted")
-            for worker in fitting[max(0, len(fitting) - self._hosts_to_come(fitting)) :]:
-                more = "more hosts are needed, and one of them gets its place"
+            more = "more hosts are needed, and one of them gets its place"
+            for worker in fitting[max(0, len(fitting) - self._hosts_to_come(fitting, wanted)) :]:
                 self.workers.mark_leaving(worker, more)
         self.some_leave = any(worker.leaving for worker in self.workers.having(*ACTIVE))
 
-    def _hosts_to_come(self, kept: list[Worker]) -> int:
-        """Hosts that are missing in any world, and are there, but find no worker left for them."""
-        if units.width(self.settings) == 1 or self.capacity.wanted is None:
+    def _why_leave(self, worker: Worker, older: int) -> str:
+        """Return why a worker has to leave; `older` ones of its host stay."""
+        slots = self.hosts.slots(worker.host)
+        if self.outcome.departure is not None:
+            return self.outcome.departure.reason
+        if slots == 0:
+            return f"host {worker.host} was removed"
+        too_many = f"host {worker.host} has only {slots} slots now" if older >= slots else ""
+        return self.drains.reason_for(worker) or too_many
+
+    def _hosts_to_come(self, kept: list[Worker], wanted: int) -> int:
+        """Return how many hosts a world still needs, and are there, but get no worker yet."""
+        width, inside = units.width(self.settings), {worker.host for worker in kept}
+        if width == 1:
             return 0
-        inside = {worker.host for worker in kept}
-        outside = (host.name for host in self.hosts.known.values() if host.name not in inside)
-        others = sum(1 for name in outside if self.hosts.usable(name))
-        missing = min(others, units.width(self.settings) - len(inside))
-        return max(0, missing - max(0, self.capacity.wanted - len(kept)))
+        others = sum(self.hosts.usable(name) for name in self.hosts.known if name not in inside)
+        missing = min(others, width - len(inside))
+        return max(0, missing - max(0, wanted - len(kept)))
 
     # ---- agents ------------------------------------------------------------------------------
 
-    def _plan_agents(self, now: float) -> None:
-        """Stop agents of hosts that go once empty; start agents where more slots are needed."""
-        self._release_hosts()
-        wanted = self.capacity.wanted
-        need = float("inf") if wanted is None else wanted - self.workers.active()
+    def _start_agents(self, now: float) -> None:
+        """Start agents on further hosts as long as their slots are needed."""
+        room, distrusted = self.room_left(), self.hosts.distrusted
+        need = float("inf") if room is None else room
         without: list[str] = []
         relied_on = spare = 0  # hosts; slots of slow hosts, which are the last choice
-        for known in sorted(self.hosts.known.values(), key=self.hosts.preference):
-            name = known.name
+        for host in sorted(self.hosts.known.values(), key=self.hosts.preference):
+            name, agent = host.name, self.fleet.agents.get(host.name)
             if not self._eligible(name):
                 continue
-            agent = self.fleet.agents.get(name)
             if agent is None:
                 without.append(name)
-            elif name in self.hosts.distrusted:
-                spare += self._room(name)
+            elif name in distrusted:
+                spare += self._room(host)
                 relied_on += bool(self.workers.on_host(name))
             elif agent.state is AgentState.READY or not self.hosts.suspect(name, now):
-                need -= self._room(name)
+                need -= self._room(host)
                 relied_on += 1
         for name in without:
-            if name in self.hosts.distrusted:
+            if name in distrusted:
                 need, spare = need - spare, 0
             if not self._more_hosts(need, relied_on):
                 return
             self.start_agent(name, now, "its slots are needed")
             if not self.hosts.suspect(name, now):
-                need -= self._room(name)
+                need -= self._room(self.hosts.known[name])
                 relied_on += 1
 
     def _more_hosts(self, need: float, hosts: int) -> bool:
         """Return whether one more host is needed, for its slots or to make up a unit."""
-        settings = self.settings
-        if settings.max_hosts is not None and hosts >= settings.max_hosts:
-            return False
-        return need > 0 or not units.enough(hosts, settings)
+        most = self.settings.max_hosts
+        full = most is not None and hosts >= most
+        return not full and (need > 0 or not units.enough(hosts, self.settings))
 
     def _eligible(self, host: str) -> bool:
         """Return whether the host may get workers now; during a replacement only its target may."""
@@ -144,6 +129,7 @@ class Placement(Rule):
         return self.hosts.usable(host) and (replacement is None or host == replacement.target)
 
     def _release_hosts(self) -> None:
+        """Stop the agents of hosts that go away, once these are empty."""
         for host, agent in list(self.fleet.agents.items()):
             drain = self.hosts.drained(host)
             if self.workers.on_host(host) or (host in self.hosts.known and drain is None):
@@ -153,12 +139,13 @@ class Placement(Rule):
             else:
                 self.stop_agent(agent, f"host {host} is drained: {drain.reason}")
                 nothing = f"nothing runs there any more: {drain.reason}"
-                self.effects.announce("host_drained", nothing, host=host)
+                self.effects.announce("host_drained", nothing, host)
 
-    def _room(self, host: str) -> int:
-        """Slots that are free, or will be once those who leave are gone."""
-        staying = sum(1 for w in self.workers.on_host(host) if w.state in ACTIVE and not w.leaving)
-        return max(0, self.hosts.slots(host) - staying)
+    def _room(self, host: Host) -> int:
+        """Return the slots that are free, or will be once the workers that leave are gone."""
+        there = self.workers.on_host(host.name)
+        staying = sum(worker.state in ACTIVE and not worker.leaving for worker in there)
+        return max(0, host.slots - staying)
 
     def start_agent(self, host: str, now: float, reason: str) -> None:
         """Ask for the host's next agent."""
@@ -173,102 +160,85 @@ class Placement(Rule):
 
     # ---- workers -----------------------------------------------------------------------------
 
-    def free_slots(self, limit: int | None = None) -> list[tuple[str, int]]:
-        """(host, slot) that could get a worker now: hosts in stable order, at most `limit`.
+    def free_slots(self, limit: int | None = None) -> list[Where]:
+        """Return slots that could get a worker now: hosts in stable order, at most `limit` slots.
 
         Slots that failed last are chosen first, so that a failure is repaired in place; slow hosts
         are chosen last.
         """
         hosts = {host.name: host for host in self._ready_hosts()}
-        free: dict[tuple[str, int], None] = {}
-        for host in hosts.values():
-            taken = {worker.slot for worker in self.workers.on_host(host.name)}
-            slots = (slot for slot in range(host.slots) if slot not in taken)
-            room = max(0, host.slots - len(taken))
-            free.update(dict.fromkeys((host.name, slot) for slot in islice(slots, room)))
+        free: dict[Where, None] = {}
+        for name, host in hosts.items():
+            taken = {worker.slot for worker in self.workers.on_host(name)}
+            slots = ((name, slot) for slot in range(host.slots) if slot not in taken)
+            free.update(dict.fromkeys(islice(slots, max(0, host.slots - len(taken)))))
         if limit is None or limit >= len(free):
             return list(free)
         refill = (where for where in self.capacity.slots_to_refill if where in free)
-        first = dict.fromkeys(where for where in refill if where[0] not in self.hosts.distrusted)
-        chosen = islice(self._in_turn({**first, **free}), max(0, limit))
+        first = dict.fromkeys(w for w in refill if w[0] not in self.hosts.distrusted)
+        chosen = islice(self._in_turn({**first, **free}, list(hosts)), max(0, limit))
         return sorted(chosen, key=lambda where: (hosts[where[0]].position, where[1]))
 
-    def _in_turn(self, free: dict[tuple[str, int], None]) -> dict[tuple[str, int], None]:
-        """Free slots in the order in which to fill them.
+    def _in_turn(self, free: dict[Where, None], hosts: list[str]) -> Iterable[Where]:
+        """Return free slots in the order in which to fill them.
 
-        Host by host; but where a world needs several hosts, those of a unit in turn, so that the
+        Host by host; but if a world needs several hosts, those of a unit in turn, so that the
         first one does not take all workers that are wanted.
         """
         width = units.width(self.settings)
         if width == 1:
             return free
-        order = {host.name: n for n, host in enumerate(self._ready_hosts())}
-        levels = {host: len(self.workers.on_host(host)) for host in order}
-        keyed: dict[tuple[str, int], tuple[int, int, int]] = {}
+        order = {host: n for n, host in enumerate(hosts)}
+        levels = {host: len(self.workers.on_host(host)) for host in hosts}
+        keyed: dict[Where, tuple[int, int, int]] = {}
         for where in free:
             host = where[0]
             keyed[where] = (order[host] // width, levels[host], order[host])
             levels[host] += 1
-        return dict.fromkeys(sorted(free, key=keyed.__getitem__))
+        return sorted(free, key=keyed.__getitem__)
 
-    def founding_slots(self) -> list[tuple[str, int]]:
-        """The free slots for a round whose size is that of its birth: hosts in whole units."""
+    def founding_slots(self) -> list[Where]:
+        """Return the free slots for a round that is founded on them: hosts in whole units."""
         where = self.free_slots(self.room_left())
         used = (w.host for w in self.workers.having(*ACTIVE) if not w.leaving)
-        found = dict.fromkeys([*used, *(host for host, _ in where)])
-        hosts = units.whole([*found], self.settings)
+        hosts = units.whole([*dict.fromkeys([*used, *(host for host, _ in where)])], self.settings)
         return [(host, slot) for host, slot in where if host in hosts]
 
     def _ready_hosts(self) -> list[Host]:
-        """Hosts that may get workers now, slow ones last; only hosts with agents are looked at."""
-        named = (
-            self.hosts.known.get(name) for name in self.fleet.agents if self.fleet.is_ready(name)
-        )
-        usable = [host for host in named if host is not None and self._eligible(host.name)]
-        coming = any(agent.host not in self.hosts.distrusted for agent in self.fleet.starting())
+        """Return hosts that may get workers now, slow ones last; reads only hosts with agents."""
+        known, slow = self.hosts.known, self.hosts.distrusted
+        names = [n for n in self.fleet.agents if self.fleet.is_ready(n) and self._eligible(n)]
+        coming = any(agent.host not in slow for agent in self.fleet.starting())
         if coming and self.workers.active() >= self.settings.min_np:  # slow hosts can wait
-            usable = [host for host in usable if host.name not in self.hosts.distrusted]
-        return sorted(usable, key=self.hosts.preference)
+            names = [name for name in names if name not in slow]
+        return sorted((known[name] for name in names), key=self.hosts.preference)
 
     def room_left(self) -> int | None:
         """Return how many more workers are wanted; None: any number."""
         wanted = self.capacity.wanted
         return None if wanted is None else max(0, wanted - self.workers.active())
 
-    def found(self, where: list[tuple[str, int]], need: int, now: float, reason: str) -> None:
-        """Start the workers that the present round is founded with."""
-        started = self.place(where, founders=True, awaited=True, reason=reason)
-        by_rank = sorted(started, key=lambda worker: worker.place.rank)
-        founders = self.founders
-        founders.workers = tuple(worker.id for worker in by_rank)
-        founders.at, founders.need = now, min(need, len(started))
-
     def place(
-        self, where: list[tuple[str, int]], *, founders: bool, awaited: bool, reason: str
+        self, where: list[Where], *, founders: bool, awaited: bool, reason: str
     ) -> list[Worker]:
-        """Start workers in these slots, all of them free; those started."""
+        """Start workers in these slots, all of them free; return the workers."""
         self.capacity.placed()
         if not where:
             return []
-        known = [worker for worker in self.workers.having(*ACTIVE) if not worker.leaving]
-        seats = [worker.seat for worker in known]
-        for index, (host, slot) in enumerate(where):
-            name = worker_id(host, slot, self.workers.next_incarnation(host, slot))
-            seats.append(Seat(name, host, slot, (True, self.workers.started + 1 + index)))
+        staying = [worker for worker in self.workers.having(*ACTIVE) if not worker.leaving]
+        started = [self.workers.add(*slot, founder=founders, awaited=awaited) for slot in where]
+        seats = [worker.seat for worker in staying + started]
         places = dict(assign(seats))
         rank0 = next(iter(places.values()))
         tf_configs = self._tf_configs([(seat.host, seat.slot) for seat in seats])
-        started = []
-        for new in seats[len(known) :]:
-            place_ = places[new.worker]
-            worker = self.workers.add(new.worker, place_, founder=founders, awaited=awaited)
-            tf_config = tf_configs.get((new.host, new.slot))
-            self.orders.give(new.host, self._start_order(worker, rank0, tf_config), reason)
-            started.append(worker)
+        for worker in started:
+            self.workers.place(worker, places[worker.id])
+            tf_config = tf_configs.get((worker.host, worker.slot))
+            self.effects.give(worker.host, self._start_order(worker, rank0, tf_config), reason)
         return started
 
     def _tf_configs(self, members: list[Where]) -> dict[Where, str]:
-        """TF_CONFIG of each member of the world to come; empty where the job has none."""
+        """Return TF_CONFIG of each member of the coming world; empty if the job has none."""
         if self.tf is None:
             return {}
         agents = {host: self.fleet.agents.get(host) for host, _ in members}
@@ -280,8 +250,8 @@ class Placement(Rule):
     def _start_order(
         self, worker: Worker, rank0: SlotInfo, tf_config: str | None
     ) -> StartWorkerOrder:
-        forming = self.rounds.current.state is FORMING
-        round_number = self.rounds.current.number if forming else self.rounds.current.number + 1
+        current = self.rounds.current
+        round_number = current.number if current.state is FORMING else current.number + 1
         agent = self.fleet.agents.get(rank0.host)
         return StartWorkerOrder(
             worker=worker.id,

@@ -8,27 +8,18 @@ from dataclasses import dataclass
 
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.base import Rule
-from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.outcome import KILLED, Cause, Loss, ScriptKind
+from elastic_driver.core.rules.outcome import KILLED, Cause, ScriptKind
 from elastic_driver.core.rules.placement import Placement
+from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING
 from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, STARTING
-
-
-@dataclass(slots=True)
-class PlainRound:
-    """The moments since which one round waits."""
-
-    slots_since: float | None = None  # enough slots are ready since then
-    started_at: float | None = None  # every process is up since then
-    change_since: float | None = None  # a planned change waits since then
 
 
 @dataclass(slots=True)
 class Plain(Rule):
     """Forms the rounds of plain jobs, and restarts them."""
 
-    endings: Endings
+    reports: Reports
     placement: Placement
 
     def advance(self, now: float) -> None:
@@ -40,7 +31,7 @@ class Plain(Rule):
         if self.outcome.end is None and self.rounds.current.state is FORMING:
             self._watch_forming(now)
         over = self.outcome.end is not None or self.outcome.first_success is not None
-        if over or not self.placement.founders.workers:
+        if over or not self.rounds.current.founders:
             return
         if self.outcome.losses:
             self._watch_losses(now)
@@ -49,54 +40,50 @@ class Plain(Rule):
 
     def _watch_stopping(self, now: float) -> None:
         left, current = self.workers.count(*OCCUPYING), self.rounds.current
+        timeout, waiting = self.settings.elastic_timeout, f"{left} workers have not stopped yet"
         if left == 0:
             self.rounds.open_next(now, f"every worker of round {current.number} has stopped")
-            return
-        timeout, waiting = self.settings.elastic_timeout, f"{left} workers have not stopped yet"
-        if self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
+        elif self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
             self.outcome.give_up(self.settings.min_np, 0, timeout)
 
     # ---- a round that forms --------------------------------------------------------------
 
     def _watch_forming(self, now: float) -> None:
-        founders, own = self.placement.founders, self.rounds.own(PlainRound)
-        if not founders.workers:
+        current = self.rounds.current
+        if not current.founders:
             if self.outcome.first_success is None:
                 self._found(now)
             return
         if self._wait_for_processes(now) or self.outcome.losses:
             return
-        if own.started_at is None:
-            own.started_at = now
+        started_at = current.waiting_since("declaration", now)
         if self.outcome.kind is ScriptKind.UNDECLARED:
-            at = own.started_at + self.settings.plain_after
+            at = started_at + self.settings.plain_after
             waiting = "to see whether the script calls elastic.init()"
             if not self.effects.due_or_set_alarm(at, now, waiting):
                 return
             self.outcome.declare(ScriptKind.PLAIN)
-        founded = [self.workers.workers[worker] for worker in founders.workers]
+        founded = [self.workers.workers[worker] for worker in current.founders]
         self.rounds.complete(founded, now, "every process was started")
 
     def _wait_for_processes(self, now: float) -> bool:
-        missing = sum(1 for w in self.workers.having(STARTING) if not w.pid)
+        missing = sum(1 for worker in self.workers.having(STARTING) if not worker.pid)
         if not missing:
             return False
-        founders = self.placement.founders
-        assert founders.at is not None  # noqa: S101 - set together with the workers
-        timeout, placed = self.settings.start_timeout, len(founders.workers)
-        waiting = f"{missing} processes have not been started yet"
-        if self.effects.due_or_set_alarm(founders.at + timeout, now, waiting):
+        current, timeout = self.rounds.current, self.settings.start_timeout
+        at = (current.founded_at or 0.0) + timeout
+        placed, waiting = len(current.founders), f"{missing} processes have not been started yet"
+        if self.effects.due_or_set_alarm(at, now, waiting):
             self.outcome.give_up(placed, placed - missing, timeout)
         return True
 
     def _found(self, now: float) -> None:
         """Start the round's workers once enough slots have agents."""
-        settings, current, own = self.settings, self.rounds.current, self.rounds.own(PlainRound)
+        settings, current = self.settings, self.rounds.current
         first = current.number == 1
         need = self.capacity.at_most_wanted(settings.start_np if first else settings.min_np)
         free = self.placement.free_slots(self.placement.room_left())
-        where = self.placement.founding_slots()
-        have = len(free)
+        where, have = self.placement.founding_slots(), len(free)
         shortage = units.shortage(len({host for host, _ in free}), settings)
         waiting = shortage or f"{have} of at least {need} slots have an agent"
         timeout = settings.start_timeout if first else settings.elastic_timeout
@@ -107,53 +94,48 @@ class Plain(Rule):
                 self.outcome.give_up(need, have, now - current.since, shortage)
                 return
         if have < max(need, 1) or not where:
-            own.slots_since = None
+            current.stop_waiting("slots")
             return
-        own.slots_since = now if own.slots_since is None else own.slots_since
-        if self.fleet.starting() and have != self.capacity.wanted:  # there are more to come
-            at = own.slots_since + settings.last_call
-            if not self.effects.due_or_set_alarm(at, now, waiting):
-                return
+        at = current.waiting_since("slots", now) + settings.last_call
+        more_to_come = self.fleet.starting() and have != self.capacity.wanted
+        if more_to_come and not self.effects.due_or_set_alarm(at, now, waiting):
+            return
         reason = f"round {current.number} starts on {len(where)} slots"
-        self.placement.found(where, need, now, reason)
+        started = self.placement.place(where, founders=True, awaited=True, reason=reason)
+        self.rounds.found(started, need, now)
 
     # ---- a round that breaks or changes ------------------------------------------------------
 
     def _watch_losses(self, now: float) -> None:
-        """Restart after a failure, once it is known whether the others fail by themselves too."""
-        assert self.outcome.first_loss_at is not None  # noqa: S101 - set with the first of `losses`
+        """Restart after a failure, once it is known whether the others fail by themselves too.
+
+        A loss that surely comes from outside is not waited for. No program ends itself by SIGKILL;
+        other signals may be a crash that all its peers share.
+        """
         first = self.outcome.losses[0]
-        if not self._comes_from_outside(first) and self.workers.count(*ACTIVE):
-            waiting, at = "to see whether every worker fails", self.outcome.first_loss_at
-            if not self.effects.due_or_set_alarm(at + self.settings.settle, now, waiting):
+        outside = first.cause in (Cause.HUNG, Cause.AGENT)
+        if first.cause is Cause.SIGNAL:
+            outside = self.outcome.has_progress or first.failure.exit_code == KILLED
+        if not outside and self.workers.count(*ACTIVE):
+            waiting, at = "to see whether every worker fails", first.at + self.settings.settle
+            if not self.effects.due_or_set_alarm(at, now, waiting):
                 return
         if self.outcome.count_failure(now, fruitless=True, whole_round=True):
             self._restart(now, f"{first.failure.worker} {first.reason}")
 
-    def _comes_from_outside(self, loss: Loss) -> bool:
-        """Return whether a loss is surely not the script's own doing: its peers need no watching.
-
-        No program ends itself by SIGKILL; other signals may be a crash that all its peers share.
-        """
-        if loss.cause in (Cause.HUNG, Cause.AGENT):
-            return True
-        killed = loss.failure.exit_code == KILLED
-        return loss.cause is Cause.SIGNAL and (self.outcome.has_progress or killed)
-
     def _watch_changes(self, now: float) -> None:
-        current, own = self.rounds.current, self.rounds.own(PlainRound)
+        current = self.rounds.current
         if current.state is CLOSING:
             return
         leavers = (w.leaving for w in self.workers.having(*ACTIVE) if w.leaving)
         reason = current.broken or next(leavers, "")
-        complete = current.state is COMPLETE
-        if not reason and complete and self.placement.founding_slots():
+        if not reason and current.state is COMPLETE and self.placement.founding_slots():
             reason = "there are slots for more workers"
         if not reason:
-            own.change_since = None
+            current.stop_waiting("change")
             return
-        own.change_since = now if own.change_since is None else own.change_since
-        at, waiting = own.change_since + self.settings.last_call, f"change is coming: {reason}"
+        at = current.waiting_since("change", now) + self.settings.last_call
+        waiting = f"change is coming: {reason}"
         if current.broken or self.effects.due_or_set_alarm(at, now, waiting):
             self._restart(now, reason)
 
@@ -161,5 +143,5 @@ class Plain(Rule):
         """Stop every worker; the next round is placed when the last one is gone."""
         if self.rounds.close(now, reason, at_boundary=False):
             self.outcome.restarted()
-            self.orders.stop_all(f"restart: {reason}")
-            self.endings.settle_losses()
+            self.effects.stop_all(f"restart: {reason}")
+            self.reports.settle_losses()

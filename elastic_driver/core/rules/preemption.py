@@ -1,21 +1,28 @@
-"""The whole job goes away with notice: told by itself, or by the last of its hosts.
+"""The last checkpoint, and the end of a whole job that has to go.
 
-All workers leave after one common step, put the state on disk (`final_checkpoint`), and the job
-ends with a sentence that says how to go on. Half of the time is for reaching the boundary; then it
-is left at once, back at the last commit, lest nothing be written. A job that other hosts may come
-to does not end because its present ones go: it waits for them as for any lack of hosts. Times are
-monotonic seconds.
+As long as a worker that stays holds the state, it is handed over in memory. When all workers that
+hold it have to leave (a notice to all of them, or all hosts are removed), `FinalSaves` asks them to
+write it together, if it has a `checkpoint_dir`. They are asked between two rounds, and so at a
+common step. The request changes nothing else: the workers stay READY, and may be in the next round.
+
+`Preemption` ends a job that has to go itself (a signal), or whose hosts all have a notice while no
+other hosts can come. All workers leave after one common step, write the state to disk, and the job
+ends with a sentence that says how to go on. Half of the time is for reaching the common step; after
+that the workers leave at once and roll back to the last commit, so that something is written.
+A job that other hosts may come to does not end because its present ones leave: it waits for hosts.
+Times are monotonic seconds.
 """
 
 from dataclasses import dataclass
 
-from elastic_driver.core.documents import time_to_leave
-from elastic_driver.core.events import JobLeaving
+from elastic_driver.core.decisions import PublishSave
+from elastic_driver.core.documents import SaveRequest, time_to_leave
+from elastic_driver.core.events import JobLeaving, WorkerSaved
 from elastic_driver.core.rules.base import Rule
-from elastic_driver.core.rules.final_checkpoint import FinalSaves
+from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.outcome import Departure
-from elastic_driver.core.rules.rounds import CLOSING
-from elastic_driver.core.rules.workers import READY, RUNNING
+from elastic_driver.core.rules.rounds import CLOSING, FORMING
+from elastic_driver.core.rules.workers import READY, RUNNING, Worker
 from elastic_driver.errors import ExitCode
 
 BOUNDARY_SHARE = 0.5  # of the time; the rest is for writing
@@ -25,20 +32,118 @@ _FROM_THE_NEWEST = (
 
 
 @dataclass(slots=True)
+class FinalSave:
+    """A request to save the state after `request.step` steps, and its result so far."""
+
+    request: SaveRequest
+    round: int  # the state is saved before this round
+    until: float
+    done: bool = False
+    folder: str = ""  # the complete checkpoint
+    problem: str = ""  # the reason why there is none
+
+    @property
+    def outcome(self) -> str:
+        """Describe what is on disk."""
+        step = self.request.step
+        if self.folder:
+            return f"the state of step {step} is in {self.folder}"
+        why = self.problem or "it has no checkpoint_dir (docs/checkpoints.md)"
+        return f"the state of step {step} is not on disk: {why}"
+
+
+@dataclass(slots=True)
+class FinalSaves(Rule):
+    """Asks the workers that leave to save the state."""
+
+    drains: Drains
+    requests: int = 0  # so far
+    _last: FinalSave | None = None
+
+    @property
+    def save(self) -> FinalSave | None:
+        """The save that was requested before the present round, if there is one."""
+        last, current = self._last, self.rounds.current
+        return last if last and current.state is FORMING and last.round == current.number else None
+
+    def request(self, now: float) -> bool:
+        """Request a final checkpoint if none is pending; return whether one is.
+
+        Called only when all workers have left the round, and none that stays can receive the state.
+        """
+        holders = self._holders()
+        if not holders:
+            return False
+        known = self.save
+        if known is None or known.request.step != holders[0].version:
+            known = self._ask(holders, self._until(holders, now), now)
+        elif not known.done and not set(known.request.members) <= {w.id for w in holders}:
+            known = self._ask(holders, known.until, now)
+        if known.done:
+            return False
+        writing = f"step {known.request.step} is being written to disk"
+        if not self.effects.due_or_set_alarm(known.until, now, writing):
+            return True
+        self._finish(known, problem="it could not be written in time; raise --grace-period")
+        return False
+
+    def on_saved(self, event: WorkerSaved, now: float) -> None:
+        """Record the result: the first member reports success, any member reports a problem."""
+        known = self.save
+        if known is None or known.done or known.request.number != event.number:
+            self.effects.ignore(f"{event.worker} has saved what nobody asks for (any more)")
+            return
+        members, step = known.request.members, known.request.step
+        if event.worker not in members or (event.worker != members[0] and not event.problem):
+            self.effects.ignore(f"{event.worker} is not the one to say that step {step} is saved")
+            return
+        self._finish(known, folder=event.folder, problem=event.problem)
+
+    def _holders(self) -> list[Worker]:
+        """Return the workers that hold the newest state as its last step left it, by rank."""
+        clean = [w for w in self.workers.having(READY) if w.clean and w.version > 0]
+        newest = max((worker.version for worker in clean), default=0)
+        return sorted((w for w in clean if w.version == newest), key=lambda w: w.age)
+
+    def _until(self, holders: list[Worker], now: float) -> float:
+        """Return when the first of them is going to be stopped."""
+        if self.outcome.departure is not None:
+            return self.outcome.departure.end_by
+        drains = [self.drains.of(worker) for worker in holders]
+        ends = [drain.leave_by for drain in drains if drain and drain.leave_by is not None]
+        return min([now + self.settings.grace_period, *ends])
+
+    def _ask(self, holders: list[Worker], until: float, now: float) -> FinalSave:
+        self.requests += 1
+        step = holders[0].version
+        reason = f"all who hold step {step} leave: {holders[0].leaving}"
+        members = tuple(worker.id for worker in holders)
+        request = SaveRequest(self.requests, step, members, max(0.0, until - now), reason)
+        if now < until:
+            self.effects.decide(PublishSave(request, reason))
+        self._last = FinalSave(request, self.rounds.current.number, until)
+        return self._last
+
+    def _finish(self, known: FinalSave, *, folder: str = "", problem: str = "") -> None:
+        known.done, known.folder, known.problem = True, folder, problem
+        self.effects.announce("state_saved" if folder else "state_not_saved", known.outcome)
+
+
+@dataclass(slots=True)
 class Preemption(Rule):
     """Ends the job in good order when it has to go."""
 
     final_checkpoint: FinalSaves
 
     def on_job_leaving(self, event: JobLeaving, now: float) -> None:
-        """Begin to end the job, which has to be gone in so many seconds."""
+        """Begin to end the job within the time that the event names."""
         if self.outcome.departure is not None:
             self.effects.ignore(f"the job is ending already: {self.outcome.departure.reason}")
             return
         self._begin(event.reason or "the job has to go", now, now + time_to_leave(event.deadline))
 
     def advance(self, now: float) -> None:
-        """End the job where all hosts go away; where it is to end, see that it does so in time."""
+        """Begin to end the job if all hosts go away; see that a job that ends does so in time."""
         if self.outcome.departure is None:
             self._consider(now)
         departure = self.outcome.departure
@@ -50,11 +155,14 @@ class Preemption(Rule):
         waiting = f"the job is ending: {departure.reason}"
         closing = self.rounds.current.state is CLOSING
         if self.effects.due_or_set_alarm(departure.end_by, now, waiting):
-            self._end(self._too_late())
+            save, why = self.final_checkpoint.save, "workers had not left their step in time"
+            if save is not None and not save.done:
+                why = f"the state of step {save.request.step} could not be written in time"
+            self._end(f"{why}; {_FROM_THE_NEWEST}")
         elif closing and self.workers.count(RUNNING):
             self._hurry(departure, now)
 
-    def everybody_left(self) -> None:
+    def end_after_all_left(self) -> None:
         """End the job: all workers have left, and the state is on disk if it could be written."""
         save = self.final_checkpoint.save
         if save is None or not save.done:
@@ -70,20 +178,19 @@ class Preemption(Rule):
         self.effects.announce("job_leaving", f"{reason}; within {end_by - now:.3g} s")
 
     def _consider(self, now: float) -> None:
-        """Begin to end the job where every host has a notice and no others can come."""
+        """Begin to end the job if every host has a notice and no others can come."""
         hosts = self.hosts.known
         if not self.settings.fixed_hosts or not hosts or self.outcome.first_success is not None:
             return
-        drains = [self.hosts.drained(host) for host in hosts]
-        noticed = [drain for drain in drains if drain is not None and drain.leave_by is not None]
-        if len(noticed) < len(hosts):
-            return
-        last = max(noticed, key=lambda drain: drain.leave_by or now)
-        every = "every host goes away" if len(hosts) > 1 else "its only host goes away"
-        self._begin(f"{every} ({last.reason})", now, max(now, last.leave_by or now))
+        drains = [drain for drain in map(self.hosts.drained, hosts) if drain is not None]
+        notices = [(drain.leave_by, drain) for drain in drains if drain.leave_by is not None]
+        if len(notices) == len(hosts):
+            end_by, last = max(notices, key=lambda notice: notice[0])
+            every = "every host goes away" if len(hosts) > 1 else "its only host goes away"
+            self._begin(f"{every} ({last.reason})", now, max(now, end_by))
 
     def _hurry(self, departure: Departure, now: float) -> None:
-        """Leave at once where no boundary comes in time; then go without those who cannot."""
+        """Have workers leave at once if no boundary comes in time; then stop those that cannot."""
         if self.rounds.current.at_boundary:
             waiting = "workers are to reach a step boundary"
             if self.effects.due_or_set_alarm(departure.leave_by, now, waiting):
@@ -91,17 +198,9 @@ class Preemption(Rule):
             return
         at = max(departure.leave_by, self.rounds.current.since + self.settings.settle)
         waiting = "others have not left yet, and the job is ending"
-        some_left = self.workers.count(READY)
-        if some_left and self.effects.due_or_set_alarm(at, now, waiting):
+        if self.workers.count(READY) and self.effects.due_or_set_alarm(at, now, waiting):
             for worker in self.workers.having(RUNNING):
-                self.orders.stop(worker, "it did not leave in time, and the job is ending")
-
-    def _too_late(self) -> str:
-        save = self.final_checkpoint.save
-        if save is None or save.done:
-            return f"workers had not left their step in time; {_FROM_THE_NEWEST}"
-        step = save.request.step
-        return f"the state of step {step} could not be written in time; {_FROM_THE_NEWEST}"
+                self.effects.stop(worker, "it did not leave in time, and the job is ending")
 
     def _end(self, what: str) -> None:
         assert self.outcome.departure is not None  # noqa: S101 - the callers have looked

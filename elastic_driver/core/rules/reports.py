@@ -1,30 +1,42 @@
-"""Reports of worker processes (started, ready, a step, ended), and leases that expire.
+"""Reports of worker processes, and what the end of a worker means for its host, round and job.
 
-A report that is late, repeated or about a worker that is gone changes nothing and is counted.
-Times are monotonic seconds.
+`Job` passes a report on only while the worker's process may still exist. Other rules call
+`give_up_worker` and `record_loss` for workers that hang or lose their agent. This rule starts no
+worker. Times are monotonic seconds.
 """
 
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import KillAgent
-from elastic_driver.core.rules.agents import Agents
+from elastic_driver.core.documents import Failure
 from elastic_driver.core.rules.base import Rule
-from elastic_driver.core.rules.endings import Endings
-from elastic_driver.core.rules.outcome import ScriptKind, cause_of
-from elastic_driver.core.rules.rounds import COMPLETE
-from elastic_driver.core.rules.stacks import Stacks
-from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, READY, RUNNING, Worker, WorkerNews
+from elastic_driver.core.rules.outcome import (
+    KILLED,
+    Cause,
+    Loss,
+    ScriptKind,
+    cause_of,
+    exit_status,
+    failed_by_itself,
+)
+from elastic_driver.core.rules.rounds import COMPLETE, FORMING
+from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STARTING, Worker, WorkerNews
 from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
+from elastic_driver.core.tf_config import TfLayout
+
+PLAIN_PROGRESS_S = 30.0  # a plain worker reports no steps: after this time it has made progress
+_ENDED_BADLY = (Cause.OWN, Cause.VICTIM)  # a non-zero exit status
 
 
 @dataclass(slots=True)
 class Reports(Rule):
-    """Decides what follows from the report of one worker."""
+    """Records reports and failures of workers, and ends the job when its workers have ended."""
 
-    endings: Endings
-    stacks: Stacks
-    agents: Agents
+    tf: TfLayout | None
+    grace_over: bool = False  # the others' grace period has passed, and it was announced
+
+    # ---- reports of one worker -----------------------------------------------------------
 
     def on_started(self, worker: Worker, event: ev.WorkerStarted, now: float) -> None:
         """Record a worker's process."""
@@ -35,35 +47,27 @@ class Reports(Rule):
         self.effects.announce("worker_started", f"pid {event.pid}", worker)
 
     def on_ready(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
-        """Record that a worker waits for a round; leave the round if it was a member."""
-        self._declare_elastic(now)
+        """Record that a worker waits for the next round; the round that it left is broken."""
+        if not self.outcome.elastic:
+            self.outcome.declare(ScriptKind.ELASTIC)
+            lost = next((loss for loss in self.outcome.losses if loss.member), None)
+            if lost is not None:  # as long as the job passed for plain, that broke no round
+                self.rounds.leave(now, f"{lost.failure.worker} {lost.reason}")
         running, current = worker.state is RUNNING, self.rounds.current
         if running and event.round != current.number:
             other = f"{worker.id} speaks of round {event.round}, it is in {current.number}"
             self.effects.ignore(other)
-            return
-        if not self.workers.ready(worker, event):
+        elif not self.workers.ready(worker, event):
             self.effects.ignore(f"{worker.id} is {worker.state.value}, not awaited as READY")
-            return
-        self.effects.announce("worker_ready", event.reason or "waits for a round", worker)
-        if running and current.state is COMPLETE:
-            self.rounds.leave(now, f"{worker.id} left: {event.reason}")
-
-    def _declare_elastic(self, now: float) -> None:
-        """A worker has spoken: members lost while the job passed for plain broke the round."""
-        if self.outcome.elastic:
-            return
-        self.outcome.declare(ScriptKind.ELASTIC)
-        lost = next((loss for loss in self.outcome.losses if loss.member), None)
-        if lost is not None:
-            self.rounds.leave(now, f"{lost.failure.worker} {lost.reason}")
+        else:
+            self.effects.announce("worker_ready", event.reason or "waits for a round", worker)
+            if running and current.state is COMPLETE:
+                self.rounds.leave(now, f"{worker.id} left: {event.reason}")
 
     def on_stepped(self, worker: Worker, event: ev.WorkerStepped, now: float) -> None:
-        """Record progress: a worker has finished its first step in this round."""
-        number = self.rounds.current.number
-        in_round = worker.state is RUNNING and event.round == number
-        just_left = worker.state is READY and event.round == worker.left
-        if not (in_round or just_left):
+        """Record that a worker has finished its first step in a round."""
+        in_round = worker.state is RUNNING and event.round == self.rounds.current.number
+        if not in_round and (worker.state is not READY or event.round != worker.left):
             self.effects.ignore(f"step of {worker.id} in round {event.round}, which is over")
             return
         self.workers.stepped(worker)
@@ -74,33 +78,30 @@ class Reports(Rule):
 
     def _announce_synced(self) -> None:
         """Announce the source of the state: the first step of the round proves that all have it."""
-        found = (self.workers.workers.get(name) for name in self.rounds.current.members)
-        members = [worker for worker in found if worker is not None]
+        members = self.rounds.members()
         states = [StateVersion(worker.version, worker.clean) for worker in members]
         source = source_of(states)
         if source is None:
             return
         worker, receivers = members[source], receivers_of(states, source)
-        step = states[source].steps if states[source].trained else None
-        if step is None:
-            reason = f"{worker.id}'s first values, or those of its checkpoint"
-        elif receivers:
-            reason = f"{len(receivers)} of {len(members)} took over {worker.id}'s"
-        else:
-            reason = "everybody had it already"
+        step, reason = None, f"{worker.id}'s first values, or those of its checkpoint"
+        if states[source].trained:
+            step, reason = states[source].steps, "everybody had it already"
+            if receivers:
+                reason = f"{len(receivers)} of {len(members)} took over {worker.id}'s"
         self.effects.announce("state_synced", reason, worker, step=step, receivers=len(receivers))
 
     def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
-        """Record the end of a worker's process, and judge whether it is a failure."""
+        """Record the end of a worker's process: a success, a failure, or as it was told to."""
         code, active = event.exit_code, worker.state in ACTIVE
         if self.outcome.kind is ScriptKind.UNDECLARED and active:
-            # It never said a word; a later READY can still prove us wrong.
+            # The worker has sent no message; a later READY of another one can still correct this.
             self.outcome.declare(ScriptKind.PLAIN)
         self.capacity.note_change()
         running = worker.state is RUNNING
         finished = code == 0 and worker.is_member
         as_told = not active
-        if worker.leaving and not (finished and self._all_leave()):
+        if worker.leaving and not (finished and all(w.leaving for w in self.rounds.members())):
             as_told = True
             self.workers.apply(worker, WorkerNews.TOLD_TO_STOP)
         news = WorkerNews.EXITED_ZERO if code == 0 else WorkerNews.EXITED_NONZERO
@@ -115,52 +116,148 @@ class Reports(Rule):
             self.outcome.succeeded(now)
         else:  # a newcomer that exits 0 before it ever took part has not done its work either
             cause = cause_of(code, victim=event.victim)
-            self.endings.record_loss(worker, cause, now, code, event.log_tail)
-
-    def _all_leave(self) -> bool:
-        """Return whether the whole world leaves: then those who finish have finished the job."""
-        members = [self.workers.workers.get(name) for name in self.rounds.current.members]
-        return all(worker is None or worker.leaving for worker in members)
+            self.record_loss(worker, cause, now, code, event.log_tail)
 
     def after_the_end(self, event: ev.Event) -> None:
-        """Record what still happens while the agents of an ended job shut down."""
-        match event:
-            case ev.WorkerExited(worker=name, exit_code=code):
-                worker = self.workers.workers.get(name)
-                if worker is not None and worker.state in OCCUPYING:
-                    self.workers.apply(worker, WorkerNews.TOLD_TO_STOP)
-                    self.workers.apply(worker, WorkerNews.EXITED_NONZERO)
-                    reason = f"exit code {code}, stopped with the job"
-                    self.effects.announce(
-                        "worker_exited", reason, worker, exit_code=code, expected=True
-                    )
-            case ev.LeaseExpired(kind="agent"):
-                self.effects.decide(KillAgent(*event.agent, event.reason))
-            case _:
-                self.effects.ignore(f"{type(event).__name__} after the end of the job")
-
-    # ---- leases --------------------------------------------------------------------------
-
-    def on_lease_expired(self, event: ev.LeaseExpired, now: float) -> None:
-        """Give up an agent or a worker that was not heard of; ask for stacks at half the time."""
-        if event.kind == "agent":
-            # It may only be cut off, and must not go on beside its successor.
+        """Record the events that still come while the agents of an ended job shut down."""
+        if isinstance(event, ev.WorkerExited):
+            worker, code = self.workers.with_process(event.worker), event.exit_code
+            if worker is not None:
+                self.workers.apply(worker, WorkerNews.TOLD_TO_STOP)
+                self.workers.apply(worker, WorkerNews.EXITED_NONZERO)
+                why = f"exit code {code}, stopped with the job"
+                self.effects.announce("worker_exited", why, worker, exit_code=code, expected=True)
+        elif isinstance(event, ev.LeaseExpired) and event.kind == "agent":
             self.effects.decide(KillAgent(*event.agent, event.reason))
-            self.agents.on_lost(ev.AgentLost(*event.agent, event.reason), now)
-            return
-        worker = self.workers.workers.get(event.owner)
-        if worker is None or worker.state not in OCCUPYING:
-            self.effects.ignore(f"a lease of {event.owner} expired, which is gone")
-        elif event.kind == "worker":
-            self._lost(worker, event.reason, now)
-        elif worker.state is RUNNING:
-            # It may hang with the GIL. When its lease ends it is killed, and the evidence with it.
-            self.stacks.ask(now, f"{worker.id}: {event.reason}")
+        else:
+            self.effects.ignore(f"{type(event).__name__} after the end of the job")
 
-    def _lost(self, worker: Worker, reason: str, now: float) -> None:
-        self.stacks.settle()  # the stacks are evidence, before it is killed
-        if worker.leaving and self.workers.apply(worker, WorkerNews.TOLD_TO_STOP):
-            self.orders.kill(worker, reason)
-            self.rounds.left_early(worker, now, running=True)
-        elif not self.endings.give_up_worker(worker, reason, now):
-            self.effects.ignore(f"{worker.id} is {worker.state.value}, it cannot be lost any more")
+    # ---- losses --------------------------------------------------------------------------
+
+    def give_up_worker(self, worker: Worker, reason: str, now: float, **evidence: str) -> bool:
+        """Have a worker that hangs killed, and go on without it; return False if it was lost."""
+        if not self.workers.apply(worker, WorkerNews.LOST):
+            return False
+        self.effects.kill(worker, reason)
+        event = "worker_hung" if self.fleet.is_ready(worker.host) else "worker_lost"
+        self.effects.announce(event, reason, worker, **evidence)
+        self.record_loss(worker, Cause.HUNG, now)
+        return True
+
+    def record_loss(
+        self, worker: Worker, cause: Cause, now: float, exit_code: int = KILLED, log_tail: str = ""
+    ) -> None:
+        """Record a worker's failure against the round, its host and the budget."""
+        rank, member = worker.place.rank, worker.is_member
+        failure = Failure(worker.id, rank, worker.host, worker.pid, exit_code, log_tail)
+        reason = _describe(failure, cause)
+        current, given = self.rounds.current, self.settings.host_failures
+        trains = current.state is COMPLETE and now - current.since >= PLAIN_PROGRESS_S
+        plain_progress = trains and self.outcome.kind is ScriptKind.PLAIN
+        if plain_progress:
+            self.outcome.step_finished()
+        self.outcome.record(Loss(failure, cause, reason, member, now))
+        self.capacity.note_change(vacated=(worker.host, worker.slot))
+        if cause not in (Cause.VICTIM, Cause.AGENT):
+            if given is not None or not (worker.stepped or plain_progress):
+                cooldown = self.hosts.worker_failed(worker.host, now, f"{worker.id} {reason}")
+                if cooldown is not None:
+                    self.effects.announce("host_blacklisted", cooldown, worker.host)
+            if self.outcome.first_success is None:
+                self.count_failure(now, member=member)
+        if member and self.outcome.elastic and self.outcome.end is None:
+            self.rounds.leave(now, f"{worker.id} {reason}")
+
+    def count_failure(self, now: float, *, member: bool) -> None:
+        """Take one failure from the budget; an elastic job ends here if it is exceeded.
+
+        A plain round counts once, however many of its workers fail: `plain` counts it at its end.
+        """
+        current = self.rounds.current
+        if self.outcome.elastic:
+            stands = current.state is COMPLETE and current.stepped and not member
+            self.outcome.restarted()
+            self.outcome.count_failure(now, fruitless=not stands)
+
+    # ---- the end of the job --------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """End the job if the ends of its workers ask for it."""
+        if self.outcome.first_success is not None:
+            self._judge_finish(now)
+        elif self.outcome.losses and not self._world_lives():
+            self._judge_wipe_out()
+
+    def _world_lives(self) -> bool:
+        """Return whether a worker of the present world lives; a newcomer does not carry it on."""
+        if self.rounds.current.state is FORMING or not self.outcome.elastic:
+            return self.workers.count(*ACTIVE) > 0
+        return any(worker.admitted is not None for worker in self.workers.having(READY, RUNNING))
+
+    def _judge_wipe_out(self) -> None:
+        outcome, progress = self.outcome, self.outcome.has_progress
+        by_itself = failed_by_itself(outcome.losses, kind=outcome.kind, has_progress=progress)
+        if not by_itself or self.settings.max_restarts:  # a limit that ends the job by itself
+            if outcome.elastic:
+                self.settle_losses()  # restart all workers: each failure was counted already
+            return
+        members = sum(loss.member for loss in outcome.losses)
+        when = "by themselves"
+        if outcome.elastic:
+            when = "after training had begun" if progress else "before anyone finished a step"
+        hint = "not restarted (--max-restarts N restarts)"
+        outcome.fail(f"all {members} workers failed {when}: {hint}")
+
+    def settle_losses(self) -> None:
+        """Forget the losses of this round and the workers that have ended."""
+        self.outcome.forget_losses()
+        self.workers.forget_ended()
+
+    def _judge_finish(self, now: float) -> None:
+        current = self.rounds.current
+        for worker in self.workers.having(STARTING, READY):
+            # With node units, the present world may go on without an earlier member.
+            can_wait = worker.state is READY and current.state is COMPLETE
+            if not worker.is_member or (can_wait and worker.id not in current.members):
+                self.effects.stop(worker, "the job is finishing: nobody new joins")
+        if self.tf is not None:
+            self._stop_servers(self.tf)
+        losses, elastic = self.outcome.losses, self.outcome.elastic
+        bad = next((loss for loss in losses if loss.member and loss.cause in _ENDED_BADLY), None)
+        left = self.workers.count(*ACTIVE)
+        if bad is not None and (left == 0 or not elastic):
+            failure = bad.failure
+            reason = f"rank {failure.rank} on {failure.host} {bad.reason}, others exited 0"
+            self.outcome.finish(exit_status(failure), reason, failure)
+        elif left == 0:
+            self.outcome.finish(0, "every worker that was left finished its script")
+        else:
+            self._announce_grace(left, now)
+
+    def _stop_servers(self, tf: TfLayout) -> None:
+        """Stop TensorFlow tasks that never end by themselves once the training is over."""
+        left = list(self.workers.having(*ACTIVE))
+        if not any(tf.essential((worker.host, worker.slot)) for worker in left):
+            for worker in left:
+                self.effects.stop(worker, "the training it served is done")
+
+    def _announce_grace(self, left: int, now: float) -> None:
+        waiting, grace = f"a worker has finished; {left} still running", self.settings.grace_period
+        over_at = (self.outcome.first_success or 0.0) + grace
+        if not self.effects.due_or_set_alarm(over_at, now, waiting):
+            return
+        self.effects.wait_for(waiting)
+        if not self.grace_over:
+            self.grace_over = True
+            late = f"{waiting} after {grace:g} s; waiting for them"
+            self.effects.announce("grace_period_passed", late)
+
+
+def _describe(failure: Failure, cause: Cause) -> str:
+    if cause is Cause.HUNG:
+        return "stopped giving signs of life"
+    if cause is Cause.AGENT:
+        return "was lost with its agent"
+    code = failure.exit_code
+    text = f"was killed by signal {-code}" if code < 0 else f"exited {code}"
+    return f"{text} after losing a peer" if cause is Cause.VICTIM else text

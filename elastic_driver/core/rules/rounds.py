@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from elastic_driver.core.decisions import PublishNotice, PublishWorld, SealRound
 from elastic_driver.core.documents import Member, RanksOrder, World
 from elastic_driver.core.rules.capacity import Capacity
-from elastic_driver.core.rules.effects import Effects, Orders
+from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.outcome import JobOutcome
 from elastic_driver.core.rules.ranks import assign
 from elastic_driver.core.rules.workers import Worker, WorkerStateRegistry
@@ -52,12 +52,24 @@ class Round:
     at_boundary: bool = False  # CLOSING: its members finish a common step first
     stepped: bool = False  # a member has finished a step in it
     broken: str = ""  # a plain round: why it cannot go on though no worker failed
+    founders: tuple[str, ...] = ()  # the workers started for it, by their rank then
+    founded_at: float | None = None
+    need: int = 0  # the number of workers it settled for when it was founded
+    waits: dict[str, float] = field(default_factory=dict)  # since when it waits for what
 
     def enter(self, state: RoundState, now: float) -> None:
         """Move on; raises ValueError where the table does not allow it."""
         if state not in ROUND_TRANSITIONS[self.state]:
             raise ValueError(f"round {self.number} cannot go from {self.state} to {state}")
         self.state, self.since = state, now
+
+    def waiting_since(self, what: str, now: float) -> float:
+        """Return since when the round waits for `what`; the wait begins now if it is new."""
+        return self.waits.setdefault(what, now)
+
+    def stop_waiting(self, what: str) -> None:
+        """End the wait for `what`; the next one begins anew."""
+        self.waits.pop(what, None)
 
 
 @dataclass(slots=True)
@@ -68,7 +80,6 @@ class Rounds:
     effects: Effects
     workers: WorkerStateRegistry
     capacity: Capacity
-    orders: Orders
     outcome: JobOutcome
     current: Round = field(default_factory=lambda: Round(1, 0.0))
     _own: dict[str, Any] = field(default_factory=dict)  # of rules, by the name of the class
@@ -80,10 +91,21 @@ class Rounds:
             state = self._own[kind.__name__] = kind()
         return state
 
+    def members(self) -> list[Worker]:
+        """Return the members of the present round, by rank, without those forgotten since."""
+        known = self.workers.workers
+        return [known[name] for name in self.current.members if name in known]
+
     def begin(self, now: float) -> None:
         """Open the first round; time begins now."""
         self.current.since = now
         self.effects.announce("round_opened", "the job begins")
+
+    def found(self, workers: Iterable[Worker], need: int, now: float) -> None:
+        """Record the workers that were started for the present round."""
+        by_rank = sorted(workers, key=lambda worker: worker.place.rank)
+        self.current.founders = tuple(worker.id for worker in by_rank)
+        self.current.founded_at, self.current.need = now, min(need, len(by_rank))
 
     def complete(self, workers: Iterable[Worker], now: float, reason: str) -> None:
         """Make these workers the round's members, and tell everyone."""
@@ -101,9 +123,11 @@ class Rounds:
         current.enter(COMPLETE, now)
         self.effects.decide(PublishWorld(World(current.number, tuple(members), reason), reason))
         for host, ranks_there in ranks.items():
-            self.orders.give(host, RanksOrder(current.number, ranks_there), reason)
-        size, what = len(members), f"{len(members)} workers: {reason}"
-        self.effects.announce("round_completed", what, size=size, hosts=len(ranks))
+            self.effects.give(host, RanksOrder(current.number, ranks_there), reason)
+        size, hosts = len(members), len(ranks)
+        self.effects.announce(
+            "round_completed", f"{size} workers: {reason}", size=size, hosts=hosts
+        )
 
     def close(self, now: float, reason: str, *, at_boundary: bool) -> bool:
         """Begin to close the round; False (and the end of the job) at the reset limit.
@@ -113,10 +137,8 @@ class Rounds:
         """
         limit = self.settings.reset_limit
         if limit is not None and self.current.number > limit and not self.outcome.finishing:
-            self.outcome.fail(
-                f"round {self.current.number + 1} would exceed the reset limit of {limit} "
-                f"({reason}); raise --reset-limit"
-            )
+            over = f"round {self.current.number + 1} would exceed the reset limit of {limit}"
+            self.outcome.fail(f"{over} ({reason}); raise --reset-limit")
             return False
         self.current.enter(CLOSING, now)
         self.current.at_boundary = at_boundary

@@ -5,10 +5,12 @@ changes nothing and is counted (`docs/states.md` is written from the same table)
 about rounds, hosts or budgets.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from elastic_driver.contract import worker_id
 from elastic_driver.core.documents import SlotInfo
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.core.rules.ranks import Seat
@@ -67,11 +69,10 @@ class Worker:
     id: str
     host: str
     slot: int
-    incarnation: int
     number: int  # order of start in the whole job
-    place: SlotInfo  # its rank in the current round, or the one it was born with
     founder: bool = False  # started for a round that is not complete yet
     awaited: bool = False  # a founder for which that round waits
+    place: SlotInfo = field(init=False)  # its rank in the current round, or its first one
     state: WorkerState = STARTING
     pid: int = 0  # 0: not known yet
     admitted: int | None = None  # seniority: order of first admission to a round
@@ -79,11 +80,11 @@ class Worker:
     clean: bool = True
     left: int = 0  # the round it reported to have left with its last READY
     stepped: bool = False  # has finished a training step
-    leaving: str = ""  # why it has to leave at the next chance; empty: it stays
+    leaving: str = ""  # the reason why it has to leave at the next chance; empty: it stays
 
     @property
     def age(self) -> tuple[bool, int]:
-        """Sorts workers from the oldest member to the newest newcomer."""
+        """The sort key of workers from the oldest member to the newest newcomer."""
         return (False, self.admitted) if self.admitted is not None else (True, self.number)
 
     @property
@@ -108,29 +109,27 @@ class WorkerStateRegistry:
     _by_state: dict[WorkerState, dict[str, Worker]] = field(
         default_factory=lambda: {state: {} for state in WorkerState}
     )
-    _incarnations: dict[tuple[str, int], int] = field(default_factory=dict)
+    _incarnations: Counter[tuple[str, int]] = field(default_factory=Counter)  # by (host, slot)
     _by_host: dict[str, dict[str, Worker]] = field(default_factory=dict)
     started: int = 0  # workers ever ordered
     _admissions: int = 0
 
-    def next_incarnation(self, host: str, slot: int) -> int:
-        """Return the number of the next process in this slot (from 1)."""
-        return self._incarnations.get((host, slot), 0) + 1
-
-    def add(self, worker_id: str, place: SlotInfo, *, founder: bool, awaited: bool) -> Worker:
-        """Record a worker that was ordered in `place`; count up the slot's incarnation."""
-        incarnation = self.next_incarnation(place.host, place.slot)
-        self._incarnations[place.host, place.slot] = incarnation
+    def add(self, host: str, slot: int, *, founder: bool, awaited: bool) -> Worker:
+        """Record the next worker of a slot; `place` follows before anything else reads it."""
+        self._incarnations[host, slot] += 1
         self.started += 1
-        seat = (worker_id, place.host, place.slot, incarnation)
-        worker = Worker(*seat, self.started, place, founder=founder, awaited=awaited)
-        self.workers[worker_id] = worker
-        self._by_state[worker.state][worker_id] = worker
-        self._by_host.setdefault(worker.host, {})[worker_id] = worker
+        name = worker_id(host, slot, self._incarnations[host, slot])
+        worker = Worker(name, host, slot, self.started, founder, awaited)
+        self.workers[name] = self._by_state[worker.state][name] = worker
+        self._by_host.setdefault(host, {})[name] = worker
         return worker
 
+    def place(self, worker: Worker, place: SlotInfo) -> None:
+        """Record the place that the worker gets."""
+        worker.place = place
+
     def apply(self, worker: Worker, news: WorkerNews) -> bool:
-        """Change the worker's state by the table; False (and no change) where it lists nothing."""
+        """Change the worker's state by the table; return False if it does not list `news`."""
         after = TRANSITIONS[worker.state].get(news)
         if after is None:
             return False
@@ -143,9 +142,9 @@ class WorkerStateRegistry:
         return True
 
     def admit(self, worker: Worker, place: SlotInfo) -> None:
-        """Make a worker a member of the round that is being completed; raises where it cannot be.
+        """Make a worker a member of the round that is being completed; raise if it cannot be one.
 
-        A worker that has already ended keeps its end: a plain round is announced late.
+        A worker that has already ended keeps its state: a plain round is announced late.
         """
         if worker.admitted is None:
             self._admissions += 1
@@ -154,35 +153,40 @@ class WorkerStateRegistry:
         if worker.state in OCCUPYING and not self.apply(worker, WorkerNews.ADMITTED):
             raise ValueError(f"{worker.id} is {worker.state.value} and cannot join a round")
 
+    def with_process(self, name: str) -> Worker | None:
+        """Return the worker of this name, if its process may exist."""
+        worker = self.workers.get(name)
+        return worker if worker is not None and worker.state in OCCUPYING else None
+
     def process_started(self, worker: Worker, pid: int) -> None:
-        """Note the worker's process."""
+        """Record the worker's process."""
         worker.pid = pid
 
     def ready(self, worker: Worker, event: WorkerReady) -> bool:
-        """Note that the worker waits for a round; False where it was not awaited as READY."""
+        """Record that the worker waits for a round; return False if it was not awaited as READY."""
         if not self.apply(worker, WorkerNews.READY):
             return False
         worker.left, worker.version, worker.clean = event.round, event.version, event.clean
         return True
 
     def stepped(self, worker: Worker) -> None:
-        """Note that the worker has finished a step."""
+        """Record that the worker has finished a step."""
         worker.stepped = True
 
     def mark_leaving(self, worker: Worker, reason: str) -> None:
-        """Note why the worker has to leave at the next chance; empty: it stays."""
+        """Record why the worker has to leave at the next chance; empty: it stays."""
         worker.leaving = reason
 
     def forget_founders(self) -> None:
-        """Note that no worker is awaited any more: the round they were started for is complete."""
+        """Record that the round is complete for which workers were started and awaited."""
         for worker in self.workers.values():
             worker.founder = worker.awaited = False
 
     def forget_ended(self) -> None:
         """Drop the records of workers that are gone; their end no longer matters."""
         for state in (SUCCESS, FAILURE, STOPPED):
-            for worker_id in self._by_state[state]:
-                del self.workers[worker_id]
+            for name in self._by_state[state]:
+                del self.workers[name]
             self._by_state[state].clear()
 
     def count(self, *states: WorkerState) -> int:
@@ -190,14 +194,14 @@ class WorkerStateRegistry:
         return sum(len(self._by_state[state]) for state in states)
 
     def having(self, *states: WorkerState) -> Iterator[Worker]:
-        """Workers in these states, in a stable order; safe against changes meanwhile."""
+        """Yield workers in these states, in a stable order; safe against changes meanwhile."""
         for state in states:
             yield from tuple(self._by_state[state].values())
 
     def active(self) -> int:
-        """Workers that take part or are going to, without those who have to leave."""
+        """Return how many workers take part or are going to, without those that have to leave."""
         return sum(1 for worker in self.having(*ACTIVE) if not worker.leaving)
 
     def on_host(self, host: str) -> tuple[Worker, ...]:
-        """Workers whose process may exist on this host."""
+        """Return the workers whose process may exist on this host."""
         return tuple(self._by_host.get(host, {}).values())

@@ -7,7 +7,7 @@ import pytest
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, AskStacks, StackGroup
-from elastic_driver.core.rules.stacks import ANSWER_S, StackAnswer, describe, group
+from elastic_driver.core.rules.hangs import ANSWER_S, StackAnswer, describe, group
 from elastic_driver.core.stack_location import SEEN_ELSEWHERE, SEEN_WAITING
 from tests.core.scenario import MakeScenario, Scenario
 

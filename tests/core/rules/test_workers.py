@@ -22,8 +22,7 @@ def place(host: str = "a", slot: int = 0) -> SlotInfo:
 
 
 def new(registry: WorkerStateRegistry, slot: int = 0) -> Worker:
-    number = registry.next_incarnation("a", slot)
-    return registry.add(f"a.{slot}.{number}", place(slot=slot), founder=True, awaited=True)
+    return registry.add("a", slot, founder=True, awaited=True)
 
 
 def in_state(state: WorkerState) -> tuple[WorkerStateRegistry, Worker]:
