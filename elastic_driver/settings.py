@@ -1,50 +1,77 @@
-"""The settings of a job, frozen: what the command line, the environment and a file agreed on.
+"""The settings of a job's core, frozen. Times are seconds.
 
-Times are seconds. The launcher fills them (flags > environment > file > defaults), the core
-reads them. What each one means for a user is said once, in `elasticrun --help`.
+A field made by `option` is an option of `elasticrun`; the record holds its meaning. The launcher
+fills the fields, the rules of the core read them.
 """
 
-from msgspec import Struct
+from dataclasses import dataclass
 
-TfRoles = tuple[tuple[str, int | None], ...]
-"""TensorFlow's roles, in the order in which they are handed out; (role, None): all the others."""
+from elastic_driver import options as o
+from elastic_driver.options import Heading, TfRoles, option, whole
+
+POLICY = Heading.POLICY
+DEFAULT_HOST_FAILURES = 3
 
 
-class Settings(Struct, frozen=True, kw_only=True):
-    """The settings of one job's core; it takes nothing else from outside."""
+# fmt: off
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The settings of one job's core; the core takes nothing else from outside."""
 
     # size
     start_np: int = 1  # the first round waits for this many workers
     min_np: int = 1  # a later round needs at least this many
     max_np: int | None = None  # None: as many as there are slots
-    start_min_np: int | None = None  # after start_timeout: settle for this many (None: start_np)
-    node_unit: int = 1  # a world has a multiple of so many hosts
-    min_hosts: int = 1  # and at least so many
-    max_hosts: int | None = None  # and at most so many
+    start_min_np: int | None = None  # after start_timeout this many are enough (None: start_np)
+    min_hosts: int = 1  # a world has at least this many hosts
+    max_hosts: int | None = None  # and at most this many
+    node_unit: int = option(Heading.SIZE, whole(least=1), 1,
+        "Train on a multiple of N hosts. Workers of surplus hosts wait until they make up a unit, "
+        "or replace one that fails; with fewer than N hosts the job waits.")
+    replace_slow: bool = option(Heading.SIZE, o.FLAG, False,
+        "Replace a worker that computes slowly for a long time by one on another host, if --max-np "
+        "leaves a slot free; no step is lost.")
 
     # policy
-    reset_limit: int | None = None  # membership changes in all; None: no limit
-    max_restarts: int | None = None  # failures in all; None: only fruitless ones count
-    fruitless_restarts: int = 3  # failures in a row with no step finished in between
-    host_failures: int | None = None  # None: 3 failures of workers that never finished a step
-    host_failure_window: float = 60.0
-    blacklist_cooldown: tuple[float, float] = (10.0, 600.0)  # first, and longest after doubling
-    elastic_timeout: float = 600.0  # below min_np for this long: give up
-    start_timeout: float = 600.0
-    heartbeat_timeout: float = 30.0
-    hang_timeout: float | None = None  # no progress for this long; None: adapts to the step, 0: off
-    grace_period: float = 30.0  # after the first success for the rest; before SIGKILL: stop_grace
-    stop_grace: float = 5.0
-    last_call: float = 0.02  # coalesces changes that arrive together
+    reset_limit: int | None = option(POLICY, whole(), None,
+        "End the job after this many membership changes of any kind.", shown="no limit")
+    max_restarts: int | None = option(POLICY, whole(), None,
+        "End the job after this many failures in all.",
+        shown="no limit as long as steps are finished between failures")
+    fruitless_restarts: int = option(POLICY, whole(), 3,
+        "End the job after this many failures in a row without a finished step in between.")
+    host_failures: int | None = option(POLICY, whole("K", least=1), None,
+        "A host that fails K times within --host-failure-window is put in cool-down.",
+        shown="3 failures of workers that never finished a step")
+    host_failure_window: float = option(POLICY, o.SECONDS, 60.0,
+        "The window in which a host's failures count.")
+    blacklist_cooldown: tuple[float, float] = option(POLICY, o.SECONDS_RANGE, (10.0, 600.0),
+        "The first cool-down of a host, and the longest one after doubling.",
+        flag="blacklist-cooldown-range")
+    elastic_timeout: float = option(POLICY, o.SECONDS, 600.0,
+        "Give up when fewer than --min-np workers have been available for this long.")
+    start_timeout: float = option(POLICY, o.SECONDS, 600.0,
+        "Wait this long for -np workers. Then start with --min-np, or give up.")
+    heartbeat_timeout: float = option(POLICY, o.SECONDS, 30.0,
+        "An agent or worker that is silent for this long is lost.")
+    hang_timeout: float | None = option(POLICY, o.SECONDS_OR_0, None,
+        "A worker that lives but makes no progress for this long hangs; 0: never (docs/hangs.md).",
+        shown="20 times the usual step, at least 60")
+    grace_period: float = option(POLICY, o.SECONDS_OR_0, 30.0,
+        "Time for the other workers to finish after the first one has. Also the time to leave a "
+        "host whose agent gets SIGTERM, SIGUSR1 or SIGUSR2 (preemption, Slurm's --signal), and the "
+        "time to leave and write a checkpoint when elasticrun gets SIGUSR1 or SIGUSR2.")
+    stop_grace: float = option(POLICY, o.SECONDS_OR_0, 5.0,
+        "Time between SIGTERM and SIGKILL for a worker that has to stop.")
+    last_call: float = option(POLICY, o.SECONDS_OR_0, 0.02,
+        "Changes that arrive within this time of each other become one round.")
     settle: float = 1.0  # before any step was finished: time to see whether every worker fails
-    plain_after: float = 10.0  # no word from a started script for this long: it is a plain one
-    replace_slow: bool = False  # a slow worker is replaced by one on another host
-    slow_for: float = 5.0  # beyond the verdict, before it is
-    replace_pause: float = 60.0  # from one slow host's replacements to the next one's
-    fixed_hosts: bool = False  # no hosts can come but those that were given
-    tf_roles: TfRoles | None = None  # of the workers in TF_CONFIG; None: they get none
+    plain_after: float = 10.0  # a script that never calls our API for this long is a plain one
+    slow_for: float = 5.0  # a worker is slow for this long before it is replaced
+    replace_pause: float = 60.0  # between the replacements of two slow hosts
+    fixed_hosts: bool = False  # the hosts were listed; no others can come
+    tf_roles: TfRoles | None = option(Heading.TENSORFLOW, o.TF_ROLES, None,
+        "The roles of the workers, given out in this order, the oldest worker first; worker=* are "
+        "all others. Implies --tf-config.", shown="worker=*")
 
     checked_hosts: tuple[str, ...] | None = None  # before the job; None: hosts are never checked
-
-
-DEFAULT_HOST_FAILURES = 3

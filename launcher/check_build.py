@@ -1,4 +1,4 @@
-"""`elasticrun --check-build`: what this installation can do."""
+"""The capabilities of this installation, for `elasticrun --check-build`."""
 
 import os
 import platform
@@ -6,12 +6,12 @@ import shutil
 
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import BackendJob
+from launcher import version
 from launcher.backends.registry import BACKENDS, entry_points, make_backend
-from launcher.build_info import version
 
 
 def render_build() -> str:
-    """Return one line for each capability, `[X]` for those that are there (horovodrun's form)."""
+    """Return a line for each capability, `[X]` for those of this installation (as horovodrun)."""
     lines = [f"elastic-driver {version()}, Python {platform.python_version()}", ""]
     lines += ["Backends that start agents:", *map(_backend_line, entry_points(BACKENDS)), ""]
     lines += ["Collectives (torch.distributed):", *_collectives(), ""]

@@ -1,45 +1,89 @@
-"""Runs our commands: errors become a line and an exit status.
+"""The edge of our commands: errors become a line and an exit status, signals are handled.
 
-A traceback is shown for a bug of ours only. `launcher.cli` and `launcher.ctl` call `run_command`
-with what they do.
+A traceback is shown for a bug of ours only. `launcher.cli` and `launcher.ctl` call `run_command`.
+
+`rendezvous` and `elastic_driver` are names that a user's files may have too. Python looks into the
+current folder (with `-m`), the script's folder and PYTHONPATH first, and would import such a file
+in place of our package. `run_command` protects this process; `find_shadow` lets the launcher refuse
+a job whose workers would import the wrong file. A user's `launcher.py` is no problem: no worker
+imports ours.
 """
 
+import contextlib
+import importlib.util
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
 
-from launcher import own_packages
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ("elastic_driver", "rendezvous")
 
 
 def run_command(name: str, act: Callable[[], int]) -> int:
     """Run the command `name`, which is `act`; return its exit status."""
-    try:
-        return _run(name, act)
-    except KeyboardInterrupt:  # before a job has begun; a running one has its own handlers
-        return 130
-    except BrokenPipeError:
-        # Whoever read our output (`elasticrun --help | head`) has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-
-
-def _run(name: str, act: Callable[[], int]) -> int:
-    own_packages.pin()
-    from elastic_driver.errors import ElasticError, ExitCode  # noqa: PLC0415 - see pin
+    _pin_packages()
+    from elastic_driver.errors import ElasticError, ExitCode  # noqa: PLC0415 - ours from here on
 
     try:
         return act()
+    except KeyboardInterrupt:  # before a job has begun; a running one has its own handlers
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output (`elasticrun --help | head`) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ElasticError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return int(error.exit_code)
-    except BrokenPipeError:
-        raise
     except Exception:
+        bug = f"this is a bug of {name}, not of your script; please report it with the lines above"
         traceback.print_exc()
-        print(
-            f"{name}: this is a bug of {name}, not of your script; please report it with the lines "
-            "above",
-            file=sys.stderr,
-        )
+        print(f"{name}: {bug}", file=sys.stderr)
         return int(ExitCode.BUG)
+
+
+def _pin_packages() -> None:
+    """Load our packages from the folder of this file, so that later imports find ours.
+
+    Only the packages themselves, which is fast; their modules follow the package's path.
+    """
+    for name in NAMES:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and Path(file).resolve().parent.parent == ROOT:
+            continue
+        spec = PathFinder.find_spec(name, [str(ROOT)])
+        if spec is None or spec.loader is None:
+            raise ImportError(f"the installation at {ROOT} is incomplete: no package {name}")
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+def find_shadow(folders: Iterable[Path]) -> Path | None:
+    """Return the first file or package in these folders that would be imported for one of ours."""
+    for folder in folders:
+        if folder.resolve() == ROOT:
+            return None  # ours is found here, before anything in a later folder
+        for name in NAMES:
+            if (folder / name / "__init__.py").is_file():
+                return folder / name
+            if (folder / f"{name}.py").is_file():
+                return folder / f"{name}.py"
+    return None
+
+
+@contextlib.contextmanager
+def handled(numbers: Iterable[signal.Signals], handler: Callable[[int], None]) -> Iterator[None]:
+    """While this lasts, call `handler` with each of these signals, in the main thread.
+
+    A signal that is ignored stays ignored: `nohup elasticrun …` must survive its terminal.
+    """
+    ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda got, _frame: handler(got)) for number in ours}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)

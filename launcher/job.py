@@ -1,88 +1,86 @@
 """Carries out a command line in one pass: values, facts of this machine, plan; then act or show.
 
-`launcher.cli` calls `run`. No decision about the job is taken here.
+`launcher.cli` calls `run`. This module decides nothing about the job.
 """
 
+import glob
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec.structs
-
-from elastic_driver.errors import ClusterError, ExitCode
-from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.errors import ClusterError, ExitCode, UsageError
+from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
+from launcher import version
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.backends.registry import make_backend
-from launcher.build_info import render_version
 from launcher.check_build import render_build
-from launcher.facts import collect_facts
-from launcher.join.identity import claim_port
+from launcher.join.identity import claim_port, own_name
 from launcher.join.secret import read_secret
-from launcher.join.serve_address import look
-from launcher.options import table as o
+from launcher.join.serve_address import can_serve
 from launcher.options.help import render_help
-from launcher.options.record import Option
 from launcher.options.values import CommandLine, resolve
-from launcher.plan.hosts import JoinedHosts
-from launcher.plan.launch import LaunchPlan, make_plan
-from launcher.plan.role import Join, Serve, decide_role, with_node_count
-from launcher.plan.sizes import slots_of_a_host
+from launcher.plan import hosts as where
+from launcher.plan.hosts import Facts, JoinedHosts, MachineFacts
+from launcher.plan.launch import LaunchPlan, make_plan, slots_of_a_host
 from launcher.plan.workers import worker_command
 from launcher.submit.checks import check_plan
 
-ANY_HOST = "HOST"  # in a dry run, for hosts that are to be found
-_SHOW: dict[Option[bool], Callable[[], str]] = {
-    o.HELP: render_help,
-    o.VERSION: render_version,
-    o.CHECK_BUILD: render_build,
-}
+ANY_HOST = "HOST"  # in a dry run, for hosts that a discovery finds later
+
+
+def render_version() -> str:
+    """Return the line of `--version`."""
+    return f"elasticrun {version()}"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Do what `argv` says: values, facts of this machine, plan, and then act or show.
+    """Carry out `argv`: values, facts of this machine, plan, and then act or show.
 
-    Returns the exit status, raises `ElasticError` for everything that is not a bug.
+    Returns the exit status; raises `ElasticError` for everything that is not a bug.
     """
     line = resolve(argv, os.environ)
-    for option, render in _SHOW.items():
-        if line.values[option]:
+    options = line.options
+    for asked, render in (
+        (options.help, render_help),
+        (options.version, render_version),
+        (options.check_build, render_build),
+    ):
+        if asked:
             print(render(), flush=True)
             return int(ExitCode.OK)
-    line = replace(line, values=with_node_count(line.values, os.environ))
-    role = decide_role(line.values, os.environ, look())
-    if isinstance(role, Join):
+    line = where.with_node_count(line, os.environ)
+    role = where.decide_role(line, os.environ, can_serve)
+    if isinstance(role, where.Join):
         return join_job(line, role)
-    facts = collect_facts(line, os.environ, role)
-    if line.values[o.BACKEND] == "mpi" and started_ranks(os.environ) > 1:
+    facts = replace(collect_facts(line, os.environ), role=role)
+    if options.backend == "mpi" and started_ranks(os.environ) > 1:
         ranks = meet_ranks()
         if ranks is None:  # rank 0 runs the job
             return int(ExitCode.OK)
-        facts = msgspec.structs.replace(facts, ranks=ranks)
+        facts = replace(facts, ranks=ranks)
     plan = make_plan(line, facts)
     run_dir = RunDir(Path(plan.state_dir), plan.spec.run_id)
-    dry = line.values[o.DRY_RUN]
-    check_plan(plan, os.environ, create=not dry)
-    if dry:
-        agents = describe_agents(plan, os.environ)
-        print(plan.render(origins=line.values[o.VERBOSE], agents=agents), flush=True)
+    check_plan(plan, create=not options.dry_run)
+    if options.dry_run:
+        print(plan.render(describe_agents(plan)), flush=True)
         return int(ExitCode.OK)
     for note in plan.notes:
         print(f"elasticrun: {note}", file=sys.stderr)
-    if isinstance(plan.hosts, JoinedHosts) and role is not None:
-        return serve_job(line, plan, plan.hosts, role, run_dir)
+    if isinstance(plan.hosts, JoinedHosts):
+        return serve_job(line, plan, plan.hosts, run_dir)
     from launcher.submit.submit import submit  # noqa: PLC0415 - aiohttp's import is not for --help
 
     return submit(plan, run_dir)
 
 
-def describe_agents(plan: LaunchPlan, environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return (host, what would run there) for --dry-run; `HOST` stands for hosts to be found."""
+def describe_agents(plan: LaunchPlan) -> list[tuple[str, str]]:
+    """Return (host, what would run there) for --dry-run; `HOST` stands for hosts found later."""
     if isinstance(plan.hosts, JoinedHosts):
         return []
-    hosts = plan.hosts.hosts or ()
-    backend = make_backend(plan.backend, plan.backend_job(environ, hosts))
+    backend = make_backend(plan.backend, plan.agents)
 
     def describe(host: str) -> str:
         try:
@@ -90,44 +88,89 @@ def describe_agents(plan: LaunchPlan, environ: Mapping[str, str]) -> list[tuple[
         except ClusterError as error:
             return str(error)
 
-    named = [host for host, slots in hosts if slots] or [ANY_HOST]
+    named = [host for host, slots in plan.agents.hosts if slots] or [ANY_HOST]
     return [(host, describe(host)) for host in named]
 
 
-def serve_job(
-    line: CommandLine, plan: LaunchPlan, hosts: JoinedHosts, role: Serve, run_dir: RunDir
-) -> int:
-    """Hold a job that nodes join; if another process here was quicker, join that one."""
+def serve_job(line: CommandLine, plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
+    """Hold a job that nodes join; if another process here serves it already, join that one."""
     from launcher.join.serve import serve  # noqa: PLC0415 - see `run`
 
-    with claim_port(role.port) as ours:
-        if role.by_name and not ours:
-            return join_job(line, Join(role.host, role.port))
+    with claim_port(hosts.role.port) as ours:
+        if hosts.role.by_name and not ours:
+            return join_job(line, where.Join(hosts.role.host, hosts.role.port))
         return serve(plan, hosts, run_dir)
 
 
-def join_job(line: CommandLine, role: Join) -> int:
-    """Take part in a job that is served elsewhere."""
+def join_job(line: CommandLine, role: where.Join) -> int:
+    """Take part in a job that another node serves."""
     from launcher.join.node import JoinPlan, join  # noqa: PLC0415 - see `run`
 
-    values, facts = line.values, collect_facts(line, os.environ)
+    options, facts = line.options, collect_facts(line, os.environ)
     RunDir(Path(facts.state_dir), facts.run_id)  # raises for a name that cannot be one
-    token_file = values[o.TOKEN_FILE]
-    if token_file is not None:
-        read_secret(token_file)  # raises at once, and not when a server is found
+    if options.token_file is not None:
+        read_secret(options.token_file)  # raises now, and not when a server is found
     plan = JoinPlan(
         host=role.host,
         port=role.port,
-        slots=slots_of_a_host(values, facts.machine),
-        token_file=token_file,
-        run_id=values[o.RUN_ID],
+        slots=slots_of_a_host(options, facts.machine),
+        token_file=options.token_file,
+        run_id=options.run_id,
         state_dir=Path(facts.state_dir),
-        start_timeout=values[o.START_TIMEOUT],
-        elastic_timeout=values[o.ELASTIC_TIMEOUT],
+        start_timeout=line["start_timeout"],
+        elastic_timeout=line["elastic_timeout"],
         command=worker_command(line.command, facts.python) if line.command else (),
-        quiet=values[o.QUIET],
+        quiet=options.quiet,
     )
-    if values[o.DRY_RUN]:
+    if options.dry_run:
         print(plan.render(), flush=True)
         return int(ExitCode.OK)
     return join(plan)
+
+
+# ---- the facts of this machine -----------------------------------------------------------
+
+
+def collect_facts(line: CommandLine, environ: Mapping[str, str]) -> Facts:
+    """Return the facts of this machine.
+
+    Raises UsageError for an unreadable hostfile, or a working folder that is gone.
+    """
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the working folder has been deleted; cd to one that exists") from None
+    state_dir = line.options.state_dir
+    name, argument = where.choose_discovery(line) or ("", "")
+    return Facts(
+        run_id=line.options.run_id or new_run_id(time.time()),
+        state_dir=str(Path(state_dir).absolute() if state_dir else default_state_dir(environ)),
+        cwd=cwd,
+        python=sys.executable,
+        machine=this_machine(environ),
+        hostfile_text=read_hostfile(argument) if name == where.HOSTFILE else None,
+        environ=dict(environ),
+        name=own_name(),
+    )
+
+
+def this_machine(environ: Mapping[str, str]) -> MachineFacts:
+    """Return the cores and NVIDIA GPUs, without importing torch (which takes a second)."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+    else:
+        # CUDA ignores everything from the first invalid entry on; -1 is the usual one.
+        listed = [entry.strip() for entry in visible.split(",")]
+        gpus = next((n for n, e in enumerate(listed) if not e or e.startswith("-")), len(listed))
+    return MachineFacts(cpus=len(os.sched_getaffinity(0)), gpus=gpus)
+
+
+def read_hostfile(path: str) -> str:
+    """Return the text of a hostfile; raises UsageError if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read the hostfile {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"the hostfile {path} is not UTF-8 text") from None

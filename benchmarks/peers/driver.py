@@ -55,7 +55,7 @@ def main() -> None:
     agents = SilentAgents()
     driver = ElasticDriver(
         settings=Settings(start_np=count, min_np=1, heartbeat_timeout=30.0),
-        spec=JobSpec("bench", ("true",), "/", {}, 30.0, 30.0, 3),
+        spec=JobSpec("bench", ("true",), "/", {}, 30.0, 3),
         discovery=FixedDiscovery(tuple((f"h{i}", SLOTS) for i in range(-(-count // SLOTS)))),
         starter=agents,
         run_dir=RunDir(folder, "bench"),

@@ -6,6 +6,7 @@ write their progress; the launcher writes the job's specification. The keys are 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from msgspec import Meta, Struct
 from elastic_driver.core.members import Member as Member  # noqa: PLC0414 - also to be had here
 from elastic_driver.core.members import Members, Roster, roster_of
 from elastic_driver.core.members import SlotInfo as SlotInfo  # noqa: PLC0414
+from elastic_driver.options import FLAG, NUMBERS, STREAMS, Heading, names, option, text, whole_or
 
 Host = Annotated[str, Meta(min_length=1, max_length=253)]
 WorkerId = Annotated[str, Meta(min_length=1, max_length=300)]
@@ -149,7 +151,9 @@ class Allocation(Struct, frozen=True):
     reason: str
 
 
-class JobSpec(Struct, frozen=True):
+# fmt: off
+@dataclass(frozen=True)
+class JobSpec:
     """The command that every worker of the job runs, and its settings; no secrets."""
 
     run_id: str
@@ -157,19 +161,32 @@ class JobSpec(Struct, frozen=True):
     cwd: str
     env: dict[str, str]  # added to the agent's own environment
     heartbeat_timeout: float  # seconds
-    grace_period: float  # seconds between SIGTERM and SIGKILL
     max_restarts: int  # shown to workers as TORCHELASTIC_MAX_RESTARTS
-    log_dir: str | None = None
-    redirects: str = "0"  # torchrun's --redirects: 0 none, 1 stdout, 2 stderr, 3 both
-    tee: str = "3"
-    local_ranks_filter: tuple[int, ...] | None = None
-    timestamp: bool = False  # prefix output lines with the time
-    warm: int | None = None  # processes kept warm on each host; 0: none, None: the agent decides
-    preload: tuple[str, ...] = ("torch",)  # modules a warm parent imports
-    rehearse: bool = True  # and it takes a tiny training step
     hang_timeout: float | None = None  # seconds without progress; None: adapts, 0: never
-    leave_notice: float = 0.0  # an agent told of its host's end leaves within this; 0: at once
+    grace_period: float = 0.0  # seconds; the time to leave a host that is about to go; 0: none
+    log_dir: str | None = option(Heading.OUTPUT, text("DIR"), None,
+        "Also write each worker's output to files below DIR.", aliases=("--output-filename",))
+    tee: str = option(Heading.OUTPUT, STREAMS, "3",
+        "With --log-dir: streams that go both to the terminal and to files.", aliases=("-t",))
+    redirects: str = option(Heading.OUTPUT, STREAMS, "0",
+        "With --log-dir: streams that go to files only. 0 none, 1 stdout, 2 stderr, 3 both; per "
+        "local rank as 0:3,1:1.", aliases=("-r",))
+    local_ranks_filter: tuple[int, ...] | None = option(Heading.OUTPUT, NUMBERS, None,
+        "Show only these local ranks of each host on the terminal.")
+    timestamp: bool = option(Heading.OUTPUT, FLAG, False,
+        "Put the time in front of every line of the workers.",
+        flag="prefix-output-with-timestamp", aliases=("--prefix-timestamp",))
+    preload: tuple[str, ...] = option(Heading.START, names("MODULES"), ("torch",),
+        "Modules that a warm process has imported before a worker is forked from it, with commas "
+        "between them (docs/warm-workers.md).")
+    warm: int | None = option(Heading.START, whole_or("auto"), None,
+        "Processes kept warm on each host for new workers; 0: every worker starts as a new "
+        "process.",
+        shown="auto: one, if the command is Python and imports more than the standard library; "
+        "none with --tf-config")
+    rehearse: bool = True  # a warm parent takes a tiny training step
     slot_ports: int = 0  # free ports each agent offers for servers of its workers' own
+# fmt: on
 
 
 STOPPING_S = 5.0  # the last part of a notice, for ending processes that are still there
@@ -242,7 +259,7 @@ _encoder = msgspec.json.Encoder()
 T = TypeVar("T")
 
 
-def encode(document: Struct) -> bytes:
+def encode(document: Struct | JobSpec) -> bytes:
     """JSON bytes of any document or order here."""
     return _encoder.encode(document)
 

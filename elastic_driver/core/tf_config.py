@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
 
-from elastic_driver.settings import TfRoles
+from elastic_driver.options import TfRoles
 
 CHIEF, WORKER, PS, EVALUATOR = "chief", "worker", "ps", "evaluator"
 WORKERS_ONLY: TfRoles = ((WORKER, None),)

@@ -7,18 +7,20 @@ returns a `Backend`. Orders do not travel this way: a running agent reads them f
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from msgspec import Struct
-
+from elastic_driver.options import Heading, option, text, whole
 from elastic_driver.runtime.host_lists import Hosts
 
 OnLost: TypeAlias = Callable[[str], None]
 """Called once, with a reason for people, when an agent is gone or never came up."""
 
 
-class BackendJob(Struct, frozen=True, kw_only=True):
+# fmt: off
+@dataclass(frozen=True, kw_only=True)
+class BackendJob:
     """The job and its rendezvous, as a backend needs to know them."""
 
     endpoint: str = "http://ADDRESS:PORT"  # the rendezvous' URL as this machine reaches it
@@ -27,11 +29,16 @@ class BackendJob(Struct, frozen=True, kw_only=True):
     cwd: str = "/"  # the workers' folder
     hosts: Hosts = ()  # those known when the job starts
     grows: bool = False  # more hosts are likely to come
-    environ: Mapping[str, str] = {}  # of elasticrun; may hold secrets
+    environ: Mapping[str, str] = field(default_factory=dict)  # of elasticrun; may hold secrets
     heartbeat_timeout: float = 30.0  # seconds; a silent connection may be given up after this
-    ssh_port: int | None = None
-    ssh_identity_file: str | None = None
+    ssh_port: int | None = option(Heading.START, whole("PORT", least=1), None,
+        "The port of sshd on every host (ssh and mpi).", aliases=("-p",),
+        shown="as in ssh's configuration")
+    ssh_identity_file: str | None = option(Heading.START, text("FILE"), None,
+        "The private key for ssh (ssh and mpi).", aliases=("-i",),
+        shown="as in ssh's configuration")
     allocation: str | None = None  # Slurm's job id
+# fmt: on
 
 
 class Backend(Protocol):

@@ -69,7 +69,6 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
             cwd=str(PACKAGES),
             env=self.env,
             heartbeat_timeout=self.heartbeat_timeout,
-            grace_period=0.0,
             max_restarts=0,
             local_ranks_filter=(),  # what tasks print is for the report, not for the terminal
             warm=self.warm,

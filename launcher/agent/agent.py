@@ -202,7 +202,7 @@ class Agent:
             report=self._report,
             say=self._say,
         )
-        self._notice = spec.leave_notice
+        self._notice = spec.grace_period
         self._warm_up(spec)
         self._introduce(address, spec.slot_ports)
         loops = [

@@ -77,7 +77,7 @@ def worker_environment(
         contract.TF_CONFIG: order.tf_config,
         contract.SCRATCH: meeting.scratch,
         contract.HANG_TIMEOUT: spec.hang_timeout,
-        contract.LEAVE_NOTICE: spec.leave_notice or None,
+        contract.LEAVE_NOTICE: spec.grace_period or None,
     }
     values.update((name, value) for name, value in optional.items() if value is not None)
     return {name: str(value) for name, value in values.items()}

@@ -31,9 +31,9 @@ import psutil
 
 from elastic_driver import contract
 from elastic_driver.errors import ExitCode
+from launcher import version
 from launcher.agent.folders import held_folder, holder_of, sweep, sweep_scratch, wait_for_holder
 from launcher.agent.processes import become_subreaper, end_children
-from launcher.build_info import version
 from rendezvous.auth import write_token_file
 
 FOLDER_PREFIX = "elastic-agent-"

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from elastic_driver.errors import ClusterError
+from launcher import version
 from launcher.agent.remote import LOOKED
 from launcher.backends.remote_shell import RemoteShell
-from launcher.build_info import version
 
 AT_ONCE = 32
 LOOK_S = 20.0  # beyond the time to connect: Python has to be loaded from a slow disk

@@ -12,8 +12,8 @@ from typing import Any
 
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import Backend, BackendJob
+from launcher import DISTRIBUTION
 from launcher.backends.base import PACKAGE_ROOT
-from launcher.build_info import DISTRIBUTION
 
 BACKENDS = "elastic_driver.backends"
 DISCOVERY = "elastic_driver.discovery"

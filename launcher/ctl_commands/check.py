@@ -7,22 +7,22 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from elastic_driver.policies.nodecheck.history import CheckHistory
 from elastic_driver.runtime.checks import CheckHistoryFile
+from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.host_lists import parse_hosts
 from elastic_driver.runtime.run_dir import RunDir
-from launcher.facts import collect_facts
-from launcher.options.table import HELP, NETWORK_CHECK
+from launcher.job import collect_facts
 from launcher.options.values import CommandLine, resolve, split
-from launcher.plan.hosts import JoinedHosts
 from launcher.plan.launch import make_plan
 from launcher.submit import nodecheck
-from launcher.submit.discovery import make_discovery
-from launcher.submit.submit import backend_maker, bound_job
+from launcher.submit.checks import make_discovery
+from launcher.submit.submit import backend_maker, bound, make_driver
 
 _HISTORY = "--history"
 _HELP = """\
@@ -49,11 +49,11 @@ Exit status
 
 
 def check(words: list[str]) -> int:
-    """`elasticctl check`: 1 when a node is faulty (or slow, where that is to count)."""
+    """`elasticctl check`: 1 if a node is faulty (or slow, with --exclude-straggler)."""
     past = _HISTORY in words
     words = [word for word in words if word != _HISTORY]
     given, hosts, _remarks = split(words)
-    if HELP in given:
+    if any(option.name == "help" for option in given):
         print(_HELP, end="")
         return 0
     options = words[: len(words) - len(hosts)]
@@ -63,25 +63,22 @@ def check(words: list[str]) -> int:
         return _show_history(resolve([*options, "--", "true"], os.environ), hosts)
     named = ["--hosts", ",".join(hosts)] if hosts else []
     # The rest of a plan needs a command; it is not run.
-    line = resolve([*options, NETWORK_CHECK.long, *named, "--", "true"], os.environ)
+    line = resolve([*options, "--network-check", *named, "--", "true"], os.environ)
     plan = make_plan(line, collect_facts(line, os.environ))
-    if plan.node_check is None or isinstance(plan.hosts, JoinedHosts):
-        raise AssertionError("--network-check was given")
-    discovery = make_discovery(plan.hosts)
-    found = discovery.find()
-    job = bound_job(plan, found)
+    found = make_discovery(plan.hosts).find()
+    plan, job = bound(plan, found)
     with tempfile.TemporaryDirectory(prefix="elasticctl-") as folder:
-        report = nodecheck.check_hosts(
-            plan,
-            plan.node_check,
-            found,
-            starter=backend_maker(plan.backend, msgspec.structs.replace(job, grows=False)),
-            bind_host=str(job.bind_host),
-            run_dir=RunDir(Path(folder), "check"),
-            say=_say if plan.verbosity >= 0 else (lambda _line: None),
-        )
-    print(nodecheck.show(report, as_json=plan.log_format == "json"), flush=True)
-    return 1 if report.excluded(stragglers=plan.node_check.exclude_stragglers) else 0
+        run_dir = RunDir(Path(folder), "check")
+        starter = backend_maker(plan.backend, replace(job, grows=False))
+        checks = nodecheck.make_checks(plan, starter, run_dir, _say)
+        driver = make_driver(plan, FixedDiscovery(found), starter, run_dir, checks=checks)
+        driver.open()
+        try:
+            report = nodecheck.run_check(driver, found, plan, _say)
+        finally:
+            driver.abandon()
+    print(nodecheck.show(report, plan), flush=True)
+    return 1 if report.excluded(stragglers=checks.settings.exclude_stragglers) else 0
 
 
 def _show_history(line: CommandLine, hosts: Sequence[str]) -> int:
@@ -90,7 +87,7 @@ def _show_history(line: CommandLine, hosts: Sequence[str]) -> int:
     names = [name for name, _slots in parse_hosts(",".join(hosts))] if hosts else []
     file = CheckHistoryFile(Path(plan.state_dir), _say)
     history = file.read()
-    if plan.log_format == "json":
+    if plan.options.log_format == "json":
         chosen = {n: past for n, past in history.nodes.items() if not names or n in names}
         print(msgspec.json.encode(CheckHistory(chosen)).decode(), flush=True)
     elif history.nodes:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from elastic_driver.errors import UsageError
+from elastic_driver.options import FLAG
 from launcher.ctl_commands.show import table
 from launcher.options.table import OPTIONS
 from launcher.options.values import resolve
@@ -22,10 +23,10 @@ def config(words: Sequence[str]) -> int:
     if not words or words[0] != "show":
         raise UsageError(f"config can show; {_USAGE}")
     line = resolve(words[1:], os.environ)
-    said = line.values.origins()
+    said = line.origins()
     named = {name for name, _, _ in said}
     unsaid = [
-        (option.long, option.shown or _in_words(option.default), "default")
+        (option.long, option.default_text or ("no" if option.kind is FLAG else "-"), "default")
         for option in OPTIONS
         if option.long not in named
     ]
@@ -33,14 +34,3 @@ def config(words: Sequence[str]) -> int:
     for warning in line.warnings:
         print(f"note: {warning}")
     return 0
-
-
-def _in_words(value: object) -> str:
-    """Return a default as a configuration file has it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, tuple | list):
-        return " ".join(map(_in_words, value)) or "-"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "-" if value is None or value == "" else str(value)

@@ -31,15 +31,15 @@ from elastic_driver.core import join_messages as messages
 from elastic_driver.core.documents import JobSpec, decode
 from elastic_driver.core.join_messages import Joined, NodeOrder, NodeReport
 from elastic_driver.errors import ExitCode, UsageError
+from launcher import version
 from launcher.agent.folders import held_folder, sweep, sweep_scratch
 from launcher.agent.processes import become_subreaper, end_children
 from launcher.agent.remote import start_agent
 from launcher.backends.base import PACKAGE_ROOT, agent_arguments, describe_end
-from launcher.build_info import version
+from launcher.edge import handled
 from launcher.join.find_server import JobServer
 from launcher.join.identity import claim_name, machine_id
 from launcher.join.secret import of_node
-from launcher.submit.signals import handled
 from rendezvous import errors
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient

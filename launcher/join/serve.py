@@ -4,14 +4,15 @@
 starts the agents of the server's own node.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import Backend
 from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.runtime.run_dir import RunDir
+from launcher import version
 from launcher.backends.local import LocalBackend
-from launcher.build_info import version
 from launcher.join.secret import of_server
 from launcher.join.serve_address import bind_address, own_address
 from launcher.plan.hosts import JoinedHosts
@@ -44,7 +45,6 @@ def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
             nodes.own_starter = LocalBackend(endpoint, token_file, address=own_address(bound))
         return nodes
 
-    driver = make_driver(
-        plan, nodes, starter=starter, bind_host=bound, run_dir=run_dir, joined=nodes
-    )
-    return run_driver(driver, plan)
+    plan = replace(plan, driver=replace(plan.driver, bind_host=bound))
+    driver = make_driver(plan, nodes, starter, run_dir, joined=nodes)
+    return run_driver(driver, plan, nodes)

@@ -1,4 +1,4 @@
-"""The address of a server that nodes join: whether it is this machine's, and what to bind there."""
+"""The address of a server that nodes join: is it this machine's, and what to bind there."""
 
 import contextlib
 import ipaddress
@@ -9,21 +9,16 @@ import psutil
 
 from launcher.backends.addresses import is_this_machine
 from launcher.network import SOMEWHERE, address_towards, is_loopback
-from launcher.plan.role import ANYWHERE, Look
+from launcher.plan.hosts import ANYWHERE
 
 
-def look() -> Look:
-    """Return the questions about this machine that decide its role."""
-    return Look(is_here, can_bind)
+def can_serve(host: str, port: int) -> bool:
+    """Return whether a name or address is this machine's, and the port is free here now.
 
-
-def is_here(host: str) -> bool:
-    """Return whether a name or address is this machine's; a name server is asked too."""
-    return is_this_machine(host) or any(map(is_this_machine, _addresses(host)))
-
-
-def can_bind(host: str, port: int) -> bool:
-    """Return whether this machine could serve there now."""
+    A name server is asked too.
+    """
+    if not is_this_machine(host) and not any(map(is_this_machine, _addresses(host))):
+        return False
     address = bind_address(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.create_server((address, port), family=family):

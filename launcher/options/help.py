@@ -1,12 +1,11 @@
 """The text of `elasticrun --help`, drawn from the table of options."""
 
 import textwrap
-from typing import Any
 
-from launcher.options.record import Option
-from launcher.options.table import GROUPS, OPTIONS
+from elastic_driver.options import Heading
+from launcher.options.table import OPTIONS, Option
 
-_INDENT = 6
+_PAD = " " * 6
 
 _HEAD = """\
 usage: elasticrun [OPTIONS] [--] COMMAND [ARGS…]
@@ -39,29 +38,17 @@ Exit status
 def render_help(width: int = 100) -> str:
     """Return the whole text, wrapped to `width` columns."""
     parts = [_HEAD]
-    for group in GROUPS:
-        members = [option for option in OPTIONS if option.group == group]
-        parts.append("\n".join([group, *(_entry(option, width) for option in members)]) + "\n")
+    for heading in Heading:
+        entries = [_entry(option, width) for option in OPTIONS if option.heading is heading]
+        parts.append("\n".join([heading.value, *entries]) + "\n")
     return "\n".join([*parts, _TAIL])
 
 
-def _entry(option: Option[Any], width: int) -> str:
-    short = [alias for alias in option.aliases if not alias.startswith("--")]
-    others = [alias for alias in option.aliases if alias.startswith("--")]
-    spellings = ", ".join((*short, option.long, *others))
-    head = f"  {spellings} {option.kind.metavar}".rstrip()
-    default = _default(option)
+def _entry(option: Option, width: int) -> str:
+    spellings = sorted((option.long, *option.aliases), key=lambda s: s.startswith("--"))
+    head = f"  {', '.join(spellings)} {option.kind.metavar}".rstrip()
+    default = option.default_text
     text = f"{option.help} [{default}]" if default else option.help
-    pad = " " * _INDENT
-    return "\n".join([head, *textwrap.wrap(text, width, initial_indent=pad, subsequent_indent=pad)])
-
-
-def _default(option: Option[Any]) -> str:
-    if option.shown:
-        return option.shown
-    value = option.default
-    if value is None or isinstance(value, bool) or value == ():
-        return ""
-    if isinstance(value, tuple):
-        return " ".join(str(v) if isinstance(v, str) else f"{v:g}" for v in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return "\n".join(
+        [head, *textwrap.wrap(text, width, initial_indent=_PAD, subsequent_indent=_PAD)]
+    )

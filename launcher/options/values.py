@@ -6,82 +6,83 @@ types: each value is read like a word of the command line (to YAML 1.1 `1:4` is 
 """
 
 import difflib
+import functools
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
 from elastic_driver.errors import UsageError
-from launcher.options.kinds import Words
-from launcher.options.record import Option
-from launcher.options.table import CONFIG_FILE, ENV, FOREIGN, NEEDLESS, OPTIONS, PET_OPTIONS
+from elastic_driver.settings import Settings
+from launcher.options.table import (
+    FOREIGN,
+    NEEDLESS,
+    OPTIONS,
+    PET_OPTIONS,
+    LaunchOptions,
+    Option,
+)
 
 T = TypeVar("T")
-
-Layer = dict[Option[Any], tuple[Words, str]]  # option → its words, and where they stand
+Words = tuple[str, ...]
+Layer = dict[Option, tuple[Words, str]]  # option → its words and their source
 
 _PREFIX = "ELASTICRUN_"
-MAX_BYTES = 1 << 20  # of a configuration file
+_BY_NAME = {option.name: option for option in OPTIONS}
+_BY_SPELLING = {
+    spelling: option for option in OPTIONS for spelling in (option.long, *option.aliases)
+}
+_SHORT = sorted((s for s in _BY_SPELLING if not s.startswith("--")), key=len, reverse=True)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A value and where it came from (`command line`, a variable, `file line n`, `default`)."""
+class Setting(NamedTuple):
+    """The value of an option, and its source."""
 
     value: Any
-    source: str
-    level: int = 0  # 0 default, 1 file, 2 environment, 3 command line
-
-
-class OptionValues:
-    """The value of every option: `values[MIN_NP]`; `source(MIN_NP)` says who set it."""
-
-    def __init__(self, settings: Mapping[Option[Any], Setting]) -> None:
-        self._settings = dict(settings)
-
-    def __getitem__(self, option: Option[T]) -> T:
-        return cast("T", self._settings[option].value)
-
-    def fields(self, struct: str) -> dict[str, Any]:
-        """Return the fields of `struct` (such as "settings") that options fill, by name."""
-        return {
-            path.partition(".")[2]: self[option]
-            for option in OPTIONS
-            for path in option.fills
-            if path.startswith(f"{struct}.")
-        }
-
-    def source(self, option: Option[Any]) -> str:
-        """Return the source of the option's value."""
-        return self._settings[option].source
-
-    def level(self, option: Option[Any]) -> int:
-        """Return the rank of its source: 0 default, 1 file, 2 environment, 3 command line."""
-        return self._settings[option].level
-
-    def replaced(self, option: Option[T], setting: Setting) -> "OptionValues":
-        """Return these values with one replaced."""
-        return OptionValues({**self._settings, option: setting})
-
-    def origins(self) -> tuple[tuple[str, str, str], ...]:
-        """Return (option, value, source) of all that were set, in the order of the table."""
-        return tuple(
-            (option.long, _shown(option, self[option]), self.source(option))
-            for option in OPTIONS
-            if self.level(option)
-        )
+    text: str = ""  # the words that were given; of variables only the names
+    source: str = "default"  # or `command line`, a variable, `FILE line N`
+    level: int = 0  # of the source: 0 default, 1 file, 2 environment, 3 command line
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line: the options, the command to run (may be empty), and remarks."""
+    """A command line: the options, the command to run (may be empty), and remarks.
 
-    values: OptionValues
-    command: tuple[str, ...]
-    warnings: tuple[str, ...]
+    `line["min_np"]` is the value of an option, by the name of its field.
+    """
+
+    settings: Mapping[str, Setting]
+    command: Words
+    warnings: Words
+
+    def __getitem__(self, field: str) -> Any:
+        return self.settings[field].value
+
+    @functools.cached_property
+    def options(self) -> LaunchOptions:
+        """The launcher's own options."""
+        return self.fill(LaunchOptions)
+
+    def level(self, field: str) -> int:
+        """Return the level of the option's source: 0 default, 1 file, 2 environment, 3 argv."""
+        return self.settings[field].level
+
+    def fill(self, struct: type[T], **decided: Any) -> T:
+        """Return a struct with the values of its options; `decided` are the other fields.
+
+        A field with the name of an option of `Settings` gets the same value.
+        """
+        known = {f.name for kind in (struct, Settings) for f in fields(kind) if f.metadata}  # type: ignore[arg-type]
+        values = {f.name: self[f.name] for f in fields(struct) if f.name in known}  # type: ignore[arg-type]
+        return struct(**{**values, **decided})
+
+    def origins(self) -> tuple[tuple[str, str, str], ...]:
+        """Return (option, words, source) of all options that were set, in the order of --help."""
+        found = ((option.long, self.settings[option.field]) for option in OPTIONS)
+        return tuple((long, s.text, s.source) for long, s in found if s.level)
 
 
 def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
@@ -93,29 +94,19 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     given, command, remarks = split(argv)
     from_environment, warnings = _from_environment(environ)
     from_argv: Layer = {option: (words, "command line") for option, words in given.items()}
-    from_file: Layer = {}
-    config = from_argv.get(CONFIG_FILE) or from_environment.get(CONFIG_FILE)
-    if config is not None:
-        path = Path(_read(CONFIG_FILE, *config))
-        from_file = _from_file(path, read_config(path))
-    settings = {option: Setting(option.default, "default") for option in OPTIONS}
+    config = _BY_NAME["config-file"]
+    named = from_argv.get(config) or from_environment.get(config)
+    from_file = {} if named is None else _from_file(Path(_read(config, *named).value))
+    settings = {option.field: Setting(option.default) for option in OPTIONS}
     for level, layer in enumerate((from_file, from_environment, from_argv), start=1):
         for option, (words, source) in layer.items():
-            settings[option] = Setting(_read(option, words, source), source, level)
-    return CommandLine(OptionValues(settings), command, (*remarks, *warnings))
+            settings[option.field] = _read(option, words, source)._replace(level=level)
+    return CommandLine(settings, command, (*remarks, *warnings))
 
 
-# ---- argv --------------------------------------------------------------------------------
-
-_BY_SPELLING: dict[str, Option[Any]] = {
-    spelling: option for option in OPTIONS for spelling in (option.long, *option.aliases)
-}
-_SHORT = sorted((s for s in _BY_SPELLING if not s.startswith("--")), key=len, reverse=True)
-
-
-def split(argv: Sequence[str]) -> tuple[dict[Option[Any], Words], tuple[str, ...], tuple[str, ...]]:
+def split(argv: Sequence[str]) -> tuple[dict[Option, Words], Words, Words]:
     """Return the words of each option given; the command and its arguments; remarks."""
-    given: dict[Option[Any], Words] = {}
+    given: dict[Option, Words] = {}
     remarks: list[str] = []
     rest = list(argv)
     while rest:
@@ -130,10 +121,14 @@ def split(argv: Sequence[str]) -> tuple[dict[Option[Any], Words], tuple[str, ...
             words, reason = NEEDLESS[spelling]
             del rest[: words if attached is None else 0]
             remarks.append(f"{spelling} is ignored: {reason}")
-            continue
-        option = _find(spelling)
-        taken = _take(option, spelling, attached, rest)
-        given[option] = given.get(option, ()) + taken if option.kind.repeat else taken
+        elif spelling in _BY_SPELLING:
+            option = _BY_SPELLING[spelling]
+            taken = _take(option, spelling, attached, rest)
+            given[option] = given.get(option, ()) + taken if option.kind.repeat else taken
+        elif spelling in FOREIGN:
+            raise UsageError(f"{spelling} does not exist here; {FOREIGN[spelling]}")
+        else:
+            raise UsageError(f"unknown option {spelling}{_did_you_mean(spelling, _BY_SPELLING)}")
     return given, (), tuple(remarks)
 
 
@@ -142,28 +137,16 @@ def _split_argument(argument: str) -> tuple[str, str | None]:
     if argument.startswith("--"):
         name, equals, value = argument.partition("=")
         return name.replace("_", "-"), value if equals else None
-    if argument in _BY_SPELLING:
-        return argument, None
-    for short in _SHORT:
-        if argument.startswith(short) and _BY_SPELLING[short].kind.words == 1:
-            return short, argument[len(short) :].removeprefix("=")
+    if argument not in _BY_SPELLING:
+        for short in _SHORT:
+            if argument.startswith(short) and _BY_SPELLING[short].kind.words == 1:
+                return short, argument[len(short) :].removeprefix("=")
     return argument, None
 
 
-def _find(spelling: str) -> Option[Any]:
-    option = _BY_SPELLING.get(spelling)
-    if option is not None:
-        return option
-    if spelling in FOREIGN:
-        raise UsageError(f"{spelling} does not exist here; {FOREIGN[spelling]}")
-    raise UsageError(f"unknown option {spelling}{_did_you_mean(spelling, _BY_SPELLING)}")
-
-
-def _take(option: Option[Any], spelling: str, attached: str | None, rest: list[str]) -> Words:
+def _take(option: Option, spelling: str, attached: str | None, rest: list[str]) -> Words:
     """Remove the option's words from the rest of argv and return them."""
     wanted = option.kind.words
-    if wanted == 0:
-        return () if attached is None else (attached,)
     if attached is not None:
         return tuple(attached.replace(",", " ").split()) if wanted > 1 else (attached,)
     words = tuple(rest[:wanted])
@@ -173,15 +156,12 @@ def _take(option: Option[Any], spelling: str, attached: str | None, rest: list[s
     return words
 
 
-def _did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else "; see elasticrun --help"
 
 
-# ---- environment and file ----------------------------------------------------------------
-
-
-def _from_environment(environ: Mapping[str, str]) -> tuple[Layer, tuple[str, ...]]:
+def _from_environment(environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
     by_variable = {
         "PET_" + s.removeprefix("--").replace("-", "_").upper(): _BY_SPELLING[s]
         for s in PET_OPTIONS
@@ -195,29 +175,10 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[Layer, tuple[str, ...
         elif name.startswith(_PREFIX):
             hint = _did_you_mean(name, by_variable)
             warnings.append(f"the environment variable {name} sets no option{hint}")
-    return layer, tuple(warnings)
+    return layer, warnings
 
 
-def _from_file(path: Path, entries: Sequence["FileEntry"]) -> Layer:
-    by_name = {option.name: option for option in OPTIONS}
-    layer: Layer = {}
-    for entry in entries:
-        source = f"{path} line {entry.line}"
-        name = entry.key.replace("_", "-")
-        if name not in by_name:
-            hint = _did_you_mean(name, by_name)
-            raise UsageError(f"{source}: {entry.key!r} is not an option{hint}")
-        option = by_name[name]
-        if option in layer:
-            raise UsageError(f"{source}: {entry.key!r} is given twice; keep one of them")
-        words = _words(option, entry.text, source) if entry.words is None else entry.words
-        if len(words) > 1 and option.kind.words == 1 and not option.kind.repeat:
-            words = (",".join(words),)  # a YAML list where the command line has commas
-        layer[option] = (words, source)
-    return layer
-
-
-def _words(option: Option[Any], text: str, source: str) -> Words:
+def _words(option: Option, text: str, source: str) -> Words:
     """Return a text as the words it would be on the command line."""
     if not option.kind.repeat and option.kind.words <= 1:
         return (text,)
@@ -227,79 +188,63 @@ def _words(option: Option[Any], text: str, source: str) -> Words:
         raise UsageError(f"{source}: {text!r}: {error}") from None
 
 
-def _read(option: Option[Any], words: Words, source: str) -> Any:
+def _read(option: Option, words: Words, source: str) -> Setting:
+    kind = option.kind
+    text = " ".join(word.partition("=")[0] if kind.repeat else word for word in words)
     try:
-        return option.kind.read(words)
+        if not kind.repeat and not min(kind.words, 1) <= len(words) <= max(kind.words, 1):
+            raise ValueError(f"needs {kind.metavar or 'true or false'}, got {text!r}")
+        return Setting(kind.read(*words), text or "true", source)
     except ValueError as error:
         where = "" if source == "command line" else f"{source}: "
         raise UsageError(f"{where}{option.long} {error}") from None
 
 
-def _shown(option: Option[Any], value: Any) -> str:
-    if option is ENV:
-        return " ".join(name for name, _ in value)  # the values may be secrets
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 # ---- the file ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FileEntry:
-    """One line of the file: `text` for a scalar; `words` for a list or a mapping."""
+def _from_file(path: Path) -> Layer:
+    layer: Layer = {}
+    for key, value in _entries(path):
+        source = f"{path} line {key.start_mark.line + 1}"
+        name = _scalar(key, source)
+        option = _BY_NAME.get(name.replace("_", "-"))
+        if option is None:
+            raise UsageError(f"{source}: {name!r} is not an option{_did_you_mean(name, _BY_NAME)}")
+        if option in layer:
+            raise UsageError(f"{source}: {name!r} is given twice; keep one of them")
+        if isinstance(value, yaml.ScalarNode):
+            words = _words(option, value.value, source)
+        elif isinstance(value, yaml.SequenceNode):
+            words = tuple(_scalar(item, source) for item in value.value)
+        else:
+            pairs = ((_scalar(k, source), _scalar(v, source)) for k, v in value.value)
+            words = tuple(f"{k}={v}" for k, v in pairs)
+        if len(words) > 1 and option.kind.words == 1 and not option.kind.repeat:
+            words = (",".join(words),)  # a YAML list where the command line has commas
+        layer[option] = (words, source)
+    return layer
 
-    key: str
-    line: int
-    text: str
-    words: tuple[str, ...] | None
 
-
-def read_config(path: Path) -> list[FileEntry]:
-    """Return the entries of a file, in its order.
-
-    Raises:
-        UsageError: the file cannot be read or is not a flat mapping; names file and line.
-    """
+def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
+    """Return the keys and values of a file; raises UsageError if it is not a flat mapping."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise UsageError(f"{path}: larger than {MAX_BYTES} bytes; is this a configuration?")
-        root = yaml.compose(data.decode(), Loader=yaml.SafeLoader)
+        root = yaml.compose(path.read_bytes().decode(), Loader=yaml.SafeLoader)
     except OSError as error:
         raise UsageError(f"cannot read the configuration file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not UTF-8 text") from None
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UsageError(f"{path}{line}: not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())  # some of them take several lines
-        raise UsageError(f"{path}: not YAML: {problem}") from None
-    if root is None:
-        return []
-    if not isinstance(root, yaml.MappingNode):
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f" line {mark.line + 1}"
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise UsageError(f"{path}{line}: not YAML: {problem}") from None
+    if root is not None and not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{path}: expected lines such as 'min-np: 2'")
-    return [_entry(path, key, value) for key, value in root.value]
+    return root.value if root else []
 
 
-def _entry(path: Path, key: yaml.Node, value: yaml.Node) -> FileEntry:
-    line = key.start_mark.line + 1
-    if not isinstance(key, yaml.ScalarNode):
-        raise UsageError(f"{path} line {line}: expected the name of an option")
-    if isinstance(value, yaml.ScalarNode):
-        return FileEntry(key.value, line, value.value, None)
-    if isinstance(value, yaml.SequenceNode):
-        words = tuple(_scalar(path, item) for item in value.value)
-    else:
-        words = tuple(f"{_scalar(path, k)}={_scalar(path, v)}" for k, v in value.value)
-    return FileEntry(key.value, line, "", words)
-
-
-def _scalar(path: Path, node: yaml.Node) -> str:
+def _scalar(node: yaml.Node, source: str) -> str:
     if not isinstance(node, yaml.ScalarNode):
-        where = f"{path} line {node.start_mark.line + 1}"
-        raise UsageError(f"{where}: expected a plain value, found a nested one")
+        raise UsageError(f"{source}: expected a plain value, found a nested one")
     return str(node.value)

@@ -1,28 +1,75 @@
-"""The hosts of a job: which option, or Slurm, or mpirun, names them. Pure.
+"""The hosts of a job, and the role of this node if the nodes start by themselves. Pure.
 
-`launch` calls it with the options' values and the facts of this machine.
+An option, Slurm or mpirun names the hosts. Or each node is started by the same command and serves
+or joins: with --serve and --join; as in torchrun with --rdzv-endpoint on every node, or with
+--node-rank, --master-addr and --master-port; or with the variables that mean the same (Kubeflow's
+PyTorchJob sets them, with WORLD_SIZE as the number of nodes).
 """
 
-from collections.abc import Mapping
-from typing import Any, TypeAlias
-
-from msgspec import Struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.host_lists import Hosts, parse_host_lines, parse_hosts
 from launcher.backends.mpi_ranks import started_ranks
 from launcher.backends.slurm_allocation import SlurmAllocation, read_allocation
-from launcher.options import table as o
-from launcher.options.record import Option
-from launcher.options.values import OptionValues
-from launcher.plan.role import Serve, host_options
+from launcher.options.values import CommandLine, Setting
 
 THIS_MACHINE = "localhost"
+RENDEZVOUS_PORT = 29400  # torchrun's default, and ours for --serve and --join
+MASTER_PORT = 29500  # torch's default for MASTER_PORT
+ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what a user may name, nothing is bound here
 HOSTFILE, SCRIPT = "hostfile", "script"  # discoveries that have an option of their own
+# The options that name hosts, by field.
+_HOST_OPTIONS = ("standalone", "host_discovery", "host_discovery_script", "hosts", "hostfile")
 _SHOWN = 8  # of a long list
 
 
-class FixedHosts(Struct, frozen=True):
+@dataclass(frozen=True)
+class Serve:
+    """Hold the job at this address; `own`: workers run on this node too."""
+
+    host: str
+    port: int
+    own: bool
+    by_name: bool = False  # HOST is this machine: another process here may serve already
+
+
+@dataclass(frozen=True)
+class Join:
+    """Join the job that is served at this address."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """The processors of a machine, for `--nproc-per-node auto`."""
+
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts that planning needs from outside."""
+
+    run_id: str
+    state_dir: str
+    cwd: str
+    python: str  # the interpreter that runs `script.py` and `-m module`
+    machine: MachineFacts
+    hostfile_text: str | None = None  # the text of the hostfile, if one is given
+    environ: Mapping[str, str] = field(default_factory=dict)
+    ranks: Hosts | None = None  # if mpirun has started us: a slot for each rank
+    role: Serve | None = None  # this node serves a job whose nodes join by themselves
+    name: str = THIS_MACHINE  # this node's name among them
+
+
+@dataclass(frozen=True)
+class FixedHosts:
     """These hosts for the whole job, or as long as the Slurm job `allocation` has them."""
 
     hosts: Hosts
@@ -30,8 +77,9 @@ class FixedHosts(Struct, frozen=True):
     allocation: str | None = None
 
 
-class DiscoveredHosts(Struct, frozen=True):
-    """Hosts that are asked for again and again; `hosts` are those known now, None: none are."""
+@dataclass(frozen=True)
+class DiscoveredHosts:
+    """Hosts that a discovery finds again and again; `hosts` are those known now, if any are."""
 
     discovery: str  # a registered name
     argument: str
@@ -46,16 +94,17 @@ class DiscoveredHosts(Struct, frozen=True):
         return self.argument if own else f"{self.discovery}:{self.argument}".rstrip(":")
 
 
-class JoinedHosts(Struct, frozen=True):
-    """Nodes that join by themselves, and the server's own one if it trains too."""
+@dataclass(frozen=True)
+class JoinedHosts:
+    """Nodes that join by themselves, and the server's own node if it trains too."""
 
-    host: str  # as the nodes know the server
-    port: int
+    role: Serve
     own: Hosts
-    default_slots: int  # of a node that does not say
+    default_slots: int  # of a node that does not name a number
     token_file: str | None = None
-    run_id: str | None = None  # as given: who knows it may join, unless there is a token file
-    hosts: None = None  # nobody knows them beforehand
+    run_id: str | None = None  # the secret of the nodes, unless there is a token file
+    hosts: None = None  # unknown beforehand
+    source: str = "nodes that join"
 
     @property
     def note(self) -> str:
@@ -64,8 +113,8 @@ class JoinedHosts(Struct, frozen=True):
             return ""
         if self.run_id is not None:
             return (
-                f"whoever knows the run id {self.run_id} and reaches port {self.port} can join "
-                "this job; give --token-file on every node for a real secret"
+                f"anyone who knows the run id {self.run_id} and reaches port {self.role.port} can "
+                "join this job; give --token-file on every node for a real secret"
             )
         return (
             "nodes can join only with this run's token, from a shared --state-dir; give the same "
@@ -80,7 +129,7 @@ def describe_hosts(source: HostSource) -> str:
     """Return the hosts in words."""
     if isinstance(source, JoinedHosts):
         own = "".join(f"{host}:{slots} (this node), and " for host, slots in source.own)
-        return f"{own}nodes that join {source.host}:{source.port}"
+        return f"{own}nodes that join {source.role.host}:{source.role.port}"
     if source.hosts is None:
         return f"found by {source.source}"
     shown = ", ".join(f"{host}:{slots}" for host, slots in source.hosts[:_SHOWN])
@@ -88,102 +137,103 @@ def describe_hosts(source: HostSource) -> str:
     return f"{shown}{f' and {more} more' if more > 0 else ''} ({source.source})"
 
 
-def joined_hosts(values: OptionValues, name: str, role: Serve, slots: int | None) -> JoinedHosts:
-    """Return the hosts of a job that this node, called `name`, serves."""
-    return JoinedHosts(
-        host=role.host,
-        port=role.port,
-        own=((name, slots or 1),) if role.own else (),
-        default_slots=slots or 1,
-        token_file=values[o.TOKEN_FILE],
-        run_id=values[o.RUN_ID],
-    )
+# ---- the source of hosts -----------------------------------------------------------------
 
 
 def choose_hosts(
-    values: OptionValues,
-    *,
+    line: CommandLine,
+    facts: Facts,
     slots: int | None,
     wanted: int | None,
-    hostfile_text: str | None,
-    ranks: Hosts | None,
     allocation: SlurmAllocation | None,
-) -> FixedHosts | DiscoveredHosts:
+) -> HostSource:
     """Return the hosts that an option names, else mpirun's or the allocation's, else this machine.
 
     Args:
-        values: the options.
-        slots: of a host that is listed without a number; None: nobody said.
-        wanted: workers of the whole job; None: nobody said.
-        hostfile_text: the text of the hostfile, if one is named.
-        ranks: the hosts of mpirun's ranks, if it has started us.
+        line: the command line.
+        facts: the facts of this machine.
+        slots: of a host that is listed without a number, if an option says it.
+        wanted: workers of the whole job, if an option says it.
         allocation: the Slurm allocation that agents are started in.
     """
-    chosen = choose_host_option(values)
-    if chosen is None and ranks is not None:
-        return FixedHosts(ranks, "the ranks of mpirun")
+    options, default = line.options, slots or 1
+    if facts.role is not None:
+        own = ((facts.name, default),) if facts.role.own else ()
+        return JoinedHosts(facts.role, own, default, options.token_file, options.run_id)
+    chosen = choose_host_option(line)
+    if chosen is None and facts.ranks is not None:
+        return FixedHosts(facts.ranks, "the ranks of mpirun")
     if chosen is None and allocation is not None:
         return FixedHosts(allocation.hosts(slots, wanted), allocation.source, allocation.job_id)
-    if chosen is o.HOSTS_LIST:
-        text = str(values[o.HOSTS_LIST])
-        return FixedHosts(parse_hosts(text, default_slots=slots or 1), "--hosts")
-    named = choose_discovery(values)
+    if chosen == "hosts":
+        return FixedHosts(parse_hosts(str(options.hosts), default_slots=default), "--hosts")
+    named = choose_discovery(line)
     if named is None:
         return FixedHosts(((THIS_MACHINE, slots or wanted or 1),), "this machine")
     name, argument = named
     known = None
     if name == HOSTFILE:
-        known = parse_host_lines(hostfile_text or "", default_slots=slots or 1, source=argument)
-    return DiscoveredHosts(name, argument, slots or 1, values[o.DISCOVERY_TIMEOUT], known)
+        text = facts.hostfile_text or ""
+        known = parse_host_lines(text, default_slots=default, source=argument)
+    return DiscoveredHosts(name, argument, default, options.discovery_timeout, known)
 
 
-def choose_host_option(values: OptionValues) -> Option[Any] | None:
-    """Return the option that says where to run, by the nearest source; None: nobody says.
+def _host_options(line: CommandLine) -> list[str]:
+    return [name for name in _HOST_OPTIONS if line[name]]
+
+
+def choose_host_option(line: CommandLine) -> str | None:
+    """Return the option that names the hosts, by the nearest source; None: no option does.
 
     Raises UsageError if two of the same source contradict each other.
     """
-    named = sorted(host_options(values), key=values.level, reverse=True)
-    if len(named) > 1 and values.level(named[0]) == values.level(named[1]):
-        raise UsageError(
-            f"{named[0].long} and {named[1].long} both say where to run; keep one of them"
-        )
+    named = sorted(_host_options(line), key=line.level, reverse=True)
+    if len(named) > 1 and line.level(named[0]) == line.level(named[1]):
+        first, second = (f"--{name.replace('_', '-')}" for name in named[:2])
+        raise UsageError(f"{first} and {second} both say where to run; keep one of them")
     return named[0] if named else None
 
 
-def choose_discovery(values: OptionValues) -> tuple[str, str] | None:
-    """Return the name and the argument of the discovery that is asked for hosts; None: none is."""
-    chosen = choose_host_option(values)
-    if chosen is o.HOST_DISCOVERY_SCRIPT:
-        return SCRIPT, str(values[o.HOST_DISCOVERY_SCRIPT])
-    if chosen is o.HOSTFILE:
-        return HOSTFILE, str(values[o.HOSTFILE])
-    if chosen is o.HOST_DISCOVERY:
-        name, _, argument = str(values[o.HOST_DISCOVERY]).partition(":")
-        return name, argument
-    return None
+def choose_discovery(line: CommandLine) -> tuple[str, str] | None:
+    """Return the name and the argument of the discovery that finds the hosts; None: none does."""
+    match choose_host_option(line):
+        case "host_discovery_script":
+            return SCRIPT, str(line.options.host_discovery_script)
+        case "hostfile":
+            return HOSTFILE, str(line.options.hostfile)
+        case "host_discovery":
+            name, _, argument = str(line.options.host_discovery).partition(":")
+            return name, argument
+        case _:
+            return None
 
 
 # ---- Slurm and mpirun --------------------------------------------------------------------
 
 
-def choose_allocation(values: OptionValues, environ: Mapping[str, str]) -> SlurmAllocation | None:
-    """Return the Slurm allocation that the agents are to be started in; None: none.
+def choose_allocation(line: CommandLine, environ: Mapping[str, str]) -> SlurmAllocation | None:
+    """Return the Slurm allocation in which the agents are started; None: none.
 
-    It is ours with --backend slurm, and with --backend auto if nothing else says where to run.
-    Raises UsageError if there is none, or if srun has started us several times.
+    That is so with --backend slurm, and with --backend auto if no option names hosts. Raises
+    UsageError if there is no allocation for --backend slurm, or if mpirun or srun has started us
+    several times, each of which would be a job.
     """
-    wanted = values[o.BACKEND]
-    silent = choose_host_option(values) is None and not _meets_elsewhere(values)
-    if wanted not in ("auto", "slurm") or (wanted == "auto" and not silent):
+    backend, elsewhere = line.options.backend, _same_command_on_nodes(line)
+    ranks = started_ranks(environ)
+    if ranks > 1 and backend != "mpi" and not elsewhere:
+        raise UsageError(
+            f"mpirun has started elasticrun {ranks} times, which would be {ranks} jobs; use "
+            "--backend mpi for one job of all ranks, or start it once"
+        )
+    silent = choose_host_option(line) is None and not elsewhere
+    if backend != "slurm" and not (backend == "auto" and silent):
         return None
     allocation = read_allocation(environ)
-    if allocation is None:
-        if wanted == "slurm":
-            raise UsageError(
-                "--backend slurm works inside an allocation only: start it with sbatch or salloc"
-            )
-        return None
-    if allocation.step_tasks > 1:
+    if allocation is None and backend == "slurm":
+        raise UsageError(
+            "--backend slurm works inside an allocation only: start it with sbatch or salloc"
+        )
+    if allocation is not None and allocation.step_tasks > 1:
         raise UsageError(
             f"srun has started elasticrun {allocation.step_tasks} times; start it once, from the "
             "batch script: it starts its own agents on the nodes"
@@ -191,27 +241,91 @@ def choose_allocation(values: OptionValues, environ: Mapping[str, str]) -> Slurm
     return allocation
 
 
-def check_nodes(allocation: SlurmAllocation, hosts: Hosts, source: str) -> None:
+def check_nodes(allocation: SlurmAllocation, source: HostSource) -> None:
     """Raise UsageError if a host that was named is no node of the allocation."""
-    for host, _ in hosts:
+    nodes = ", ".join(allocation.nodes[:_SHOWN]) + ", …" * (len(allocation.nodes) > _SHOWN)
+    for host, _ in source.hosts or ():
         if host not in allocation.nodes:
             raise UsageError(
-                f"{host} ({source}) is not in {allocation.source}, whose nodes are "
-                f"{', '.join(allocation.nodes[:_SHOWN])}"
-                f"{', …' if len(allocation.nodes) > _SHOWN else ''}"
+                f"{host} ({source.source}) is not in {allocation.source}, whose nodes are {nodes}"
             )
 
 
-def check_alone(values: OptionValues, environ: Mapping[str, str]) -> None:
-    """Raise UsageError if mpirun has started several of us, each of which would be a job."""
-    ranks = started_ranks(environ)
-    if ranks > 1 and values[o.BACKEND] != "mpi" and not _meets_elsewhere(values):
-        raise UsageError(
-            f"mpirun has started elasticrun {ranks} times, which would be as many jobs; say "
-            "--backend mpi for one job of all ranks, or start it once"
-        )
-
-
-def _meets_elsewhere(values: OptionValues) -> bool:
+def _same_command_on_nodes(line: CommandLine) -> bool:
     """Return whether the same command is meant to run on several nodes, as with torchrun."""
-    return bool(values.level(o.NNODES) and values.level(o.RDZV_ENDPOINT))
+    return bool(line.level("nnodes") and line.level("rdzv_endpoint"))
+
+
+# ---- nodes that start by themselves ------------------------------------------------------
+
+
+def decide_role(
+    line: CommandLine, environ: Mapping[str, str], can_serve: Callable[[str, int], bool]
+) -> Serve | Join | None:
+    """Return the node's role; None: this process starts the agents of all hosts.
+
+    `can_serve` tells whether a host is this machine and the port is free here. Raises UsageError if
+    options contradict each other, or a variable makes no sense.
+    """
+    options, hosts = line.options, _host_options(line)
+    host, port = options.rdzv_endpoint
+    endpoint_given = bool(line.level("rdzv_endpoint"))
+    if options.serve or options.join is not None:
+        if hosts:
+            named, flag = hosts[0].replace("_", "-"), "--serve" if options.serve else "--join"
+            raise UsageError(f"--{named} names hosts, and with {flag} they join by themselves")
+        if options.join is None:
+            host = host if endpoint_given else ANYWHERE[0]
+            return Serve(host, port or RENDEZVOUS_PORT, own=False)
+        if options.serve:
+            raise UsageError("--serve and --join contradict each other; use one of them")
+        return Join(options.join[0], options.join[1] or RENDEZVOUS_PORT)
+    if hosts or options.nnodes is None or options.nnodes[1] == 1:
+        return None
+    rank = options.node_rank
+    if not endpoint_given:
+        rank = _rank(environ) if rank is None else rank
+        master = options.master_addr or environ.get("MASTER_ADDR")
+        if master is None and options.node_rank is None:
+            return None  # nothing mentions a node 0
+        host, port = (master or "127.0.0.1").strip("[]"), options.master_port or MASTER_PORT
+        if options.master_port is None and "MASTER_PORT" in environ:
+            port = _number(environ, "MASTER_PORT")
+    port = port or RENDEZVOUS_PORT
+    if rank is not None:
+        return Serve(host, port, own=True) if rank == 0 else Join(host, port)
+    if host in ANYWHERE or can_serve(host, port):
+        return Serve(host, port, own=True, by_name=host not in ANYWHERE)
+    return Join(host, port)
+
+
+def with_node_count(line: CommandLine, environ: Mapping[str, str]) -> CommandLine:
+    """Return the line with --nnodes from WORLD_SIZE if no option sets the size.
+
+    Only if all variables of PyTorchJob are there, and this is no worker of another launcher.
+    """
+    sizes = ("nnodes", "num_proc", "min_np", "max_np", "standalone", "serve", "join")
+    complete = "MASTER_ADDR" in environ and "WORLD_SIZE" in environ
+    if not complete or any(map(line.level, sizes)) or _rank(environ) is None or _host_options(line):
+        return line
+    nodes = _number(environ, "WORLD_SIZE")
+    if nodes < 2:
+        return line
+    setting = Setting((nodes, nodes), str(nodes), "WORLD_SIZE", 2)
+    return replace(line, settings={**line.settings, "nnodes": setting})
+
+
+def _rank(environ: Mapping[str, str]) -> int | None:
+    """Return this node's number; RANK is a worker's if there is a LOCAL_RANK beside it."""
+    if "NODE_RANK" in environ:
+        return _number(environ, "NODE_RANK")
+    if "RANK" in environ and "LOCAL_RANK" not in environ:
+        return _number(environ, "RANK")
+    return None
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name].strip()
+    if not text.isascii() or not text.isdecimal() or len(text) > 6:
+        raise UsageError(f"the variable {name} is {text[:40]!r}, and should be a whole number")
+    return int(text)

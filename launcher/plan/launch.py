@@ -3,45 +3,37 @@
 `launcher.job` collects the facts, calls `make_plan`, and carries the plan out or prints
 `LaunchPlan.render()` for --dry-run. The values of `--env` are in the job's specification, and are
 not rendered: they may be secrets.
+
+The rules for the number of workers are horovodrun's (-np, --min-np, --max-np) and torchrun's
+(--nnodes, --nproc-per-node), as far as these have rules:
+
+* -np N: the first round waits for N. Then the job continues with the workers that are left, down to
+  --min-np (default 1). With --min-np M, M are enough when --start-timeout is over.
+* Without -np: all slots of a fixed list, at most --max-np; with a discovery script --min-np.
+* The most: --max-np, else N for a fixed list, else no limit.
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
-
-from msgspec import Struct
-from msgspec.structs import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
 
 from elastic_driver.core.documents import JobSpec
-from elastic_driver.errors import UsageError
+from elastic_driver.core.rules import units
+from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import BackendJob
-from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.settings import Settings
-from launcher.backends.slurm_allocation import SlurmAllocation
-from launcher.options import table as o
-from launcher.options.values import CommandLine, OptionValues
+from launcher.options.table import LaunchOptions
+from launcher.options.values import CommandLine
 from launcher.plan import hosts as where
-from launcher.plan import sizes
-from launcher.plan.role import Serve
+from launcher.plan.hosts import Facts, MachineFacts
 from launcher.plan.workers import check_tf_roles, forwarded, job_spec, tf_roles, worker_command
 
 
-class Facts(Struct, frozen=True):
-    """The facts that planning needs from outside."""
-
-    run_id: str
-    state_dir: str
-    cwd: str
-    python: str  # the interpreter that runs `script.py` and `-m module`
-    machine: sizes.MachineFacts
-    hostfile_text: str | None = None  # the text of the hostfile, if one is given
-    environ: dict[str, str] = {}
-    ranks: Hosts | None = None  # if mpirun has started us: a slot for each rank
-    role: Serve | None = None  # this node serves a job whose nodes join by themselves
-    name: str = where.THIS_MACHINE  # this node's name among them
-
-
-class NodeCheckPlan(Struct, frozen=True):
+@dataclass(frozen=True)
+class NodeCheckPlan:
     """The settings of the node check before the job."""
 
     performance: bool  # show bandwidth and latency
@@ -50,13 +42,9 @@ class NodeCheckPlan(Struct, frozen=True):
     timeout: float  # seconds for a round's task
     every_slot: bool  # a process for each slot (a GPU each), not one for each host
 
-    def describe(self) -> str:
-        """Return what is checked, in words."""
-        slow = "excluded" if self.exclude_stragglers else "named"
-        return f"faulty hosts are excluded{f', slow ones {slow}' if self.stragglers else ''}"
 
-
-class LaunchPlan(Struct, frozen=True):
+@dataclass(frozen=True)
+class LaunchPlan:
     """Everything needed to start the job."""
 
     settings: Settings
@@ -64,24 +52,23 @@ class LaunchPlan(Struct, frozen=True):
     driver: DriverOptions  # `bind_host` may still be a name
     hosts: where.HostSource
     backend: str
-    agents: BackendJob  # what the backend is told, as far as the options say it
+    agents: BackendJob  # for the backend, before the rendezvous is up
+    options: LaunchOptions
     state_dir: str
-    verbosity: int  # -1 quiet, 0, 1 verbose
-    log_format: str
-    node_check: NodeCheckPlan | None = None  # None: none was asked for
+    node_check: NodeCheckPlan | None = None  # None: no option asks for it
     forwarded: tuple[str, ...] = ()  # variables of this shell that other hosts' workers get
-    interfaces: tuple[str, ...] = ()  # for the workers and the rendezvous
     notes: tuple[str, ...] = ()
-    origins: tuple[tuple[str, str, str], ...] = ()  # (option, value, who said so)
+    origins: tuple[tuple[str, str, str], ...] = ()  # (option, value, source)
 
-    def backend_job(self, environ: Mapping[str, str], hosts: Hosts = ()) -> BackendJob:
-        """Return what a backend is told before the rendezvous is up."""
-        return replace(self.agents, environ=environ, hosts=hosts)
+    @property
+    def verbosity(self) -> int:
+        """-1 for --quiet, 1 for --verbose, else 0."""
+        return self.options.verbose - self.options.quiet
 
-    def render(self, *, origins: bool = False, agents: Sequence[tuple[str, str]] = ()) -> str:
-        """Return the plan for people, one thing a line.
+    def render(self, agents: Sequence[tuple[str, str]] = ()) -> str:
+        """Return the plan for people, one thing a line; with --verbose the source of each option.
 
-        With `origins` also who set which option; `agents`: what would run on which host.
+        `agents`: what would run on which host.
         """
         s, spec, driver = self.settings, self.spec, self.driver
         most = "any number" if s.max_np is None else str(s.max_np)
@@ -97,14 +84,16 @@ class LaunchPlan(Struct, frozen=True):
             ("logs", spec.log_dir or "terminal only"),
         ]
         if self.node_check is not None:
-            lines.append(("check", self.node_check.describe()))
+            slow = "excluded" if self.node_check.exclude_stragglers else "named"
+            more = f", slow ones {slow}" if self.node_check.stragglers else ""
+            lines.append(("check", f"faulty hosts are excluded{more}"))
         lines += [("agent", f"on {host}: {what}") for host, what in agents]
         own = sorted(set(spec.env) - set(self.forwarded))
         for label, names in (("variables", own), ("passed on", self.forwarded)):
             if names:
                 lines.append((label, " ".join(names)))
         lines += [("note", note) for note in self.notes]
-        if origins:
+        if self.options.verbose:
             lines += [("set", f"{name} {value}  ({who})") for name, value, who in self.origins]
         return "\n".join(f"{label:<11} {text}" for label, text in lines)
 
@@ -116,134 +105,185 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         UsageError: options contradict each other, or there is no command (exit 64).
         ClusterError: the hosts listed can never be enough (exit 75).
     """
-    values, role = line.values, facts.role
-    if values[o.QUIET] and values[o.VERBOSE]:
+    options, role, machine = line.options, facts.role, facts.machine
+    if options.quiet and options.verbose:
         raise UsageError("-q and -v contradict each other; keep one of them")
-    allocation = None
-    if role is None:
-        where.check_alone(values, facts.environ)
-        allocation = where.choose_allocation(values, facts.environ)
-    machine = facts.machine
+    allocation = None if role else where.choose_allocation(line, facts.environ)
     if allocation is not None:  # this machine may be a login node
-        machine = replace(machine, cpus=allocation.cpus or machine.cpus, gpus=allocation.gpus)
-    hosts, size = _hosts_and_size(values, facts, sizes.slots_of_a_host(values, machine), allocation)
-    settings = _settings(values, size, hosts)
-    backend = "slurm" if allocation is not None else _backend(values, hosts)
-    passed_on = {} if backend in ("local", "join") else forwarded(facts.environ)
-    spec, unset = job_spec(
-        values,
-        settings,
-        run_id=facts.run_id,
-        command=worker_command(line.command, facts.python),
-        cwd=facts.cwd,
-        environ=facts.environ,
+        machine = MachineFacts(allocation.cpus or machine.cpus, allocation.gpus)
+    slots = slots_of_a_host(options, machine)
+    wish = _read_wish(line, slots)
+    hosts = where.choose_hosts(
+        line, facts, slots, wish.most or wish.asked or wish.least, allocation
     )
-    interfaces = values[o.NETWORK_INTERFACES]
-    notes = (*line.warnings, size.note, *unset, getattr(hosts, "note", ""))
+    if allocation is not None:
+        where.check_nodes(allocation, hosts)
+    elif role and slots is None and not role.own and line.level("nnodes"):
+        wish = wish._replace(most=None)  # the nodes bring their number of workers
+    settings, size_note = _settings(line, wish, hosts)
+    backend = "slurm" if allocation is not None else _backend(options, hosts)
+    passed_on = {} if backend in ("local", "join") else forwarded(facts.environ)
+    command = worker_command(line.command, facts.python)
+    spec, unset = job_spec(line, settings, facts, command)
+    notes = (*line.warnings, size_note, *unset, getattr(hosts, "note", ""))
+    host, port = (role.host, role.port) if role else options.rdzv_endpoint
+    driver = line.fill(DriverOptions, bind_host=host, bind_port=port)
     return LaunchPlan(
         settings=settings,
         spec=replace(spec, env={**passed_on, **spec.env}),
-        driver=_driver_options(values, role),
+        # Nodes that join are reported at once: a question for hosts waits until there is news.
+        driver=replace(driver, discovery_interval=0.0) if role else driver,
         hosts=hosts,
         backend=backend,
-        agents=BackendJob(
+        agents=line.fill(
+            BackendJob,
             cwd=facts.cwd,
+            environ=facts.environ,
+            hosts=hosts.hosts or (),
             grows=hosts.hosts is None,
             allocation=None if allocation is None else allocation.job_id,
-            **values.fields("backend"),
         ),
+        options=options,
         forwarded=tuple(name for name in passed_on if name not in spec.env),
-        node_check=_node_check(values, machine),
-        interfaces=() if interfaces is None else interfaces,
+        node_check=_node_check(options, machine),
         state_dir=facts.state_dir,
-        verbosity=values[o.VERBOSE] - values[o.QUIET],
-        log_format=values[o.LOG_FORMAT],
         notes=tuple(filter(None, notes)),
-        origins=values.origins(),
+        origins=line.origins(),
     )
 
 
-# ---- parts -------------------------------------------------------------------------------
-
-
-def _hosts_and_size(
-    values: OptionValues, facts: Facts, slots: int | None, allocation: SlurmAllocation | None
-) -> tuple[where.HostSource, sizes.JobSize]:
-    """Return where the job runs and with how many workers."""
-    wish, role = sizes.read_wish(values, slots), facts.role
-    hosts: where.HostSource
-    if role is not None:
-        hosts = where.joined_hosts(values, facts.name, role, slots)
-        if slots is None and not role.own and values.level(o.NNODES):
-            wish = replace(wish, most=None)  # nodes say how many workers they have
-    else:
-        hosts = where.choose_hosts(
-            values,
-            slots=slots,
-            wanted=wish.most or wish.asked or wish.least,
-            hostfile_text=facts.hostfile_text,
-            ranks=facts.ranks,
-            allocation=allocation,
-        )
-    capacity = None
-    if not isinstance(hosts, where.JoinedHosts) and hosts.hosts is not None:
-        capacity = sum(n for _, n in hosts.hosts)
-        if allocation is not None:
-            where.check_nodes(allocation, hosts.hosts, hosts.source)
-    return hosts, sizes.decide_size(wish, capacity, where.describe_hosts(hosts))
-
-
-def _settings(values: OptionValues, size: sizes.JobSize, hosts: where.HostSource) -> Settings:
-    least_hosts, most_hosts = sizes.bounds_of_hosts(values)
-    settings = Settings(
-        fixed_hosts=isinstance(hosts, where.FixedHosts),
-        start_np=size.start_np,
-        min_np=size.min_np,
-        max_np=size.max_np,
-        start_min_np=size.start_min_np,
-        min_hosts=least_hosts,
-        max_hosts=most_hosts,
-        tf_roles=tf_roles(values),
-        **values.fields("settings"),
-    )
-    if isinstance(hosts, where.FixedHosts):
-        sizes.enough_hosts(
-            settings, sum(1 for _, n in hosts.hosts if n), where.describe_hosts(hosts)
-        )
-    check_tf_roles(settings)
-    return settings
-
-
-def _driver_options(values: OptionValues, role: Serve | None) -> DriverOptions:
-    host, port = (role.host, role.port) if role else values[o.RDZV_ENDPOINT]
-    options = DriverOptions(bind_host=host, bind_port=port, **values.fields("driver"))
-    # Nodes that join are reported at once: a question for hosts waits until there is news.
-    return replace(options, discovery_interval=0.0) if role else options
-
-
-def _node_check(values: OptionValues, machine: sizes.MachineFacts) -> NodeCheckPlan | None:
-    """Each of the four flags asks for the check; the later ones for more of it."""
-    exclude = values[o.EXCLUDE_STRAGGLER]
-    slow = values[o.STRAGGLER_DETECTION] or exclude
-    performance = values[o.COMM_PERF_TEST]
-    if not (values[o.NETWORK_CHECK] or performance or slow):
+def _node_check(options: LaunchOptions, machine: MachineFacts) -> NodeCheckPlan | None:
+    """Return the check, if one of its four flags is given; the later flags imply more of it."""
+    slow = options.straggler_detection or options.exclude_straggler
+    if not (options.network_check or options.comm_perf_test or slow):
         return None
     return NodeCheckPlan(
-        performance=performance,
+        performance=options.comm_perf_test,
         stragglers=slow,
-        exclude_stragglers=exclude,
-        timeout=values[o.CHECK_TIMEOUT],
+        exclude_stragglers=options.exclude_straggler,
+        timeout=options.check_timeout,
         every_slot=machine.gpus > 0,
     )
 
 
-def _backend(values: OptionValues, hosts: where.HostSource) -> str:
-    wanted = values[o.BACKEND]
+def _backend(options: LaunchOptions, hosts: where.HostSource) -> str:
     if isinstance(hosts, where.JoinedHosts):
-        if wanted != "auto":
-            raise UsageError(f"--backend {wanted} starts agents, and these nodes start their own")
+        if options.backend != "auto":
+            raise UsageError(
+                f"--backend {options.backend} starts agents, but nodes that join start their own"
+            )
         return "join"
-    alone = isinstance(hosts, where.FixedHosts) and all(
-        host == where.THIS_MACHINE for host, _ in hosts.hosts
+    here = isinstance(hosts, where.FixedHosts) and {h for h, _ in hosts.hosts} == {
+        where.THIS_MACHINE
+    }
+    return "local" if here and options.backend == "auto" else options.backend
+
+
+# ---- the number of workers ---------------------------------------------------------------
+
+
+class _Wish(NamedTuple):
+    """The sizes that options name: -np, --min-np, --max-np, or the same from --nnodes."""
+
+    asked: int | None
+    least: int | None
+    most: int | None
+
+
+def slots_of_a_host(options: LaunchOptions, machine: MachineFacts) -> int | None:
+    """Return the slots of a host listed without a number; None if no option says it.
+
+    Raises UsageError for `--nproc-per-node gpu` if there is no GPU.
+    """
+    workers, slots = options.nproc_per_node, options.slots_per_host
+    if workers is None:
+        return slots
+    if slots not in (None, workers):
+        raise UsageError("--slots-per-host and --nproc-per-node say the same; keep one of them")
+    if workers == "gpu" and not machine.gpus:
+        raise UsageError(
+            "--nproc-per-node gpu: this machine has no NVIDIA GPU that is visible; "
+            "say cpu, auto or a number, or check CUDA_VISIBLE_DEVICES"
+        )
+    if isinstance(workers, int):
+        return workers
+    return machine.cpus if workers == "cpu" else machine.gpus or machine.cpus
+
+
+def _read_wish(line: CommandLine, slots: int | None) -> _Wish:
+    options = line.options
+    sizes = {"--min-np": options.min_np, "--num-proc": options.num_proc, "--max-np": options.max_np}
+    nodes = _nodes(line)
+    if nodes is not None:
+        return _Wish(None, nodes[0] * (slots or 1), nodes[1] * (slots or 1))
+    known = [(name, number) for name, number in sizes.items() if number is not None]
+    for (low_name, low), (high_name, high) in pairwise(known):
+        if low > high:
+            raise UsageError(f"{low_name} {low} is more than {high_name} {high}")
+    return _Wish(options.num_proc, options.min_np, options.max_np)
+
+
+def _nodes(line: CommandLine) -> tuple[int, int] | None:
+    """Return --nnodes, if it sets the size; raises UsageError if another option does so too."""
+    nodes, level = line.options.nnodes, line.level("nnodes")
+    other = max(("num_proc", "min_np", "max_np"), key=line.level)
+    if nodes is not None and level == line.level(other):
+        raise UsageError(
+            f"--nnodes and --{other.replace('_', '-')} both set the size of the job; "
+            "use -np, --min-np, --max-np or --nnodes with --nproc-per-node"
+        )
+    return nodes if level > line.level(other) else None
+
+
+def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[Settings, str]:
+    """Return the settings of the core, and a remark on the number of workers (may be empty)."""
+    least, described, note = wish.least or 1, where.describe_hosts(hosts), ""
+    start, most = wish.asked or least, wish.most
+    if hosts.hosts is not None:
+        capacity = sum(slots for _, slots in hosts.hosts)
+        start = wish.asked or max(min(capacity, wish.most or capacity), least)
+        needed = wish.least or start
+        if capacity < needed:
+            raise ClusterError(
+                f"need {needed} slots, but there are {capacity} ({described}); name more hosts or "
+                "slots with -H, --hostfile or --slots-per-host, or lower -np or --min-np"
+            )
+        most = wish.most or wish.asked
+        if start > capacity:
+            note = f"starting with {capacity} workers instead of {start}: {described} has no more "
+            note, start = f"{note}slots", capacity
+    fewest_hosts, most_hosts = _bounds_of_hosts(line)
+    settings = line.fill(
+        Settings,
+        start_np=start,
+        min_np=least,
+        max_np=most,
+        start_min_np=wish.least,
+        min_hosts=fewest_hosts,
+        max_hosts=most_hosts,
+        fixed_hosts=isinstance(hosts, where.FixedHosts),
+        tf_roles=tf_roles(line),
     )
-    return "local" if alone and wanted == "auto" else wanted
+    needed, there = units.width(settings), sum(1 for _, slots in hosts.hosts or () if slots)
+    if settings.fixed_hosts and there < needed:
+        raise ClusterError(
+            f"need {needed} hosts (--nnodes, --node-unit), but there are {there} ({described}); "
+            "name more of them, or let nodes join with --rdzv-endpoint or --serve "
+            "(docs/joining.md)"
+        )
+    check_tf_roles(settings)
+    return settings, note
+
+
+def _bounds_of_hosts(line: CommandLine) -> tuple[int, int | None]:
+    """Return the fewest and the most hosts of a world (None: any number).
+
+    Raises UsageError if no number of hosts fits --nnodes and --node-unit.
+    """
+    nodes, unit = _nodes(line), line["node_unit"]
+    if nodes is not None and -(-nodes[0] // unit) * unit > nodes[1]:
+        raise UsageError(
+            f"--node-unit {unit}: no multiple of it lies between {nodes[0]} and {nodes[1]} hosts "
+            "(--nnodes); change one of them"
+        )
+    return nodes or (1, None)

@@ -1,23 +1,25 @@
 """The workers' command, environment and TensorFlow roles. Pure.
 
-A login over ssh has next to none of this shell's variables. All of them would be too many: some are
-of this machine alone, some are secrets. So only variables known to shape Python, numerics and
-communication are passed on to other hosts, by name; `-x NAME` adds others.
+A login over ssh has almost none of this shell's variables. Passing on all of them would be wrong:
+some belong to this machine alone, some are secrets. So only variables that configure Python,
+numerics and communication are passed on to other hosts, by name; `-x NAME` adds others.
 """
 
 import fnmatch
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.tf_config import CHIEF, PS, WORKERS_ONLY
 from elastic_driver.errors import UsageError
-from elastic_driver.settings import Settings, TfRoles
-from launcher.options import table as o
-from launcher.options.values import OptionValues
+from elastic_driver.options import TfRoles
+from elastic_driver.settings import Settings
+from launcher.options.values import CommandLine
+from launcher.plan.hosts import Facts
 
-TF_PORTS = 128  # that each agent looks for: more than a host has slots for TensorFlow
+TF_PORTS = 128  # free ports that each agent looks for: more than a host has slots
 
 PASSED_ON = (
     *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG", "LC_*", "TZ"),
@@ -27,7 +29,7 @@ PASSED_ON = (
     *("TF_CPP_*", "TF_ENABLE_*", "TF_GPU_*", "TF_NUM_*", "TF_USE_*", "XLA_*"),
     *("NCCL_*", "GLOO_*", "UCX_*", "FI_*"),  # communication
 )
-# Some of these are of one machine only, or would change who answers to a name.
+# Variables of one machine only.
 OF_THIS_MACHINE = (
     *("CUDA_VISIBLE_DEVICES", "NCCL_HOSTID", "*_SOCKET_IFNAME"),
     *("PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT"),
@@ -49,46 +51,34 @@ def worker_command(command: tuple[str, ...], python: str) -> tuple[str, ...]:
 
 
 def job_spec(
-    values: OptionValues,
-    settings: Settings,
-    *,
-    run_id: str,
-    command: tuple[str, ...],
-    cwd: str,
-    environ: Mapping[str, str],
+    line: CommandLine, settings: Settings, facts: Facts, command: tuple[str, ...]
 ) -> tuple[JobSpec, list[str]]:
-    """Return what the workers run, and remarks on variables that are not set in `environ`."""
-    given = {
-        name: environ.get(name, value) if value is None else value for name, value in values[o.ENV]
-    }
+    """Return what the workers run, and remarks on variables of `--env` that are not set here."""
+    options, environ = line.options, facts.environ
+    given = {name: environ.get(name) if v is None else v for name, v in options.env}
     unset = [
-        f"-x {name}: it is not set here, and is not passed on"
-        for name, value in given.items()
-        if value is None
+        f"-x {n}: it is not set here, and is not passed on" for n, v in given.items() if v is None
     ]
     env = {name: value for name, value in given.items() if value is not None}
-    if interfaces := values[o.NETWORK_INTERFACES]:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            env.setdefault(name, ",".join(interfaces))
-    virtual = values[o.VIRTUAL_WORKERS] or settings.max_np
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if options.network_interfaces else ():
+        env.setdefault(name, ",".join(options.network_interfaces or ()))
+    virtual = options.virtual_workers or settings.max_np
     if virtual is not None:
         env[contract.VIRTUAL_WORKERS] = str(virtual)
-    if values[o.BALANCE]:
+    if options.balance:
         env[contract.BALANCE] = "1"
-    fields = values.fields("spec")
-    if settings.tf_roles is not None:
-        # TensorFlow starts threads when imported, and a process with threads cannot be forked
-        # safely: no warm processes unless they are asked for.
-        fields["warm"] = fields["warm"] or 0
-        fields["slot_ports"] = TF_PORTS
-    spec = JobSpec(
-        run_id=run_id,
+    spec = line.fill(
+        JobSpec,
+        run_id=facts.run_id,
         command=command,
-        cwd=cwd,
+        cwd=facts.cwd,
         env=env,
         max_restarts=settings.max_restarts or 0,
-        **fields,
     )
+    if settings.tf_roles is not None:
+        # TensorFlow starts threads when imported, and a process with threads cannot be forked
+        # safely: no warm processes unless an option asks for them.
+        spec = replace(spec, warm=spec.warm or 0, slot_ports=TF_PORTS)
     return spec, unset
 
 
@@ -102,24 +92,20 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
 
 def is_forwarded(name: str) -> bool:
     """Return whether a variable is passed on; never if its name looks like a secret's."""
-    if _SECRET.search(name.upper()) or _matches(name, OF_THIS_MACHINE):
-        return False
-    return _matches(name, PASSED_ON)
 
+    def matches(patterns: tuple[str, ...]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    return matches(PASSED_ON) and not (matches(OF_THIS_MACHINE) or _SECRET.search(name.upper()))
 
 
 # ---- TensorFlow --------------------------------------------------------------------------
 
 
-def tf_roles(values: OptionValues) -> TfRoles | None:
+def tf_roles(line: CommandLine) -> TfRoles | None:
     """Return the roles of the workers in TF_CONFIG; None: they get no TF_CONFIG."""
-    asked = values[o.TF_ROLES]
-    if asked is None:
-        return WORKERS_ONLY if values[o.TF_CONFIG] else None
-    return asked
+    asked: TfRoles | None = line["tf_roles"]
+    return WORKERS_ONLY if asked is None and line.options.tf_config else asked
 
 
 def check_tf_roles(settings: Settings) -> None:

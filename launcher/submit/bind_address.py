@@ -23,14 +23,14 @@ def choose_bind_host(
     Args:
         bind: the host of --rdzv-endpoint. Loopback, the default, is replaced if there are
             hosts that could not reach it.
-        hosts: those that are known.
+        hosts: the known hosts.
         interfaces: --network-interfaces.
-        look_up: gives the name by which the network knows a host.
+        look_up: returns the name by which the network knows a host.
 
     Raises UsageError if `bind` has no address here, or none of the interfaces has one.
     """
     given = numeric_address(bind)
-    # Its own name may mean loopback here (Debian's 127.0.1.1), which is of no use to others.
+    # Its own name may mean loopback here (Debian's 127.0.1.1), which other hosts cannot use.
     remote = [host for host, slots in hosts if slots and not is_this_machine(host)]
     if not ipaddress.ip_address(given).is_loopback or not remote:
         return given

@@ -1,7 +1,8 @@
 """Checks of a plan before anything is started: files, commands, interfaces.
 
-Called by `launcher.job` with a finished plan, also for --dry-run. Reads the file system and changes
-nothing there except that the log folder is made (`create`). A finding is a `UsageError` of a line.
+`launcher.job` calls `check_plan` with a finished plan, also for --dry-run. It reads the file system
+and changes nothing there, except that `create` makes the log folder. Each finding is a `UsageError`
+of one line.
 """
 
 import os
@@ -15,29 +16,50 @@ from pathlib import Path
 
 import psutil
 
-from elastic_driver.errors import UsageError
-from launcher.backends.registry import make_backend
-from launcher.own_packages import find_shadow
-from launcher.plan.hosts import DiscoveredHosts, JoinedHosts
+from elastic_driver.errors import ElasticError, UsageError
+from elastic_driver.runtime.discovery import FixedDiscovery, HostDiscovery
+from launcher.backends.registry import DISCOVERY, load, make_backend
+from launcher.backends.slurm_nodes import AllocationDiscovery
+from launcher.edge import find_shadow
+from launcher.plan.hosts import FixedHosts, HostSource, JoinedHosts
 from launcher.plan.launch import LaunchPlan
-from launcher.submit.discovery import make_discovery
 
 
-def check_plan(plan: LaunchPlan, environ: Mapping[str, str], *, create: bool) -> None:
+def check_plan(plan: LaunchPlan, *, create: bool) -> None:
     """Raise UsageError for the first thing that cannot work; `create`: make the log folder."""
     spec = plan.spec
     cwd = Path(spec.cwd)
-    worker_environ = {**environ, **spec.env}
-    _check_command(spec.command, cwd, worker_environ)
-    _check_shadows(spec.command, cwd, worker_environ)
-    if isinstance(plan.hosts, DiscoveredHosts):
-        make_discovery(plan.hosts)
+    environ = {**plan.agents.environ, **spec.env}
+    _check_command(spec.command, cwd, environ)
+    _check_shadows(spec.command, cwd, environ)
     if not isinstance(plan.hosts, JoinedHosts):
-        make_backend(plan.backend, plan.backend_job(environ)).check(plan.hosts.hosts or ())
+        make_discovery(plan.hosts)
+        make_backend(plan.backend, plan.agents).check(plan.agents.hosts)
     if spec.log_dir is not None:
         _check_log_dir(cwd / spec.log_dir, create=create)
-    if plan.backend == "local":  # other hosts may have other ones
+    if plan.backend == "local":  # other hosts may have other interfaces
         _check_interfaces(spec.env.get("GLOO_SOCKET_IFNAME", ""))
+
+
+def make_discovery(source: HostSource) -> HostDiscovery:
+    """Return the discovery of these hosts; raises UsageError if it cannot work."""
+    if isinstance(source, JoinedHosts):
+        raise AssertionError("nodes that join are no discovery's; see launcher.join")
+    if isinstance(source, FixedHosts):
+        if source.allocation is None:
+            return FixedDiscovery(source.hosts)
+        return AllocationDiscovery(source.allocation, source.hosts, os.environ)
+    make = load(DISCOVERY, source.discovery)
+    try:
+        discovery: HostDiscovery = make(
+            source.argument, default_slots=source.default_slots, timeout=source.timeout
+        )
+    except ElasticError:
+        raise
+    except Exception as error:  # another package's code may raise anything
+        problem = f"--host-discovery {source.source}: {type(error).__name__}: {error}"
+        raise UsageError(problem) from error
+    return discovery
 
 
 # ---- the command -------------------------------------------------------------------------
@@ -48,17 +70,18 @@ def _check_command(command: tuple[str, ...], cwd: Path, environ: Mapping[str, st
     _check_executable(program, cwd, environ)
     if not is_python(program) or not arguments:
         return
-    if arguments[0] == "-m" and len(arguments) > 1:
+    name = arguments[0]
+    if name == "-m" and len(arguments) > 1:
         if program == sys.executable:
             _check_module(arguments[1], cwd, environ)
-    elif not arguments[0].startswith("-"):
-        script = cwd / arguments[0]
-        if script.suffix == ".py" and not script.exists():
-            raise UsageError(f"the script {arguments[0]} does not exist in {cwd}")
-        if script.suffix == ".py" and not os.access(script, os.R_OK):
-            raise UsageError(f"the script {arguments[0]} cannot be read; check its permissions")
-        if script.suffix == ".py" and script.is_dir():
-            raise UsageError(f"{arguments[0]} is a folder, not a script")
+    elif not name.startswith("-") and name.endswith(".py"):
+        script = cwd / name
+        if not script.exists():
+            raise UsageError(f"the script {name} does not exist in {cwd}")
+        if not os.access(script, os.R_OK):
+            raise UsageError(f"the script {name} cannot be read; check its permissions")
+        if script.is_dir():
+            raise UsageError(f"{name} is a folder, not a script")
 
 
 def is_python(program: str) -> bool:
@@ -67,17 +90,17 @@ def is_python(program: str) -> bool:
 
 
 def _check_executable(program: str, cwd: Path, environ: Mapping[str, str]) -> None:
-    if os.sep in program:
-        path = cwd / program
-        if path.is_dir():
-            raise UsageError(f"the command {program} is a folder")
-        if not path.exists():
-            raise UsageError(f"the command {program} does not exist (looked in {cwd})")
-        if not os.access(path, os.X_OK):
-            raise UsageError(f"the command {program} is not executable; try chmod +x {program}")
-    elif shutil.which(program, path=environ.get("PATH", os.defpath)) is None:
-        hint = f"; did you mean ./{program}?" if (cwd / program).is_file() else "; check PATH"
-        raise UsageError(f"the command {program} was not found{hint}")
+    path = cwd / program
+    if os.sep not in program:
+        if shutil.which(program, path=environ.get("PATH", os.defpath)) is None:
+            hint = f"did you mean ./{program}?" if path.is_file() else "check PATH"
+            raise UsageError(f"the command {program} was not found; {hint}")
+    elif path.is_dir():
+        raise UsageError(f"the command {program} is a folder")
+    elif not path.exists():
+        raise UsageError(f"the command {program} does not exist (looked in {cwd})")
+    elif not os.access(path, os.X_OK):
+        raise UsageError(f"the command {program} is not executable; try chmod +x {program}")
 
 
 def _check_module(module: str, cwd: Path, environ: Mapping[str, str]) -> None:
@@ -89,29 +112,28 @@ def _check_module(module: str, cwd: Path, environ: Mapping[str, str]) -> None:
 
 
 def _check_shadows(command: tuple[str, ...], cwd: Path, environ: Mapping[str, str]) -> None:
-    """Refuse a user's rendezvous.py beside the script, which would be imported for ours."""
+    """Refuse a user's rendezvous.py beside the script: workers would import it in place of ours."""
     if not is_python(command[0]) or len(command) < 2:
         return
     script = command[1]
     first = cwd if script.startswith("-") else (cwd / script).resolve().parent
     shadow = find_shadow([first, *_python_path(cwd, environ)])
     if shadow is not None:
-        fresh = f"my_{shadow.name}"
         raise UsageError(
             f"{shadow} would be imported by the workers in place of elastic-driver's own "
-            f"package of that name; rename it, for instance to {fresh}"
+            f"package of that name; rename it, for instance to my_{shadow.name}"
         )
 
 
 def _python_path(cwd: Path, environ: Mapping[str, str]) -> list[Path]:
-    listed = environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [cwd / folder for folder in listed if folder]
+    return [cwd / folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 # ---- files and interfaces ----------------------------------------------------------------
 
 
 def _check_log_dir(path: Path, *, create: bool) -> None:
+    problem = "Permission denied"
     try:
         if create:
             path.mkdir(parents=True, exist_ok=True)
@@ -119,19 +141,18 @@ def _check_log_dir(path: Path, *, create: bool) -> None:
             return
         existing = next(folder for folder in (path, *path.parents) if folder.exists())
         if not existing.is_dir():
-            raise NotADirectoryError(0, "Not a directory")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise PermissionError(0, "Permission denied")
+            problem = "Not a directory"
+        elif os.access(existing, os.W_OK | os.X_OK):
+            return
     except OSError as error:
-        raise UsageError(
-            f"cannot write to the log folder {path}: {error.strerror}; choose another --log-dir"
-        ) from None
+        problem = str(error.strerror)
+    raise UsageError(f"cannot write to the log folder {path}: {problem}; choose another --log-dir")
 
 
 def _check_interfaces(names: str) -> None:
     known = psutil.net_if_addrs()
     for name in filter(None, names.split(",")):
-        # Both libraries also take prefixes (eth) and, NCCL, ^exclusions: only a plain miss is one.
+        # Both libraries also take prefixes (eth) and, NCCL, ^exclusions; these are let through.
         if not name.startswith(("^", "=")) and not any(k.startswith(name) for k in known):
             found = ", ".join(sorted(known))
             raise UsageError(f"there is no network interface {name} here; there are {found}")

@@ -14,7 +14,7 @@ from elastic_driver.core.tf_config import (
     cluster_of,
     tf_config,
 )
-from elastic_driver.settings import TfRoles
+from elastic_driver.options import TfRoles
 
 ALL_ROLES: TfRoles = (("chief", 1), ("ps", 2), ("worker", None), ("evaluator", 1))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.own_packages import ROOT
+from launcher.edge import ROOT
 
 MAIN = "import launcher.cli, sys; sys.exit(launcher.cli.main(sys.argv[1:]))"
 

@@ -9,7 +9,7 @@ from elastic_driver.core.tf_config import (
     Task,
     assign,
 )
-from elastic_driver.settings import TfRoles
+from elastic_driver.options import TfRoles
 
 
 @settings(deadline=None, max_examples=100)

@@ -30,7 +30,7 @@ def check_without_a_job(
     """Check these hosts; the check's own folder is `check`."""
     driver = ElasticDriver(
         settings=Settings(),
-        spec=JobSpec("run", ("true",), "/", {}, 30.0, 30.0, 3),
+        spec=JobSpec("run", ("true",), "/", {}, 30.0, 3),
         discovery=FixedDiscovery(hosts),
         starter=make_backend,
         run_dir=RunDir(folder, "run"),

@@ -56,7 +56,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
         checks = None if node_check is None else found(node_check, run_dir.path)
         driver = ElasticDriver(
             settings=Settings(**{**values, **settings}),  # type: ignore[arg-type]
-            spec=JobSpec("run", ("true",), "/", {}, 30.0, 30.0, 3),
+            spec=JobSpec("run", ("true",), "/", {}, 30.0, 3),
             discovery=source,
             starter=cluster,
             run_dir=run_dir,

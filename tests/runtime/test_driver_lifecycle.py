@@ -87,7 +87,7 @@ def test_a_driver_can_be_stopped_before_it_has_any_host(start_job: StartJob) -> 
 def make_driver(run_dir: RunDir, options: DriverOptions, starter: object = None) -> ElasticDriver:
     return ElasticDriver(
         settings=Settings(),
-        spec=JobSpec("run", ("true",), "/", {}, 30.0, 30.0, 3),
+        spec=JobSpec("run", ("true",), "/", {}, 30.0, 3),
         discovery=FixedDiscovery(()),
         starter=starter or Cluster(),  # type: ignore[arg-type]
         run_dir=run_dir,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import queue
 import signal
@@ -135,10 +136,9 @@ class Driver:
             cwd=str(self.folder),
             env={},
             heartbeat_timeout=6.0,
-            grace_period=2.0,
             max_restarts=3,
         )
-        spec = msgspec.structs.replace(spec, **changes)
+        spec = dataclasses.replace(spec, **changes)
         self.server.apply([Set(contract.JOB_SPEC, encode(spec))])
         return spec
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import msgspec
+import dataclasses
 
 from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec, StartWorkerOrder
@@ -8,7 +8,7 @@ from launcher.agent.environment import Meeting, worker_environment
 from launcher.network import is_loopback
 from tests.launcher.agent.harness import place
 
-SPEC = JobSpec("run-1", ("x",), "/", {}, heartbeat_timeout=12.5, grace_period=1, max_restarts=3)
+SPEC = JobSpec("run-1", ("x",), "/", {}, heartbeat_timeout=12.5, max_restarts=3)
 MEETING = Meeting("localhost", "http://127.0.0.1:1", "/run/token")
 
 
@@ -19,7 +19,7 @@ def born_with(
     master: str = "127.0.0.1",
 ) -> dict[str, str]:
     order = StartWorkerOrder("localhost.3.7", place(1, size, slot=3), 4, 2, master, 29500)
-    spec = msgspec.structs.replace(SPEC, env=job_env or {})
+    spec = dataclasses.replace(SPEC, env=job_env or {})
     return worker_environment(inherited or {}, spec, order, MEETING)
 
 

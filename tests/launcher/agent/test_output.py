@@ -1,19 +1,19 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from elastic_driver.core.documents import JobSpec
 from launcher.agent.output import ERR, OUT, LogFile, Routing, link_ranks, parse_streams, route
 
-SPEC = JobSpec("r", ("x",), "/", {}, 1.0, 1.0, 0, log_dir="logs", redirects="0", tee="0")
+SPEC = JobSpec("r", ("x",), "/", {}, 1.0, 0, log_dir="logs", redirects="0", tee="0")
 BOTH = OUT | ERR
 
 
 def routed(local_rank: int = 0, **changes: object) -> Routing:
-    return route(msgspec.structs.replace(SPEC, **changes), local_rank)
+    return route(dataclasses.replace(SPEC, **changes), local_rank)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ WAIT = "import time\nprint('up', flush=True)\ntime.sleep(600)"
 def test_the_driver_is_told_and_the_agent_stays_until_it_is_let_go(
     driver: Driver, number: signal.Signals
 ) -> None:
-    driver.python(WAIT, leave_notice=20.0)
+    driver.python(WAIT, grace_period=20.0)
     with agent_of(driver) as agent:
         worker = driver.start_worker()
         pid = driver.wait(WorkerStarted, worker).pid
@@ -39,7 +39,7 @@ def test_the_driver_is_told_and_the_agent_stays_until_it_is_let_go(
 
 
 def test_workers_that_have_not_left_when_the_time_is_over_are_stopped(driver: Driver) -> None:
-    driver.python(WAIT, leave_notice=1.0)
+    driver.python(WAIT, grace_period=1.0)
     with agent_of(driver) as agent:
         worker = driver.start_worker()
         driver.wait(WorkerStarted, worker)
@@ -54,7 +54,7 @@ def test_workers_that_have_not_left_when_the_time_is_over_are_stopped(driver: Dr
 def test_a_repeated_announcement_is_told_once_and_a_sigterm_behind_it_ends_the_agent(
     driver: Driver,
 ) -> None:
-    driver.python(WAIT, leave_notice=60.0)
+    driver.python(WAIT, grace_period=60.0)
     with agent_of(driver) as agent:
         driver.wait(WorkerStarted, driver.start_worker())
         agent.process.send_signal(signal.SIGUSR1)
@@ -66,7 +66,7 @@ def test_a_repeated_announcement_is_told_once_and_a_sigterm_behind_it_ends_the_a
 
 
 def test_ctrl_c_is_no_announcement(driver: Driver) -> None:
-    driver.python(WAIT, leave_notice=60.0)
+    driver.python(WAIT, grace_period=60.0)
     with agent_of(driver) as agent:
         driver.wait(WorkerStarted, driver.start_worker())
         agent.process.send_signal(signal.SIGINT)

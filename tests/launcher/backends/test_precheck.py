@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher import version
 from launcher.backends.precheck import Found, judge, precheck
 from launcher.backends.ssh import SshShell
-from launcher.build_info import version
 
 GOOD = Found(version=version(), python="3.11", folder=True, temporary=True)
 

@@ -105,7 +105,7 @@ def test_an_agent_comes_up_its_output_arrives_and_its_end_is_told_once(
 def test_a_notice_to_the_agent_s_keeper_reaches_the_driver(
     driver: Driver, backend: RemoteBackend, number: signal.Signals
 ) -> None:
-    driver.python(WAIT, leave_notice=20.0)
+    driver.python(WAIT, grace_period=20.0)
     backend.start(HOST, 1, lambda _reason: None)
     keeper, _ = keeper_and_agent(driver)
     keeper.send_signal(number)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from elastic_driver.options import Heading
 from launcher.options.help import render_help
-from launcher.options.table import GROUPS, OPTIONS
+from launcher.options.table import OPTIONS
 
 
 def test_every_option_every_alias_and_every_group_is_there() -> None:
@@ -11,8 +12,9 @@ def test_every_option_every_alias_and_every_group_is_there() -> None:
     for option in OPTIONS:
         assert all(f"{name}" in text for name in (option.long, *option.aliases))
         assert option.help.split()[0] in text
-    assert [text.index(group) for group in GROUPS] == sorted(text.index(g) for g in GROUPS)
-    assert text.index("Examples") > text.index(GROUPS[-1])
+    headings = [text.index(f"\n{heading.value}\n") for heading in Heading]
+    assert headings == sorted(headings)
+    assert text.index("Examples") > headings[-1]
 
 
 def test_no_line_is_wider_than_asked_for() -> None:

@@ -6,9 +6,8 @@ import pytest
 
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from launcher.options.values import resolve
-from launcher.plan.hosts import DiscoveredHosts, FixedHosts
-from launcher.plan.launch import Facts, LaunchPlan, make_plan
-from launcher.plan.sizes import MachineFacts
+from launcher.plan.hosts import DiscoveredHosts, Facts, FixedHosts, MachineFacts
+from launcher.plan.launch import LaunchPlan, make_plan
 
 SCRIPT = ("--host-discovery-script", "./find.sh")
 
@@ -240,7 +239,7 @@ def test_the_specification_carries_what_workers_need() -> None:
     spec = plan(
         *("--env", "A=1", "--network-interfaces", "eth0,eth1", "--log-dir", "logs", "--tee", "1"),
         *("--redirects", "2", "--local-ranks-filter", "1,0", "--heartbeat-timeout", "4"),
-        *("--stop-grace", "2", "--max-restarts", "7", "--prefix-output-with-timestamp"),
+        *("--grace-period", "2", "--max-restarts", "7", "--prefix-output-with-timestamp"),
     ).spec
     assert spec.env == {
         "A": "1",
@@ -256,8 +255,8 @@ def test_the_specification_carries_what_workers_need() -> None:
 
 
 def test_a_plan_shows_what_would_run_and_who_said_so() -> None:
-    made = plan("-np", "2", "--env", "API_KEY=hunter2", ELASTICRUN_MAX_NP="4")
-    text = made.render(origins=True)
+    made = plan("-v", "-np", "2", "--env", "API_KEY=hunter2", ELASTICRUN_MAX_NP="4")
+    text = made.render()
     assert "command     /usr/bin/py train.py" in text
     assert "workers     start with 2, go on with 1 or more, at most 4" in text
     assert "set         --max-np 4  (ELASTICRUN_MAX_NP)" in text
@@ -331,11 +330,11 @@ def test_the_ranks_of_mpirun_are_the_hosts_of_one_job() -> None:
 
 def test_other_hosts_get_useful_variables_and_those_that_were_named() -> None:
     shell = {"PATH": "/bin", "HOME": "/h", "FOO": "a secret", "NCCL_DEBUG": "INFO"}
-    made = plan("-H", "n1:1", "-x", "FOO", "-x", "BAR", "--env", "NCCL_DEBUG=WARN", **shell)
+    made = plan("-v", "-H", "n1:1", "-x", "FOO", "-x", "BAR", "--env", "NCCL_DEBUG=WARN", **shell)
     assert made.spec.env == {"PATH": "/bin", "FOO": "a secret", "NCCL_DEBUG": "WARN"}
     assert made.forwarded == ("PATH",)
     assert made.notes == ("-x BAR: it is not set here, and is not passed on",)
-    shown = made.render(origins=True)
+    shown = made.render()
     assert "variables   FOO NCCL_DEBUG\npassed on   PATH" in shown
     assert "a secret" not in shown
 

@@ -6,15 +6,15 @@ import pytest
 
 from elastic_driver.errors import UsageError
 from launcher.options.values import resolve
-from launcher.plan.role import Join, Look, Role, Serve, decide_role, with_node_count
+from launcher.plan.hosts import Join, Serve, decide_role, with_node_count
 
 ALL = "0.0.0.0"  # noqa: S104 - nothing is bound
 HERE = {"me", "10.0.0.1", "localhost", "127.0.0.1", ALL}
 
 
-def role(*argv: str, taken: bool = False, **environ: str) -> Role:
-    values = with_node_count(resolve([*argv, "--", "train.py"], environ).values, environ)
-    return decide_role(values, environ, Look(HERE.__contains__, lambda _host, _port: not taken))
+def role(*argv: str, taken: bool = False, **environ: str) -> Serve | Join | None:
+    line = with_node_count(resolve([*argv, "--", "train.py"], environ), environ)
+    return decide_role(line, environ, lambda host, _port: host in HERE and not taken)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def role(*argv: str, taken: bool = False, **environ: str) -> Role:
         (["--join", "[fe80::1]:7"], Join("fe80::1", 7)),
     ],
 )
-def test_what_is_said_in_so_many_words(argv: list[str], expected: Role) -> None:
+def test_what_is_said_in_so_many_words(argv: list[str], expected: Serve | Join | None) -> None:
     assert role(*argv) == expected
 
 
@@ -44,7 +44,9 @@ def test_what_is_said_in_so_many_words(argv: list[str], expected: Role) -> None:
         (f"{ALL}:7", False, Serve(ALL, 7, own=True)),
     ],
 )
-def test_the_same_command_on_every_node(endpoint: str, taken: bool, expected: Role) -> None:
+def test_the_same_command_on_every_node(
+    endpoint: str, taken: bool, expected: Serve | Join | None
+) -> None:
     for nodes in ("2", "1:2", "2:4"):
         for more in ([], ["--rdzv-backend", "c10d", "--rdzv-id", "x"]):
             argv = ["--nnodes", nodes, "--rdzv-endpoint", endpoint, *more]
@@ -95,7 +97,9 @@ def test_jobs_whose_hosts_are_started_from_here(argv: list[str]) -> None:
         (["--master-addr", "y"], {"MASTER_ADDR": "x", "NODE_RANK": "1"}, Join("y", 29500)),
     ],
 )  # fmt: skip
-def test_nodes_with_numbers(argv: list[str], environ: dict[str, str], expected: Role) -> None:
+def test_nodes_with_numbers(
+    argv: list[str], environ: dict[str, str], expected: Serve | Join | None
+) -> None:
     assert role("--nnodes", "2:4", *argv, **environ) == expected
 
 
@@ -107,8 +111,9 @@ def test_world_size_is_the_number_of_nodes_where_nothing_else_sets_the_size() ->
     assert role("--standalone", **job, RANK="1") is None
     assert role(**{**job, "WORLD_SIZE": "1"}, RANK="0") is None
     assert role(**job, RANK="0", LOCAL_RANK="0") is None
-    values = with_node_count(resolve(["x.py"], {}).values, {**job, "RANK": "1"})
-    assert ("--nnodes", "3 3", "WORLD_SIZE") in values.origins()
+    line = with_node_count(resolve(["x.py"], {}), {**job, "RANK": "1"})
+    assert ("--nnodes", "3", "WORLD_SIZE") in line.origins()
+    assert line.options.nnodes == (3, 3)
 
 
 @pytest.mark.parametrize(

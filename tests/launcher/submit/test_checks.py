@@ -11,8 +11,8 @@ import pytest
 
 from elastic_driver.errors import UsageError
 from launcher.options.values import resolve
-from launcher.plan.launch import Facts, make_plan
-from launcher.plan.sizes import MachineFacts
+from launcher.plan.hosts import Facts, MachineFacts
+from launcher.plan.launch import make_plan
 from launcher.submit.checks import check_plan
 from tests.support.permissions import where_permissions_apply
 
@@ -20,9 +20,9 @@ ENVIRON = {"PATH": os.environ.get("PATH", os.defpath)}
 
 
 def check(folder: Path, *argv: str, create: bool = False, **environ: str) -> None:
-    facts = Facts("run", str(folder), str(folder), sys.executable, MachineFacts(2, 0))
-    plan = make_plan(resolve(argv, {}), facts)
-    check_plan(plan, {**ENVIRON, **environ}, create=create)
+    machine, here = MachineFacts(2, 0), str(folder)
+    facts = Facts("run", here, here, sys.executable, machine, environ={**ENVIRON, **environ})
+    check_plan(make_plan(resolve(argv, {}), facts), create=create)
 
 
 def refused(folder: Path, *argv: str, create: bool = False, **environ: str) -> str:

@@ -17,8 +17,8 @@ from elastic_driver.runtime.checks import CheckSettings
 from elastic_driver.runtime.discovery import FixedDiscovery
 from launcher import cli, ctl
 from launcher.options.values import resolve
-from launcher.plan.launch import Facts, NodeCheckPlan, make_plan
-from launcher.plan.sizes import MachineFacts
+from launcher.plan.hosts import Facts, MachineFacts
+from launcher.plan.launch import NodeCheckPlan, make_plan
 from launcher.submit import nodecheck
 from tests.support.job import eventually
 

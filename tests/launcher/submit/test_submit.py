@@ -16,7 +16,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.runtime.driver import ElasticDriver
 from launcher.plan.hosts import DiscoveredHosts, FixedHosts
 from launcher.submit.bind_address import numeric_address
-from launcher.submit.discovery import make_discovery
+from launcher.submit.checks import make_discovery
 from launcher.submit.submit import stop_on_signals
 from tests.support.job import elasticrun
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher.facts import read_hostfile, this_machine
+from launcher.job import read_hostfile, this_machine
 
 
 def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:

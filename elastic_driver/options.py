@@ -1,0 +1,240 @@
+"""Options of `elasticrun`: a dataclass field with a record, and readers for values.
+
+The struct that a part of the system receives declares its options: `option(…)` takes the place of
+the field's default. The launcher collects the records (`launcher.options`), reads the command line,
+the environment and the configuration file with them, prints `--help`, and fills the structs. mypy
+checks that reader, default and field have the same type.
+
+Readers are pure. They raise `ValueError` with a phrase that completes "--option …".
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+D = TypeVar("D")
+T_co = TypeVar("T_co", covariant=True)
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off", ""})
+_WHOLE = re.compile(r"[0-9]{1,9}\Z")  # int() would also take signs, blanks and Unicode digits
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_STREAMS = re.compile(r"[0-3]\Z|[0-9]+:[0-3](,[0-9]+:[0-3])*\Z")
+TfRoles = tuple[tuple[str, int | None], ...]
+"""TensorFlow's roles, in the order in which workers get them; (role, None): all other workers."""
+# TensorFlow's roles, and the largest number of each.
+_TF_MOST = {"chief": 1, "worker": 10**9, "ps": 10**9, "evaluator": 1}
+
+
+class Heading(Enum):
+    """The headings of `--help`, in their order."""
+
+    HOSTS = "Hosts (one of them; default: this machine)"
+    JOIN = "Nodes that join by themselves (docs/joining.md)"
+    SIZE = "Size of the job"
+    POLICY = "What to do when workers and hosts fail (times in seconds)"
+    START = "Starting workers"
+    TENSORFLOW = "TensorFlow (docs/tensorflow.md)"
+    CHECK = "Checking the hosts before training (docs/node-checks.md)"
+    OUTPUT = "Output of the workers"
+    STATE = "Identity and state"
+    OTHER = "Other"
+
+
+@dataclass(frozen=True)
+class ValueKind(Generic[T_co]):
+    """A form of value, and its reader.
+
+    Attributes:
+        read: returns the value; takes the words of the option as its arguments.
+        metavar: the value's form in `--help`; empty for a flag.
+        words: the number of words that follow the option on the command line (0: a flag).
+        repeat: every occurrence adds its words; otherwise the last one wins.
+    """
+
+    read: Callable[..., T_co]
+    metavar: str = ""
+    words: int = 1
+    repeat: bool = False
+
+
+def option(
+    heading: Heading,
+    kind: ValueKind[T],
+    default: D,
+    help: str,  # noqa: A002
+    *,
+    aliases: tuple[str, ...] = (),
+    shown: str = "",
+    flag: str = "",
+) -> T | D:
+    """Return a dataclass field that an option of `elasticrun` sets.
+
+    Args:
+        heading: the heading in `--help`.
+        kind: the reader of the value.
+        default: the value if the option is not given.
+        help: one or two lines for users.
+        aliases: other spellings with their dashes, such as `-np`.
+        shown: the default in words, if the value itself does not explain it.
+        flag: the flag without dashes, if it is not the field's name with hyphens.
+    """
+    record = {"heading": heading, "kind": kind, "help": help, "aliases": aliases, "shown": shown}
+    return field(default=default, metadata={**record, "flag": flag})
+
+
+# ---- kinds of values ---------------------------------------------------------------------
+
+
+def _flag(word: str = "true") -> bool:
+    if word.lower() not in _TRUE | _FALSE:
+        raise ValueError(f"is a switch: true or false, got {word!r}")
+    return word.lower() in _TRUE
+
+
+def text(metavar: str) -> ValueKind[str]:
+    """Return the kind of any text that is not empty."""
+
+    def read(word: str) -> str:
+        if not word or "\0" in word:
+            raise ValueError("needs a value that is not empty")
+        return word
+
+    return ValueKind(read, metavar)
+
+
+def whole(metavar: str = "N", *, least: int = 0) -> ValueKind[int]:
+    """Return the kind of a whole number of at least `least`."""
+    return ValueKind(lambda word: _whole(word, least), metavar)
+
+
+def whole_or(name: str) -> ValueKind[int | None]:
+    """Return the kind of a whole number from 0, or a word that stands for None."""
+    return ValueKind(
+        lambda word: None if word == name else _whole(word, 0, f" or {name}"), f"N|{name}"
+    )
+
+
+def choice(*names: str) -> ValueKind[str]:
+    """Return the kind of one of a few names."""
+
+    def read(word: str) -> str:
+        if word not in names:
+            raise ValueError(f"is one of {', '.join(names)}, got {word!r}")
+        return word
+
+    return ValueKind(read, "|".join(names))
+
+
+def names(metavar: str) -> ValueKind[tuple[str, ...]]:
+    """Return the kind of a list of names with commas between them."""
+
+    def read(word: str) -> tuple[str, ...]:
+        found = tuple(part.strip() for part in word.split(","))
+        if not all(re.match(r"[A-Za-z0-9_.@:-]+\Z", name) for name in found):
+            raise ValueError(f"needs names with commas between them, got {word!r}")
+        return found
+
+    return ValueKind(read, metavar)
+
+
+def _whole(word: str, least: int, alternatives: str = "") -> int:
+    if not _WHOLE.match(word) or int(word) < least:
+        raise ValueError(f"needs a whole number of at least {least}{alternatives}, got {word!r}")
+    return int(word)
+
+
+def _seconds(word: str, *, zero: bool = False) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        bound = "0 or more" if zero else "more than 0"
+        raise ValueError(f"needs a number of seconds, {bound}, got {word!r}")
+    return value
+
+
+def _seconds_range(shortest: str, longest: str) -> tuple[float, float]:
+    low, high = _seconds(shortest), _seconds(longest)
+    if low > high:
+        raise ValueError(f"needs MIN <= MAX, got {low:g} {high:g}")
+    return low, high
+
+
+def _node_range(word: str) -> tuple[int, int]:
+    low, colon, high = word.partition(":")
+    if not (_WHOLE.match(low) and (_WHOLE.match(high) if colon else True)):
+        raise ValueError(f"needs N or MIN:MAX, got {word!r}")
+    least, most = int(low), int(high if colon else low)
+    if not 1 <= least <= most:
+        raise ValueError(f"needs 1 <= MIN <= MAX, got {word}")
+    return least, most
+
+
+def _node_workers(word: str) -> int | str:
+    return word if word in {"auto", "cpu", "gpu"} else _whole(word, 1, ", auto, cpu or gpu")
+
+
+def _endpoint(word: str) -> tuple[str, int]:
+    match = re.match(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?\Z", word)
+    if match is None or int(match[2] or 0) > 65535:
+        raise ValueError(f"needs HOST:PORT with a port of 0 to 65535, got {word!r}")
+    return match[1].strip("[]"), int(match[2] or 0)
+
+
+def _variables(*words: str) -> tuple[tuple[str, str | None], ...]:
+    found: dict[str, str | None] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not _VARIABLE.match(name) or "\0" in value:
+            raise ValueError(f"needs NAME=VALUE or NAME, got {word!r}")
+        found[name] = value if equals else None
+    return tuple(found.items())
+
+
+def _numbers(word: str) -> tuple[int, ...]:
+    return tuple(sorted({_whole(part.strip(), 0) for part in word.split(",")}))
+
+
+def _streams(word: str) -> str:
+    if not _STREAMS.match(word):
+        raise ValueError(f"is 0 (none), 1 (stdout), 2 (stderr), 3 (both) or 0:1,1:3, got {word!r}")
+    return word
+
+
+def _tf_roles(word: str) -> TfRoles:
+    roles: dict[str, int | None] = {}
+    for part in word.split(","):
+        role, _, count = part.strip().partition("=")
+        if role not in _TF_MOST:
+            raise ValueError(f"knows the roles {', '.join(_TF_MOST)}, got {role or part!r}")
+        if role in roles:
+            raise ValueError(f"names {role} twice")
+        if role == "worker" and count != "*":
+            raise ValueError(
+                f"needs worker=*, got worker={count}: they are all other processes, and -np and "
+                "--max-np set their number"
+            )
+        roles[role] = None if role == "worker" else _whole(count, 0)
+        if (roles[role] or 0) > _TF_MOST[role]:
+            raise ValueError(f"allows TensorFlow's one {role} at most, got {count}")
+    roles.setdefault("worker", None)
+    return tuple(roles.items())
+
+
+FLAG = ValueKind(_flag, words=0)  # in the environment and in files: 1/true/yes/on, 0/false/no/off
+SECONDS = ValueKind(_seconds, "SECONDS")
+SECONDS_OR_0 = ValueKind(lambda word: _seconds(word, zero=True), "SECONDS")
+SECONDS_RANGE = ValueKind(_seconds_range, "MIN MAX", words=2)
+NODE_RANGE = ValueKind(_node_range, "MIN[:MAX]")  # torchrun's --nnodes
+NODE_WORKERS = ValueKind(_node_workers, "N|auto|cpu|gpu")  # torchrun's --nproc-per-node
+ENDPOINT = ValueKind(_endpoint, "HOST:PORT")  # IPv6 in brackets; without a port: port 0
+VARIABLES = ValueKind(_variables, "NAME[=VALUE]", repeat=True)  # NAME alone: value None
+NUMBERS = ValueKind(_numbers, "0,1")
+STREAMS = ValueKind(_streams, "0-3")  # torchrun's --redirects: 0 to 3, or per local rank 0:1,1:3
+TF_ROLES = ValueKind(_tf_roles, "chief=1,ps=2,worker=*,evaluator=1")
