@@ -144,7 +144,10 @@ class NodeChecks:
         write_token_file(self._folder.token_file, self._token)
         self._folder.write_endpoint(self._server.url, time.time())
         spec, task = self.settings.spec(self._folder.run_id), self.settings.task
-        published = {contract.CHECK_SPEC: spec, TASK_SETTINGS: task}
+        published: dict[str, JobSpec | TaskSettings] = {
+            contract.CHECK_SPEC: spec,
+            TASK_SETTINGS: task,
+        }
         self._server.apply([Set(key, encode(document)) for key, document in published.items()])
         self.backend = self._make_backend(self._server.url, self._folder.token_file)
         self._answer, number, self._number = answer, self._number, self._number + 1
