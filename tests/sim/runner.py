@@ -6,11 +6,9 @@ round of the best possible size, and then finish with success.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
-
-from msgspec.structs import replace
 
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.rounds import RoundState
