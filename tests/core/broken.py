@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -37,7 +38,7 @@ def too_few_are_enough(patch: pytest.MonkeyPatch) -> None:
     watch_forming = Membership._watch_forming
 
     def with_one(self: Membership, now: float) -> None:
-        asked, self.settings = self.settings, replace(self.settings, min_np=1)
+        asked, self.settings = self.settings, dataclasses.replace(self.settings, min_np=1)
         watch_forming(self, now)
         self.settings = asked
 
