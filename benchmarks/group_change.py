@@ -62,7 +62,6 @@ class Ours:
         self._group = groups.build(
             run, store, self._rank, self._size, device, exclude_port=self._port
         )
-        self._group.close_store = store.close
         groups.install(self._group, store, self._rank, self._size, groups.make_gloo)
         for group in self._parting:
             group.end()

@@ -28,9 +28,7 @@ _NEEDED = (contract.WORKER_ID, contract.RENDEZVOUS, contract.TOKEN_FILE)
 class WorkerContext(Struct, frozen=True, kw_only=True):
     """The identity of this worker, and the address of its rendezvous."""
 
-    run_id: str = field(name=contract.RUN_ID, default="")
     worker: str = field(name=contract.WORKER_ID)  # `<host>.<slot>.<incarnation>`
-    host: str = field(name=contract.HOSTNAME)
     # Torchrun's name; when a worker starts, its local rank is its slot.
     slot: Annotated[int, Meta(ge=0)] = field(name="LOCAL_RANK", default=0)
     endpoint: str = field(name=contract.RENDEZVOUS)  # http://host:port
@@ -72,7 +70,6 @@ def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext 
             f"{contract.RENDEZVOUS} is {endpoint!r}, not http://HOST:PORT; "
             "start the script with `elasticrun script.py`"
         )
-    env.setdefault(contract.HOSTNAME, contract.host_of_worker(env[contract.WORKER_ID]))
     try:
         return msgspec.convert(env, WorkerContext, strict=False)
     except msgspec.ValidationError as error:
@@ -81,11 +78,9 @@ def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext 
         raise UsageError(message) from error
 
 
-def alone(host: str = "localhost", slot: int = 0) -> SlotInfo:
+def alone() -> SlotInfo:
     """Return the place of a process that trains alone: rank 0 of 1."""
-    ranks = dict.fromkeys(("rank", "local_rank", "cross_rank", "node_rank"), 0)
-    sizes = dict.fromkeys(("size", "local_size", "cross_size", "node_count"), 1)
-    return SlotInfo(host=host, slot=slot, **ranks, **sizes)
+    return SlotInfo("localhost", 0, 0, 0, 0, 1, 1, 1, 0, 1)
 
 
 def address_towards(endpoint: str) -> str | None:

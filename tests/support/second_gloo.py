@@ -56,7 +56,6 @@ class SecondGloo:
         self._connections.close()  # everybody has left the round before
         port = urlsplit(os.environ.get(contract.RENDEZVOUS, "")).port
         self._connections = GroupConnections(exclude_port=port)
-        self._connections.start()
         self._queue.clear()
         self._aborted.clear()
 

@@ -9,8 +9,6 @@ from elastic_driver.errors import UsageError
 from elastic_driver.worker import context
 
 BORN = {
-    contract.RUN_ID: "job",
-    contract.HOSTNAME: "node1",
     contract.WORKER_ID: "node1.2.3",
     contract.RENDEZVOUS: "http://127.0.0.1:1234",
     contract.TOKEN_FILE: "/x/token",
@@ -23,7 +21,7 @@ BORN = {
 def test_a_worker_reads_who_it_is_and_where_the_driver_listens() -> None:
     found = context.from_environment(BORN)
     assert found is not None
-    assert (found.worker, found.host, found.slot) == ("node1.2.3", "node1", 2)
+    assert (found.worker, found.slot) == ("node1.2.3", 2)
     assert (found.endpoint, found.token_file) == ("http://127.0.0.1:1234", "/x/token")
     assert found.heartbeat_timeout == 12.5
 
@@ -31,12 +29,6 @@ def test_a_worker_reads_who_it_is_and_where_the_driver_listens() -> None:
 def test_a_process_without_elasticrun_has_no_context() -> None:
     assert context.from_environment({}) is None
     assert context.from_environment({"WORLD_SIZE": "1"}) is None
-
-
-def test_the_host_is_read_from_the_worker_where_it_is_not_given() -> None:
-    found = context.from_environment({**BORN, contract.HOSTNAME: "", contract.WORKER_ID: "a.b.2.3"})
-    assert found is not None
-    assert found.host == "a.b"
 
 
 @pytest.mark.parametrize(

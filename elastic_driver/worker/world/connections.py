@@ -25,45 +25,31 @@ _BYTES_ACKED, _BUSY_AND_LIMITED, _TCP_INFO_SIZE = 120, 168, 184
 
 
 class GroupConnections:
-    """The connections that this process made between `start()` and `finish()`.
+    """The connections that this process makes from now until `finish()`.
 
     `exclude_port`: connections to this port of any peer are left out (the rendezvous).
     """
 
     def __init__(self, exclude_port: int | None = None) -> None:
+        self.held: list[socket.socket] = []
         self._exclude_port = exclude_port
-        self._before: frozenset[int] = frozenset()
-        self._held: list[socket.socket] = []
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def start(self) -> None:
-        """Remember the sockets that are open already."""
         self._before = frozenset(inode for inode, _ in _open_sockets())
 
     def finish(self) -> None:
-        """Hold the connections that were made since `start()`."""
-        self.close()
+        """Hold the connections that were made since this object."""
         for inode, descriptor in _open_sockets():
             if inode in self._before:
                 continue
-            try:
+            with contextlib.suppress(OSError):  # closed meanwhile, or a listener
                 copy = os.dup(descriptor)
-            except OSError:  # closed meanwhile
-                continue
-            if os.fstat(copy).st_ino != inode:  # the number is another file's by now
-                os.close(copy)
-                continue
-            connection = socket.socket(fileno=copy)
-            if self._is_peer(connection):
-                self._held.append(connection)
-            else:
-                connection.close()
-
-    def add(self, others: "GroupConnections") -> None:
-        """Hold the connections of a subgroup, too."""
-        self._held += others._held
+                if os.fstat(copy).st_ino != inode:  # the number is another file's by now
+                    os.close(copy)
+                    continue
+                with socket.socket(fileno=copy) as found:
+                    internet = found.family in (socket.AF_INET, socket.AF_INET6)
+                    tcp = internet and found.type == socket.SOCK_STREAM
+                    if tcp and found.getpeername()[1] != self._exclude_port:
+                        self.held.append(socket.socket(fileno=found.detach()))
 
     def shut_reads(self) -> None:
         """Make every collective of this process that waits for a peer fail now; any thread."""
@@ -73,44 +59,28 @@ class GroupConnections:
         """Make every collective of a peer that waits for us fail, after the data we have sent."""
         self._shut(socket.SHUT_WR)
 
-    def link_usage(self) -> Links | None:
-        """Return the traffic to each peer host so far; None if there is none; any thread."""
-        return link_usage(list(self._held))
-
     def close(self) -> None:
         """Close the connections; called when no peer is in the group any more."""
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         for connection in held:
             connection.close()
 
     def close_in_child(self) -> None:
         """Drop all copies in a forked child, so that peers see the end of the parent."""
-        ours = {os.fstat(connection.fileno()).st_ino for connection in self._held}
-        null = os.open(os.devnull, os.O_RDWR)
-        try:
+        ours = {os.fstat(connection.fileno()).st_ino for connection in self.held}
+        with open(os.devnull, "r+b", buffering=0) as null:
             for inode, descriptor in _open_sockets():
                 if inode in ours:  # replaced, not closed: gloo's copy of the number stays valid
-                    os.dup2(null, descriptor, inheritable=False)
-        finally:
-            os.close(null)
+                    os.dup2(null.fileno(), descriptor, inheritable=False)
 
     def _shut(self, how: int) -> None:
-        for connection in list(self._held):
+        for connection in list(self.held):
             with contextlib.suppress(OSError):  # the peer was faster
                 connection.shutdown(how)
 
-    def _is_peer(self, connection: socket.socket) -> bool:
-        internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-        if connection.type != socket.SOCK_STREAM or not internet:
-            return False
-        try:
-            return bool(connection.getpeername()[1] != self._exclude_port)
-        except OSError:
-            return False  # a listener
-
 
 def link_usage(connections: list[socket.socket]) -> Links | None:
-    """Return the network's time and bytes so far by peer address; None where nothing is known.
+    """Return the network's time and bytes so far by peer address; None if nothing is known.
 
     In an exchange all ranks wait for the slowest link, so its duration does not show which one is
     slow. But Linux counts for each TCP connection how long it had unacknowledged data

@@ -35,6 +35,7 @@ from elastic_driver.errors import WorldBrokenError
 from elastic_driver.worker.context import address_towards
 from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.nccl import DeviceHalf
+from rendezvous.torch_store import HTTPStore
 
 BACKEND = "elastic_gloo"
 COLLECTIVE_TIMEOUT_S = 1800.0  # torch's default; the lease of a hung peer expires long before
@@ -87,9 +88,9 @@ class RoundGroup:
 
     backend: Any  # gloo's object; torch must hold the last reference, so it is dropped early
     connections: GroupConnections
+    store: Store | None = None
     half: DeviceHalf | None = None  # carries the accelerator's tensors, where there is one
     elected: bool = True  # whether the workers voted for such a half, if they voted
-    close_store: Callable[[], None] = lambda: None
 
     def vote(self, identity: str) -> bool:
         """Return whether every worker has a device of its own; a collective.
@@ -120,7 +121,7 @@ class RoundGroup:
         half = self.half
         if half is None:
             return None
-        if not broken and not half.is_cut_off:
+        if not broken and half.reason is None:
             with contextlib.suppress(WorldBrokenError):
                 half.settle()
                 self.linger()
@@ -131,7 +132,7 @@ class RoundGroup:
     def end(self) -> None:
         """Free the connections and the store; called when every member has left the group."""
         self.connections.close()
-        self.close_store()
+        _close(self.store)
 
 
 def build(
@@ -161,12 +162,11 @@ def build(
     def construct() -> RoundGroup:
         backend = make_gloo(store, rank, size, device)
         connections.finish()
-        group = RoundGroup(backend, connections)
+        group = RoundGroup(backend, connections, store)
         if ballot is not None:
             group.elected = group.vote(ballot)
         return group
 
-    connections.start()
     try:
         return run(construct)
     except Exception as error:
@@ -174,6 +174,7 @@ def build(
         connections.shut_writes()
         connections.shut_reads()
         connections.close()
+        _close(store)  # the thread may still be waiting for keys
         raise RoundOverError(str(error).partition("\n")[0]) from error
 
 
@@ -187,7 +188,7 @@ def make_gloo(store: Store, rank: int, size: int, device: Any) -> ProcessGroupGl
     return backend
 
 
-def gloo_device(world: World, endpoint: str | None) -> Any:
+def gloo_device(world: World, endpoint: str) -> Any:
     """Return gloo's network device.
 
     It is that of GLOO_SOCKET_IFNAME, else loopback in a world on one host, else the interface
@@ -198,7 +199,7 @@ def gloo_device(world: World, endpoint: str | None) -> Any:
     hosts = {member.place.host for member in world.members}
     if len(hosts) == 1 or all(h in _LOOPBACK_NAMES or h.startswith("127.") for h in hosts):
         return ProcessGroupGloo.create_device(hostname="127.0.0.1")
-    address = address_towards(endpoint or "")
+    address = address_towards(endpoint)
     if address is not None and not address.startswith("127."):
         return ProcessGroupGloo.create_device(hostname=address)
     return ProcessGroupGloo.create_default_device()
@@ -210,10 +211,9 @@ GroupCreator = Callable[[Store, int, int, timedelta], Any]
 
 
 class _Handover:
-    """The objects that the registered backend returns to torch next."""
+    """The function that makes the groups of the registered backend, while this process has any."""
 
-    ready: Any = None  # the default group, while it is being installed
-    create_subgroup: GroupCreator | None = None
+    create: GroupCreator | None = None
 
 
 def install(
@@ -235,14 +235,14 @@ def install(
     """
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
-    _Handover.ready, _Handover.create_subgroup = group.backend, create_subgroup
+    _Handover.create = lambda *_: group.backend
     excepthook = sys.excepthook
     backend = f"cpu:{BACKEND},{device_backends}" if device_backends else BACKEND
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     try:
         dist.init_process_group(backend, timeout=timeout, world_size=size, rank=rank, store=store)
     finally:
-        _Handover.ready = None
+        _Handover.create = create_subgroup
         # Torch's puts `[rank0]:` before each line of a traceback, and in the next round another.
         sys.excepthook = excepthook
 
@@ -252,18 +252,19 @@ def uninstall(half: DeviceHalf | None = None) -> None:
 
     `half`: the device's half of the group, cut off already.
     """
-    _Handover.create_subgroup = None  # it holds the group
-    if not dist.is_initialized():
-        return
-    if half is not None:
+    _Handover.create = None  # it holds the group
+    if half is not None and dist.is_initialized():
         half.device.forget()
-    else:
+    elif dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    if _Handover.ready is not None:
-        return _Handover.ready
-    if _Handover.create_subgroup is None:
+    if _Handover.create is None:
         raise RuntimeError(f"the {BACKEND} backend is made by elastic.init(), not by hand")
-    return _Handover.create_subgroup(store, rank, size, timeout)
+    return _Handover.create(store, rank, size, timeout)
+
+
+def _close(store: Store | None) -> None:
+    if isinstance(store, HTTPStore):  # torch's own stores need no end
+        store.close()

@@ -32,8 +32,9 @@ from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import groups
+from elastic_driver.worker.world.connections import link_usage
 from elastic_driver.worker.world.groups import Attempt, RoundGroup, RoundOverError
-from elastic_driver.worker.world.nccl import BackendChoice, DeviceHalf
+from elastic_driver.worker.world.nccl import BackendChoice, DeviceHalf, Nccl
 from elastic_driver.worker.world.wrapping import tear_down_wrappers
 from rendezvous.torch_store import HTTPStore
 
@@ -93,8 +94,7 @@ class JobMembership:
         self.leave()
         if self._driver is not None:
             self._driver.stop()
-        while self._left_groups:
-            self._left_groups.pop().end()
+        self._end_left_groups()
         current.forget()
 
     def forget_in_child(self) -> None:
@@ -121,78 +121,81 @@ class JobMembership:
         A round that ends while its group is built costs nothing: we report READY for the next one.
         Raises `RendezvousError` only where the rendezvous refuses us; silence is waited out.
         """
-        driver = self._driver
+        driver, version = self._driver, state_version.steps
         if driver is None:
             me = Member(worker="localhost.0.0", place=alone())
             world = World(round=self._left + 1, members=(me,), reason="started alone")
-            self._enter(world, me, HashStore(), self.progress.version, lambda: None)
+            self._enter(world, me, HashStore(), version)
             return
         checkpoint = FinalCheckpointTask(driver.born.worker, state) if state is not None else None
         while True:
             world, me = driver.await_world(self._left, checkpoint)
             store = HTTPStore(driver.client, contract.round_prefix(world.round))
             try:
-                self._enter(world, me, store, state_version.steps, store.close)
+                self._enter(world, me, store, version)
                 return
             except RoundOverError as error:
                 self._left = world.round
                 reason = f"round {world.round} ended while its group was built: {error}"
                 driver.report_ready(self._left, state_version, reason)
 
-    def _enter(
-        self, world: World, me: Member, store: Store, version: int, close_store: Callable[[], None]
-    ) -> None:
-        driver = self._driver
-        device = groups.gloo_device(world, driver.born.endpoint if driver else None)
-        port = urlsplit(driver.born.endpoint).port if driver else None
-        name, timeout = f"elastic-group-{world.round}", groups.CONNECT_TIMEOUT_S + 1
-        run = partial(self._run_attempt, world.round, name, timeout)
+    def _enter(self, world: World, me: Member, store: Store, version: int) -> None:
+        endpoint = self._driver.born.endpoint if self._driver else ""
+        run = partial(self._run_attempt, world.round, groups.CONNECT_TIMEOUT_S + 1)
+        device, port = groups.gloo_device(world, endpoint), urlsplit(endpoint).port
         build = partial(groups.build, run, device=device, exclude_port=port)
         rank, size = me.place.rank, world.size
         ballot = None  # there is no vote on whether devices take part
         if self._choice.by_vote:
             ballot = self._choice.device.identity() if self._choice.device is not None else ""
-        try:
-            group = build(store, rank, size, ballot=ballot)
-        except RoundOverError:
-            close_store()  # its thread may still be waiting for keys
-            raise
-        group.close_store = close_store
+        group = build(store, rank, size, ballot=ballot)
 
         def create_subgroup(store: Store, rank: int, size: int, _timeout: timedelta) -> Any:
             part = build(store, rank, size)
-            group.connections.add(part.connections)
+            group.connections.held += part.connections.held
             return part.backend
 
         install = partial(groups.install, group, store, rank, size, create_subgroup)
-        self._install(group, world.round, install)
-        self._entered(world, me, group, version)
+        if self._choice.device is None or not group.elected:
+            install()
+        else:
+            self._install_with_device(self._choice.device, group, world.round, install)
+        with self._lock:
+            self.world, self.group = world, group
+            self._left = world.round
+            self._broken_since = None
+            self._thread = TrainingThread()
+            self.progress.links = lambda: link_usage(group.connections.held)
+            self.progress.entered(world.round, version, size)
+            if self._notice is not None:  # it may have come while the group was built
+                self._apply(self._notice)
+        self._end_left_groups()  # their other members are in this round, or gone
+        if self._driver is not None:
+            self._driver.preemption.listen()
+        current.enter(me.place, world.round)
 
-    def _run_attempt(self, round_id: int, name: str, timeout: float, work: Callable[[], T]) -> T:
+    def _run_attempt(self, round_id: int, timeout: float, work: Callable[[], T]) -> T:
         """Call `work` in a thread that a notice of the end of this round gives up."""
         attempt: Attempt[T] = Attempt()
         with self._lock:
             self._attempt = round_id, attempt
-            if self._notice is not None and _ends_now(self._notice, round_id):
-                attempt.abandon(self._notice.reason)
+            if self._notice is not None:
+                self._abandon_attempt(self._notice)
         try:
-            return attempt.run(work, name, timeout)
+            return attempt.run(work, f"elastic-round-{round_id}", timeout)
         finally:
             with self._lock:
                 self._attempt = None
 
-    def _install(self, group: RoundGroup, round_id: int, install: Callable[..., None]) -> None:
-        """Give the group to torch; where a device takes part, connect it to its peers."""
-        device = self._choice.device
-        if device is None or not group.elected:
-            install()
-            return
+    def _install_with_device(
+        self, device: Nccl, group: RoundGroup, round_id: int, install: Callable[..., None]
+    ) -> None:
+        """Give the group to torch, and connect the device to those of the peers."""
         device.begin()
         group.half = DeviceHalf(device)
         try:
             install(device_backends=device.backends)
-            name = f"elastic-device-{round_id}"
-            self._run_attempt(round_id, name, CONNECT_DEVICES_S, device.connect)
+            self._run_attempt(round_id, CONNECT_DEVICES_S, device.connect)
         except Exception as error:
             if problem := group.cut_off_device(broken=True):
                 self._end_process(problem)
@@ -204,22 +207,6 @@ class JobMembership:
                 raise
             raise RoundOverError(str(error).partition("\n")[0]) from error
         self._device_failures = 0
-
-    def _entered(self, world: World, me: Member, group: RoundGroup, version: int) -> None:
-        with self._lock:
-            self.world, self.group = world, group
-            self._left = world.round
-            self._broken_since = None
-            self._thread = TrainingThread()
-            self.progress.links = group.connections.link_usage
-            self.progress.entered(world.round, version, len(world.members))
-            if self._notice is not None:  # it may have come while the group was built
-                self._apply(self._notice)
-        while self._left_groups:  # their other members are in this round, or gone
-            self._left_groups.pop().end()
-        if self._driver is not None:
-            self._driver.preemption.listen()
-        current.enter(me.place, world.round)
 
     # ---- leaving -------------------------------------------------------------------------
 
@@ -282,16 +269,22 @@ class JobMembership:
         groups.uninstall(group.half)
         self._left_groups.append(group)
 
+    def _end_left_groups(self) -> None:
+        while self._left_groups:
+            self._left_groups.pop().end()
+
     # ---- notices, on the heartbeat thread ------------------------------------------------
 
     def _on_notice(self, notice: Notice) -> None:
         with self._lock:
             self._notice = notice
-            if self._attempt is not None:
-                round_id, attempt = self._attempt
-                if _ends_now(notice, round_id):
-                    attempt.abandon(notice.reason)
+            self._abandon_attempt(notice)
             self._apply(notice)
+
+    def _abandon_attempt(self, notice: Notice) -> None:
+        """Give up what is being built for a round that this notice ends. Needs the lock."""
+        if self._attempt is not None and _ends_now(notice, self._attempt[0]):
+            self._attempt[1].abandon(notice.reason)
 
     def _apply(self, notice: Notice) -> None:
         """Pass a notice about the current round on to the training thread. Needs the lock."""

@@ -25,6 +25,7 @@ Pitfalls of torch's calls (docs/nccl.md lists what was tried on a GPU):
   the group: `destroy_process_group()` shuts down, which waits.
 """
 
+import math
 import os
 import threading
 import time
@@ -135,16 +136,11 @@ class DeviceHalf:
 
     def __init__(self, device: Nccl) -> None:
         self.device = device
+        self.reason: str | None = None  # of the cut-off, once it has begun
         self._lock = threading.Lock()
-        self._reason: str | None = None  # of the cut-off, once it has begun
-        self._deadline = 0.0  # of the cut-off
+        self._deadline = math.inf  # of the cut-off
         self._ended = threading.Event()
         self._error: str | None = None  # why the cut-off failed
-
-    @property
-    def is_cut_off(self) -> bool:
-        """Return whether `cut_off` was called: the device's results do not count any more."""
-        return self._reason is not None
 
     def settle(self) -> None:
         """Wait until the device has done its work; called on the training thread.
@@ -152,22 +148,23 @@ class DeviceHalf:
         Raises `WorldBrokenError` where it was cut off: its results are garbage then.
         """
         self.device.settle()
-        if self._reason is not None:
-            raise WorldBrokenError(f"the group was left while the device worked: {self._reason}")
+        if self.reason is not None:
+            raise WorldBrokenError(f"the group was left while the device worked: {self.reason}")
 
     def cut_off(self, reason: str) -> None:
         """Begin to end all work of the group and return at once; the first call counts."""
         with self._lock:
-            if self._reason is not None:
+            if self.reason is not None:
                 return
             self._deadline = time.monotonic() + CUT_OFF_S
-            self._reason = reason  # before anything ends: garbage must not count as a result
+            self.reason = reason  # before anything ends: garbage must not count as a result
 
         def abort() -> None:
             try:
                 self.device.abort()
             except Exception as error:  # `problem` returns it
-                self._error = str(error).partition("\n")[0]
+                text = str(error).partition("\n")[0]
+                self._error = f"its device's group could not be ended: {text}"
             self._ended.set()
 
         threading.Thread(target=abort, name="elastic-cut-off", daemon=True).start()
@@ -177,21 +174,17 @@ class DeviceHalf:
 
         None if it can. Any thread: the training thread may wait for a device that waits for us.
         """
-        if self._error is not None:
-            return f"its device's group could not be ended: {self._error}"
-        late = self._reason is not None and time.monotonic() >= self._deadline
-        if late and not self._ended.is_set():
+        if not self._ended.is_set() and time.monotonic() >= self._deadline:
             return f"its device's group was not ended within {CUT_OFF_S:g} s"
-        return None
+        return self._error
 
     def wait_until_cut_off(self) -> None:
         """After `cut_off`, wait until the device writes nothing any more, or there is a `problem`.
 
         Called on the training thread.
         """
-        while not self._ended.is_set() and self.problem() is None:
-            self._ended.wait(max(0.0, self._deadline - time.monotonic()))
-        if self.problem() is None:
+        ended = self._ended.wait(max(0.0, self._deadline - time.monotonic()))
+        if ended and self._error is None:
             self.device.settle()
 
 

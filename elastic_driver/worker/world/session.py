@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker import context, current
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world.membership import JobMembership
 from elastic_driver.worker.world.nccl import choose_backend
@@ -26,10 +27,9 @@ BUSY_S = 3600.0  # the default limit of `busy`
 
 
 class _Session:
-    """The mutable fields of this module."""
+    """The mutable field of this module."""
 
     membership: JobMembership | None = None
-    has_hooks: bool = False  # for exit and fork
 
 
 def init(backend: str | None = None) -> None:
@@ -68,10 +68,6 @@ def start(backend: str | None = None) -> JobMembership:
         member = JobMembership(born, choose_backend(backend, born.slot if born else 0))
         member.start()
         _Session.membership = member
-        if not _Session.has_hooks:
-            atexit.register(shutdown)
-            os.register_at_fork(after_in_child=_forget_in_child)
-            _Session.has_hooks = True
     return _Session.membership
 
 
@@ -99,13 +95,11 @@ def report_progress(step: int | None = None, samples: int | None = None) -> None
     Costs a microsecond.
     """
     del samples
-    member = _Session.membership
-    if member is None:
-        return
+    progress, now = _progress(), time.monotonic()
     if step is None:
-        member.progress.active_at = time.monotonic()
+        progress.active_at = now
     else:
-        member.progress.reported(time.monotonic())
+        progress.reported(now)
 
 
 @contextmanager
@@ -120,11 +114,7 @@ def busy(what: str, within: float = BUSY_S) -> Iterator[None]:
         within: seconds after which silence counts again.
     """
     del what
-    member = _Session.membership
-    if member is None:
-        yield
-        return
-    progress = member.progress
+    progress = _progress()
     before = progress.busy_until
     progress.busy_until = max(before, time.monotonic() + within)
     try:
@@ -134,8 +124,18 @@ def busy(what: str, within: float = BUSY_S) -> Iterator[None]:
         progress.busy_until = before
 
 
+def _progress() -> TrainingProgress:
+    """Return the progress of this process; outside of a job, one that is not reported."""
+    member = _Session.membership
+    return TrainingProgress() if member is None else member.progress
+
+
 def _forget_in_child() -> None:
     member, _Session.membership = _Session.membership, None
     if member is not None:
         member.forget_in_child()
     current.forget()
+
+
+atexit.register(shutdown)
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -61,7 +61,6 @@ def sending_heartbeats(
     """A heartbeat of this progress."""
     born = WorkerContext(
         worker="a.0.1",
-        host="a",
         endpoint=server.url,
         token_file=token_file,
         heartbeat_timeout=heartbeat_timeout,

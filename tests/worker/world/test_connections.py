@@ -30,14 +30,13 @@ def test_only_connections_made_meanwhile_and_not_to_the_rendezvous_count(
     with socket.create_server(("127.0.0.1", 0)) as rendezvous:
         before, before_too = connect(listener)
         made = GroupConnections(exclude_port=rendezvous.getsockname()[1])
-        made.start()
         pair = connect(listener)
         kept_open, _kept = connect(rendezvous)
         udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         made.finish()
         # Both ends of the pair are in this process; of the other one only the server's end is
         # not a connection *to* the rendezvous.
-        assert len(made) == 3
+        assert len(made.held) == 3
         made.close()
         for end in (before, before_too, *pair, kept_open, _kept, udp):
             end.close()
@@ -46,12 +45,11 @@ def test_only_connections_made_meanwhile_and_not_to_the_rendezvous_count(
 def held(listener: socket.socket) -> tuple[GroupConnections, socket.socket, socket.socket]:
     """A connection to the listener, held: (held, our end, their end)."""
     made = GroupConnections()
-    made.start()
     ours = socket.create_connection(listener.getsockname(), timeout=5)
     made.finish()
     theirs, _ = listener.accept()
     theirs.settimeout(5)
-    assert len(made) == 1
+    assert len(made.held) == 1
     return made, ours, theirs
 
 
@@ -83,7 +81,6 @@ def test_who_hangs_up_is_heard_after_what_it_has_sent(listener: socket.socket) -
 
 def test_a_forked_child_lets_go_of_the_connections(listener: socket.socket) -> None:
     made = GroupConnections()
-    made.start()
     ours = socket.create_connection(listener.getsockname(), timeout=5)
     made.finish()
     theirs, _ = listener.accept()

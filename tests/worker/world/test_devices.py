@@ -64,7 +64,7 @@ def test_a_thread_that_waits_for_its_device_is_freed_by_another_and_knows_why() 
     half.cut_off("a.0.1 was killed")
     half.cut_off("and now this")
     assert time.monotonic() - began < 1, "whoever hears of the loss goes on with its heartbeats"
-    assert half.is_cut_off
+    assert half.reason == "a.0.1 was killed"
     assert training.is_alive()
     device.let.set()
     training.join(10)
@@ -139,7 +139,6 @@ def test_devices_take_part_where_everybody_has_one_of_its_own(tmp_path: Path) ->
 
 def lingers(rank: int, _size: int) -> float:
     made = GroupConnections()
-    made.start()
     store = dist.FileStore("second", 2)
     device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     backend = groups.make_gloo(store, rank, 2, device)
