@@ -45,8 +45,7 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
     def train(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         member = session.start()
         if member.group is None:
-            member.report_ready(state.state_version(), "started", state)
-            member.join(state.state_version())
+            member.join(state.state_version(), "started", state)
         breaks: deque[object] = deque(maxlen=MAX_EQUAL_BREAKS)
         rejoined = False
         while True:
@@ -67,8 +66,7 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
                     raise
                 clear_frames(error)
                 reason, roll_back = describe(error), state.restore
-            member.leave_and_report(state.state_version(), reason, state, roll_back)
-            member.join(state.state_version(), state)
+            member.join(state.state_version(), reason, state, roll_back)
             rejoined = True
 
     return train

@@ -63,8 +63,8 @@ def steps_past_boundaries(path: str, count: int) -> None:
     """The same, in a worker that a notice to leave at a boundary never reaches in time."""
     obey = JobMembership._apply
 
-    def obeys_what_comes_at_once(member: JobMembership, notice: Notice) -> None:
-        if notice.after_step is None:
+    def obeys_what_comes_at_once(member: JobMembership, notice: Notice | None) -> None:
+        if notice is None or notice.after_step is None:
             obey(member, notice)
 
     JobMembership._apply = obeys_what_comes_at_once

@@ -75,43 +75,37 @@ class FinalCheckpointTask:
 
     def __init__(self, worker: str, state: CheckpointableState) -> None:
         self._worker, self._state = worker, state
-        self._pending: tuple[int, Path] | None = None  # being written; this worker reports
-        self._result: events.WorkerSaved | None = None
+        self._number = 0  # of the request
+        self._folder: Path | None = None  # being written, and this worker reports
+        self._problem: str | None = None  # to report; "": none
 
     def begin(self, request: documents.SaveRequest) -> None:
         """Carry out the driver's request; a failure becomes the result and is not raised."""
-        self._pending = self._result = None
+        self._number, self._folder, self._problem = request.number, None, None
         if self._worker not in request.members:
             return
-        folder, problem, rank = None, "", request.members.index(self._worker)
+        rank = request.members.index(self._worker)
         try:
             folder = self._state.begin_final_checkpoint(request, rank)
         except Exception as error:  # of any kind: the others must not wait for this worker
-            problem = str(error) or type(error).__name__
-        if rank == 0 and folder is not None:
-            self._pending = request.number, folder
-        elif rank == 0 or problem:
-            self._finish(request.number, "", problem)
+            self._problem = str(error) or type(error).__name__
+        else:
+            if rank == 0:
+                self._folder, self._problem = folder, "" if folder is None else None
 
     def report(self, post: Callable[[events.WorkerSaved], object]) -> bool:
         """Post the result once it is known; return whether it is still pending.
 
         The result is kept for the next call where `post` raises.
         """
-        if self._pending is not None:
-            number, folder = self._pending
-            problem = self._state.final_checkpoint_problem(folder)
-            if problem is not None:
-                self._pending = None
-                self._finish(number, "" if problem else str(folder), problem)
-        if self._result is not None:
-            post(self._result)
-            self._result = None
-        return self._pending is not None
-
-    def _finish(self, number: int, folder: str, problem: str) -> None:
-        problem = problem[:MAX_REASON_CHARS]
-        self._result = events.WorkerSaved(self._worker, number, folder, problem)
+        if self._folder is not None:
+            self._problem = self._state.final_checkpoint_problem(self._folder)
+        if self._problem is not None:
+            folder = "" if self._problem or self._folder is None else str(self._folder)
+            problem = self._problem[:MAX_REASON_CHARS]
+            post(events.WorkerSaved(self._worker, self._number, folder, problem))
+            self._folder = self._problem = None
+        return self._folder is not None
 
 
 class DriverConnection:
@@ -140,7 +134,7 @@ class DriverConnection:
         self.client = RendezvousClient(born.endpoint, read_token_file(born.token_file))
         self.preemption = PreemptionWatch(born.worker, born.leave_notice)
         self._progress = progress
-        self._slice = min(SLICE_S, born.heartbeat_timeout)
+        self._leases = contract.worker_lease(born.worker), contract.worker_half_lease(born.worker)
         self._awaited: Counter[str] = Counter()  # document key → its newest revision
         # All fields below belong to the heartbeat thread.
         self._heart_client = self.client.clone()
@@ -148,10 +142,9 @@ class DriverConnection:
         self._stall_watch = StallWatch(born.worker, progress, born.hang_timeout)
         self._pending: list[Struct] = []  # events to post: the driver may be away
         self._idle = born.heartbeat_timeout / 3  # a lease survives two lost requests
-        self._longest = min(self._idle, LONGEST_WAIT_S)
         self._reported = (0, 0)  # round and step of the progress sent last
         self._wait = FIRST_WAIT_S
-        self._pause = self._longest  # between heartbeats while steps are made
+        self._pause = LONGEST_WAIT_S  # between heartbeats while steps are made
         self._seen: Counter[str] = Counter()  # document key → its newest revision
         self._round_starts = False  # a new world may include us: its first step is near
         self._first_step_of = 0  # the round whose first step has been posted
@@ -177,16 +170,15 @@ class DriverConnection:
         self.preemption.close()
         # A lease that expired would count as a hang, and the process may take long to end.
         with contextlib.suppress(RendezvousError):
-            self.client.batch(*map(Delete, self._leases()), deadline=STOP_S)
+            self.client.batch(*map(Delete, self._leases), deadline=STOP_S)
         self.client.close()
 
     def report_ready(self, left: int, state_version: StateVersion, reason: str) -> None:
         """Report READY for the next round after round `left`."""
         if left:
             self._report_first_step(self.client, left, math.inf)
-        steps, clean = state_version.steps, state_version.clean
         reason = reason[:MAX_REASON_CHARS]
-        self._post(events.WorkerReady(self.born.worker, left, steps, clean, reason))
+        self._post(events.WorkerReady(self.born.worker, left, *state_version, reason))
 
     def await_world(
         self, left: int, checkpoint: FinalCheckpointTask | None = None
@@ -196,7 +188,7 @@ class DriverConnection:
         `checkpoint` carries out a request for the final checkpoint that comes meanwhile.
         """
         while True:
-            keys, wait = [contract.JOB_WORLD], self._slice
+            keys, wait = [contract.JOB_WORLD], min(SLICE_S, self.born.heartbeat_timeout)
             if checkpoint is not None:
                 keys.append(contract.JOB_SAVE)
                 if checkpoint.report(self._post):  # it is being written
@@ -226,9 +218,7 @@ class DriverConnection:
                 continue  # by a signal, or to stop
             except RendezvousError as error:
                 if not self._silent:
-                    say(
-                        f"the driver does not answer; this worker goes on and tries again ({error})"
-                    )
+                    say(f"the driver does not answer; training goes on meanwhile ({error})")
                 self._silent = True
                 self.preemption.wait(RETRY_S)
             else:
@@ -257,7 +247,7 @@ class DriverConnection:
             watched.append(contract.JOB_WORLD)
         if progress.wants_allocations:
             watched.append(contract.JOB_ALLOCATION)
-        lease, half_lease = self._leases()
+        lease, half_lease = self._leases
         result = self._heart_client.batch(
             Set(lease, b"", self.born.heartbeat_timeout),
             Set(half_lease, b"", self.born.heartbeat_timeout / 2),
@@ -297,7 +287,7 @@ class DriverConnection:
         """
         round_id = self._progress.round
         if self._round_starts if round_id == 0 else round_id != self._first_step_of:
-            wait = min(self._wait, self._longest)
+            wait = min(self._wait, self._idle, LONGEST_WAIT_S)
             self._wait = wait * GROWTH
             return wait
         self._wait = FIRST_WAIT_S
@@ -307,17 +297,8 @@ class DriverConnection:
         self._pause = min(next_pause(self._pause, self._progress.size, stepped=stepped), self._idle)
         return self._pause
 
-    def _report_leaving(self, event: events.WorkerLeaving) -> str:
-        """Post that this worker leaves; return why that failed, or ""."""
-        if self._silent:
-            return "it does not answer"
-        try:
-            self._heart_client.post_json(EVENTS_PATH, encode(event), deadline=LEAVING_S)
-        except AbortedError:
-            raise  # the script has ended by itself meanwhile
-        except RendezvousError as error:
-            return str(error)
-        return ""
+    def _report_leaving(self, event: events.WorkerLeaving) -> None:
+        self._heart_client.post_json(EVENTS_PATH, encode(event), deadline=LEAVING_S)
 
     # ---- on both -------------------------------------------------------------------------
 
@@ -332,10 +313,6 @@ class DriverConnection:
             event = events.WorkerStepped(self.born.worker, round_id, self._progress.version)
             client.post_json(EVENTS_PATH, encode(event), deadline)
             self._first_step_of, self._round_starts = round_id, False
-
-    def _leases(self) -> tuple[str, str]:
-        worker = self.born.worker
-        return contract.worker_lease(worker), contract.worker_half_lease(worker)
 
 
 def next_pause(before: float, size: int, *, stepped: bool) -> float:

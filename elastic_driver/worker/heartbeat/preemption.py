@@ -25,6 +25,7 @@ from types import FrameType
 from elastic_driver import contract
 from elastic_driver.core.events import WorkerLeaving
 from elastic_driver.worker.worker_log import say
+from rendezvous.errors import AbortedError, RendezvousError
 
 ANNOUNCING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 STOP_MARK = signal.Signals[contract.STOP_MARK]
@@ -114,10 +115,10 @@ class PreemptionWatch:
                     self._caught[number] += 1  # any other signal is the script's own
         return self._caught | self._handled  # both may have recorded it: the larger count is right
 
-    def check(self, report: Callable[[WorkerLeaving], str]) -> float | None:
+    def check(self, report: Callable[[WorkerLeaving], object]) -> float | None:
         """Act on the signals that came; return the seconds until the next check is needed.
 
-        `report` posts the event to the driver and returns why that failed, or "".
+        `report` posts the event to the driver, or raises `RendezvousError`.
         """
         count = self.count()
         numbers = [number for number in ANNOUNCING if count[number]]
@@ -130,12 +131,14 @@ class PreemptionWatch:
         if self._deadline is None:
             self._first, self._deadline = numbers[0], now + self._notice
             name = self._first.name
-            problem = report(WorkerLeaving(self._worker, self._notice, f"it got {name}"))
-            if problem:
-                say(f"got {name}, and the driver cannot be reached ({problem}); ending by it")
+            try:
+                report(WorkerLeaving(self._worker, self._notice, f"it got {name}"))
+            except AbortedError:
+                raise  # the script has ended by itself meanwhile
+            except RendezvousError as error:
+                say(f"got {name}, and the driver cannot be reached ({error}); ending by it")
                 self._end(self._first)
-            else:
-                say(f"got {name}: leaving at a step boundary, within {self._notice:g} s")
+            say(f"got {name}: leaving at a step boundary, within {self._notice:g} s")
         elif now >= self._deadline:
             say(f"still here {self._notice:g} s after {self._first.name}; ending by it")
             self._end(self._first)

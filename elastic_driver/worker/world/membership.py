@@ -23,11 +23,8 @@ from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError
 from elastic_driver.worker import current
 from elastic_driver.worker.context import WorkerContext, alone
-from elastic_driver.worker.heartbeat.driver_connection import (
-    CheckpointableState,
-    DriverConnection,
-    FinalCheckpointTask,
-)
+from elastic_driver.worker.heartbeat import driver_connection
+from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.worker_log import say
@@ -84,8 +81,6 @@ class JobMembership:
 
     def start(self) -> None:
         """Start the heartbeat. Raises `RendezvousError` where the rendezvous cannot be used."""
-        # One request a rank instead of one a peer; gloo reads it when a group is built.
-        os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
         if self._driver is not None:
             self._driver.start()
 
@@ -106,28 +101,35 @@ class JobMembership:
 
     # ---- joining -------------------------------------------------------------------------
 
-    def report_ready(
-        self, state_version: StateVersion, reason: str, state: object | None = None
+    def join(
+        self,
+        state_version: StateVersion,
+        reason: str,
+        state: driver_connection.CheckpointableState | None = None,
+        roll_back: Callable[[], None] | None = None,
     ) -> None:
-        """Report READY for the next round; `state_version` describes `state`."""
-        self._described = state
-        if self._driver is not None:
-            self._driver.report_ready(self._left, state_version, reason)
-
-    def join(self, state_version: StateVersion, state: CheckpointableState | None = None) -> None:
-        """Become a member of the next round, however many attempts it takes.
+        """Leave this round, if any, and become a member of the next one.
 
         If no round comes because all workers have to leave, `state` writes a final checkpoint.
         A round that ends while its group is built costs nothing: we report READY for the next one.
         Raises `RendezvousError` only where the rendezvous refuses us; silence is waited out.
+
+        Args:
+            state_version: describes `state`; reported with READY.
+            reason: why we left the round; reported with READY.
+            state: the state that this worker trains.
+            roll_back: called between two rounds, where the first one broke.
         """
+        self._leave_and_report(state_version, reason, state, roll_back)
         driver, version = self._driver, state_version.steps
         if driver is None:
             me = Member(worker="localhost.0.0", place=alone())
             world = World(round=self._left + 1, members=(me,), reason="started alone")
             self._enter(world, me, HashStore(), version)
             return
-        checkpoint = FinalCheckpointTask(driver.born.worker, state) if state is not None else None
+        checkpoint = None
+        if state is not None:
+            checkpoint = driver_connection.FinalCheckpointTask(driver.born.worker, state)
         while True:
             world, me = driver.await_world(self._left, checkpoint)
             store = HTTPStore(driver.client, contract.round_prefix(world.round))
@@ -137,7 +139,7 @@ class JobMembership:
             except RoundOverError as error:
                 self._left = world.round
                 reason = f"round {world.round} ended while its group was built: {error}"
-                driver.report_ready(self._left, state_version, reason)
+                self._report_ready(state_version, reason)
 
     def _enter(self, world: World, me: Member, store: Store, version: int) -> None:
         endpoint = self._driver.born.endpoint if self._driver else ""
@@ -167,8 +169,7 @@ class JobMembership:
             self._thread = TrainingThread()
             self.progress.links = lambda: link_usage(group.connections.held)
             self.progress.entered(world.round, version, size)
-            if self._notice is not None:  # it may have come while the group was built
-                self._apply(self._notice)
+            self._apply(self._notice)  # it may have come while the group was built
         self._end_left_groups()  # their other members are in this round, or gone
         if self._driver is not None:
             self._driver.preemption.listen()
@@ -179,8 +180,7 @@ class JobMembership:
         attempt: Attempt[T] = Attempt()
         with self._lock:
             self._attempt = round_id, attempt
-            if self._notice is not None:
-                self._abandon_attempt(self._notice)
+            self._apply(self._notice)
         try:
             return attempt.run(work, f"elastic-round-{round_id}", timeout)
         finally:
@@ -210,24 +210,25 @@ class JobMembership:
 
     # ---- leaving -------------------------------------------------------------------------
 
-    def leave_and_report(
+    def _leave_and_report(
         self,
         state_version: StateVersion,
         reason: str,
-        state: object,
-        roll_back: Callable[[], None] | None = None,
+        state: object | None,
+        roll_back: Callable[[], None] | None,
     ) -> None:
         """Leave this round and report READY for the next, in the order that the backend needs.
 
         With gloo alone READY comes first, to save time. A device may still write where the state
         is to be rolled back, and the next round must not begin before all have left this one
         (a rank that connected to others while one was still aborting has been seen to hang). So a
-        device is cut off first, and READY comes last. `roll_back` is for rounds that broke.
+        device is cut off first, and READY comes last.
         """
+        self._described = state
         group = self.group
         has_device = group is not None and group.half is not None
         if not has_device:
-            self.report_ready(state_version, reason, state)
+            self._report_ready(state_version, reason)
         elif group and (problem := group.cut_off_device(broken=roll_back is not None)):
             self._end_process(problem)
         if roll_back is not None:
@@ -236,7 +237,11 @@ class JobMembership:
         self.leave()
         self._leaving_since = None
         if has_device:
-            self.report_ready(state_version, reason, state)
+            self._report_ready(state_version, reason)
+
+    def _report_ready(self, state_version: StateVersion, reason: str) -> None:
+        if self._driver is not None:
+            self._driver.report_ready(self._left, state_version, reason)
 
     def settle(self) -> None:
         """Wait until the results of collectives are there, before they change the state.
@@ -278,16 +283,14 @@ class JobMembership:
     def _on_notice(self, notice: Notice) -> None:
         with self._lock:
             self._notice = notice
-            self._abandon_attempt(notice)
             self._apply(notice)
 
-    def _abandon_attempt(self, notice: Notice) -> None:
-        """Give up what is being built for a round that this notice ends. Needs the lock."""
+    def _apply(self, notice: Notice | None) -> None:
+        """Let a notice end what is built for its round, or this round. Needs the lock."""
+        if notice is None:
+            return
         if self._attempt is not None and _ends_now(notice, self._attempt[0]):
             self._attempt[1].abandon(notice.reason)
-
-    def _apply(self, notice: Notice) -> None:
-        """Pass a notice about the current round on to the training thread. Needs the lock."""
         progress = self.progress
         if progress.round == 0 or notice.round < progress.round:
             return

@@ -50,8 +50,7 @@ def init(backend: str | None = None) -> None:
     """
     member = start(backend)
     if member.group is None:
-        member.report_ready(StateVersion(), "started")
-        member.join(StateVersion())
+        member.join(StateVersion(), "started")
 
 
 def start(backend: str | None = None) -> JobMembership:

@@ -18,6 +18,7 @@ from elastic_driver.worker.heartbeat.preemption import (
     STOP_MARK,
     PreemptionWatch,
 )
+from rendezvous.errors import RendezvousError
 from tests.support.job import eventually
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
@@ -125,9 +126,10 @@ class Worker:
     def _end(self, number: signal.Signals) -> None:
         raise Ended(number)
 
-    def tell(self, event: WorkerLeaving) -> str:
+    def tell(self, event: WorkerLeaving) -> None:
         self.told.append(event)
-        return self.trouble
+        if self.trouble:
+            raise RendezvousError(self.trouble)
 
     def heed(self) -> float | None:
         return self.preemption.check(self.tell)
@@ -207,13 +209,17 @@ def test_without_a_grace_period_signals_are_left_alone() -> None:
 STUCK = """
 import ctypes, threading
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
+from rendezvous.errors import RendezvousError
 preemption = PreemptionWatch("a.0.1", 60.0)
 preemption.listen()
+
+def unreachable(event):
+    raise RendezvousError("nobody is there")
 
 def heart():
     while True:
         preemption.wait(60.0)
-        preemption.check(lambda event: "nobody is there")
+        preemption.check(unreachable)
 
 threading.Thread(target=heart, daemon=True).start()
 print("up", flush=True)
