@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from launcher.agent.lines import LineSplitter
 
@@ -20,6 +20,8 @@ DRAIN_S = 1.0  # for output to end after the program: a helper of its own may ho
 
 class Client(asyncio.SubprocessProtocol):
     """A program that `start` has started. End it with `ended()`."""
+
+    _transport: asyncio.SubprocessTransport
 
     def __init__(self, on_lines: OnLines) -> None:
         self._on_lines = on_lines
@@ -34,20 +36,15 @@ class Client(asyncio.SubprocessProtocol):
 
         `environ` is its environment; None: ours.
         """
-        _, client = await asyncio.get_running_loop().subprocess_exec(
-            lambda: cls(on_lines),
-            *argv,
-            env=environ,
-            start_new_session=True,  # Ctrl-C in our terminal is for us alone
+        # In a session of its own: Ctrl-C in our terminal is for us alone.
+        transport, client = await asyncio.get_running_loop().subprocess_exec(
+            lambda: cls(on_lines), *argv, env=environ, start_new_session=True
         )
+        client._transport = transport
         stdin = client._pipe(0)
         stdin.write(given)
         stdin.close()
         return client
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
-        self._transport = cast("asyncio.SubprocessTransport", transport)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """Pass the lines on that `data` completes."""

@@ -15,9 +15,8 @@ from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import BackendJob
 from launcher.agent.remote import OF_A_RANK
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.remote_shell import RemoteShell, explain_by
-from launcher.backends.ssh import MEANINGS as SSH_MEANINGS
-from launcher.backends.ssh import SshShell
+from launcher.backends.remote_shell import RemoteShell, explain_by, run_briefly
+from launcher.backends.ssh import SSH_MEANINGS, SshShell
 
 LAUNCH_S = 10.0  # for Open MPI's daemon to start on a host, beyond ssh's own time
 _VERSION_S = 10.0
@@ -86,14 +85,7 @@ class MpirunShell(RemoteShell):
         if program is None:
             raise UsageError("--backend mpi needs mpirun, which was not found; install Open MPI")
         try:
-            done = subprocess.run(
-                [program, "--version"],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_VERSION_S,
-                check=False,
-            )
+            done = run_briefly((program, "--version"), _VERSION_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UsageError(f"--backend mpi: {program} --version fails: {error}") from None
         if "Open MPI" not in done.stdout + done.stderr:

@@ -16,10 +16,11 @@ import contextlib
 import secrets
 import shlex
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
@@ -29,8 +30,7 @@ from launcher.agent.remote import UP
 from launcher.backends.addresses import endpoint_for
 from launcher.backends.base import AgentPlan, agent_arguments
 from launcher.backends.client import Client
-from launcher.backends.precheck import precheck
-from launcher.backends.remote_shell import RemoteShell
+from launcher.backends.remote_shell import RemoteShell, precheck
 from rendezvous.auth import read_token_file
 from rendezvous.errors import TokenError
 
@@ -42,6 +42,7 @@ SURELY_UP_S = 3.0  # an agent that is not known to be gone after this time has l
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 _LAST_WORDS_S = 3.0
 _MAX_SAID = 4096
+T = TypeVar("T")
 _OURS = (b"[", b"elasticrun:")  # how lines of workers and agents begin
 
 
@@ -56,8 +57,8 @@ class _RemoteAgent:
     client: Client | None = None
     up: asyncio.Event = field(default_factory=asyncio.Event)
     said: bytes = b""  # on stderr: all before it was up, since then only the program itself
-    life: asyncio.Task[Any] | None = None
-    being_killed: bool = False  # the driver hears of its end once nothing is left of it
+    life: asyncio.Task[None] | None = None
+    death: asyncio.Task[None] | None = None  # kills it, and tells the driver at its end
 
 
 class RemoteBackend(Backend):
@@ -71,8 +72,6 @@ class RemoteBackend(Backend):
         self._closed = False
         # What follows belongs to the loop's thread.
         self._agents: dict[tuple[str, int], _RemoteAgent] = {}
-        self._none_left = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._consoles: tuple[Console, ...] = ()
         self._slots = asyncio.Semaphore(AT_ONCE)
 
@@ -107,11 +106,11 @@ class RemoteBackend(Backend):
 
     def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
         """See `Backend.start`."""
-        self._submit(self._live(_RemoteAgent(host, incarnation, on_lost)))
+        self._call(self._begin, _RemoteAgent(host, incarnation, on_lost))
 
     def kill(self, host: str, incarnation: int) -> None:
         """See `Backend.kill`."""
-        self._submit(self._kill((host, incarnation), END_S))
+        self._call(self._begin_kill, (host, incarnation))
 
     def close(self, grace: float) -> None:
         """See `Backend.close`."""
@@ -128,46 +127,45 @@ class RemoteBackend(Backend):
         if not thread.is_alive():
             loop.close()
 
-    def _submit(self, work: Coroutine[Any, Any, None]) -> None:
+    def _call(self, function: Callable[[T], None], argument: T) -> None:
+        """Call a function on the loop, which the first call starts."""
         with self._lock:
             if self._closed:
-                work.close()
                 return
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name="remote-agents", daemon=True
-                )
+                self._loop.call_soon(self._open_consoles)
+                run = self._loop.run_forever
+                self._thread = threading.Thread(target=run, name="remote-agents", daemon=True)
                 self._thread.start()
-            self._loop.call_soon_threadsafe(self._spawn, work)
+            self._loop.call_soon_threadsafe(function, argument)
 
     # ---- on the loop ---------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _begin(self, agent: _RemoteAgent) -> None:
+        self._agents[agent.host, agent.incarnation] = agent
+        agent.life = asyncio.create_task(self._live(agent))
+
+    def _begin_kill(self, key: tuple[str, int]) -> None:
+        if (agent := self._agents.get(key)) is not None:
+            agent.death = asyncio.create_task(self._kill(agent, END_S))
 
     async def _live(self, agent: _RemoteAgent) -> None:
-        """Keep an agent from the first connection to its end, which the driver hears of once."""
-        self._agents[agent.host, agent.incarnation] = agent
-        agent.life = asyncio.current_task()
+        """Keep an agent from the first connection to its end, and tell the driver of that end."""
         try:
             reason = await self._attend(agent)
         except (ClusterError, TokenError) as error:
             reason = str(error)
         except OSError as error:
             reason = f"cannot run {self._shell.program} to reach {agent.host}: {error.strerror}"
-        if not agent.being_killed:
+        if agent.death is None:
             self._over(agent, reason)
 
     def _over(self, agent: _RemoteAgent, reason: str) -> None:
         """Tell the driver once that an agent has ended."""
-        if self._agents.pop((agent.host, agent.incarnation), None) is agent:
-            if not self._closed:
-                agent.on_lost(reason)
-            if not self._agents:
-                self._none_left.set()
+        known = self._agents.pop((agent.host, agent.incarnation), None)
+        if known is not None and not self._closed:
+            agent.on_lost(reason)
 
     async def _attend(self, agent: _RemoteAgent) -> str:
         """Start the agent and wait for its end; return the reason for the driver."""
@@ -189,31 +187,22 @@ class RemoteBackend(Backend):
         token = read_token_file(self._job.token_file).encode() + b"\n"
         # In a thread: the way to the host may have to be looked up.
         plan = await asyncio.to_thread(self.plan, agent.host, agent.incarnation, agent.name)
-
-        def on_lines(stream: int, lines: list[bytes]) -> None:
-            self._heard(agent, stream, lines)
-
-        agent.client = await Client.start(plan.argv, token, on_lines, self._shell.environ())
-        for console in self._open_consoles():
-            console.attach(agent.client.flow)
-        ended = asyncio.create_task(self._end_of(agent.client))
+        heard = partial(self._heard, agent)
+        client = await Client.start(plan.argv, token, heard, self._shell.environ())
+        agent.client, ended = client, asyncio.create_task(client.ended())
+        for console in self._consoles:
+            console.attach(client.flow)
+            ended.add_done_callback(partial(_detach, console, client))
         up = asyncio.create_task(agent.up.wait())
         done, _ = await asyncio.wait(
             (ended, up), timeout=START_S, return_when=asyncio.FIRST_COMPLETED
         )
         up.cancel()
         if not done:
-            agent.client.kill()
+            client.kill()
             await ended
             raise ClusterError(f"{agent.host}: no agent came up within {START_S:.0f} s")
         return ended
-
-    async def _end_of(self, client: Client) -> int:
-        try:
-            return await client.ended()
-        finally:
-            for console in self._consoles:
-                console.detach(client.flow)
 
     def _heard(self, agent: _RemoteAgent, stream: int, lines: list[bytes]) -> None:
         """Pass the agent's output on, without what a login script has printed before it."""
@@ -226,7 +215,7 @@ class RemoteBackend(Backend):
             agent.said, up = b"", True
             lines = lines[lines.index(mark) + 1 :]
         if up and lines:
-            self._open_consoles()[stream - 1].write(b"\n".join(lines) + b"\n")
+            self._consoles[stream - 1].write(b"\n".join(lines) + b"\n")
 
     async def _await_end(self, agent: _RemoteAgent) -> None:
         """Over new connections, wait until the agent is gone; for ever if need be.
@@ -247,12 +236,8 @@ class RemoteBackend(Backend):
         finally:
             patience.cancel()
 
-    async def _kill(self, key: tuple[str, int], patience: float) -> None:
+    async def _kill(self, agent: _RemoteAgent, patience: float) -> None:
         """End an agent on its host; where that fails, it is as good as gone for the driver."""
-        agent = self._agents.get(key)
-        if agent is None:
-            return
-        agent.being_killed = True
         try:
             code = await asyncio.wait_for(self._run(agent.host, "end", agent.name), patience)
         except (asyncio.TimeoutError, OSError):
@@ -276,25 +261,22 @@ class RemoteBackend(Backend):
 
     # ---- output, and the end -------------------------------------------------------------
 
-    def _open_consoles(self) -> tuple[Console, ...]:
-        if not self._consoles:
-            self._consoles = (
-                Console(1, "stdout", on_trouble=self._say),
-                Console(2, "stderr", on_trouble=lambda _sentence: None),
-            )
-        return self._consoles
+    def _open_consoles(self) -> None:
+        out = Console(1, "stdout", on_trouble=self._say)
+        self._consoles = (out, Console(2, "stderr", on_trouble=lambda _sentence: None))
 
     def _say(self, sentence: str) -> None:
-        self._open_consoles()[1].write(f"elasticrun: {sentence}\n".encode())
+        self._consoles[1].write(f"elasticrun: {sentence}\n".encode())
 
     async def _close(self, grace: float) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            if self._agents:
-                self._none_left.clear()
-                await asyncio.wait_for(self._none_left.wait(), grace)
-        await asyncio.gather(*(self._kill(key, CLOSE_S) for key in tuple(self._agents)))
-        me = asyncio.current_task()
-        others = [task for task in asyncio.all_tasks() if task is not me]
+        lives = [agent.life for agent in self._agents.values() if agent.life is not None]
+        if lives:
+            await asyncio.wait(lives, timeout=grace)
+        left = tuple(self._agents.values())
+        for agent in left:
+            agent.death = asyncio.create_task(self._kill(agent, CLOSE_S))
+        await asyncio.gather(*(agent.death for agent in left if agent.death is not None))
+        others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         if others:
@@ -302,3 +284,7 @@ class RemoteBackend(Backend):
         for console in self._consoles:
             await console.drain(_LAST_WORDS_S)
             console.close()
+
+
+def _detach(console: Console, client: Client, _ended: object) -> None:
+    console.detach(client.flow)

@@ -1,32 +1,43 @@
-"""A program that runs our commands on other hosts (ssh, srun, mpirun).
+"""A program that runs our commands on other hosts (ssh, srun, mpirun), and the pre-check with it.
 
-A `RemoteShell` says what is typed and what its failures mean. `launcher.backends.remote` runs it to
-start and end agents, `launcher.backends.precheck` to examine hosts. It starts nothing itself.
+A `RemoteShell` says which command line to run and what its failures mean. The backend in
+`launcher.backends.remote` runs it to start and end agents. `precheck` runs it before the job, to
+find hosts where no agent can run: a host needs our Python, our package in the same version, and the
+job's folder.
 """
 
 import shlex
 import shutil
+import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.host_lists import check_host
+from launcher import version
+from launcher.agent.remote import LOOKED
 from launcher.backends.base import PACKAGE_ROOT, describe_end
 
 NO_PYTHON = 127
+AT_ONCE = 32  # hosts that are asked at the same time
+LOOK_S = 20.0  # beyond the time to connect: Python has to be loaded from a slow disk
 _MAX_SAID = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteShell:
+class RemoteShell(ABC):
     """A program of this machine that runs a command of ours on another one.
 
     It passes its stdin on, brings back stdout and stderr, and ends with the command's exit status.
 
     Attributes:
-        program: what is run.
+        program: the program's name or path.
         connect_timeout: seconds after which it gives up a host that does not answer.
         python: the interpreter on the hosts; the same path as here.
         home: the folder our packages are in, tried on the hosts too.
@@ -37,17 +48,16 @@ class RemoteShell:
     python: str = sys.executable
     home: Path = PACKAGE_ROOT
 
+    @abstractmethod
     def command(self, host: str, remote: str) -> tuple[str, ...]:
         """Return the command line that runs `remote`, a script for /bin/sh, on a valid host."""
-        raise NotImplementedError
 
     def argv(self, host: str, *words: str) -> tuple[str, ...]:
         """Return the command line that runs `python -m launcher.agent.remote WORDS…` on a host.
 
         Raises ClusterError for an invalid name: it must not be taken for an option.
         """
-        problem = self.name_problem(host)
-        if problem:
+        if problem := self.name_problem(host):
             raise ClusterError(f"cannot reach {host!r} with {Path(self.program).name}: {problem}")
         return self.command(host, script(self.python, self.home, *words))
 
@@ -73,7 +83,7 @@ class RemoteShell:
         return host
 
     def ending(self, host: str, exit_code: int, said: str) -> str | None:  # noqa: ARG002
-        """Return why an agent that was up has ended; None: only the connection to it has.
+        """Return why an agent that was up has ended; None if only the connection has ended.
 
         `exit_code` is the program's (0 or more), `said` what it wrote to stderr itself.
         """
@@ -81,7 +91,7 @@ class RemoteShell:
         return describe_end(host, 128 - exit_code if exit_code > 128 else exit_code)
 
     def explain(self, host: str, exit_code: int, said: str) -> str:
-        """Return one line on why a command on a host failed before it was up.
+        """Return one line on why a command on a host failed before the agent was up.
 
         `exit_code` is as subprocess gives it, `said` what came on stderr.
         """
@@ -120,3 +130,75 @@ def explain_by(host: str, said: str, meanings: Sequence[tuple[str, str]]) -> str
             if mark in line:
                 return f"{host}: {meaning}{last_line(line)}"
     return None
+
+
+def run_briefly(
+    argv: Sequence[str], timeout: float, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end without stdin; return its output. Raises as `subprocess.run` does.
+
+    It has a session of its own: Ctrl-C in our terminal reaches us alone.
+    """
+    return subprocess.run(
+        argv,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        errors="replace",
+        timeout=timeout,
+        check=False,
+        env=env,
+        start_new_session=True,
+    )
+
+
+# ---- the check before the start ----------------------------------------------------------
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A host's answer (`launcher.agent.remote.look`)."""
+
+    version: str
+    python: str
+    folder: bool  # the job's working directory is there
+    temporary: bool  # its folder for temporary files can be written
+
+
+def precheck(hosts: Sequence[str], shell: RemoteShell, cwd: str) -> dict[str, str]:
+    """Return host → why for the hosts where no agent can run, in the order given.
+
+    Each host is asked once, `AT_ONCE` at a time, with a deadline. Nothing is left on the hosts.
+    """
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        problems = pool.map(lambda host: _look(host, shell, cwd), hosts)
+        return {host: problem for host, problem in zip(hosts, problems, strict=True) if problem}
+
+
+def judge(host: str, found: Found, cwd: str, ours: str) -> str | None:
+    """Return what is wrong with a host that has answered; None if nothing is."""
+    if found.version != ours:
+        return f"{host}: elastic-driver {found.version} is installed there, and {ours} here"
+    if not found.folder:
+        return f"{host}: the folder {cwd} does not exist there; start the job from one that does"
+    if not found.temporary:
+        return f"{host}: its folder for temporary files cannot be written; is the disk full?"
+    return None
+
+
+def _look(host: str, shell: RemoteShell, cwd: str) -> str | None:
+    patience = shell.connect_timeout + LOOK_S
+    try:
+        done = run_briefly(shell.argv(host, "look", cwd), patience, shell.environ())
+    except ClusterError as error:
+        return str(error)
+    except subprocess.TimeoutExpired:
+        return f"{host}: no answer within {patience:.0f} s; is it overloaded, or its disk gone?"
+    except OSError as error:
+        return f"{host}: cannot run {shell.program}: {error.strerror}"
+    lines = [line for line in done.stdout.splitlines() if line.startswith(f"{LOOKED} ")]
+    if done.returncode != 0 or not lines:
+        return shell.explain(host, done.returncode, done.stderr)
+    try:
+        found = msgspec.json.decode(lines[-1].removeprefix(f"{LOOKED} "), type=Found)
+    except msgspec.DecodeError as error:
+        return f"{host}: its answer makes no sense ({error}); is elastic-driver the same there?"
+    return judge(host, found, cwd, version())

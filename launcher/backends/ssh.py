@@ -1,8 +1,8 @@
 """The command line of ssh, and what its failures mean.
 
-The system's ssh does the work, with the user's configuration, keys, agent and jump hosts. Only
-what a job needs is added: no questions (nobody could answer them), deadlines, no port forwardings
-(many connections would compete for them).
+The system's ssh does the work, with the user's configuration, keys, agent and jump hosts. A job
+only adds what it needs: ssh asks no questions, has deadlines, and forwards no ports (many
+connections would compete for them).
 """
 
 import shlex
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from elastic_driver.runtime.backend import BackendJob
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.remote_shell import RemoteShell, explain_by, last_line
+from launcher.backends.remote_shell import RemoteShell, explain_by, last_line, run_briefly
 
 CONNECTION_FAILED = 255  # ssh's own exit status; an agent never has it (ssh(1), EXIT STATUS)
 _ALIVE_COUNT = 3
 _CONFIG_S = 10.0
 
 # Text in ssh's last lines → what happened, and what to try.
-MEANINGS = (
+SSH_MEANINGS = (
     ("Could not resolve hostname", "its name has no address; check the name, or ssh's config"),
     ("Permission denied", "ssh was refused (no key it accepts); try ssh-copy-id, or -i"),
     ("Host key verification failed", "its host key is unknown or has changed; ssh there once"),
@@ -81,14 +81,7 @@ class SshShell(RemoteShell):
     def look_up(self, host: str) -> str:
         """See `RemoteShell.look_up`: `HostName` of ssh's configuration."""
         try:
-            done = subprocess.run(
-                [self.program, "-G", "--", host],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_CONFIG_S,
-                check=False,
-            )
+            done = run_briefly((self.program, "-G", "--", host), _CONFIG_S)
         except (OSError, subprocess.TimeoutExpired):
             return host
         names = [line[9:] for line in done.stdout.splitlines() if line.startswith("hostname ")]
@@ -105,7 +98,7 @@ class SshShell(RemoteShell):
         """See `RemoteShell.explain`."""
         if exit_code != CONNECTION_FAILED:
             return super().explain(host, exit_code, said)
-        known = explain_by(host, said, MEANINGS)
+        known = explain_by(host, said, SSH_MEANINGS)
         return known or f"{host}: ssh failed{last_line(said)}; try: ssh {host} true"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher import version
-from launcher.backends.precheck import Found, judge, precheck
+from launcher.backends.remote_shell import Found, judge, precheck
 from launcher.backends.ssh import SshShell
 
 GOOD = Found(version=version(), python="3.11", folder=True, temporary=True)
