@@ -16,22 +16,9 @@ from collections.abc import Mapping
 from msgspec import Struct, field
 
 from elastic_driver.errors import UsageError
-from elastic_driver.policies.shard_messages import (
-    Description,
-    DoneAnswer,
-    End,
-    Granted,
-    LedgerState,
-    NextAnswer,
-    Quarantined,
-    RangeDescription,
-    RefusalCode,
-    ShardAccepted,
-    ShardCounts,
-    ShardRefused,
-    Wait,
-)
-from elastic_driver.policies.shard_sources import RangeSource, Shard, Source, StreamSource
+from elastic_driver.policies import shard_messages as m
+from elastic_driver.policies.shard_messages import Quarantined, Shard
+from elastic_driver.policies.shard_sources import RangeSource, Source, StreamSource
 
 
 class _Holder(Struct):
@@ -50,25 +37,24 @@ class _Past(Struct):
 
 
 class ShardLedger:
-    """Hands out the shards of one source and keeps account of them.
+    """Hands out the shards of one data set and keeps account of them.
 
     Args:
-        source: where shards come from.
+        dataset: the description of the data set; raises `UsageError` if it makes no sense.
         lease: seconds after which a silent worker's shards go to others.
-        max_losses: so many workers may die training a shard before it is put in quarantine.
         max_held: shards one worker may hold at a time (one trained, the others prefetched).
     """
 
-    def __init__(
-        self, source: Source, *, lease: float = 60.0, max_losses: int = 3, max_held: int = 8
-    ) -> None:
-        if lease <= 0 or max_losses < 1 or max_held < 1:
-            raise UsageError(
-                f"lease={lease}, max_losses={max_losses}, max_held={max_held}: "
-                "all three must be positive"
-            )
-        self._source = source
-        self._lease, self._max_losses, self._max_held = lease, max_losses, max_held
+    def __init__(self, dataset: m.Description, *, lease: float = 60.0, max_held: int = 8) -> None:
+        if dataset.max_losses < 1:
+            raise UsageError(f"max_losses={dataset.max_losses}: it must be positive")
+        self.dataset = dataset
+        self.source: Source
+        if isinstance(dataset, m.RangeDescription):
+            self.source = RangeSource(dataset)
+        else:
+            self.source = StreamSource(dataset)
+        self._lease, self._max_held = lease, max_held
         self._holders: dict[str, _Holder] = {}
         self._doing: dict[Shard, str] = {}  # invariant: the holders' shards, by shard
         self._returned: deque[Shard] = deque()  # to do, before the source's next
@@ -82,46 +68,76 @@ class ShardLedger:
 
     # ---- requests of workers ----------------------------------------------------------------
 
-    def next(self, worker: str, now: float) -> NextAnswer:
+    def next(self, worker: str, now: float) -> m.NextAnswer:
         """Return a shard for this worker; `Wait` while others hold shards that may come back."""
         held = self._holders.get(worker)
         if held is not None and len(held.tokens) >= self._max_held:
             self.renew(worker, now)
-            return Wait(f"{worker} holds {len(held.tokens)} shards; report one done first")
-        while True:
-            shard = self._take()
-            if shard is not None:
-                return self._grant(shard, worker, now)
+            return m.Wait(f"{worker} holds {len(held.tokens)} shards; report one done first")
+        shard = self._take()
+        while shard is None:
             if self._doing:
-                return Wait(f"the last {len(self._doing)} shards are with {self._who_holds()}")
-            if not self._source.drained():
-                return Wait("the stream has no new records")
-            if not self._source.next_epoch():
+                return m.Wait(f"the last {len(self._doing)} shards are with {self._who_holds()}")
+            if not self.source.drained():
+                return m.Wait("the stream has no new records")
+            if not self.source.next_epoch():
                 return self._end()
+            shard = self._take()
+        token, self._next_token = self._next_token, self._next_token + 1
+        self._holders.setdefault(worker, _Holder(expires=now)).tokens[shard] = token
+        self._doing[shard] = worker
+        self.renew(worker, now)
+        self._epoch = shard.epoch
+        return m.Granted(shard, token, self._lease)
 
-    def done(self, worker: str, shard: Shard, token: int, now: float) -> DoneAnswer:
+    def _take(self) -> Shard | None:
+        """Return the next shard to do: returned ones first, then the source's.
+
+        Records that were quarantined in an earlier epoch stay so: they would kill workers again.
+        """
+        if self._returned:
+            return self._returned.popleft()
+        shard = self.source.take()
+        while shard is not None and (poison := self._poison.get(_records(shard))) is not None:
+            self._quarantine[shard] = Quarantined(shard, poison.losses, poison.reason)
+            shard = self.source.take()
+        return shard
+
+    def _who_holds(self) -> str:
+        names = sorted(self._holders)
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+
+    def _end(self) -> m.End:
+        names = tuple(shard.name for shard in self._quarantine)
+        reason = "every record was trained"
+        if names:
+            reason = f"all but {len(names)} shards in quarantine were trained: {names[0]}, …"
+        return m.End(complete=not names, quarantined=names, reason=reason)
+
+    def done(self, worker: str, shard: Shard, token: int, now: float) -> m.DoneAnswer:
         """Take in that the worker has trained a shard. A repeated report gets the same answer."""
-        holder = self._doing.get(shard)
+        holder, past = self._doing.get(shard), self._past.get(shard)
+        late = holder is None and past is not None and token in past.tokens
         if holder == worker and self._holders[worker].tokens[shard] == token:
             self.renew(worker, now)
-            self._drop(worker, shard)
-            return self._finish(worker, shard, token, late=False)
-        if holder is not None:
-            return ShardRefused(
-                RefusalCode.HELD, f"{shard.name} was taken from {worker}; {holder} has it"
-            )
-        past = self._past.get(shard)
-        if past is not None and token in past.tokens:
+            self._drop(shard)
+        elif holder is not None:
+            reason = f"{shard.name} was taken from {worker}; {holder} has it"
+            return m.ShardRefused(m.RefusalCode.HELD, reason)
+        elif late:
             if self._quarantine.pop(shard, None) is None:
                 self._returned.remove(shard)
             self._poison.pop(_records(shard), None)
-            return self._finish(worker, shard, token, late=True)
-        if self._last_done.get(worker) == (shard, token):
-            return ShardAccepted(shard)
-        return ShardRefused(
-            RefusalCode.DONE,
-            f"{shard.name} is done, or was never given to {worker} as token {token}",
-        )
+        elif self._last_done.get(worker) == (shard, token):
+            return m.ShardAccepted(shard)
+        else:
+            reason = f"{shard.name} is done, or was never given to {worker} as token {token}"
+            return m.ShardRefused(m.RefusalCode.DONE, reason)
+        self._past.pop(shard, None)
+        self._last_done[worker] = (shard, token)
+        self._done += 1
+        self._done_records += shard.records
+        return m.ShardAccepted(shard, late)
 
     def renew(self, worker: str, now: float) -> None:
         """Extend the worker's lease of its shards."""
@@ -135,22 +151,15 @@ class ShardLedger:
 
         Its other shards were only prefetched. Returns the shards newly in quarantine.
         """
-        held = self._take_back(worker)
-        self._last_done.pop(worker, None)
-        if not held:
-            return []
-        blamed = held[0]
-        past = self._past[blamed]
-        past.losses += 1
-        if past.losses < self._max_losses:
-            return []
-        self._returned.remove(blamed)
-        return [self._lock_up(blamed, past.losses, f"{worker}: {reason}")]
+        shards = self.worker_left(worker)
+        return self._blame(shards[0], f"{worker}: {reason}") if shards else []
 
-    def worker_left(self, worker: str) -> None:
-        """Return the shards of a worker that leaves as planned to the front; blame none."""
-        self._take_back(worker)
+    def worker_left(self, worker: str) -> list[Shard]:
+        """Return a worker's shards to the front, oldest first, and remember their tokens."""
         self._last_done.pop(worker, None)
+        shards = list(self._holders[worker].tokens) if worker in self._holders else []
+        self._return(shards)
+        return shards
 
     def expire(self, now: float) -> list[Quarantined]:
         """Take the shards of all workers whose lease is over; as `worker_lost` for each."""
@@ -171,14 +180,7 @@ class ShardLedger:
         held = self._holders.get(worker)
         if held is None:
             return []
-        shard, token = next(iter(held.tokens.items()))
-        past = self._past.setdefault(shard, _Past())
-        past.losses += 1
-        if past.losses < self._max_losses:
-            return []
-        past.tokens.add(token)
-        self._drop(worker, shard)
-        return [self._lock_up(shard, past.losses, f"a member of {worker}: {reason}")]
+        return self._blame(next(iter(held.tokens)), f"a member of {worker}: {reason}")
 
     def resume(self, worker: str, held: Mapping[int, int], now: float) -> list[int]:
         """Agree with `worker` on what it holds (token → records trained); return tokens it lost.
@@ -193,13 +195,39 @@ class ShardLedger:
             past = self._past.get(shard)
             if past is not None and held.get(token, 0) > past.progress:
                 past.progress, past.losses = held[token], min(past.losses, 1)
-        forgotten = [shard for shard, token in mine.items() if token not in held]
-        for shard in forgotten:
-            self._past.setdefault(shard, _Past()).tokens.add(mine[shard])
-            self._drop(worker, shard)
-        self._returned.extendleft(reversed(forgotten))
+        self._return([shard for shard, token in mine.items() if token not in held])
         lost = {token for past in self._past.values() for token in past.tokens}
         return [token for token in held if token in lost or token < self._first_token]
+
+    def _blame(self, shard: Shard, last: str) -> list[Quarantined]:
+        """Count a death against a shard, which may put it in quarantine."""
+        past = self._past.setdefault(shard, _Past())
+        past.losses += 1
+        if past.losses < self.dataset.max_losses:
+            return []
+        if shard in self._doing:
+            past.tokens.add(self._drop(shard))
+        else:
+            self._returned.remove(shard)
+        reason = f"{past.losses} workers died training it, the last one {last}"
+        entry = Quarantined(shard, past.losses, reason)
+        self._quarantine[shard] = self._poison[_records(shard)] = entry
+        return [entry]
+
+    def _return(self, shards: list[Shard]) -> None:
+        """Take shards from their holders to the front of the queue; their tokens may come late."""
+        for shard in shards:
+            self._past.setdefault(shard, _Past()).tokens.add(self._drop(shard))
+        self._returned.extendleft(reversed(shards))
+
+    def _drop(self, shard: Shard) -> int:
+        """Remove a shard from its holder; return its token."""
+        worker = self._doing.pop(shard)
+        held = self._holders[worker].tokens
+        token = held.pop(shard)
+        if not held:
+            del self._holders[worker]
+        return token
 
     # ---- state ---------------------------------------------------------------------------
 
@@ -210,13 +238,17 @@ class ShardLedger:
         twice = self._doing.keys() & {*self._returned, *self._quarantine}
         return [*wrong, *(f"{shard.name} is in work and to do again" for shard in twice)]
 
+    def may_have_news(self) -> bool:
+        """Return True if a worker that had to wait may get another answer now."""
+        return bool(self._returned) or not self._doing or isinstance(self.source, StreamSource)
+
     def workers(self) -> list[str]:
         """Return the workers that hold shards."""
         return list(self._holders)
 
-    def counts(self) -> ShardCounts:
+    def counts(self) -> m.ShardCounts:
         """Return the number of shards by state."""
-        return ShardCounts(
+        return m.ShardCounts(
             epoch=self._epoch,
             done=self._done,
             done_records=self._done_records,
@@ -226,32 +258,34 @@ class ShardLedger:
             workers=len(self._holders),
         )
 
-    def quarantined(self) -> list[Quarantined]:
+    def quarantined(self) -> tuple[Quarantined, ...]:
         """Return the shards in quarantine, with the reason of each."""
-        return list(self._quarantine.values())
+        return tuple(self._quarantine.values())
 
-    def checkpoint(self) -> LedgerState:
+    def checkpoint(self) -> m.ShardCheckpoint:
         """Return the progress as plain data, to be kept beside a model's checkpoint.
 
         A shard that a worker holds may not be in that model: it counts as to do again.
         """
-        doing = sorted(
-            self._doing, key=lambda shard: self._holders[self._doing[shard]].tokens[shard]
-        )
-        losses = tuple((shard, past.losses) for shard, past in self._past.items() if past.losses)
-        return LedgerState(
-            source=self._source.save(),
-            outstanding=(*doing, *self._returned),
-            losses=losses,
-            quarantined=tuple(self._quarantine.values()),
+        tokens = {shard: t for held in self._holders.values() for shard, t in held.tokens.items()}
+        state = m.LedgerState(
+            source=self.source.save(),
+            outstanding=(*sorted(tokens, key=tokens.__getitem__), *self._returned),
+            losses=tuple((shard, past.losses) for shard, past in self._past.items() if past.losses),
+            quarantined=self.quarantined(),
             done=self._done,
             done_records=self._done_records,
             next_token=self._next_token,
         )
+        return m.ShardCheckpoint(self.dataset, state)
 
-    def restore(self, state: LedgerState) -> None:
-        """Go back to a checkpoint; tokens given out before are refused from now on."""
-        self._source.load(state.source)
+    def restore(self, saved: m.ShardCheckpoint) -> None:
+        """Go back to a checkpoint; tokens given out before are refused from now on.
+
+        Raises `UsageError` for the checkpoint of another data set.
+        """
+        state = saved.state
+        self.source.load(state.source)
         self._holders.clear()
         self._doing.clear()
         self._last_done.clear()
@@ -263,94 +297,7 @@ class ShardLedger:
         self._epoch = max((shard.epoch for shard in state.outstanding), default=self._epoch)
         self._first_token = self._next_token = max(self._next_token, state.next_token)
 
-    # ---- inside --------------------------------------------------------------------------
-
-    def _take(self) -> Shard | None:
-        """Return the next shard to do: returned ones first, then the source's.
-
-        Records that were quarantined in an earlier epoch stay so: they would kill workers again.
-        """
-        if self._returned:
-            return self._returned.popleft()
-        shard = self._source.take()
-        while shard is not None and (poison := self._poison.get(_records(shard))) is not None:
-            self._quarantine[shard] = Quarantined(shard, poison.losses, poison.reason)
-            shard = self._source.take()
-        return shard
-
-    def _grant(self, shard: Shard, worker: str, now: float) -> Granted:
-        token = self._next_token
-        self._next_token += 1
-        held = self._holders.setdefault(worker, _Holder(expires=now + self._lease))
-        held.tokens[shard] = token
-        self._doing[shard] = worker
-        self._epoch = shard.epoch
-        self.renew(worker, now)
-        return Granted(shard, token, self._lease)
-
-    def _drop(self, worker: str, shard: Shard) -> None:
-        """Remove a shard from its holder."""
-        del self._doing[shard]
-        held = self._holders[worker]
-        del held.tokens[shard]
-        if not held.tokens:
-            del self._holders[worker]
-
-    def _finish(self, worker: str, shard: Shard, token: int, *, late: bool) -> ShardAccepted:
-        self._past.pop(shard, None)
-        self._last_done[worker] = (shard, token)
-        self._done += 1
-        self._done_records += shard.records
-        return ShardAccepted(shard, late)
-
-    def _lock_up(self, shard: Shard, losses: int, last: str) -> Quarantined:
-        sentence = f"{losses} workers died training it, the last one {last}"
-        entry = Quarantined(shard, losses, sentence)
-        self._quarantine[shard] = self._poison[_records(shard)] = entry
-        return entry
-
-    def _take_back(self, worker: str) -> list[Shard]:
-        """Return a worker's shards to the front, oldest first, and remember their tokens."""
-        held = self._holders.pop(worker, None)
-        if held is None:
-            return []
-        for shard, token in held.tokens.items():
-            del self._doing[shard]
-            self._past.setdefault(shard, _Past()).tokens.add(token)
-        shards = list(held.tokens)
-        self._returned.extendleft(reversed(shards))
-        return shards
-
-    def _who_holds(self) -> str:
-        names = sorted(self._holders)
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
-
-    def _end(self) -> End:
-        names = tuple(shard.name for shard in self._quarantine)
-        reason = "every record was trained"
-        if names:
-            reason = f"all but {len(names)} shards in quarantine were trained: {names[0]}, …"
-        return End(complete=not names, quarantined=names, reason=reason)
-
 
 def _records(shard: Shard) -> tuple[str, int, int]:
     """Return the records of a shard, the same in every epoch."""
     return shard.partition, shard.start, shard.stop
-
-
-def open_ledger(
-    dataset: Description, *, lease: float, max_held: int
-) -> tuple[ShardLedger, StreamSource | None]:
-    """Return a new ledger of the described data set, and its source if it is a stream.
-
-    Raises `UsageError` for an invalid description.
-    """
-    source: RangeSource | StreamSource
-    if isinstance(dataset, RangeDescription):
-        epochs, shuffle, seed = dataset.epochs, dataset.shuffle, dataset.seed
-        size = dataset.shard_records
-        source = RangeSource(dataset.records, size, epochs=epochs, shuffle=shuffle, seed=seed)
-    else:
-        source = StreamSource(dataset.partitions, dataset.shard_records)
-    ledger = ShardLedger(source, lease=lease, max_losses=dataset.max_losses, max_held=max_held)
-    return ledger, source if isinstance(source, StreamSource) else None

@@ -1,4 +1,7 @@
-"""The requests for data shards, their answers, and what a checkpoint keeps: plain data for JSON."""
+"""Data shards, the requests for them, their answers, and checkpoints: plain data for JSON.
+
+Counts and offsets are records; times are seconds.
+"""
 
 from enum import Enum
 from typing import Annotated, ClassVar, Literal
@@ -6,36 +9,109 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from elastic_driver.core.documents import WorkerId
-from elastic_driver.policies.shard_sources import Offset, Shard, SourceState
 
 WORLD = "world"
 """The holder of shards that all members of the job's world train together."""
 
+Offset = Annotated[int, Meta(ge=0, le=2**62)]
 Count = Annotated[int, Meta(ge=1, le=2**62)]
+Losses = Annotated[int, Meta(ge=1, le=10**6)]
+Partition = Annotated[str, Meta(max_length=512)]
+
+
+class Shard(Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """Records start … stop − 1 of a partition, in one epoch. Its value is its identity."""
+
+    epoch: Offset
+    partition: Partition  # "" for a data set without partitions
+    start: Offset
+    stop: Offset
+
+    @property
+    def name(self) -> str:
+        """The name for people: `epoch 0, records 512–1023` or `epoch 0, clicks-3 records 0–99`."""
+        where = f"{self.partition} records" if self.partition else "records"
+        return f"epoch {self.epoch}, {where} {self.start}–{self.stop - 1}"
+
+    @property
+    def records(self) -> int:
+        """The number of its records."""
+        return self.stop - self.start
+
+
+# ---- descriptions of data sets, and their progress -----------------------------------------
 
 
 class RangeDescription(Struct, frozen=True, tag="range", forbid_unknown_fields=True):
-    """A data set of known length; the arguments of `RangeSource`."""
+    """A data set of `records` records, cut into shards of `shard_records`, for some epochs.
+
+    `shuffle` draws the shards of each epoch in an order given by (seed, epoch); the records
+    inside a shard are the trainer's to shuffle. `epochs` None: for ever. `max_losses`: so many
+    workers may die training a shard before it is put in quarantine.
+    """
 
     records: Offset
     shard_records: Count
     epochs: Count | None = 1
     shuffle: bool = True
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
-    max_losses: Annotated[int, Meta(ge=1, le=10**6)] = 3
+    max_losses: Losses = 3
 
 
 class StreamDescription(Struct, frozen=True, tag="stream", forbid_unknown_fields=True):
-    """Partitions that grow, each with its first offset; the arguments of `StreamSource`."""
+    """Partitions that grow (of a log, a queue), each with its first offset."""
 
-    partitions: Annotated[
-        dict[Annotated[str, Meta(max_length=512)], Offset], Meta(min_length=1, max_length=4096)
-    ]
+    partitions: Annotated[dict[Partition, Offset], Meta(min_length=1, max_length=4096)]
     shard_records: Count
-    max_losses: Annotated[int, Meta(ge=1, le=10**6)] = 3
+    max_losses: Losses = 3
 
 
 Description = RangeDescription | StreamDescription
+
+
+class RangeState(Struct, frozen=True, tag="range"):
+    """Progress of a data set of known length: two numbers for any length."""
+
+    epoch: int
+    taken: int  # shards of this epoch
+
+
+class StreamState(Struct, frozen=True, tag="stream"):
+    """Progress of a stream."""
+
+    offsets: dict[str, int]  # the first record of each partition that is in no shard yet
+    ends: dict[str, int]
+    closed: tuple[str, ...]
+
+
+class Quarantined(Struct, frozen=True):
+    """A shard that is given to no worker any more, and why."""
+
+    shard: Shard
+    losses: int
+    reason: str
+
+
+class LedgerState(Struct, frozen=True):
+    """A checkpoint: everything that was not done when it was made is to do after `restore`."""
+
+    source: RangeState | StreamState
+    outstanding: tuple[Shard, ...]  # handed out or returned, in the order they come next
+    losses: tuple[tuple[Shard, int], ...]
+    quarantined: tuple[Quarantined, ...]
+    done: int
+    done_records: int
+    next_token: int
+
+
+class ShardCheckpoint(Struct, frozen=True, forbid_unknown_fields=True):
+    """A data set's description and progress, to be kept beside a model's checkpoint."""
+
+    dataset: Description
+    state: LedgerState
+
+
+# ---- requests and answers ------------------------------------------------------------------
 
 
 class NextRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +147,7 @@ class Resumed(Struct, frozen=True):
 class ExtendRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """A stream's partition can be read up to offset `end`, and with `closed` never further."""
 
-    partition: Annotated[str, Meta(max_length=512)]
+    partition: Partition
     end: Offset
     closed: bool = False
 
@@ -125,14 +201,6 @@ class ShardRefused(Struct, frozen=True, tag="refused"):
 DoneAnswer = ShardAccepted | ShardRefused
 
 
-class Quarantined(Struct, frozen=True):
-    """A shard that is given to no worker any more, and why."""
-
-    shard: Shard
-    losses: int
-    reason: str
-
-
 class ShardCounts(Struct, frozen=True):
     """The number of shards by state, for people and metrics."""
 
@@ -145,25 +213,6 @@ class ShardCounts(Struct, frozen=True):
     workers: int  # that hold shards
 
 
-class LedgerState(Struct, frozen=True):
-    """A checkpoint: everything that was not done when it was made is to do after `restore`."""
-
-    source: SourceState
-    outstanding: tuple[Shard, ...]  # handed out or returned, in the order they come next
-    losses: tuple[tuple[Shard, int], ...]
-    quarantined: tuple[Quarantined, ...]
-    done: int
-    done_records: int
-    next_token: int
-
-
-class ShardCheckpoint(Struct, frozen=True, forbid_unknown_fields=True):
-    """A data set's description and progress, to be kept beside a model's checkpoint."""
-
-    dataset: Description
-    state: LedgerState
-
-
 class ShardStatus(Struct, frozen=True):
     """A data set as people see it."""
 
@@ -172,7 +221,7 @@ class ShardStatus(Struct, frozen=True):
     quarantined: tuple[Quarantined, ...]
 
 
-# ---- events of `datasets.DataSets` -------------------------------------------------------
+# ---- events of `shards.DataSets` -----------------------------------------------------------
 
 
 class ReadStatus(Struct, frozen=True):
@@ -183,6 +232,11 @@ class ReadCheckpoint(Struct, frozen=True):
     """Asks for a `ShardCheckpoint`."""
 
 
+Request = (NextRequest | DoneRequest | ResumeRequest | ExtendRequest | ShardCheckpoint) | (
+    ReadStatus | ReadCheckpoint
+)
+
+
 class ShardRequest(Struct, frozen=True, tag="shard_request"):
     """A request for a data set; a `ShardCheckpoint` in it is to be restored."""
 
@@ -190,9 +244,7 @@ class ShardRequest(Struct, frozen=True, tag="shard_request"):
 
     ticket: int
     dataset: str
-    request: (NextRequest | DoneRequest | ResumeRequest | ExtendRequest | ShardCheckpoint) | (
-        ReadStatus | ReadCheckpoint
-    )
+    request: Request
 
 
 class ShardBatch(Struct, frozen=True, tag="shard_batch"):

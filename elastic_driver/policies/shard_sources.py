@@ -1,140 +1,69 @@
 """Sources of data shards: a data set of known length, or partitions that grow.
 
-A source cuts its records into shards one at a time, when the `ledger` asks for the next, so that
-10⁹ records in 10⁶ shards take no more memory than ten. A source only goes forward; the ledger
+A source cuts its records into shards one at a time, when the ledger asks for the next, so that
+10⁹ records in 10⁶ shards take no more memory than ten. A source only goes forward; `shard_ledger`
 keeps account of the shards. Counts and offsets are records.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Protocol
-
-from msgspec import Meta, Struct
-
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.permutation import Permutation, mix
-
-__all__ = ["Offset", "RangeSource", "RangeState", "Shard", "Source", "SourceState", "StreamSource"]
-
-Offset = Annotated[int, Meta(ge=0, le=2**62)]
-
-
-class Shard(Struct, frozen=True, order=True, forbid_unknown_fields=True):
-    """Records start … stop − 1 of a partition, in one epoch. Its value is its identity."""
-
-    epoch: Offset
-    partition: Annotated[str, Meta(max_length=512)]  # "" for a data set without partitions
-    start: Offset
-    stop: Offset
-
-    @property
-    def name(self) -> str:
-        """The name for people: `epoch 0, records 512–1023` or `epoch 0, clicks-3 records 0–99`."""
-        where = f"{self.partition} records" if self.partition else "records"
-        return f"epoch {self.epoch}, {where} {self.start}–{self.stop - 1}"
-
-    @property
-    def records(self) -> int:
-        """The number of its records."""
-        return self.stop - self.start
-
-
-class RangeState(Struct, frozen=True, tag="range"):
-    """Progress of a `RangeSource`."""
-
-    epoch: int
-    taken: int  # shards of this epoch
-
-
-class StreamState(Struct, frozen=True, tag="stream"):
-    """Progress of a `StreamSource`."""
-
-    offsets: dict[str, int]  # the first record of each partition that is in no shard yet
-    ends: dict[str, int]
-    closed: tuple[str, ...]
-
-
-SourceState = RangeState | StreamState
-
-
-class Source(Protocol):
-    """A source, as the ledger uses it."""
-
-    def take(self) -> Shard | None:
-        """Return the next shard that was never handed out; None if there is none now."""
-
-    def drained(self) -> bool:
-        """Return True if this epoch has no further shard and will get none."""
-
-    def next_epoch(self) -> bool:
-        """Begin the next epoch of a drained source; return False if there is none."""
-
-    def save(self) -> SourceState:
-        """Return the progress as plain data."""
-
-    def load(self, state: SourceState) -> None:
-        """Continue from a saved progress."""
+from elastic_driver.policies.shard_messages import (
+    RangeDescription,
+    RangeState,
+    Shard,
+    StreamDescription,
+    StreamState,
+)
 
 
 class RangeSource:
-    """A data set of `records` records, cut into shards of `shard_records`, for some epochs.
+    """The shards of a `RangeDescription`; raises `UsageError` for one that makes no sense."""
 
-    `shuffle` draws the shards of each epoch in an order given by (seed, epoch); the records
-    inside a shard are the trainer's to shuffle. `epochs` None: for ever.
-    """
-
-    def __init__(
-        self,
-        records: int,
-        shard_records: int,
-        *,
-        epochs: int | None = 1,
-        shuffle: bool = True,
-        seed: int = 0,
-    ) -> None:
-        if records < 0 or shard_records < 1 or (epochs is not None and epochs < 1):
+    def __init__(self, dataset: RangeDescription) -> None:
+        records, size, epochs = dataset.records, dataset.shard_records, dataset.epochs
+        if records < 0 or size < 1 or (epochs is not None and epochs < 1):
             raise UsageError(
-                f"a data set of {records} records in shards of {shard_records} for {epochs} epochs "
+                f"a data set of {records} records in shards of {size} for {epochs} epochs "
                 "makes no sense; records start at 0, shard size and epochs at 1"
             )
-        self.records = records
-        self.shard_records = shard_records
-        self.epochs, self.shuffle, self.seed = epochs, shuffle, seed
-        self.shards = -(-records // shard_records)  # of one epoch
+        self._dataset = dataset
+        self._shards = -(-records // size)  # of one epoch
         self._begin(0, taken=0)
 
     def _begin(self, epoch: int, taken: int) -> None:
-        self.epoch, self._taken = epoch, taken
-        self._order = Permutation(self.shards, mix(self.seed, epoch)) if self.shuffle else None
+        self._epoch, self._taken = epoch, taken
+        key = mix(self._dataset.seed, epoch)
+        self._order = Permutation(self._shards, key) if self._dataset.shuffle else None
 
     def take(self) -> Shard | None:
-        """Return the next shard of the epoch's order."""
+        """Return the next shard of the epoch's order; None after the last one."""
         if self.drained():
             return None
         number = self._taken if self._order is None else self._order[self._taken]
         self._taken += 1
-        start = number * self.shard_records
-        stop = min(start + self.shard_records, self.records)
-        return Shard(epoch=self.epoch, partition="", start=start, stop=stop)
+        size = self._dataset.shard_records
+        stop = min((number + 1) * size, self._dataset.records)
+        return Shard(epoch=self._epoch, partition="", start=number * size, stop=stop)
 
     def drained(self) -> bool:
         """Return True if every shard of this epoch was taken."""
-        return self._taken >= self.shards
+        return self._taken >= self._shards
 
     def next_epoch(self) -> bool:
         """Begin the next epoch; return False after the last one, and if there are no records."""
-        last = self.epochs is not None and self.epoch + 1 >= self.epochs
-        if last or self.records == 0:
+        epochs = self._dataset.epochs
+        if self._shards == 0 or (epochs is not None and self._epoch + 1 >= epochs):
             return False
-        self._begin(self.epoch + 1, taken=0)
+        self._begin(self._epoch + 1, taken=0)
         return True
 
     def save(self) -> RangeState:
-        """Return the progress: two numbers for any length of the data set."""
-        return RangeState(epoch=self.epoch, taken=self._taken)
+        """Return the progress as plain data."""
+        return RangeState(epoch=self._epoch, taken=self._taken)
 
-    def load(self, state: SourceState) -> None:
-        """Continue from `save()` of a source with the same settings."""
-        if not isinstance(state, RangeState) or state.taken > self.shards:
+    def load(self, state: RangeState | StreamState) -> None:
+        """Continue from `save()` of a source with the same description."""
+        if not isinstance(state, RangeState) or state.taken > self._shards:
             raise UsageError(
                 "the saved shard progress is of another data set; "
                 "restore it with the same records, shard size and seed"
@@ -143,42 +72,41 @@ class RangeSource:
 
 
 class StreamSource:
-    """Partitions with offsets (of a log, a queue) that grow while the job trains.
+    """The shards of a `StreamDescription`, whose partitions grow while the job trains.
 
     Partitions take turns. The records between a partition's offset and its known end are cut
-    into shards of at most `shard_records`; `extend` moves the end, `close` says it is final.
+    into shards; `extend` moves the end, `close` says that it is final. Raises `UsageError` for a
+    description that makes no sense.
     """
 
-    def __init__(self, offsets: Mapping[str, int], shard_records: int) -> None:
-        if shard_records < 1 or not offsets or any(offset < 0 for offset in offsets.values()):
+    def __init__(self, dataset: StreamDescription) -> None:
+        offsets = dataset.partitions
+        if dataset.shard_records < 1 or not offsets or min(offsets.values()) < 0:
             raise UsageError(
                 "a stream needs partitions with offsets from 0 and shards of at least 1 record"
             )
-        self.shard_records = shard_records
+        self._shard_records = dataset.shard_records
         self._offsets = dict(offsets)  # in the order of their turns
         self._ends = dict(offsets)
         self._closed: set[str] = set()
 
-    def extend(self, partition: str, end: int) -> None:
-        """Note that records below offset `end` can be read; an earlier end changes nothing."""
-        self._known(partition)
-        if partition not in self._closed:
-            self._ends[partition] = max(end, self._ends[partition])
+    def extend(self, partition: str, end: int, *, closed: bool = False) -> None:
+        """Note that records below offset `end` can be read, and with `closed` never more.
 
-    def close(self, partition: str) -> None:
-        """Note that nothing will be added to this partition."""
-        self._known(partition)
-        self._closed.add(partition)
-
-    def _known(self, partition: str) -> None:
+        An earlier end changes nothing. Raises `UsageError` for an unknown partition.
+        """
         if partition not in self._offsets:
             known = ", ".join(sorted(self._offsets)[:8])
             raise UsageError(f"no partition {partition!r} in this stream; it has {known}")
+        if partition not in self._closed:
+            self._ends[partition] = max(end, self._ends[partition])
+        if closed:
+            self._closed.add(partition)
 
     def take(self) -> Shard | None:
-        """Return the next records of the partition whose turn it is."""
+        """Return the next records of the partition whose turn it is; None if there are none."""
         for partition, start in self._offsets.items():
-            stop = min(self._ends[partition], start + self.shard_records)
+            stop = min(self._ends[partition], start + self._shard_records)
             if stop > start:
                 del self._offsets[partition]  # behind the others: their turn comes first
                 self._offsets[partition] = stop
@@ -187,22 +115,17 @@ class StreamSource:
 
     def drained(self) -> bool:
         """Return True if every partition is closed and read to its end."""
-        return all(
-            partition in self._closed and start >= self._ends[partition]
-            for partition, start in self._offsets.items()
-        )
+        return all(p in self._closed and at >= self._ends[p] for p, at in self._offsets.items())
 
     def next_epoch(self) -> bool:
         """Return False: a stream is read once."""
         return False
 
     def save(self) -> StreamState:
-        """Return the offsets and ends of all partitions."""
-        return StreamState(
-            offsets=dict(self._offsets), ends=dict(self._ends), closed=tuple(sorted(self._closed))
-        )
+        """Return the progress as plain data."""
+        return StreamState(dict(self._offsets), dict(self._ends), tuple(sorted(self._closed)))
 
-    def load(self, state: SourceState) -> None:
+    def load(self, state: RangeState | StreamState) -> None:
         """Continue from `save()` of a stream with the same partitions."""
         if not isinstance(state, StreamState) or state.offsets.keys() != self._offsets.keys():
             raise UsageError(
@@ -210,3 +133,6 @@ class StreamSource:
             )
         self._offsets, self._ends = dict(state.offsets), dict(state.ends)
         self._closed = set(state.closed)
+
+
+Source = RangeSource | StreamSource

@@ -37,8 +37,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.policies.permutation import Permutation, mix
-from elastic_driver.policies.shard_messages import WORLD, End, Granted
-from elastic_driver.policies.shard_sources import Shard
+from elastic_driver.policies.shard_messages import WORLD, End, Granted, Shard
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.shards import ShardClient
 from elastic_driver.worker.state_sync.transfer import carry_bytes, to_all

@@ -69,6 +69,13 @@ class ShardClient:
     Raises `UsageError` unless exactly one of `records` and `partitions` is given.
     """
 
+    _ACTIONS: ClassVar[dict[type, str]] = {
+        messages.NextRequest: "next",
+        messages.DoneRequest: "done",
+        messages.ResumeRequest: "resume",
+        messages.ExtendRequest: "extend",
+    }
+
     def __init__(
         self,
         name: str,
@@ -87,25 +94,23 @@ class ShardClient:
             raise UsageError(
                 "give records=… for a data set, or partitions={name: offset} for a stream"
             )
-        self.description: messages.Description
-        if partitions is not None:
-            self.description = messages.StreamDescription(
-                dict(partitions), shard_records, max_losses
-            )
-        else:
-            self.description = messages.RangeDescription(
+        self._dataset: messages.Description = (
+            messages.RangeDescription(
                 records or 0, shard_records, epochs, shuffle, seed, max_losses
             )
-        self.name = name
-        born = context.from_environment()
-        self._source: _DriverShards | _LocalShards
-        if born is None:
-            self._source, self._worker = _LocalShards(name), worker or "alone"
+            if partitions is None
+            else messages.StreamDescription(dict(partitions), shard_records, max_losses)
+        )
+        self.name, self._timeout = name, timeout
+        self._driver: RendezvousClient | None = None
+        self._own = DataSets()  # of this process, where there is no driver
+        self._lock = threading.Lock()  # guards them
+        found = context.from_environment()
+        self._worker = worker or ("alone" if found is None else found.worker)
+        if found is None:
             self._open()  # raises for a description that makes no sense
         else:
-            client = RendezvousClient(born.endpoint, read_token_file(born.token_file))
-            self._source = _DriverShards(client, f"/v1/shards/{name}", timeout)
-            self._worker = worker or born.worker
+            self._driver = RendezvousClient(found.endpoint, read_token_file(found.token_file))
 
     def next(self, timeout: float = LONGEST_S) -> messages.Granted | None:
         """Return the next shard to train; None when every record was trained.
@@ -131,8 +136,8 @@ class ShardClient:
 
     def poll(self, wait: float = 0.0) -> messages.NextAnswer:
         """Return `Granted`, `Wait` or `End`, after waiting up to `wait` seconds for a shard."""
-        request = messages.NextRequest(self._worker, self.description, wait)
-        answer: messages.NextAnswer = self._source.ask(request, messages.NextAnswer)
+        request = messages.NextRequest(self._worker, self._dataset, wait)
+        answer: messages.NextAnswer = self._ask(request, messages.NextAnswer)
         return answer
 
     def require_complete(self, end: messages.End) -> None:
@@ -143,43 +148,35 @@ class ShardClient:
     def done(self, granted: messages.Granted) -> messages.DoneAnswer:
         """Report a shard as trained; `ShardRefused` says that it belongs to another worker now."""
         request = messages.DoneRequest(self._worker, granted.shard, granted.token)
-        answer: messages.DoneAnswer = self._source.ask(request, messages.DoneAnswer)
+        answer: messages.DoneAnswer = self._ask(request, messages.DoneAnswer)
         return answer
 
     def resume(self, held: Mapping[int, int]) -> tuple[int, ...]:
         """Report all held shards (token → records trained); return the tokens that are not ours."""
-        return self._resume(self._worker, held)
-
-    def _resume(self, worker: str, held: Mapping[int, int]) -> tuple[int, ...]:
-        resumed: messages.Resumed = self._source.ask(
-            messages.ResumeRequest(worker, self.description, dict(held)), messages.Resumed
-        )
+        request = messages.ResumeRequest(self._worker, self._dataset, dict(held))
+        resumed: messages.Resumed = self._ask(request, messages.Resumed)
         return resumed.lost
 
     def extend(self, partition: str, end: int, *, closed: bool = False) -> None:
         """Let a stream's partition be read up to offset `end`; `closed`: never further."""
         self._open()
-        self._source.ask(messages.ExtendRequest(partition, end, closed), None)
+        self._ask(messages.ExtendRequest(partition, end, closed), None)
 
     def checkpoint(self) -> messages.ShardCheckpoint:
         """Return the progress, to be kept beside a model's checkpoint (`msgspec.json.encode`)."""
         self._open()
-        found: messages.ShardCheckpoint = self._source.ask(
-            messages.ReadCheckpoint(), messages.ShardCheckpoint
-        )
+        found: messages.ShardCheckpoint
+        found = self._ask(messages.ReadCheckpoint(), messages.ShardCheckpoint)
         return found
 
     def restore(self, saved: messages.ShardCheckpoint) -> None:
         """Go back to a checkpoint: shards that were not done then are handed out again."""
-        self._source.ask(saved, None)
-
-    def _open(self) -> None:
-        """Open the data set, for requests that do not describe it."""
-        self._resume("opening", {})
+        self._ask(saved, None)
 
     def close(self) -> None:
         """Close the connection; a later call opens another."""
-        self._source.close()
+        if self._driver is not None:
+            self._driver.close()
 
     def __enter__(self) -> "ShardClient":
         return self
@@ -187,69 +184,43 @@ class ShardClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # ---- requests ------------------------------------------------------------------------
 
-class _DriverShards:
-    """The driver's data sets, over HTTP; a request is repeated while the driver is away."""
+    def _open(self) -> None:
+        """Open the data set, for requests that do not describe it."""
+        self._ask(messages.ResumeRequest("opening", self._dataset, {}), messages.Resumed)
 
-    _ACTIONS: ClassVar[dict[type, str]] = {
-        messages.NextRequest: "next",
-        messages.DoneRequest: "done",
-        messages.ResumeRequest: "resume",
-        messages.ExtendRequest: "extend",
-    }
+    def _ask(self, request: Any, kind: Any) -> Any:
+        """Return the answer to a request, of this kind; a driver that is away is waited for."""
+        if self._driver is None:
+            return self._ask_own(request)
+        try:
+            return self._send(self._driver, request, kind, self._driver.timeout)
+        except UnreachableError as error:
+            say(f"waiting for shards, and the driver does not answer ({error})")
+            return self._send(self._driver, request, kind, self._timeout)
 
-    def __init__(self, client: RendezvousClient, path: str, timeout: float) -> None:
-        self._client, self._path, self._timeout = client, path, timeout
-
-    def ask(self, request: Any, kind: Any) -> Any:
-        """Send a request; return its answer, of this kind."""
-        until = time.monotonic() + self._timeout
-        logged = False
-        while True:
-            try:
-                return self._send(request, kind)
-            except UnreachableError as error:
-                if time.monotonic() >= until:
-                    raise
-                if not logged:
-                    say(f"waiting for shards, and the driver does not answer ({error})")
-                logged = True
-
-    def _send(self, request: Any, kind: Any) -> Any:
+    def _send(self, driver: RendezvousClient, request: Any, kind: Any, deadline: float) -> Any:
+        path = f"/v1/shards/{self.name}"
         if isinstance(request, messages.ReadCheckpoint):
-            return msgspec.convert(self._client.get_json(f"{self._path}/checkpoint"), kind)
+            return msgspec.convert(driver.get_json(f"{path}/checkpoint", deadline), kind)
         body = msgspec.json.encode(request)
         if isinstance(request, messages.ShardCheckpoint):
-            return self._client.put_json(f"{self._path}/checkpoint", body)
-        answer = self._client.post_json(f"{self._path}:{self._ACTIONS[type(request)]}", body)
+            return driver.put_json(f"{path}/checkpoint", body, deadline)
+        answer = driver.post_json(f"{path}:{self._ACTIONS[type(request)]}", body, deadline)
         return msgspec.json.decode(answer, type=kind) if answer else None
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._client.close()
-
-
-class _LocalShards:
-    """Data sets of this process's own, where there is no driver."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._datasets = name, DataSets()
-        self._lock = threading.Lock()
-
-    def ask(self, request: Any, _kind: Any) -> Any:
-        """Return the answer to a request; raises `UsageError` where it is rejected."""
+    def _ask_own(self, request: Any) -> Any:
+        """Return the answer of this process's own data sets; raise `UsageError` for a rejection."""
         wait = 0.0
         if isinstance(request, messages.NextRequest):
             request, wait = msgspec.structs.replace(request, wait=0.0), request.wait
         with self._lock:
-            event = messages.ShardRequest(0, self._name, request)
-            decisions = self._datasets.handle(event, time.monotonic())
+            event = messages.ShardRequest(0, self.name, request)
+            decisions = self._own.handle(event, time.monotonic())
         (answer,) = [found.document for found in decisions if isinstance(found, Reply)]
         if isinstance(answer, Rejection):
             raise UsageError("; ".join(filter(None, (answer.message, answer.hint))))
         if isinstance(answer, messages.Wait):
             time.sleep(wait)  # only another thread can change anything meanwhile
         return answer
-
-    def close(self) -> None:
-        """Do nothing: there is no connection."""

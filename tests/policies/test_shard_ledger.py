@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.shard_ledger import ShardLedger
 from elastic_driver.policies.shard_messages import (
+    Description,
     End,
     Granted,
-    LedgerState,
+    RangeDescription,
     RefusalCode,
+    Shard,
     ShardAccepted,
+    ShardCheckpoint,
     ShardRefused,
+    StreamDescription,
     Wait,
 )
-from elastic_driver.policies.shard_sources import RangeSource, Shard, StreamSource
+from elastic_driver.policies.shard_sources import StreamSource
 
 
-def in_order(records: int = 30, shard_records: int = 10, epochs: int | None = 1) -> RangeSource:
-    return RangeSource(records, shard_records, epochs=epochs, shuffle=False)
+def in_order(records: int = 30, shard_records: int = 10, **more: Any) -> RangeDescription:
+    return RangeDescription(records, shard_records, shuffle=False, **more)
+
+
+def stream_of(ledger: ShardLedger) -> StreamSource:
+    assert isinstance(ledger.source, StreamSource)
+    return ledger.source
 
 
 def grant(ledger: ShardLedger, worker: str, now: float = 0.0) -> Granted:
@@ -44,13 +55,13 @@ def rest(ledger: ShardLedger, worker: str = "w") -> list[Shard]:
 
 
 def test_every_record_is_handed_out_once_and_the_last_shard_may_be_short() -> None:
-    shards = rest(ShardLedger(RangeSource(25, 10, shuffle=True, seed=3)))
+    shards = rest(ShardLedger(RangeDescription(25, 10, shuffle=True, seed=3)))
     assert sorted((s.start, s.stop) for s in shards) == [(0, 10), (10, 20), (20, 25)]
 
 
 def test_each_epoch_has_an_order_of_its_own_given_by_the_seed() -> None:
     def orders(seed: int) -> list[list[int]]:
-        shards = rest(ShardLedger(RangeSource(100, 1, epochs=2, seed=seed)))
+        shards = rest(ShardLedger(RangeDescription(100, 1, epochs=2, seed=seed)))
         return [[s.start for s in shards if s.epoch == epoch] for epoch in (0, 1)]
 
     first, second = orders(1)
@@ -61,7 +72,7 @@ def test_each_epoch_has_an_order_of_its_own_given_by_the_seed() -> None:
 
 
 def test_a_data_set_without_records_is_complete_at_once() -> None:
-    answer = ShardLedger(RangeSource(0, 10, epochs=None)).next("w", 0.0)
+    answer = ShardLedger(RangeDescription(0, 10, epochs=None)).next("w", 0.0)
     assert isinstance(answer, End)
     assert answer.complete
 
@@ -161,7 +172,7 @@ def test_a_silent_worker_loses_its_shards_when_its_lease_is_over() -> None:
 
 
 def test_a_shard_that_keeps_killing_workers_is_put_in_quarantine_by_name() -> None:
-    ledger = ShardLedger(in_order(20), max_losses=2)
+    ledger = ShardLedger(in_order(20, max_losses=2))
     grant(ledger, "a")
     assert ledger.worker_lost("a", "signal 11") == []
     grant(ledger, "b")
@@ -183,7 +194,7 @@ def _train(ledger: ShardLedger) -> list[Shard]:
 
 
 def test_only_the_shard_in_training_is_blamed_not_those_fetched_ahead() -> None:
-    ledger = ShardLedger(in_order(20), max_losses=1)
+    ledger = ShardLedger(in_order(20, max_losses=1))
     grant(ledger, "a")
     ahead = grant(ledger, "a")
     ledger.worker_lost("a", "signal 11")
@@ -192,15 +203,15 @@ def test_only_the_shard_in_training_is_blamed_not_those_fetched_ahead() -> None:
 
 
 def test_a_worker_that_leaves_as_planned_blames_no_shard() -> None:
-    ledger = ShardLedger(in_order(10), max_losses=1)
+    ledger = ShardLedger(in_order(10, max_losses=1))
     grant(ledger, "a")
     ledger.worker_left("a")
-    assert ledger.quarantined() == []
+    assert ledger.quarantined() == ()
     assert len(rest(ledger)) == 1
 
 
 def test_records_in_quarantine_are_not_handed_out_in_later_epochs() -> None:
-    ledger = ShardLedger(in_order(20, epochs=2), max_losses=1)
+    ledger = ShardLedger(in_order(20, epochs=2, max_losses=1))
     grant(ledger, "a")
     ledger.worker_lost("a", "signal 11")
     assert [(s.epoch, s.start) for s in _train(ledger)] == [(0, 10), (1, 10)]
@@ -208,7 +219,7 @@ def test_records_in_quarantine_are_not_handed_out_in_later_epochs() -> None:
 
 
 def test_a_late_done_takes_a_shard_out_of_quarantine() -> None:
-    ledger = ShardLedger(in_order(10, epochs=2), max_losses=1)
+    ledger = ShardLedger(in_order(10, epochs=2, max_losses=1))
     granted = grant(ledger, "a")
     ledger.worker_lost("a", "cut off")
     finish(ledger, "a", granted)
@@ -224,15 +235,15 @@ def test_one_worker_cannot_hoard_shards() -> None:
 
 
 def test_a_restored_checkpoint_hands_out_what_was_not_done_and_takes_no_old_token() -> None:
-    source = RangeSource(100, 10, seed=5)
+    source = RangeDescription(100, 10, seed=5)
     ledger = ShardLedger(source)
     done, held, returned = grant(ledger, "a"), grant(ledger, "b"), grant(ledger, "c")
     finish(ledger, "a", done)
     ledger.worker_lost("c", "killed")
     saved = msgspec.json.encode(ledger.checkpoint())
 
-    fresh = ShardLedger(RangeSource(100, 10, seed=5))
-    fresh.restore(msgspec.json.decode(saved, type=LedgerState))
+    fresh = ShardLedger(RangeDescription(100, 10, seed=5))
+    fresh.restore(msgspec.json.decode(saved, type=ShardCheckpoint))
     assert isinstance(fresh.done("b", held.shard, held.token, 0.0), ShardRefused)
     shards = rest(fresh)
     assert shards[:2] == [held.shard, returned.shard]
@@ -251,7 +262,7 @@ def test_a_rolled_back_ledger_refuses_tokens_given_out_after_the_checkpoint() ->
 
 
 def test_the_checkpoint_of_another_data_set_is_refused() -> None:
-    stream = StreamSource({"clicks": 0}, 10)
+    stream = StreamDescription({"clicks": 0}, 10)
     with pytest.raises(UsageError, match="another data set"):
         ShardLedger(in_order()).restore(ShardLedger(stream).checkpoint())
     with pytest.raises(UsageError, match="another stream"):
@@ -259,8 +270,8 @@ def test_the_checkpoint_of_another_data_set_is_refused() -> None:
 
 
 def test_a_streams_partitions_take_turns_and_its_end_is_known_only_when_closed() -> None:
-    stream = StreamSource({"a": 100, "b": 0}, 10)
-    ledger = ShardLedger(stream)
+    ledger = ShardLedger(StreamDescription({"a": 100, "b": 0}, 10))
+    stream = stream_of(ledger)
     assert ledger.next("w", 0.0) == Wait("the stream has no new records")
     stream.extend("a", 125)
     stream.extend("b", 5)
@@ -271,44 +282,41 @@ def test_a_streams_partitions_take_turns_and_its_end_is_known_only_when_closed()
         ("a", 120, 125),
     ]
     stream.extend("b", 3)  # old news
-    stream.close("a")
+    stream.extend("a", 0, closed=True)
     stream.extend("a", 999)  # after the end
     assert isinstance(ledger.next("w", 0.0), Wait)
-    stream.close("b")
+    stream.extend("b", 0, closed=True)
     assert isinstance(ledger.next("w", 0.0), End)
 
 
 def test_a_stream_goes_on_from_its_checkpoint_at_the_offsets_it_had() -> None:
-    stream = StreamSource({"a": 0}, 10)
-    stream.extend("a", 30)
-    ledger = ShardLedger(stream)
+    ledger = ShardLedger(StreamDescription({"a": 0}, 10))
+    stream_of(ledger).extend("a", 30)
     finish(ledger, "w", grant(ledger, "w"))
     held = grant(ledger, "w")
     saved = ledger.checkpoint()
-    fresh = StreamSource({"a": 0}, 10)
-    restored = ShardLedger(fresh)
+    restored = ShardLedger(StreamDescription({"a": 0}, 10))
     restored.restore(saved)
-    fresh.close("a")
+    stream_of(restored).extend("a", 0, closed=True)
     assert [s.start for s in rest(restored)] == [held.shard.start, 20]
 
 
 def test_an_unknown_partition_is_named_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="no partition 'c' in this stream; it has a, b"):
-        StreamSource({"b": 0, "a": 0}, 1).extend("c", 1)
+        StreamSource(StreamDescription({"b": 0, "a": 0}, 1)).extend("c", 1)
 
 
 @pytest.mark.parametrize(
-    "build",
+    "dataset",
     [
-        lambda: RangeSource(-1, 10),
-        lambda: RangeSource(10, 0),
-        lambda: RangeSource(10, 1, epochs=0),
-        lambda: StreamSource({}, 1),
-        lambda: StreamSource({"a": -1}, 1),
-        lambda: ShardLedger(in_order(), lease=0.0),
-        lambda: ShardLedger(in_order(), max_held=0),
+        RangeDescription(-1, 10),
+        RangeDescription(10, 0),
+        RangeDescription(10, 1, epochs=0),
+        StreamDescription({}, 1),
+        StreamDescription({"a": -1}, 1),
+        in_order(max_losses=0),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(build: object) -> None:
+def test_descriptions_that_make_no_sense_are_refused(dataset: Description) -> None:
     with pytest.raises(UsageError):
-        build()  # type: ignore[operator]
+        ShardLedger(dataset)

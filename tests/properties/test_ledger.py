@@ -13,23 +13,24 @@ from elastic_driver.policies.shard_ledger import ShardLedger
 from elastic_driver.policies.shard_messages import (
     End,
     Granted,
+    RangeDescription,
+    Shard,
     ShardAccepted,
     ShardRefused,
 )
-from elastic_driver.policies.shard_sources import RangeSource, Shard
 from tests.policies.test_shard_ledger import _train, finish, grant
 
 
 def test_a_million_shards_take_no_memory_before_or_after_they_are_done() -> None:
     tracemalloc.start()
-    ledger = ShardLedger(RangeSource(10**9, 1000, seed=1))
+    ledger = ShardLedger(RangeDescription(10**9, 1000, seed=1))
     for _ in range(2000):
         finish(ledger, "w", grant(ledger, "w"))
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert ledger.counts().done_records == 2_000_000
     assert kept < 200_000  # bytes
-    assert len(msgspec.json.encode(ledger.checkpoint())) < 300
+    assert len(msgspec.json.encode(ledger.checkpoint().state)) < 300
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -41,8 +42,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.source = RangeSource(35, 5, epochs=2, seed=9)
-        self.ledger = ShardLedger(self.source, lease=10.0, max_losses=2, max_held=2)
+        dataset = RangeDescription(35, 5, epochs=2, seed=9, max_losses=2)
+        self.ledger = ShardLedger(dataset, lease=10.0, max_held=2)
         self.counted: list[Shard] = []
         self.current: dict[Shard, tuple[str, int]] = {}
         self.ended: End | None = None

@@ -20,7 +20,7 @@ from elastic_driver.policies.shard_messages import (
     ShardRefused,
     ShardStatus,
 )
-from elastic_driver.worker import sharded, shards
+from elastic_driver.worker import sharded
 from tests.support.gloo import run_ranks
 
 
@@ -41,7 +41,7 @@ def numbers(records: int = 50, batch_size: int = 4, **options: Any) -> elastic.S
 
 
 def counts(data: elastic.ShardedDataset) -> ShardCounts:
-    status: ShardStatus = data.client._source.ask(ReadStatus(), ShardStatus)
+    status: ShardStatus = data.client._ask(ReadStatus(), ShardStatus)
     return status.counts
 
 
@@ -120,9 +120,7 @@ def test_a_shard_in_quarantine_is_left_out_and_named_at_the_end() -> None:
     batches = iter(data)
     next(batches)
     data.advance()
-    source = data.client._source
-    assert isinstance(source, shards._LocalShards)
-    source._datasets.handle(LeaseExpired("worker", "a.0.1", 30.0), 0.0)
+    data.client._own.handle(LeaseExpired("worker", "a.0.1", 30.0), 0.0)
     seen: list[int] = []
     with pytest.raises(elastic.IncompleteDataError, match="records 0–7") as caught:
         seen.extend(record for batch in data for record in batch)  # a rejoin begins a new pass
