@@ -21,10 +21,6 @@ BALANCE = "ELASTIC_BALANCE"  # "1" with --balance: shares of a step follow measu
 SCRATCH = "ELASTIC_SCRATCH"  # a folder for multiprocessing's sockets, removed by the agent
 TF_CONFIG = "TF_CONFIG"  # TensorFlow's name; only with --tf-config
 
-# ---- a variable of an agent, never of a worker -------------------------------------------
-# The warm parent that was forked with the agent (`agent.warm.fork_client`).
-BORN_WARM = "ELASTIC_BORN_WARM"
-
 # A SIGTERM after this signal comes from the agent and ends the worker at once. By default this
 # signal is ignored, so other processes do not notice it.
 STOP_MARK = "SIGURG"

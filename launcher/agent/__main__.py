@@ -10,7 +10,7 @@ from typing import NoReturn
 from elastic_driver.errors import ExitCode
 from launcher.agent.agent import Agent, AgentConfig
 from launcher.agent.spare import SPARE_FLAG, receive_arguments
-from launcher.agent.warm.fork_client import inherit
+from launcher.agent.warm.starter import inherit
 from rendezvous.auth import read_token_file
 from rendezvous.errors import TokenError
 

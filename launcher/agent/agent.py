@@ -43,9 +43,8 @@ from launcher.agent.folders import clear_unheld, scratch_folder
 from launcher.agent.ports import free_ports
 from launcher.agent.processes import NOTICES, become_subreaper
 from launcher.agent.warm.command import NotWarmable
-from launcher.agent.warm.fork_client import WarmParent
 from launcher.agent.warm.plan import plan_for
-from launcher.agent.warm.starter import WorkerStarter
+from launcher.agent.warm.starter import WarmParent, WorkerStarter
 from launcher.agent.workers import Workers
 from launcher.network import interface_of, meeting_point
 from rendezvous.client import RendezvousClient
@@ -89,7 +88,8 @@ class Agent:
     ) -> None:
         self._config, self._token = config, token
         self._client = RendezvousClient(config.endpoint, token)
-        self._starter = WorkerStarter(self._say, inherited)
+        marks = {contract.TOKEN_FILE: config.token_file}
+        self._starter = WorkerStarter(self._say, marks, inherited)
         self._endings: asyncio.Queue[Ending] = asyncio.Queue()
         self._events: asyncio.Queue[WireEvent] = asyncio.Queue()  # for the driver, in order
         self._signals = 0
@@ -159,7 +159,7 @@ class Agent:
 
     def _on_child(self) -> None:
         if self._workers is not None:
-            self._workers.reap_strays()
+            self._workers.strays()
 
     def _on_bug(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -244,7 +244,7 @@ class Agent:
         try:
             self._starter.launch(plan_for(spec, os.environ))
         except NotWarmable as reason:
-            self._starter.disinherit()
+            self._starter.close()
             if spec.warm:  # somebody asked for it
                 self._say(f"no warm workers: {reason}")
 

@@ -93,29 +93,40 @@ def reap(pid: int) -> int | None:
     return None if found == 0 else os.waitstatus_to_exitcode(status)
 
 
-def end_children(patience: float) -> None:
-    """Kill and reap every child of the calling process; give up after `patience` seconds."""
+async def end_all(look: Callable[[], Iterable[int]], patience: float = LEFTOVERS_S) -> None:
+    """Kill and reap the children that `look()` returns, and all their descendants.
+
+    It looks again until none is left, or for `patience` seconds: a process that hangs in the
+    kernel cannot be killed.
+    """
     deadline = time.monotonic() + patience
-    while left := children():
+    while left := [pid for pid in look() if reap(pid) is None]:
         kill_trees(left)
-        for pid in left:
-            reap(pid)
         if time.monotonic() > deadline:
             return
-        time.sleep(_LOOK_AGAIN_S)
+        await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+async def readable(fd: int, timeout: float | None = None) -> bool:
+    """Wait until `fd` can be read or has ended; return False after `timeout` seconds."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await asyncio.wait_for(ready.wait(), timeout)
+    except asyncio.TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(fd)
+    return True
 
 
 async def wait_for_end(pid: int, timeout: float | None = None) -> None:
     """Wait until a child has ended, at most `timeout` seconds; it is not reaped."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
     pidfd = os.pidfd_open(pid)
-    loop.add_reader(pidfd, ended.set)
     try:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(ended.wait(), timeout)
+        await readable(pidfd, timeout)
     finally:
-        loop.remove_reader(pidfd)
         os.close(pidfd)
 
 
@@ -127,7 +138,7 @@ class ProcessSpec:
     """One process to start.
 
     `argv[0]` is looked up in the PATH of `env`, which is the whole environment of the process.
-    The caller owns both descriptors, and closes its copies once the process was started.
+    The caller owns the descriptors, and closes its copies once the process was started.
     """
 
     argv: tuple[str, ...]
@@ -135,6 +146,9 @@ class ProcessSpec:
     cwd: str
     stdout_fd: int
     stderr_fd: int
+    # An agent's stdin: a pipe that shows it our end. None for a worker, which reads /dev/null and
+    # is killed by the kernel when we die.
+    lifeline: int | None = None
 
 
 class StartError(Exception):
@@ -148,41 +162,39 @@ class StartError(Exception):
 def start_fresh(spec: ProcessSpec) -> int:
     """Execute a command in a new process; return the pid. Raises `StartError`.
 
-    The child leads a session and process group of its own (its pid names both), reads /dev/null,
-    and is killed by the kernel when we die. The caller reaps it.
+    The child leads a session and process group of its own (its pid names both). The caller reaps
+    it.
     """
-    _check_directory(spec.cwd)
+    _check_folder(spec.cwd)
+    parent, worker = os.getpid(), spec.lifeline is None
+
+    def bind_to_parent() -> None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ignore_notices()
+        if os.getppid() != parent:  # it died in between, and would never stop us
+            os._exit(EXIT_NOT_EXECUTABLE)
+
     try:
         process = subprocess.Popen(
             spec.argv,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if spec.lifeline is None else spec.lifeline,
             stdout=spec.stdout_fd,
             stderr=spec.stderr_fd,
             cwd=spec.cwd,
             env=spec.env,
             start_new_session=True,
-            preexec_fn=bound_to(os.getpid()),  # noqa: PLW1509 - system calls only, see there
+            preexec_fn=bind_to_parent if worker else None,  # noqa: PLW1509 - system calls only
         )
     except FileNotFoundError as error:
         raise StartError(_not_found(spec), EXIT_NOT_FOUND) from error
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise StartError(
-            f"cannot execute {spec.argv[0]!r}: {_reason(error)}", EXIT_NOT_EXECUTABLE
-        ) from error
+        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, PermissionError):
+            reason = "permission denied; is it a directory, or does it lack `chmod +x`?"
+        sentence = f"cannot execute {spec.argv[0]!r}: {reason}"
+        raise StartError(sentence, EXIT_NOT_EXECUTABLE) from error
     process.returncode = 0  # the caller reaps it; a Popen that believes to be done does not
     return process.pid
-
-
-def bound_to(parent: int) -> Callable[[], None]:
-    """Return what a child does between fork and exec to bind its life to its parent's."""
-
-    def bind() -> None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        ignore_notices()
-        if os.getppid() != parent:  # it died in between: nobody would ever stop us
-            os._exit(EXIT_NOT_EXECUTABLE)
-
-    return bind
 
 
 def ignore_notices() -> None:
@@ -196,18 +208,16 @@ def ignore_notices() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _check_directory(cwd: str) -> None:
+def _check_folder(cwd: str) -> None:
     if not os.path.isdir(cwd):
-        raise StartError(
-            f"the working directory {cwd!r} does not exist on this host; "
-            "create it, or start the job from a shared file system",
-            EXIT_NOT_EXECUTABLE,
+        problem = (
+            "does not exist on this host; create it, or start the job from a shared file system"
         )
-    if not os.access(cwd, os.X_OK):
-        raise StartError(
-            f"the working directory {cwd!r} may not be entered on this host; check its permissions",
-            EXIT_NOT_EXECUTABLE,
-        )
+    elif not os.access(cwd, os.X_OK):
+        problem = "may not be entered on this host; check its permissions"
+    else:
+        return
+    raise StartError(f"the working directory {cwd!r} {problem}", EXIT_NOT_EXECUTABLE)
 
 
 def _not_found(spec: ProcessSpec) -> str:
@@ -218,46 +228,7 @@ def _not_found(spec: ProcessSpec) -> str:
     return f"command not found: {command!r} {where}; check the spelling and the host's software"
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, PermissionError):
-        return "permission denied; is it a directory, or does it lack `chmod +x`?"
-    return getattr(error, "strerror", None) or str(error)
-
-
 # ---- a worker's process ------------------------------------------------------------------
-
-
-class Family:
-    """The agent's children: leaders of workers, helpers, and strays.
-
-    A stray is a process that lost its parent and came to us. All strays descend from workers,
-    because nothing else below the agent starts processes.
-
-    Args:
-        helpers: returns the pids that belong to the starter of workers.
-    """
-
-    def __init__(self, helpers: Callable[[], frozenset[int]]) -> None:
-        self.known: set[int] = set()  # leaders of workers, and programs that look at workers
-        self._helpers = helpers
-
-    def strays(self) -> list[int]:
-        """Return the pids of the strays that live; reap those that have ended."""
-        known = self.known | self._helpers()
-        return [pid for pid in children() if pid not in known and reap(pid) is None]
-
-    async def end_strays(self, wanted: Callable[[int], bool]) -> None:
-        """Kill the strays for which `wanted(pid)` holds, and all their descendants.
-
-        Returns when none is left, or after `LEFTOVERS_S` (a process that hangs in the kernel
-        cannot be killed).
-        """
-        deadline = time.monotonic() + LEFTOVERS_S
-        while found := [pid for pid in self.strays() if wanted(pid)]:
-            kill_trees(found)
-            if time.monotonic() > deadline:
-                return
-            await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 class WorkerProcess:
@@ -265,15 +236,15 @@ class WorkerProcess:
 
     Args:
         pid: a child of ours that leads its own session.
+        strays: returns our living children that lost their parent and came to us.
         marks: variables it was started with that no other worker has; they name its strays.
     """
 
-    def __init__(self, pid: int, family: Family, marks: dict[str, str]) -> None:
+    def __init__(self, pid: int, strays: Callable[[], list[int]], marks: dict[str, str]) -> None:
         self.pid = pid
-        self._family, self._marks = family, marks
+        self._strays, self._marks = strays, marks
         self._ended = False
         self._kill_at: asyncio.TimerHandle | None = None
-        family.known.add(pid)
 
     def stop(self, grace: float) -> None:
         """Send SIGTERM to the group, and SIGKILL after `grace` seconds (0: at once).
@@ -302,14 +273,13 @@ class WorkerProcess:
         self._ended = True
         if self._kill_at is not None:
             self._kill_at.cancel()
-        # The leader is still a zombie, so its number cannot have become somebody else's.
+        # The leader is still a zombie, so its number cannot have become another process's.
         self._signal(signal.SIGKILL)
-        await self._family.end_strays(self._is_left_over)
-        code = reap(self.pid)
-        self._family.known.discard(self.pid)
-        return 0 if code is None else code
+        await end_all(lambda: filter(self._left, self._strays()))
+        return reap(self.pid) or 0
 
-    def _is_left_over(self, pid: int) -> bool:
+    def _left(self, pid: int) -> bool:
+        """Return whether this worker has left the stray behind."""
         with contextlib.suppress(OSError):
             if os.getsid(pid) == self.pid:
                 return True

@@ -14,6 +14,7 @@ that no process outlives the agent; when *it* dies, the agent sees its stdin clo
 are seconds.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -33,7 +34,7 @@ from elastic_driver import contract
 from elastic_driver.errors import ExitCode
 from launcher import version
 from launcher.agent.folders import held_folder, holder_of, sweep, sweep_scratch, wait_for_holder
-from launcher.agent.processes import become_subreaper, end_children
+from launcher.agent.processes import become_subreaper, children, end_all
 from rendezvous.auth import write_token_file
 
 FOLDER_PREFIX = "elastic-agent-"
@@ -115,7 +116,8 @@ def _keep(name: str, token_file: Path, arguments: Sequence[str]) -> int:
     except OSError:  # the driver's program has gone, and will be started again
         agent.kill()
     code = agent.wait()
-    end_children(PATIENCE_S)  # those that lost their agent and came to us: we have no others
+    # What has lost its agent comes to us, and we have no other children.
+    asyncio.run(end_all(children, PATIENCE_S))
     sweep_scratch()
     return code if code >= 0 else 128 - code
 

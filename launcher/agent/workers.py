@@ -19,10 +19,12 @@ from launcher.agent.environment import Meeting, worker_environment
 from launcher.agent.output import WorkerOutput, link_ranks
 from launcher.agent.processes import (
     EXIT_NOT_EXECUTABLE,
-    Family,
     ProcessSpec,
     StartError,
     WorkerProcess,
+    children,
+    end_all,
+    reap,
 )
 from launcher.agent.stacks import look
 from launcher.agent.warm.starter import WorkerStarter
@@ -56,7 +58,7 @@ class Workers:
         self._consoles, self._report, self._say = consoles, report, say
         self._inherited = dict(os.environ)
         self._log_dir = None if spec.log_dir is None else Path(spec.cwd, spec.log_dir)
-        self._family = Family(starter.own_pids)
+        self._own_pids: set[int] = set()  # of workers, and of programs that look at them
         self._running: dict[str, tuple[WorkerProcess, WorkerOutput]] = {}
         self._lives: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
@@ -107,7 +109,7 @@ class Workers:
     async def _look(self, number: int) -> None:
         for worker, running in tuple(self._running.items()):
             if self._running.get(worker) is running:
-                seen = await look(running[0].pid, self._family.known)
+                seen = await look(running[0].pid, self._own_pids)
                 self._report(WorkerStack(worker, number, seen.where, seen.stack, own=False))
 
     async def all_ended(self) -> None:
@@ -117,11 +119,16 @@ class Workers:
 
     async def end_strays(self) -> None:
         """Kill every process below us that is neither a worker nor the starter's."""
-        await self._family.end_strays(lambda _pid: True)
+        await end_all(self.strays)
 
-    def reap_strays(self) -> None:
-        """Collect strays that have ended by themselves."""
-        self._family.strays()
+    def strays(self) -> list[int]:
+        """Return the living strays; reap those that have ended by themselves.
+
+        A stray is a process that lost its parent and came to us. All strays descend from workers,
+        because nothing else below the agent starts processes.
+        """
+        own = self._own_pids | self._starter.own_pids()
+        return [pid for pid in children() if pid not in own and reap(pid) is None]
 
     # ---- one worker's life ---------------------------------------------------------------
 
@@ -147,6 +154,7 @@ class Workers:
         self._running[worker] = process, output
         self._report(WorkerStarted(worker, process.pid))
         code = await process.ended()
+        self._own_pids.discard(process.pid)
         await output.drained(DRAIN_S)
         tail = output.finish(failed=code != 0)
         del self._running[worker]
@@ -160,4 +168,5 @@ class Workers:
         output.pid = pid = self._starter.start(spec)
         output.close_child_side()
         marks = {contract.RUN_ID: self._spec.run_id, contract.WORKER_ID: order.worker}
-        return WorkerProcess(pid, self._family, marks)
+        self._own_pids.add(pid)
+        return WorkerProcess(pid, self.strays, marks)

@@ -11,6 +11,7 @@ second one ends everything at once. When the server is gone, the node ends its a
 the server to come back. One thread. Times are seconds.
 """
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -33,7 +34,7 @@ from elastic_driver.core.join_messages import Joined, NodeOrder, NodeReport
 from elastic_driver.errors import ExitCode, UsageError
 from launcher import version
 from launcher.agent.folders import held_folder, sweep, sweep_scratch
-from launcher.agent.processes import become_subreaper, end_children
+from launcher.agent.processes import become_subreaper, children, end_all
 from launcher.agent.remote import start_agent
 from launcher.backends.base import PACKAGE_ROOT, agent_arguments, describe_end
 from launcher.edge import handled
@@ -228,7 +229,7 @@ class Node:
         code = agent.wait()
         if agent.stdin is not None:
             agent.stdin.close()
-        end_children(ORPHANS_S)
+        asyncio.run(end_all(children, ORPHANS_S))
         sweep_scratch()
         return code
 

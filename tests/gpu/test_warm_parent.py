@@ -24,9 +24,9 @@ WARM = """
 import sys
 import torch
 sys.path.insert(0, sys.argv[1])
-import _elastic_warm_common
+import _elastic_warm_worker
 print("imported", file=sys.stderr, flush=True)
-_elastic_warm_common.first_step(torch)
+_elastic_warm_worker.first_step(torch)
 print("warm", file=sys.stderr, flush=True)
 torch.cuda.is_available()
 """

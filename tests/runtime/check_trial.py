@@ -27,9 +27,9 @@ from random import Random
 
 from elastic_driver.policies.nodecheck.check import Verdict
 from elastic_driver.policies.nodecheck.messages import TaskSettings
-from elastic_driver.runtime.backend import OnLost
 from elastic_driver.runtime.checks import CheckSettings
-from launcher.backends.local import LocalBackend
+from launcher.agent.warm.starter import WorkerStarter
+from launcher.backends.local import LocalBackend, _LocalAgent
 from tests.runtime.checks import check_without_a_job
 from tests.support.cluster import Cluster
 from tests.support.job import ROOT
@@ -48,15 +48,14 @@ def with_a_quota(hosts: Sequence[str], *, model: bool) -> Trial:
         with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
 
             class Slowing(LocalBackend):
-                def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
-                    if host != victim:
-                        super().start(host, incarnation, on_lost)
-                        return
-                    with self._lock:  # by itself, so that all it runs is in the group
-                        self._ensure_thread()
-                        self._execute(self.plan(host, incarnation), on_lost)
-                        pid = self._agents[host, incarnation].pid
-                    stack.enter_context(slowed(pid, share))
+                def _start(self, agent: _LocalAgent) -> None:
+                    starter = self._starter
+                    if agent.plan.host == victim:  # executed, so that all it runs is in the group
+                        self._starter = WorkerStarter(print)
+                    super()._start(agent)
+                    if agent.plan.host == victim:
+                        stack.enter_context(slowed(agent.pid, share))
+                    self._starter = starter
 
             report = check_without_a_job(
                 tuple((host, 1) for host in hosts),

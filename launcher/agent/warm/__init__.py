@@ -1,5 +1,4 @@
-"""Warm workers: `starter` asks, `parent/` answers from inside the job's own command.
+"""Warm workers: `starter` requests them, `parent/` runs inside the job's command and forks them.
 
-`command` and `plan` decide what is kept warm; `fork_client` starts a warm parent or inherits one.
-`docs/warm-workers.md` tells the whole story.
+`command` and `plan` decide what is kept warm. `docs/warm-workers.md` describes everything.
 """

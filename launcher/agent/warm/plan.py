@@ -58,10 +58,6 @@ class WarmPlan:
     spares: int
     rehearse: bool = True  # take a tiny training step too, where torch is among the modules
 
-    def first_message(self, parent: int) -> dict[str, object]:
-        """Return the first message to the warm parent; `parent` is the process it belongs to."""
-        return {**asdict(self), "parent": parent}
-
     def digest(self) -> str:
         """Return a short form of all of it: equal plans have equal ones, on any machine."""
         everything = json.dumps(asdict(self), sort_keys=True)

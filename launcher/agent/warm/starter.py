@@ -1,66 +1,218 @@
-"""Starts the agent's workers: forks of a process that has imported the heavy modules already.
+"""Starts processes as forks of a warm parent, which has imported the heavy modules already.
 
-`WorkerStarter` is the agent's end of the conversation with the warm parent (the folder `parent`),
-which is the job's own command, held just before its first line. Whatever cannot be had from a warm
-parent (another command, an unsafe fork, a parent that has died) is executed in a new process, and
-the reason is said once. A worker is a child of the agent either way.
+`WorkerStarter` is the owner's end of the conversation with a warm parent (the folder `parent`),
+which is the job's own command, held just before its first line. An agent owns one and starts its
+workers from it. The local backend owns one where several agents share this machine, and starts the
+agents from it; each gets a warm parent of its own that is a fork of the backend's.
 
-Each agent has one warm parent, which keeps `spares` processes forked in advance. All waiting here
-has a deadline; times are seconds.
+A process that the warm parent cannot provide (another command, an unsafe fork, a parent that has
+died) is executed afresh, and the starter says the reason once. Either way the new process is a
+child of the owner. All waiting here has a deadline; times are seconds.
 """
 
 import asyncio
-import contextlib
+import json
 import os
+import signal
+import socket
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
 
-from launcher.agent.processes import ProcessSpec, bound_to, start_fresh
+from launcher.agent.processes import ProcessSpec, children, readable, reap, start_fresh
 from launcher.agent.warm.command import NotWarmable
-from launcher.agent.warm.fork_client import MOST_LAUNCHES, START_S, WarmParent, execute
-from launcher.agent.warm.parent._elastic_warm_common import send_line
+from launcher.agent.warm.parent._elastic_warm_worker import BORN_WARM, receive_line, send_line
 from launcher.agent.warm.plan import WarmPlan
 
 WARM_UP_S = 60.0  # longer than importing takes even from a slow network file system
+MOST_LAUNCHES = 4  # warm parents that one owner starts: one that keeps dying is no help
+START_S = 5.0  # for a spare to answer; two forks on a busy machine take a tenth of a second
+END_S = 2.0  # for the kernel to end what was killed
+_PAD = "x" * 8192  # room in /proc/<pid>/environ for the variables that siblings do not share
+_HOOK = str(Path(__file__).parent / "parent")
+_LOOK_AGAIN_S = 0.001
+
+
+@dataclass(eq=False)
+class WarmParent:
+    """A warm parent's process, a child of ours, and our ends of the conversation."""
+
+    pid: int
+    session: int  # of the warm parent, and of all it forked that is no worker or agent yet
+    queue: socket.socket  # requests; its spares take them
+    status: socket.socket  # its messages; it ends when we close our end
+    log: IO[bytes]  # what its imports have written
+    digest: str  # of the plan it was made for
+    ended: bool = False
+    _received: bytes = b""
+
+    def own_pids(self) -> set[int]:
+        """Return its pid, and those of our children that are in its session."""
+        own = {self.pid}
+        for pid in children():
+            with suppress(OSError):
+                if os.getsid(pid) == self.session:
+                    own.add(pid)
+        return own
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have come; note its end in `ended`."""
+        self.status.setblocking(False)
+        with suppress(BlockingIOError):
+            while not self.ended:
+                piece = b""
+                with suppress(ConnectionError):
+                    piece = self.status.recv(65536)
+                self._received += piece
+                self.ended = not piece
+        *lines, self._received = self._received.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def fork(self, spec: ProcessSpec) -> int:
+        """Let a spare become the process; return its pid. Raises OSError, EOFError, ValueError."""
+        request: dict[str, Any] = {"env": spec.env}
+        stdio = [spec.stderr_fd, spec.stdout_fd]
+        if spec.lifeline is not None:
+            request.update(argv=spec.argv, cwd=spec.cwd)
+            stdio.append(spec.lifeline)
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self.queue.settimeout(START_S)
+                socket.send_fds(self.queue, [b"start"], [*stdio, theirs.fileno()])
+            ours.settimeout(START_S)
+            send_line(ours, request)
+            pid = int(receive_line(ours)["pid"])
+            try:
+                ours.sendall(b"go")
+            except OSError:
+                _end_child(pid)
+                raise
+        return pid
+
+    def last_words(self) -> str:
+        """Return the last line it wrote, in brackets; empty where it wrote none."""
+        with suppress(OSError, ValueError):
+            self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - 4096))
+            if words := self.log.read().decode("utf-8", "replace").strip():
+                return f" ({words.splitlines()[-1].strip()})"
+        return ""
+
+    def end(self) -> None:
+        """Kill and reap it with what it has forked, and free everything."""
+        for ours in (self.queue, self.status, self.log):
+            ours.close()
+        deadline = time.monotonic() + END_S
+        _end_child(self.pid)
+        # Once it is gone, all that it was forking has come to us.
+        while reap(self.pid) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_AGAIN_S)
+        while (left := self.own_pids() - {self.pid}) and time.monotonic() < deadline:
+            for pid in left:
+                _end_child(pid)
+            time.sleep(_LOOK_AGAIN_S)
+
+
+def execute(plan: WarmPlan, marks: Mapping[str, str]) -> WarmParent:
+    """Start the plan's command with our `sitecustomize` in front of its own; may raise OSError."""
+    with ExitStack() as on_error:
+        queue, their_queue = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        status, their_status = socket.socketpair()
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `WarmParent.end`
+        for ours in (queue, status, log):
+            on_error.callback(ours.close)
+        with their_queue, their_status:
+            fds = (their_queue.fileno(), their_status.fileno())
+            process = subprocess.Popen(
+                plan.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=plan.cwd,
+                env=_environment(plan, fds, marks),
+                pass_fds=fds,
+                start_new_session=True,
+            )
+        on_error.pop_all()
+    process.returncode = 0  # we reap it ourselves
+    pid, digest = process.pid, plan.digest()
+    status.settimeout(START_S)
+    with suppress(OSError):  # it has died already: `receive` will see it
+        send_line(status, {**asdict(plan), "parent": os.getpid(), "digest": digest})
+    return WarmParent(pid, pid, queue, status, log, digest)
+
+
+def _environment(plan: WarmPlan, fds: tuple[int, int], marks: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a warm parent, in an order that `/proc/<pid>/environ` keeps.
+
+    A worker's own variables are written over everything from ELASTIC_WARM_FDS on.
+    """
+    env = dict(plan.env)
+    path = env.pop("PYTHONPATH", None)
+    env["ELASTIC_WARM_FDS"] = f"{fds[0]},{fds[1]}"
+    env["PYTHONPATH"] = os.pathsep.join([_HOOK, path] if path else [_HOOK])
+    return {**env, **marks, "ELASTIC_WARM_PAD": _PAD}
+
+
+def inherit(environ: MutableMapping[str, str]) -> WarmParent | None:
+    """Take the warm parent of this process out of its environment; None: it has none.
+
+    Only an agent that is itself a fork (`parent._elastic_warm_worker`) has a warm parent so early.
+    """
+    words = environ.pop(BORN_WARM, None)
+    if words is None:
+        return None
+    pid, queue, status, log, digest = words.split(",")
+    for number in (queue, status, log):
+        os.set_inheritable(int(number), False)
+    ends = socket.socket(fileno=int(queue)), socket.socket(fileno=int(status))
+    return WarmParent(int(pid), os.getsid(0), *ends, open(int(log), "w+b"), digest)
+
+
+def _end_child(pid: int) -> None:
+    """Kill a child of ours, and reap it if it has ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    reap(pid)
 
 
 class WorkerStarter:
-    """Forks workers where it can, and executes the others.
+    """Forks processes where it can, and executes the others.
 
-    The agent must be a child subreaper: workers become its children because their first parent
-    has ended. Until `launch` is called every process is executed.
+    The owner must be a child subreaper: processes become its children because their first parent
+    has ended. Until `launch` is called every process is executed. A starter belongs to one thread.
 
     Args:
         say: shows a sentence to the user.
+        marks: variables by which the owner knows the warm parent's processes.
         inherited: a warm parent that the agent was forked with; it serves a plan that equals its
             own.
     """
 
-    def __init__(self, say: Callable[[str], None], inherited: WarmParent | None = None) -> None:
-        self._say, self._inherited = say, inherited
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        marks: Mapping[str, str] | None = None,
+        inherited: WarmParent | None = None,
+    ) -> None:
+        self._say, self._marks = say, marks or {}
         self._plan: WarmPlan | None = None
-        self._parent: WarmParent | None = None
+        self._parent = inherited
         self._threads: int | None = None  # of torch's pool in the warm parent; None: not warm yet
         self._launches = 0
         self._said: set[str] = set()
         self._waiting = asyncio.Lock()
 
     def launch(self, plan: WarmPlan) -> None:
-        """Start the warm parent of this plan in place of the former; it imports meanwhile."""
-        self._end_parent()
+        """Start the warm parent of this plan, unless an equal one was inherited."""
         self._plan = plan
-        if self._inherited is not None and self._inherited.digest == plan.digest():
-            self._parent, self._inherited = self._inherited, None
-            self._launches += 1
-        else:
-            self.disinherit()
+        if self._parent is None or self._parent.digest != plan.digest():
             self._launch(plan)
-
-    def disinherit(self) -> None:
-        """End the inherited warm parent, if it has not been of use."""
-        if self._inherited is not None:
-            self._inherited.end()
-            self._inherited = None
 
     @property
     def warm(self) -> bool:
@@ -74,22 +226,12 @@ class WorkerStarter:
         would only compete with them for the cores.
         """
         deadline = time.monotonic() + WARM_UP_S
-        loop = asyncio.get_running_loop()
         async with self._waiting:  # one at a time may wait for a socket
             while (parent := self._parent) is not None and self._threads is None:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if not await readable(parent.status.fileno(), deadline - time.monotonic()):
                     self._lose(f"it was not warm after {WARM_UP_S:.0f} s")
                     return
-                parent.status.setblocking(False)
-                piece: bytes | None = None
-                try:
-                    piece = await asyncio.wait_for(loop.sock_recv(parent.status, 65536), left)
-                except ConnectionError:
-                    piece = b""
-                except asyncio.TimeoutError:
-                    continue
-                self._warm_parent(piece)
+                self._warm_parent()
 
     def start(self, spec: ProcessSpec) -> int:
         """Start a process, by a fork if the warm parent is warm; return the pid of our child.
@@ -100,7 +242,8 @@ class WorkerStarter:
         parent = self._warm_parent()
         if parent is not None and self._plan is not None:
             try:
-                self._plan.check(spec, self._threads or 0)
+                if spec.lifeline is None:
+                    self._plan.check(spec, self._threads or 0)
                 return parent.fork(spec)
             except NotWarmable as reason:
                 self._say_once(f"{reason}; it is started afresh")
@@ -108,44 +251,35 @@ class WorkerStarter:
                 self._lose(f"it does not answer: {error}{parent.last_words()}")
         return start_fresh(spec)
 
-    def own_pids(self) -> frozenset[int]:
-        """Return our children that are warm parents or their spares, not to be killed or reaped."""
-        parents = [parent for parent in (self._parent, self._inherited) if parent is not None]
-        return frozenset[int]().union(*(parent.own_pids() for parent in parents))
+    def own_pids(self) -> set[int]:
+        """Return the pids of the warm parent and its spares: no stray processes."""
+        return set() if self._parent is None else self._parent.own_pids()
 
     def close(self) -> None:
-        """End the warm parent and its spares; started workers stay."""
-        self.disinherit()
-        self._end_parent()
-
-    # ---- the warm parent -----------------------------------------------------------------
-
-    def _launch(self, plan: WarmPlan) -> None:
-        self._launches += 1
-        try:
-            parent = execute(plan, bound_to(os.getpid()))
-        except OSError as error:
-            self._say_once(f"no warm workers: cannot start the warm parent ({error})")
-            return
-        self._parent = parent
-        parent.status.settimeout(START_S)
-        with contextlib.suppress(OSError):  # it has died already: `_warm_parent` will see it
-            send_line(parent.status, plan.first_message(os.getpid()))
-
-    def _end_parent(self) -> None:
+        """End the warm parent and its spares; started processes stay."""
         parent, self._parent, self._threads = self._parent, None, None
         if parent is not None:
             parent.end()
 
-    def _warm_parent(self, piece: bytes | None = None) -> WarmParent | None:
-        """Take in what the warm parent has said, `piece` first; return it if it can fork."""
+    # ---- the warm parent -----------------------------------------------------------------
+
+    def _launch(self, plan: WarmPlan) -> None:
+        self.close()
+        self._launches += 1
+        try:
+            self._parent = execute(plan, self._marks)
+        except OSError as error:
+            self._say_once(f"no warm workers: cannot start the warm parent ({error})")
+
+    def _warm_parent(self) -> WarmParent | None:
+        """Take in what the warm parent has said; return it if it can fork."""
         parent = self._parent
         if parent is None:
             return None
-        for message in parent.receive(piece):
+        for message in parent.receive():
             if "refused" in message:
                 self._say_once(f"no warm workers: {message['refused']}")
-                self._end_parent()
+                self.close()
                 return None
             self._threads = int(message["threads"])
             for line in message["missing"]:
@@ -157,7 +291,7 @@ class WorkerStarter:
 
     def _lose(self, why: str) -> None:
         """Give this warm parent up, and start the next if there were not too many."""
-        self._end_parent()
+        self.close()
         if self._plan is not None and self._launches < MOST_LAUNCHES:
             self._say_once(f"the warm parent is lost: {why}; starting another")
             self._launch(self._plan)

@@ -6,9 +6,12 @@ import contextlib
 import json
 import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from elastic_driver import contract
 from elastic_driver.core.documents import StartWorkerOrder, encode
@@ -110,10 +113,28 @@ class Machine(Driver):
         """The pid of the process that imports for all."""
 
         def look() -> int:
-            found = [pid for pid in children() if "script.py" in command(pid) and lives(pid)]
+            found = [
+                p
+                for p in children()
+                if "script.py" in command(p) and os.getsid(p) == p and lives(p)
+            ]
             return found[0] if found else 0
 
         return eventually(look, what="a shared parent")
+
+    def kill_shared_parent(self) -> None:
+        """Kill the process that imports for all, and wait for its end; its spares stay."""
+        shared = self.shared_parent()
+        os.kill(shared, signal.SIGKILL)
+        eventually(lambda: not lives(shared))
+
+    def stop_shared_parent(self) -> int:
+        """Stop the process that imports for all, and its spares; its pid."""
+        shared = self.shared_parent()
+        family = [pid for pid in children() if "script.py" in command(pid)]
+        for pid in (shared, *family):
+            os.kill(pid, signal.SIGSTOP)
+        return shared
 
 
 def command(pid: int) -> str:
@@ -125,11 +146,16 @@ def command(pid: int) -> str:
 
 
 def kinds_of_files(pid: int) -> list[str]:
-    """What a process has open, but for numbers and for where the warm parent's words are kept."""
+    """What a process has open, but for numbers and for where the warm parent's words are kept.
+
+    Without its connections to the driver: it has one or two, as its requests happen to meet.
+    """
     links = []
+    connections = {str(found.fd) for found in psutil.Process(pid).net_connections("inet")}
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # it was closed meanwhile
-            links.append(os.readlink(fd))
+            if fd.name not in connections:
+                links.append(os.readlink(fd))
     kinds = [re.sub(r"\[\d+\]|elastic-mp-\w+", "", link) for link in links]
     return sorted(re.sub(r"/memfd:.*|/.*/#\d+ .*", "log", kind) for kind in kinds)
 

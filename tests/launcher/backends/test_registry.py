@@ -18,12 +18,19 @@ from tests.support.job import elasticrun
 _BACKEND = """
 import shlex, subprocess, sys
 from elastic_driver.runtime.backend import Backend
+from launcher.backends.base import AgentPlan
 from launcher.backends.local import LocalBackend
+
+class Inside(LocalBackend):
+    def plan(self, host, incarnation):
+        plan = super().plan("localhost", incarnation)
+        argv = [host if word == "localhost" else word for word in plan.argv]
+        return AgentPlan(host, incarnation, tuple(argv), plan.env)
 
 class Boxes(Backend):
     '''Runs the agent of every "box" on this machine, as the local backend does.'''
     def __init__(self, job):
-        self.inner = LocalBackend(job.endpoint, job.token_file, joined=True)
+        self.inner = Inside(job.endpoint, job.token_file)
     def start(self, host, incarnation, on_lost):
         print(f"boxes: opening {host}", file=sys.stderr, flush=True)
         self.inner.start(host, incarnation, on_lost)

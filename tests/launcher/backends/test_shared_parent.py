@@ -105,6 +105,7 @@ def test_one_that_is_no_longer_wanted_is_never_born(machine: Machine) -> None:
     (machine.folder / "counted.py").write_text(wait)
     machine.start(*HOSTS)
     machine.backend.kill(HOSTS[1], 1)
+    eventually(lambda: machine.lost)
     assert "no longer wanted" in machine.lost[HOSTS[1]]
     gate.touch()
     machine.wait_for(HOSTS[0], HOSTS[2])
@@ -129,9 +130,9 @@ def test_closing_while_it_imports_ends_it_at_once_and_frees_everything(machine: 
 
 SCRIPT = """
 import sys, pathlib, time
-from launcher.backends import shared_parent
+from launcher.backends import local
 from launcher.backends.local import LocalBackend
-shared_parent.CALM_S = 0.1
+local.CALM_S = 0.1
 backend = LocalBackend(sys.argv[1], pathlib.Path(sys.argv[2]), grows=sys.argv[3] == "works")
 for host in "localhost", "127.0.0.2", "127.0.0.3":
     backend.start(host, 1, print)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
 import psutil
 import pytest
 
-from launcher.backends import shared_parent
+from launcher.agent.warm import starter
+from launcher.backends import local
 from tests.launcher.agent.harness import lives
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine
 
@@ -19,40 +18,42 @@ def test_when_the_shared_parent_is_killed_agents_go_on_and_the_next_but_one_is_f
 ) -> None:
     machine.publish_job(LOOK)
     machine.up(*HOSTS[:2])
-    os.kill(machine.shared_parent(), signal.SIGKILL)
+    machine.kill_shared_parent()
     third = machine.up(HOSTS[2])[0]
     assert machine.seen(machine.work(HOSTS[2]))[:2] == (third, True)
-    assert len(machine.importers) == 3
     machine.up(HOSTS[2], incarnation=2)
     machine.up(HOSTS[2], incarnation=3)
     assert machine.seen(machine.work(HOSTS[2], 3)).warm
     assert len(machine.importers) == 4, "another process imports for all that come now"
     assert machine.seen(machine.work(HOSTS[1])).warm
     assert machine.lost == {}
-    assert capfd.readouterr().err.count("an agent on this machine imports for itself") == 1
+    assert capfd.readouterr().err.count("elasticrun: the warm parent is lost: it ended") == 1
 
 
 def test_one_that_dies_again_and_again_is_not_started_for_ever(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(shared_parent, "MOST_LAUNCHES", 2)
+    monkeypatch.setattr(starter, "MOST_LAUNCHES", 2)
     machine.publish_job()
     machine.up(*HOSTS[:2])
     for incarnation in (2, 4):
-        os.kill(machine.shared_parent(), signal.SIGKILL)
+        machine.kill_shared_parent()
         machine.up(HOSTS[1], incarnation=incarnation)  # for itself
         machine.up(HOSTS[1], incarnation=incarnation + 1)
     said = capfd.readouterr().err
-    assert said.count("an agent on this machine imports for itself") == 1
-    assert said.count("agents on this machine import for themselves from now on") == 1
+    assert said.count("elasticrun: the warm parent is lost: it ended") == 1
+    assert said.count("elasticrun: no warm workers from now on: it ended") == 1
     assert machine.lost == {}
 
 
-def test_when_it_is_killed_while_it_imports_those_who_wait_are_executed(machine: Machine) -> None:
+def test_when_it_is_killed_while_it_imports_those_who_wait_are_executed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starter, "MOST_LAUNCHES", 1)
     machine.publish_job()
     (machine.folder / "counted.py").write_text("import time\ntime.sleep(600)\n")
     machine.start(*HOSTS)
-    os.kill(machine.shared_parent(), signal.SIGKILL)
+    machine.kill_shared_parent()
     machine.wait_for(*HOSTS)
     assert machine.lost == {}
 
@@ -62,10 +63,10 @@ def test_one_that_is_stopped_is_given_up_within_the_deadline(
 ) -> None:
     machine.publish_job()
     machine.up(*HOSTS[:2])
-    monkeypatch.setattr(shared_parent, "ANSWER_S", 0.3)
-    os.kill(machine.shared_parent(), signal.SIGSTOP)
+    monkeypatch.setattr(starter, "START_S", 0.3)
+    machine.stop_shared_parent()
     machine.up(HOSTS[2])
-    assert "does not answer (nothing in 0.3 s)" in capfd.readouterr().err
+    assert "the warm parent is lost: it does not answer: timed out" in capfd.readouterr().err
     assert machine.lost == {}
 
 
@@ -75,17 +76,20 @@ def test_a_bug_of_ours_costs_nobody_an_agent(
     def broken(*_: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(shared_parent, "plan_for", broken)
+    monkeypatch.setattr(local, "plan_for", broken)
     machine.publish_job()
     machine.up(*HOSTS)
-    assert capfd.readouterr().err.count("a bug of ours: RuntimeError('broken')") == 1
+    said = capfd.readouterr().err
+    assert said.count("agents on this machine import for themselves: RuntimeError('broken')") == 1
 
 
-def test_closing_does_not_wait_for_one_that_is_stopped(machine: Machine) -> None:
+def test_closing_ends_one_that_is_stopped(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starter, "START_S", 0.5)
     machine.publish_job()
     machine.up(*HOSTS[:2])
-    shared = machine.shared_parent()
-    os.kill(shared, signal.SIGSTOP)
+    shared = machine.stop_shared_parent()
     machine.start(HOSTS[2])
     began = time.monotonic()
     machine.backend.close(0)
@@ -102,7 +106,7 @@ def test_an_import_that_cannot_be_forked_leaves_every_agent_to_itself(
     assert not machine.seen(machine.work(HOSTS[1])).warm
     said = capfd.readouterr().err
     assert "agent on 127.0.0.2: no warm workers: importing counted opened a pipe" in said
-    assert "import for themselves" not in said
+    assert "elasticrun: no warm workers: importing counted opened a pipe" in said
 
 
 def test_a_job_without_warm_workers_has_no_shared_parent(machine: Machine) -> None:

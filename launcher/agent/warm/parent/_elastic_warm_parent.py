@@ -4,16 +4,19 @@ It is the job's own command (`python train.py --epochs 3`), held by `sitecustomi
 interpreter would run it. So everything a worker takes from its interpreter (flags, `sys.argv`,
 `sys.path`, `__main__`, tracebacks, the exit status) is made by CPython itself, not imitated.
 
-Three kinds of processes run this module: the *parent* (one), *spares* (forked, waiting for a
-request, children of the agent already) and, for a moment, the process that becomes a worker. Where
-several agents share a machine there is a *shared parent* too, from which agents are forked with
-parents of their own (`_elastic_warm_shared`). It uses the standard library only, reads nothing but
-its inherited sockets, and starts no thread. It never touches an accelerator: a process that forks
-after that has a broken device (CUDA says "cannot re-initialize in forked subprocess").
+Its owner is an agent, or the local backend where several agents share this machine. It keeps
+*spares*: processes that are forked in advance, are the owner's children already, and wait for a
+request (`_elastic_warm_worker`). The agents that the backend asks for get a warm parent each, which
+is a fork too and goes on here.
+
+It uses the standard library only, reads nothing but its inherited sockets, and starts no thread. It
+never touches an accelerator: a process that forks after that has a broken device (CUDA says "cannot
+re-initialize in forked subprocess").
 """
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -22,22 +25,25 @@ import socket
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from importlib.machinery import FrozenImporter, PathFinder
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from launcher.agent.warm.parent import _elastic_warm_common as common
-    from launcher.agent.warm.parent import _elastic_warm_shared as shared
     from launcher.agent.warm.parent import _elastic_warm_worker as worker
 else:  # as `sys.path` has it here, where the project may not be importable at all
-    import _elastic_warm_common as common
-    import _elastic_warm_shared as shared
     import _elastic_warm_worker as worker
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
+_SHARED = ("socket:", "pipe:", "anon_inode:")
+_BLAS_SETTERS = (
+    "scipy_openblas_set_num_threads64_",
+    "openblas_set_num_threads64_",
+    "openblas_set_num_threads",
+)
+_LAST_WORK_S = 0.05
 _LET_START_S = 0.3
 _MOST_DEATHS = 3
-_SHARED = ("socket:", "pipe:", "anon_inode:")
 
 
 def serve(conversation: str, baseline: frozenset[str]) -> None:
@@ -45,7 +51,7 @@ def serve(conversation: str, baseline: frozenset[str]) -> None:
 
     Args:
         conversation: two inherited descriptors: the queue of requests, which all spares read, and
-            the line to the agent, whose end is our end.
+            the line to our owner, whose end is our end.
         baseline: the modules that a new interpreter has imported by now.
     """
     queue_fd, status_fd = (int(number) for number in conversation.split(","))
@@ -53,23 +59,29 @@ def serve(conversation: str, baseline: frozenset[str]) -> None:
     queue = socket.socket(fileno=queue_fd)
     for held in (status, queue):
         held.set_inheritable(False)
-    setup = {**common.receive_line(status), "baseline": baseline}
+    setup = {**worker.receive_line(status), "baseline": baseline}
     if getattr(sys.flags, "safe_path", False):  # -P: nothing is found beside the script
         setup["path0"] = None
     os.environ.clear()
     os.environ.update(setup["env"])
     began = time.monotonic()
-    if "shared" in setup:
-        shared.bind_to(setup["parent"])
+    worker.die_with(setup["parent"])
     missing = _warm_up(setup)
-    _rehearse_fork()
+    with warnings.catch_warnings():
+        # Fork once for nothing: thread pools that know about forks (OpenBLAS) stop their threads
+        # for it. Other threads still run afterwards, and would be missing in a worker.
+        warnings.simplefilter("ignore")  # Python >= 3.12 warns of exactly what is checked next
+        child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
     sys.stdout.flush()  # what an import printed is no worker's output
     reason = _unsafe(setup, {0, 1, 2, queue_fd, status_fd}) or _shadowed(setup)
     if reason:
         _refuse(status, reason)
     sys.path_importer_cache.pop(setup["path0"], None)  # a worker looks at the folder anew
     torch: Any = sys.modules.get("torch")
-    setup["thread_setters"] = common.thread_setters(torch) if torch else []
+    setup["thread_setters"] = _thread_setters(torch) if torch else []
     gc.collect()
     gc.freeze()  # the collector no longer writes to these objects: their pages stay shared
     atexit.register(gc.unfreeze)  # at its end a worker collects what hangs together with them
@@ -78,13 +90,13 @@ def serve(conversation: str, baseline: frozenset[str]) -> None:
         "missing": missing,
         "threads": torch.get_num_threads() if torch else 0,
     }
-    if "shared" in setup:
-        queue, status = shared.fork_agents(setup, queue, status)
-    _keep_spares(setup, queue, status)
+    ends: worker.Ends | None = (queue, status)
+    while ends is not None:  # again in the warm parent of an agent that was forked
+        ends = _keep_spares(setup, *ends)
 
 
 def _refuse(status: socket.socket, reason: str) -> NoReturn:
-    common.send_line(status, {"refused": reason})
+    worker.send_line(status, {"refused": reason})
     os._exit(0)
 
 
@@ -105,24 +117,45 @@ def _warm_up(setup: dict[str, Any]) -> list[str]:
             missing.append(f"{name}: {type(error).__name__}: {error}")
     if "torch" in sys.modules and not any(line.startswith("torch:") for line in missing):
         if setup["rehearse"]:
-            common.first_step(sys.modules["torch"])
-        common.let_last_work_end(sys.modules["torch"])
+            worker.first_step(sys.modules["torch"])
+        _let_last_work_end(sys.modules["torch"])
     if path0 is not None:
         sys.path.remove(path0)
     return missing
 
 
-def _rehearse_fork() -> None:
-    """Fork once for nothing: thread pools that know about forks (OpenBLAS) stop for it.
+def _let_last_work_end(torch: Any) -> None:
+    """Keep torch from locking up where a DistributedDataParallel object outlives its group.
 
-    Threads that still run afterwards do not know, and would be missing in a worker.
+    Its reducer is the group's last owner then, and waits for the group's threads while it holds
+    the interpreter's lock, which a thread that drops its last work may still want (seen with
+    torch 2.13; destructors that block are pytorch's issue 56297). A new process is mostly
+    saved by the imports that it has yet to make; a worker that has made them is too quick.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python >= 3.12 warns of exactly what is checked next
-        child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
+    wrapper = torch.nn.parallel.DistributedDataParallel
+
+    def wait_without_lock(_ddp: Any, pause: Callable[[float], None] = time.sleep) -> None:
+        if not torch.distributed.is_initialized():
+            pause(_LAST_WORK_S)
+
+    if not hasattr(wrapper, "__del__"):
+        wrapper.__del__ = wait_without_lock
+
+
+def _thread_setters(torch: Any) -> list[Callable[[int], Any]]:
+    """Return the setters for another OMP_NUM_THREADS: of torch, and of numpy's OpenBLAS.
+
+    They are found in advance, because a worker that starts has no time to search.
+    """
+    setters = [torch.set_num_threads]
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        mapped = {line.split(maxsplit=5)[5].strip() for line in file if "openblas" in line}
+    for path in mapped:
+        library = ctypes.CDLL(path)
+        for name in _BLAS_SETTERS:
+            with contextlib.suppress(AttributeError):
+                setters.append(getattr(library, name))
+    return setters
 
 
 def _unsafe(setup: dict[str, Any], known: set[int]) -> str | None:
@@ -130,8 +163,12 @@ def _unsafe(setup: dict[str, Any], known: set[int]) -> str | None:
     names = ", ".join(setup["preload"]) or "nothing"
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
-        others = sorted(_thread_name(thread) for thread in threads if int(thread) != os.getpid())
-        return f"importing {names} started threads ({', '.join(others)})"
+        others = []
+        for thread in set(threads) - {str(os.getpid())}:
+            comm = f"/proc/self/task/{thread}/comm"
+            with contextlib.suppress(OSError), open(comm, errors="replace") as file:
+                others.append(file.read().strip())
+        return f"importing {names} started threads ({', '.join(sorted(others))})"
     with open(f"/proc/self/task/{threads[0]}/children", encoding="ascii") as file:
         if file.read().split():
             return f"importing {names} started processes"
@@ -163,36 +200,36 @@ def _shadowed(setup: dict[str, Any]) -> str | None:
     return None
 
 
-def _thread_name(thread: str) -> str:
-    try:
-        with open(f"/proc/self/task/{thread}/comm", encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return thread
-
-
 # ---- forking -----------------------------------------------------------------------------
 
 
-def _keep_spares(setup: dict[str, Any], queue: socket.socket, status: socket.socket) -> None:
-    """Keep that many spares waiting; returns only in one that was taken."""
+def _keep_spares(
+    setup: dict[str, Any], queue: socket.socket, status: socket.socket
+) -> worker.Ends | None:
+    """Keep that many spares waiting; return only in a spare that was taken.
+
+    What it returns there is described at `await_request`.
+    """
     lives: list[int] = []  # one pipe for each spare: it says when the spare is taken or dies
     deaths = 0  # in a row
     announced = False
     while True:
         while len(lives) < setup["spares"]:
-            spare, fd = _fork_spare(status, lives)
-            if spare:
-                worker.await_request(setup, queue, fd)
-                return
-            if not os.read(fd, 1):
-                _refuse(status, "a fork did not become the agent's child; is it a child subreaper?")
-            lives.append(fd)
+            life, lifeline = os.pipe()
+            if not _fork_apart(status):
+                for held in (life, *lives):
+                    os.close(held)
+                status.close()
+                return worker.await_request(setup, queue, lifeline)
+            os.close(lifeline)
+            if not os.read(life, 1):
+                _refuse(status, "a fork did not become our owner's child; is it a child subreaper?")
+            lives.append(life)
         if not announced:
-            common.send_line(status, setup["ready"])
+            worker.send_line(status, setup["ready"])
             announced = True
         ready, _, _ = select.select([status.fileno(), *lives], [], [])
-        if status.fileno() in ready:  # the agent speaks once; this is its end
+        if status.fileno() in ready:  # the owner speaks once; this is its end
             os._exit(0)
         for life in [life for life in lives if life in ready]:
             deaths = 0 if os.read(life, 1) else deaths + 1
@@ -205,19 +242,24 @@ def _keep_spares(setup: dict[str, Any], queue: socket.socket, status: socket.soc
         select.select([status, queue], [], [], _LET_START_S)
 
 
-def _fork_spare(status: socket.socket, lives: list[int]) -> tuple[bool, int]:
-    """Fork a spare, which is the agent's child; return whether we are it, and its pipe.
+def _fork_apart(status: socket.socket) -> bool:
+    """Fork twice, so that the second child becomes our owner's, which adopts orphans.
 
-    The spare holds the pipe's writing end for as long as it waits.
+    Return False in that child, once its first parent has been collected: then the owner has adopted
+    it, and its parent-death signal concerns the owner. Return True for us.
     """
-    life, lifeline = os.pipe()
-    ended = common.fork_apart()
-    if ended is None:
-        for held in (life, *lives):
-            os.close(held)
-        status.close()
-        return True, lifeline
-    os.close(lifeline)
+    gate, opener = os.pipe()
+    between = os.fork()
+    if between == 0:
+        if os.fork():
+            os._exit(0)
+        os.close(opener)
+        os.read(gate, 1)
+        os.close(gate)
+        return False
+    _, ended = os.waitpid(between, 0)
+    os.close(opener)
+    os.close(gate)
     if ended != 0:
         _refuse(status, "it could not fork; look at the limits on processes and memory")
-    return False, life
+    return True

@@ -1,85 +1,164 @@
-"""A spare: waits for a request, then turns into exactly the process that was asked for.
+"""A spare: a process that was forked in advance, and becomes the worker or agent of a request.
 
-Runs in processes forked from the warm parent (`_elastic_warm_parent`). A request comes as one
-datagram with three descriptors: the worker's stdout, its stderr, and a channel for the rest: the
-environment (from the agent), the pid (from the spare), "go" (from the agent). A process that finds
-the channel ended forgets the request, so that no worker runs that the agent does not know of.
+The warm parent (`_elastic_warm_parent`) forks spares. A request comes as one datagram with
+descriptors: stderr and stdout of the new process, for an agent also its stdin, and a channel for
+the conversation that follows: the requester sends the environment (for an agent also the command
+and the folder), the spare answers with its pid, and the requester says "go". If the requester has
+closed the channel, the spare drops the request, so the requester knows of every process.
+
+Messages are lines of JSON over a stream socket. The agent's side imports `send_line` and
+`receive_line` from here. This module uses the standard library only.
 """
 
+import contextlib
 import ctypes
 import gc
 import io
+import json
 import os
+import signal
 import socket
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, NoReturn, cast
 
-if TYPE_CHECKING:
-    from launcher.agent.warm.parent import _elastic_warm_common as common
-else:
-    import _elastic_warm_common as common
-
-_REQUEST_SECONDS = 5.0  # the agent says it all at once; longer means that it has given up
+BORN_WARM = "ELASTIC_BORN_WARM"  # an agent's variable: its warm parent and their sockets
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_ACCELERATORS = ("cuda", "hip", "xpu")
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+_REQUEST_SECONDS = 5.0  # the requester sends everything at once; after this it has given up
 _MARK = b"ELASTIC_WARM_FDS="  # first variable of the part of the environment that is ours
+
+Ends = tuple[socket.socket, socket.socket]  # of a warm parent: its queue, its status
+
+
+def send_line(line: socket.socket, message: dict[str, Any]) -> None:
+    """Send one message."""
+    line.sendall(json.dumps(message).encode("ascii") + b"\n")
+
+
+def receive_line(line: socket.socket) -> dict[str, Any]:
+    """Receive one message; EOFError if the other end closes before it is complete."""
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        piece = line.recv(65536)
+        if not piece:
+            raise EOFError("the process has ended")
+        received += piece
+    return cast("dict[str, Any]", json.loads(received))
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill us when our parent's thread ends; end now if it is not `parent`.
+
+    Ignore the signals that Slurm sends to all processes of a step: they are for the agent.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "SLURM_STEP_ID" in os.environ:
+        for number in _NOTICES:
+            signal.signal(number, signal.SIG_IGN)
+    if os.getppid() != parent:  # it died in between, or does not adopt orphans
+        os._exit(0)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def first_step(torch: Any) -> None:
+    """Take one optimizer step on the CPU, in one thread: 1 s of imports, and memory to write.
+
+    No accelerator is touched: a CUDA driver that was asked for its devices is unusable in forks,
+    and optimizers ask before their first step. In a torch that was built for an accelerator the
+    gradients are made by hand, because its autograd engine counts the devices first.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    is_available = torch.cuda.is_available
+    torch.cuda.is_available = lambda: False
+    try:
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(model.parameters())
+        loss = model(torch.zeros(2, 4)).sum()
+        if any(getattr(torch.version, name, None) for name in _ACCELERATORS):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        else:
+            loss.backward()
+        optimizer.step()
+    finally:
+        torch.cuda.is_available = is_available
+    torch.set_num_threads(threads)
 
 
 # ---- waiting -----------------------------------------------------------------------------
 
 
-def await_request(setup: dict[str, Any], queue: socket.socket, lifeline: int) -> None:
-    """Wait as the agent's child until a request comes; then become what it asks for.
+def await_request(setup: dict[str, Any], queue: socket.socket, lifeline: int) -> Ends | None:
+    """Wait for a request and become the process it asks for.
 
-    Our end of the pipe `lifeline` shows the warm parent that we have become the agent's child
+    Return None in a worker, which goes on to the job's command. An agent executes its own program;
+    in the warm parent that is forked for it, return the warm parent's ends of the conversation.
+
+    Our end of the pipe `lifeline` shows the warm parent that we have become a child of its owner
     (`+`), that we still wait (it is open), and that we were taken (`t`) or have died (its end).
     """
-    common.die_with(setup["parent"])
+    die_with(setup["parent"])
     os.write(lifeline, b"+")
     if setup["rehearse"] and "torch" in sys.modules:
-        common.first_step(sys.modules["torch"])  # the pages it writes are now our own
+        first_step(sys.modules["torch"])  # the pages it writes are now our own
     _own_randomness()
     while True:
-        data, received, _, _ = socket.recv_fds(queue, 16, 3)
-        if not data:  # the agent has closed its end
+        data, received, _, _ = socket.recv_fds(queue, 16, 4)
+        if not data:  # the owner has closed its end
             os._exit(0)
-        stdout, stderr, channel_fd = received
+        *stdio, channel_fd = received
         with socket.socket(fileno=channel_fd) as channel:
             channel.settimeout(_REQUEST_SECONDS)
-            env = _agree(channel)
-        if env is not None:
-            queue.close()
-            os.write(lifeline, b"t")
-            os.close(lifeline)
-            _become(setup, env, stdout, stderr)
-            return
-        os.close(stdout)
-        os.close(stderr)
+            request = _agree(channel)
+        if request is not None:
+            break
+        for fd in stdio:
+            os.close(fd)
+    queue.close()
+    os.write(lifeline, b"t")
+    os.close(lifeline)
+    if "argv" in request:
+        return _become_agent(setup, request, stdio)
+    _become_worker(setup, request["env"], stdio)
+    return None
 
 
-def _agree(channel: socket.socket) -> dict[str, str] | None:
-    """Return the environment of the worker to become; None if the agent has given up already."""
+def _agree(channel: socket.socket) -> dict[str, Any] | None:
+    """Return the request; None if the requester has given up already."""
     try:
-        request = common.receive_line(channel)
+        request = receive_line(channel)
     except (OSError, EOFError):
         return None
     os.setsid()  # from here on we are no spare any more: answer and go, or end
     try:
-        common.send_line(channel, {"pid": os.getpid()})
+        send_line(channel, {"pid": os.getpid()})
         if channel.recv(2) != b"go":
             os._exit(0)
     except OSError:
         os._exit(0)
-    return cast("dict[str, str]", request["env"])
+    return request
 
 
-# ---- becoming ----------------------------------------------------------------------------
-
-
-def _become(setup: dict[str, Any], env: dict[str, str], stdout: int, stderr: int) -> None:
-    """Change everything in which a worker differs from the warm parent, but for the randomness."""
-    os.chdir(setup["cwd"])
-    for source, target in ((stdout, 1), (stderr, 2)):
+def _set_streams(stdio: list[int]) -> None:
+    """Make the descriptors of a request our stderr and stdout, and stdin if there is a third."""
+    for target, source in zip((2, 1, 0), stdio, strict=False):
         os.dup2(source, target)
         os.close(source)
+
+
+# ---- becoming a worker -------------------------------------------------------------------
+
+
+def _become_worker(setup: dict[str, Any], env: dict[str, str], stdio: list[int]) -> None:
+    """Change everything in which a worker differs from the warm parent, but for the randomness."""
+    os.chdir(setup["cwd"])
+    _set_streams(stdio)
     os.environ.clear()
     os.environ.update(env)
     _show_environment(setup["env"], env)
@@ -98,8 +177,8 @@ def _become(setup: dict[str, Any], env: dict[str, str], stdout: int, stderr: int
 def _renew_stream(stream: Any, fd: int) -> None:
     """Make a standard stream anew over its descriptor, as CPython's `create_stdio` does.
 
-    The object stays, since handlers of loggers may hold it; what it knows of the
-    descriptor (terminal or not, seekable or not, block size) is learned again.
+    The object stays, because handlers of loggers may hold it. What it knows of the descriptor
+    (terminal or not, seekable or not, block size) is learned again.
     """
     unbuffered = bool(stream.write_through)
     binary: Any = open(fd, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
@@ -152,3 +231,45 @@ def _show_environment(base: dict[str, str], env: dict[str, str]) -> None:
         if (name not in base or name == "PYTHONPATH") and len(shown) + len(entry) <= room:
             shown += entry
     ctypes.memmove(start + offset, shown.ljust(room, b"\0"), room)
+
+
+# ---- becoming an agent -------------------------------------------------------------------
+
+
+def _become_agent(setup: dict[str, Any], request: dict[str, Any], stdio: list[int]) -> Ends:
+    """Fork the agent's warm parent, then execute the agent; return in the warm parent.
+
+    The warm parent has all imports already. It stays in the agent's session, by which the agent
+    and its backend know it and its spares.
+    """
+    queue, its_queue = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    status, its_status = socket.socketpair()
+    log = os.memfd_create("warm-parent")
+    agent = os.getpid()
+    _prctl(_PR_SET_PDEATHSIG, 0)  # an agent that loses its backend stops its workers first
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if warm := os.fork():
+        held = queue.fileno(), status.fileno(), log
+        request["env"][BORN_WARM] = ",".join(map(str, (warm, *held, setup["digest"])))
+        _set_streams(stdio)
+        _execute(request, held)
+    die_with(agent)
+    for ours in (queue, status):
+        ours.close()
+    for fd in stdio:
+        os.close(fd)
+    _set_streams([log, os.dup(log)])
+    setup["parent"] = agent
+    return its_queue, its_status
+
+
+def _execute(request: dict[str, Any], held: tuple[int, ...]) -> NoReturn:
+    """Become the agent's program, as a new process would."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed the directory is closed again
+            os.set_inheritable(int(name), int(name) <= 2 or int(name) in held)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+        signal.signal(number, signal.SIG_DFL)
+    os.chdir(request["cwd"])
+    argv = request["argv"]
+    os.execvpe(argv[0], argv, request["env"])  # noqa: S606 - the agent's own, from our backend

@@ -1,4 +1,4 @@
-"""Plays an agent that was forked from the shared parent, for tests that look at its workers.
+"""Plays an agent that was forked from a warm parent, for tests that look at its workers.
 
     python -m tests.launcher.agent.warm.born_agent SPEC ANSWERS
 
@@ -18,9 +18,8 @@ from pathlib import Path
 from elastic_driver.core.documents import JobSpec, decode
 from launcher.agent.environment import common_environment
 from launcher.agent.processes import become_subreaper
-from launcher.agent.warm.fork_client import inherit
 from launcher.agent.warm.plan import plan_for
-from launcher.agent.warm.starter import WorkerStarter
+from launcher.agent.warm.starter import WorkerStarter, inherit
 from tests.launcher.agent.warm.harness import Agent
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import io
 import json
 import os
 import selectors
@@ -16,10 +16,10 @@ from typing import IO
 import pytest
 
 from elastic_driver.core.documents import encode
-from launcher.agent.processes import reap
-from launcher.backends.base import PACKAGE_ROOT, AgentPlan
-from launcher.backends.shared_parent import ForkRequest, SharedParent
-from tests.launcher.agent.harness import Driver, eventually
+from launcher.agent.processes import ProcessSpec, reap
+from launcher.agent.warm.plan import plan_for
+from launcher.agent.warm.starter import WorkerStarter
+from tests.launcher.agent.harness import ROOT, Driver, eventually
 from tests.launcher.agent.warm.harness import DEADLINE_S, Outcome, agent
 from tests.launcher.agent.warm.test_equivalence import (
     ENDINGS,
@@ -32,7 +32,7 @@ from tests.launcher.agent.warm.test_equivalence import (
 
 @dataclass
 class Born:
-    """A process that plays the agent, forked from a shared parent."""
+    """A process that plays the agent, forked from the backend's warm parent."""
 
     folder: Path
     ask: IO[bytes]
@@ -60,35 +60,24 @@ def forked_agent(folder: Path, *flags: str) -> Iterator[Born]:
     command = (sys.executable, *flags, "job.py", "--epochs", "3")
     spec = driver.publish(*command, warm=1, preload=())
     module = (sys.executable, "-m", "tests.launcher.agent.warm.born_agent")
-    plan = AgentPlan("b", 1, (*module, encode(spec).decode(), str(folder / "answers")), {})
-    assert plan.cwd == PACKAGE_ROOT
-    pids: list[tuple[int, int]] = []
-
-    def born(pid: int, _warm: int, lifeline: int) -> bool:
-        pids.append((pid, lifeline))
-        return True
-
-    refused: list[str] = []
-    said = io.StringIO()  # what the shared parent tells people
-    shared = SharedParent(driver.server.url, driver.token_file)
+    argv = (*module, encode(spec).decode(), str(folder / "answers"))
+    said: list[str] = []
+    starter = WorkerStarter(said.append)
     answers = os.open(folder / "answers", os.O_RDWR | os.O_CLOEXEC)
-    with (
-        agent(folder),
-        open(answers, "rb", buffering=0) as heard,
-        contextlib.redirect_stderr(said),
-    ):
-        shared.request(ForkRequest(plan, born, lambda: refused.append("refused")))
+    stdin, lifeline = os.pipe2(os.O_CLOEXEC)
+    with agent(folder), open(answers, "rb", buffering=0) as heard:
         try:
-            ((pid, lifeline),) = eventually(
-                lambda: pids, DEADLINE_S, f"an agent; {said.getvalue()}"
-            )
+            starter.launch(plan_for(spec, os.environ))
+            asyncio.run(starter.ready())
+            pid = starter.start(ProcessSpec(argv, dict(os.environ), str(ROOT), 1, 2, stdin))
+            os.close(stdin)
             with open(lifeline, "wb") as ask:
                 yield Born(folder, ask, heard)
             eventually(lambda: reap(pid) is not None)
         finally:
-            shared.close()
+            starter.close()
             driver.close()
-    assert (refused, said.getvalue()) == ([], "")
+    assert said == []
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from launcher.agent.processes import StartError, children, reap
-from launcher.agent.warm import fork_client, starter
+from launcher.agent.warm import starter
 from tests.launcher.agent.harness import ROOT
 from tests.launcher.agent.warm.harness import Agent, agent, alive, eventually, wait_for
 
@@ -257,7 +257,7 @@ def test_spares_that_keep_dying_are_not_replaced_for_ever(host: Agent) -> None:
 def test_a_warm_parent_that_is_stopped_is_given_up_within_the_deadline(
     host: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fork_client, "START_S", 0.3)
+    monkeypatch.setattr(starter, "START_S", 0.3)
     host.launch("job.py", preload=["preloaded"])
     for pid in host.starter.own_pids():
         os.kill(pid, signal.SIGSTOP)
