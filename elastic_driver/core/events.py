@@ -18,6 +18,10 @@ Reason = Annotated[str, Meta(min_length=1, max_length=500)]
 ASKED = "a user asked for it"
 
 
+class StaleEvent(Exception):
+    """An event that changes nothing, because it is late, repeated or out of order."""
+
+
 class Event(Struct, frozen=True):
     """An event for the job."""
 

@@ -16,6 +16,9 @@ from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.status import JobStatus, status_of
 from elastic_driver.settings import Settings
 
+# The rules in the order in which they draw consequences; the order is part of the specification.
+# A rule may rely on what those before it have done in the same pass: workers are marked as leaving
+# before a round is formed, stacks are settled before a worker is given up.
 RULES = (
     "discovered",  # cool-downs end
     "agents",  # agents that do not come up are given up
@@ -30,12 +33,6 @@ RULES = (
     "membership",  # rounds of elastic jobs
     "plain",  # rounds of plain jobs
 )
-"""The rules in the order in which they draw consequences; the order is part of the specification.
-
-A rule may rely on what those before it have done in the same pass: workers are marked as leaving
-before a round is formed, stacks are settled before a worker is given up.
-"""
-
 MAX_PASSES = 64  # far more than any chain of consequences
 
 
@@ -97,15 +94,13 @@ class Job(JobParts):
         handler = self._handlers.get(type(event))
         if handler is None:
             return  # only time has passed
-        if not isinstance(event, ev.WorkerReport):
-            handler(event, now)
-            return
-        worker = self.workers.with_process(event.worker)
-        if worker is not None:
-            handler(worker, event, now)
-        else:
-            what = type(event).__name__
-            self.effects.ignore(f"{what} of {event.worker}, which is gone or was never started")
+        try:
+            if isinstance(event, ev.WorkerReport):
+                handler(self.workers.with_process(event, event.worker), event, now)
+            else:
+                handler(event, now)
+        except ev.StaleEvent as stale:
+            self.effects.ignore(str(stale))
 
     # ---- consequences --------------------------------------------------------------------
 
@@ -136,12 +131,6 @@ class Job(JobParts):
 
     def _mark(self) -> tuple[object, ...]:
         """Return all that a rule may change and another reads: not every change is a decision."""
-        return (
-            len(self.effects.decisions),
-            self.rounds.current.number,
-            self.rounds.current.state,
-            self.outcome.kind,
-            len(self.outcome.losses),
-            self.capacity.changed,
-            self.capacity.placement_due,
-        )
+        current, outcome, capacity = self.rounds.current, self.outcome, self.capacity
+        seen = (current.number, current.state, outcome.kind, len(outcome.losses))
+        return (*seen, capacity.changed, capacity.placement_due, len(self.effects.decisions))

@@ -68,16 +68,16 @@ class JobParts:
 
     def _make(self, part: type[Part]) -> Part:
         """Make a part with the parts that its fields without a default name."""
-        needed = (f for f in fields(part) if f.init and f.default is f.default_factory is MISSING)  # type: ignore[arg-type]
-        return part(**{field.name: getattr(self, field.name) for field in needed})
+        needed = (f.name for f in fields(part) if f.default is f.default_factory is MISSING)  # type: ignore[arg-type]
+        return part(**{name: getattr(self, name) for name in needed})
 
 
 def _own(part: object) -> object:
     """Return the fields of a part but for the other parts, which have no default there."""
     if not is_dataclass(part):
         return part
-    own = (f for f in fields(part) if not f.init or not f.default is f.default_factory is MISSING)
-    return {field.name: getattr(part, field.name) for field in own}
+    own = (f.name for f in fields(part) if not f.default is f.default_factory is MISSING)
+    return {name: getattr(part, name) for name in own}
 
 
 def _plain(value: object) -> object:

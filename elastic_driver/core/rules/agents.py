@@ -27,20 +27,14 @@ class Agents(Rule):
 
     def on_ready(self, event: ev.AgentReady, now: float) -> None:
         """Record that an agent is up and its host's slots can be used."""
-        if self.fleet.ready(event) is None:
-            late = f"agent {event.host}.{event.incarnation} is not the one that is awaited"
-            self.effects.ignore(late)
-            return
+        self.fleet.ready(event)
         self.capacity.note_change()
         number, at = self.rounds.current.number, f"at {event.address}"
         self.effects.decide(Announce("agent_started", at, number, event.host, pid=event.pid))
 
     def on_lost(self, event: ev.AgentLost, now: float) -> None:
         """Record that an agent has ended, or is silent, and its workers with it."""
-        agent = self.fleet.current(event.host, event.incarnation)
-        if agent is None:
-            self.effects.ignore(f"agent {event.host}.{event.incarnation} is not the present one")
-            return
+        agent = self.fleet.current(event)
         reason, was_up = event.reason or "no reason was given", agent.state is AgentState.READY
         self.effects.announce("agent_lost", reason, event.host)
         self.fleet.apply(agent, AgentNews.LOST)
@@ -57,22 +51,17 @@ class Agents(Rule):
             self.effects.decide(KillAgent(*event.agent, event.reason))
             self.on_lost(ev.AgentLost(*event.agent, event.reason), now)
             return
-        worker = self.workers.with_process(event.owner)
-        if worker is None:
-            self.effects.ignore(f"a lease of {event.owner} expired, which is gone")
-        elif event.kind == "worker":
-            self._lose_silent(worker, event.reason, now)
-        elif worker.state is RUNNING:
+        worker = self.workers.with_process(event, event.owner)
+        if event.kind == "half" and worker.state is RUNNING:
             # It may hang with the GIL. It is killed when its lease ends, and can then tell nothing.
             self.stacks.ask(now, f"{worker.id}: {event.reason}")
-
-    def _lose_silent(self, worker: Worker, reason: str, now: float) -> None:
-        self.stacks.settle()  # before it is killed
-        if worker.leaving and self.workers.apply(worker, WorkerNews.TOLD_TO_STOP):
-            self.effects.kill(worker, reason)
-            self.rounds.left_early(worker, now, running=True)
-        elif not self.reports.give_up_worker(worker, reason, now):
-            self.effects.ignore(f"{worker.id} is {worker.state.value}, it cannot be lost any more")
+        elif event.kind == "worker":
+            self.stacks.settle()  # before it is killed
+            if worker.leaving and self.workers.apply(worker, WorkerNews.TOLD_TO_STOP):
+                self.effects.kill(worker, event.reason)
+                self.rounds.left_early(worker, now, running=True)
+            else:
+                self.reports.give_up_worker(worker, event.reason, now)
 
     def advance(self, now: float) -> None:
         """Give up an agent that takes longer than `start_timeout` to come up."""

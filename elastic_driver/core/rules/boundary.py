@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import AskProgress, PublishNotice
-from elastic_driver.core.events import ProgressReported
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.workers import RUNNING
 
@@ -54,12 +54,11 @@ class Boundary(Rule):
         workers = tuple(worker.id for worker in self.workers.having(RUNNING))
         self.effects.decide(AskProgress(self.asked, self.rounds.current.number, workers, reason))
 
-    def on_progress_reported(self, event: ProgressReported, now: float) -> None:
+    def on_progress_reported(self, event: ev.ProgressReported, now: float) -> None:
         """Name the step after which the members leave."""
         asked_at, current = self._asked_at, self.rounds.current
         if asked_at is None or event.number != self.asked or not current.at_boundary:
-            self.effects.ignore("progress was reported that nobody waits for")
-            return
+            raise ev.StaleEvent("progress was reported that nobody waits for")
         self._asked_at, waited = None, now - asked_at
         stale = waited + min(self.settings.heartbeat_timeout / 3, STALE_S)
         readings = [

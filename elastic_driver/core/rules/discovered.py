@@ -21,28 +21,11 @@ from elastic_driver.core.rules.hosts import Host
 
 @dataclass(slots=True)
 class Rechecks(Rule):
-    """Holds hosts that have to be checked, and has them checked."""
+    """Has the hosts checked that are held for a check."""
 
     _checking: dict[str, int] = field(default_factory=dict)  # host → position; being checked
     _checks: int = 0  # begun so far
     _held_since: float | None = None  # a host waits for a check since then
-    _ever_gone: set[str] = field(default_factory=set)  # hosts that discovery has removed
-
-    def hold(self, host: str, reason: str) -> None:
-        """Keep a host from being used until it was checked, in jobs that check hosts."""
-        if self.settings.checked_hosts is not None:
-            self.hosts.hold(host, reason)
-
-    def found(self, host: str) -> None:
-        """Hold a host that is new, unless it was checked before the job began."""
-        if host in self._ever_gone:
-            self.hold(host, "it has been away")
-        elif host not in (self.settings.checked_hosts or ()):
-            self.hold(host, "it was not there before")
-
-    def gone(self, host: str) -> None:
-        """Record that a host was removed: a host that comes back under its name is checked."""
-        self._ever_gone.add(host)
 
     def advance(self, now: float) -> None:
         """Have the held hosts checked, unless a check is going on."""
@@ -92,9 +75,7 @@ class Rechecks(Rule):
 
 @dataclass(slots=True)
 class Discovered(Rule):
-    """Records and announces what discovery reports of hosts."""
-
-    rechecks: Rechecks
+    """Records and announces the hosts that discovery reports; holds those to be checked."""
 
     def on_hosts(self, event: ev.HostsDiscovered, now: float) -> None:
         """Record the hosts there are now, and announce what has changed."""
@@ -104,12 +85,19 @@ class Discovered(Rule):
         self.capacity.note_change()
         for host, slots in changes.added:
             self.effects.announce("host_discovered", f"{slots} slots", host)
-            self.rechecks.found(host)
+            if self.hosts.known[host].returned:
+                self._hold(host, "it has been away")
+            elif host not in (self.settings.checked_hosts or ()):
+                self._hold(host, "it was not there before")
         for host in changes.removed:
             self.effects.announce("host_removed", "discovery no longer reports it", host)
-            self.rechecks.gone(host)
         for host, before, slots in changes.resized:
             self.effects.announce("host_discovered", f"{slots} slots, it had {before}", host)
+
+    def _hold(self, host: str, reason: str) -> None:
+        """Keep a host from being used until it was checked, in jobs that check hosts."""
+        if self.settings.checked_hosts is not None:
+            self.hosts.hold(host, reason)
 
     def on_failed(self, event: ev.DiscoveryFailed, now: float) -> None:
         """Announce that discovery failed; the known hosts stay."""
@@ -121,7 +109,7 @@ class Discovered(Rule):
         for host in self.hosts.resurrect(now):
             over = "its cool-down is over"
             self.effects.announce("host_resurrected", over, host)
-            self.rechecks.hold(host, over)
+            self._hold(host, over)
             self.capacity.note_change()
         next_end = self.hosts.next_resurrection()
         if next_end is not None:

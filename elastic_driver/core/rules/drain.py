@@ -68,20 +68,16 @@ class Drains(Rule):
 
     def on_host_leaving(self, event: ev.HostLeaving, now: float) -> None:
         """Drain a host that goes away."""
-        if self.fleet.current(event.host, event.incarnation) is None:
-            self.effects.ignore(f"agent {event.host}.{event.incarnation} is not the present one")
-            return
+        self.fleet.current(event)  # an earlier agent's notice is stale
         self._drain(event.host, self._until(event, now))
 
     def on_worker_leaving(self, event: ev.WorkerLeaving, now: float) -> None:
         """Drain a worker that has to leave; its host stays."""
         worker = self.workers.workers.get(event.worker)
         if worker is None or worker.state not in ACTIVE or not self.outcome.elastic:
-            self.effects.ignore(f"{event.worker} is gone or going, or has not taken part yet")
-            return
+            raise ev.StaleEvent(f"{event.worker} is gone or going, or has not taken part yet")
         if worker.id in self._notices:
-            self.effects.ignore(f"{event.worker} has said before that it has to go")
-            return
+            raise ev.StaleEvent(f"{event.worker} has said before that it has to go")
         drain = self._notices[worker.id] = self._until(event, now)
         self.capacity.note_change()
         self.effects.announce("worker_leaving", drain.reason, worker, deadline=event.deadline)
@@ -89,8 +85,7 @@ class Drains(Rule):
     def on_cancelled(self, event: ev.DrainCancelled, now: float) -> None:
         """Let the host be used again; workers that have not left yet stay."""
         if not self.hosts.undrain(event.host):
-            self.effects.ignore(f"host {event.host} is not drained")
-            return
+            raise ev.StaleEvent(f"host {event.host} is not drained")
         self.hosts.trust(event.host)  # the user may have repaired it, too
         self.capacity.note_change()
         self.effects.announce("drain_cancelled", event.reason or NO_REASON, event.host)
@@ -109,8 +104,7 @@ class Drains(Rule):
 
     def _drain(self, host: str, drain: Drain) -> None:
         if not self.hosts.drain(host, drain):
-            self.effects.ignore(f"host {host} is not there, or is drained already")
-            return
+            raise ev.StaleEvent(f"host {host} is not there, or is drained already")
         self.capacity.note_change()
         self.effects.announce("drain_requested", drain.reason, host)
         if host not in self.fleet.agents:
@@ -152,16 +146,14 @@ class Drains(Rule):
         here = worker is not None and worker.state in (READY, RUNNING)
         if event.round != self.rounds.current.number or not here:
             late = f"{event.worker} was slow in round {event.round}, which is over for it"
-            self.effects.ignore(late)
-            return
+            raise ev.StaleEvent(late)
         self.slow.setdefault(event.worker, SlowVerdict(event.ratio, now))
 
     def on_recovered(self, event: ev.RankRecovered, now: float) -> None:
         """Record that a rank is no longer slow: it stays, and its host counts like any other."""
         round_is_over = event.round != self.rounds.current.number
         if round_is_over or self.slow.pop(event.worker, None) is None:
-            self.effects.ignore(f"{event.worker} was not known to be slow in round {event.round}")
-            return
+            raise ev.StaleEvent(f"{event.worker} was not known to be slow in round {event.round}")
         worker = self.workers.workers.get(event.worker)
         if worker is None:
             return

@@ -7,7 +7,7 @@ is the specification. Times are monotonic seconds.
 from dataclasses import dataclass, field
 from enum import Enum
 
-from elastic_driver.core.events import AgentReady
+from elastic_driver.core import events as ev
 
 
 class AgentState(str, Enum):
@@ -77,18 +77,19 @@ class Fleet:
             del self.agents[agent.host]
         return True
 
-    def ready(self, event: AgentReady) -> HostAgent | None:
-        """Return the agent that has come up; None if the event is late or repeated."""
-        agent = self.current(event.host, event.incarnation)
-        if agent is None or not self.apply(agent, AgentNews.READY):
-            return None
+    def ready(self, event: ev.AgentReady) -> None:
+        """Record that an agent is up; raise `ev.StaleEvent` if that is not new."""
+        agent = self.current(event)
+        if not self.apply(agent, AgentNews.READY):
+            raise ev.StaleEvent(f"agent {event.host}.{event.incarnation} is up already")
         agent.address, agent.ports, agent.slot_ports = event.address, event.ports, event.slot_ports
-        return agent
 
-    def current(self, host: str, incarnation: int) -> HostAgent | None:
-        """Return the host's agent, if this is its incarnation."""
-        agent = self.agents.get(host)
-        return agent if agent is not None and agent.incarnation == incarnation else None
+    def current(self, event: ev.AgentEvent) -> HostAgent:
+        """Return the agent that an event is about; raise `ev.StaleEvent` if it was replaced."""
+        agent = self.agents.get(event.host)
+        if agent is None or agent.incarnation != event.incarnation:
+            raise ev.StaleEvent(f"agent {event.host}.{event.incarnation} is not the present one")
+        return agent
 
     def is_ready(self, host: str) -> bool:
         """Return whether the host has an agent that takes orders."""

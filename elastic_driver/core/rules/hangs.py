@@ -94,8 +94,7 @@ class Stacks(Rule):
         """Record an answer."""
         number = None if self._open is None else self._open.number
         if event.number != number or event.worker not in self.workers.workers:
-            self.effects.ignore(f"a stack of {event.worker} that nobody waits for")
-            return
+            raise ev.StaleEvent(f"a stack of {event.worker} that nobody waits for")
         self.note(event.worker, StackAnswer(event.where, event.stack, event.own))
 
     def note(self, worker: str, answer: StackAnswer) -> None:
@@ -213,8 +212,7 @@ class Hangs(Rule):
     def on_stalled(self, worker: Worker, event: ev.WorkerStalled, now: float) -> None:
         """Record that a worker makes no progress."""
         if worker.state is not RUNNING or event.round != self.rounds.current.number:
-            self.effects.ignore(f"{worker.id} stalled in round {event.round}, which it has left")
-            return
+            raise ev.StaleEvent(f"{worker.id} stalled in round {event.round}, which it has left")
         stalls = self._stalls
         earlier = stalls.get(worker.id)
         waits, stack = event.where == COLLECTIVE, event.stack[-MAX_STACK_CHARS:]
@@ -230,11 +228,10 @@ class Hangs(Rule):
 
     def on_resumed(self, worker: Worker, event: ev.WorkerResumed, now: float) -> None:
         """Forget the stall of a worker that makes progress again."""
-        stalls = self._stalls if event.round == self.rounds.current.number else {}
-        if stalls.pop(worker.id, None) is not None:
-            self.effects.announce("worker_resumed", "it makes progress again", worker)
-        else:
-            self.effects.ignore(f"{worker.id} goes on, and was not known to stand still")
+        same_round = event.round == self.rounds.current.number
+        if not same_round or self._stalls.pop(worker.id, None) is None:
+            raise ev.StaleEvent(f"{worker.id} goes on, and was not known to stand still")
+        self.effects.announce("worker_resumed", "it makes progress again", worker)
 
     def advance(self, now: float) -> None:
         """Judge the members that stand still."""

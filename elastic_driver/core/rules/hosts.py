@@ -69,6 +69,7 @@ class Host:
     last_trouble: float | None = None
     stepped: bool = False  # a worker there has finished a step since the last trouble
     drain: Drain | None = None  # while it is drained
+    returned: bool = False  # discovery has removed and added it again
     check: str = ""  # the reason for which it waits for a check
 
 
@@ -109,8 +110,9 @@ class HostManager:
             known = self.known.get(name)
             if known is None:
                 self._positions += 1
+                returned = name in self._records
                 host = self.known[name] = self._records.pop(name, Host(name, slots))
-                host.slots, host.position = slots, self._positions
+                host.slots, host.position, host.returned = slots, self._positions, returned
                 added.append((name, slots))
             elif known.slots != slots:
                 resized.append((name, known.slots, slots))
@@ -127,10 +129,8 @@ class HostManager:
 
     def hindrance(self, name: str) -> Hindrance | None:
         """Return what keeps the host from getting workers; a drain is named before the others."""
-        for kind in (Hindrance.DRAINED, Hindrance.COOL_DOWN, Hindrance.UNCHECKED):
-            if name in self._hindered[kind]:
-                return kind
-        return None
+        first = (Hindrance.DRAINED, Hindrance.COOL_DOWN, Hindrance.UNCHECKED)
+        return next((kind for kind in first if name in self._hindered[kind]), None)
 
     def hold(self, name: str, reason: str) -> None:
         """Keep a host from being used until `release`; does nothing if it is not there."""

@@ -15,9 +15,9 @@ Times are monotonic seconds.
 
 from dataclasses import dataclass
 
+from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import PublishSave
 from elastic_driver.core.documents import SaveRequest, time_to_leave
-from elastic_driver.core.events import JobLeaving, WorkerSaved
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.outcome import Departure
@@ -87,16 +87,14 @@ class FinalSaves(Rule):
         self._finish(known, problem="it could not be written in time; raise --grace-period")
         return False
 
-    def on_saved(self, event: WorkerSaved, now: float) -> None:
+    def on_saved(self, event: ev.WorkerSaved, now: float) -> None:
         """Record the result: the first member reports success, any member reports a problem."""
         known = self.save
         if known is None or known.done or known.request.number != event.number:
-            self.effects.ignore(f"{event.worker} has saved what nobody asks for (any more)")
-            return
+            raise ev.StaleEvent(f"{event.worker} has saved what nobody asks for (any more)")
         members, step = known.request.members, known.request.step
         if event.worker not in members or (event.worker != members[0] and not event.problem):
-            self.effects.ignore(f"{event.worker} is not the one to say that step {step} is saved")
-            return
+            raise ev.StaleEvent(f"{event.worker} is not the one to say that step {step} is saved")
         self._finish(known, folder=event.folder, problem=event.problem)
 
     def _holders(self) -> list[Worker]:
@@ -135,11 +133,10 @@ class Preemption(Rule):
 
     final_checkpoint: FinalSaves
 
-    def on_job_leaving(self, event: JobLeaving, now: float) -> None:
+    def on_job_leaving(self, event: ev.JobLeaving, now: float) -> None:
         """Begin to end the job within the time that the event names."""
         if self.outcome.departure is not None:
-            self.effects.ignore(f"the job is ending already: {self.outcome.departure.reason}")
-            return
+            raise ev.StaleEvent(f"the job is ending already: {self.outcome.departure.reason}")
         self._begin(event.reason or "the job has to go", now, now + time_to_leave(event.deadline))
 
     def advance(self, now: float) -> None:

@@ -21,7 +21,15 @@ from elastic_driver.core.rules.outcome import (
     failed_by_itself,
 )
 from elastic_driver.core.rules.rounds import COMPLETE, FORMING
-from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STARTING, Worker, WorkerNews
+from elastic_driver.core.rules.workers import (
+    ACTIVE,
+    OCCUPYING,
+    READY,
+    RUNNING,
+    STARTING,
+    Worker,
+    WorkerNews,
+)
 from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 from elastic_driver.core.tf_config import TfLayout
 
@@ -41,8 +49,7 @@ class Reports(Rule):
     def on_started(self, worker: Worker, event: ev.WorkerStarted, now: float) -> None:
         """Record a worker's process."""
         if worker.pid:
-            self.effects.ignore(f"{worker.id} was started already")
-            return
+            raise ev.StaleEvent(f"{worker.id} was started already")
         self.workers.process_started(worker, event.pid)
         self.effects.announce("worker_started", f"pid {event.pid}", worker)
 
@@ -56,20 +63,17 @@ class Reports(Rule):
         running, current = worker.state is RUNNING, self.rounds.current
         if running and event.round != current.number:
             other = f"{worker.id} speaks of round {event.round}, it is in {current.number}"
-            self.effects.ignore(other)
-        elif not self.workers.ready(worker, event):
-            self.effects.ignore(f"{worker.id} is {worker.state.value}, not awaited as READY")
-        else:
-            self.effects.announce("worker_ready", event.reason or "waits for a round", worker)
-            if running and current.state is COMPLETE:
-                self.rounds.leave(now, f"{worker.id} left: {event.reason}")
+            raise ev.StaleEvent(other)
+        self.workers.ready(worker, event)
+        self.effects.announce("worker_ready", event.reason or "waits for a round", worker)
+        if running and current.state is COMPLETE:
+            self.rounds.leave(now, f"{worker.id} left: {event.reason}")
 
     def on_stepped(self, worker: Worker, event: ev.WorkerStepped, now: float) -> None:
         """Record that a worker has finished its first step in a round."""
         in_round = worker.state is RUNNING and event.round == self.rounds.current.number
         if not in_round and (worker.state is not READY or event.round != worker.left):
-            self.effects.ignore(f"step of {worker.id} in round {event.round}, which is over")
-            return
+            raise ev.StaleEvent(f"step of {worker.id} in round {event.round}, which is over")
         self.workers.stepped(worker)
         self.outcome.step_finished()
         self.hosts.step_finished(worker.host)
@@ -121,8 +125,8 @@ class Reports(Rule):
     def after_the_end(self, event: ev.Event) -> None:
         """Record the events that still come while the agents of an ended job shut down."""
         if isinstance(event, ev.WorkerExited):
-            worker, code = self.workers.with_process(event.worker), event.exit_code
-            if worker is not None:
+            worker, code = self.workers.workers.get(event.worker), event.exit_code
+            if worker is not None and worker.state in OCCUPYING:
                 self.workers.apply(worker, WorkerNews.TOLD_TO_STOP)
                 self.workers.apply(worker, WorkerNews.EXITED_NONZERO)
                 why = f"exit code {code}, stopped with the job"
@@ -134,15 +138,14 @@ class Reports(Rule):
 
     # ---- losses --------------------------------------------------------------------------
 
-    def give_up_worker(self, worker: Worker, reason: str, now: float, **evidence: str) -> bool:
-        """Have a worker that hangs killed, and go on without it; return False if it was lost."""
+    def give_up_worker(self, worker: Worker, reason: str, now: float, **evidence: str) -> None:
+        """Have a worker that hangs killed, and go on without it."""
         if not self.workers.apply(worker, WorkerNews.LOST):
-            return False
+            raise ev.StaleEvent(f"{worker.id} is {worker.state.value}, it cannot be lost any more")
         self.effects.kill(worker, reason)
         event = "worker_hung" if self.fleet.is_ready(worker.host) else "worker_lost"
         self.effects.announce(event, reason, worker, **evidence)
         self.record_loss(worker, Cause.HUNG, now)
-        return True
 
     def record_loss(
         self, worker: Worker, cause: Cause, now: float, exit_code: int = KILLED, log_tail: str = ""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from elastic_driver.contract import worker_id
+from elastic_driver.core import events as ev
 from elastic_driver.core.documents import SlotInfo
-from elastic_driver.core.events import WorkerReady
 from elastic_driver.core.rules.ranks import Seat
 
 
@@ -153,21 +153,23 @@ class WorkerStateRegistry:
         if worker.state in OCCUPYING and not self.apply(worker, WorkerNews.ADMITTED):
             raise ValueError(f"{worker.id} is {worker.state.value} and cannot join a round")
 
-    def with_process(self, name: str) -> Worker | None:
-        """Return the worker of this name, if its process may exist."""
+    def with_process(self, event: ev.Event, name: str) -> Worker:
+        """Return the worker that an event is about; raise `ev.StaleEvent` if it has no process."""
         worker = self.workers.get(name)
-        return worker if worker is not None and worker.state in OCCUPYING else None
+        if worker is None or worker.state not in OCCUPYING:
+            what = type(event).__name__
+            raise ev.StaleEvent(f"{what} of {name}, which is gone or was never started")
+        return worker
 
     def process_started(self, worker: Worker, pid: int) -> None:
         """Record the worker's process."""
         worker.pid = pid
 
-    def ready(self, worker: Worker, event: WorkerReady) -> bool:
-        """Record that the worker waits for a round; return False if it was not awaited as READY."""
+    def ready(self, worker: Worker, event: ev.WorkerReady) -> None:
+        """Record that the worker waits for a round; raise `ev.StaleEvent` if it cannot."""
         if not self.apply(worker, WorkerNews.READY):
-            return False
+            raise ev.StaleEvent(f"{worker.id} is {worker.state.value}, not awaited as READY")
         worker.left, worker.version, worker.clean = event.round, event.version, event.clean
-        return True
 
     def stepped(self, worker: Worker) -> None:
         """Record that the worker has finished a step."""
