@@ -27,10 +27,9 @@ from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.compute_clock import ComputeClock, clock_for
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.state_sync import sharing
-from elastic_driver.worker.state_sync.agreement import Agreement, StateLostError, agree
-from elastic_driver.worker.state_sync.parts import StatePart, part_for
+from elastic_driver.worker.state_sync.parts import Advancing, StatePart, StepCounter, part_for
 from elastic_driver.worker.state_sync.rng import RandomStates
-from elastic_driver.worker.state_sync.step_counter import Advancing, StepCounter
+from elastic_driver.worker.state_sync.sharing import Agreement, StateLostError, agree
 from elastic_driver.worker.state_sync.transfer import Route
 from elastic_driver.worker.state_sync.values import copied
 from elastic_driver.worker.worker_log import say
@@ -183,15 +182,13 @@ class State:
         """Copy what `restore()` puts back; a part of `commit()`."""
         if self._counter.steps == 0 and self._kept_random is not None:
             self._count_skipped_step()
-        parts = self._parts
-        for part in parts.values():
-            part.keep()
-        self._kept_values = {n: copied(v) for n, v in self._values.items() if n not in parts}
-        self._kept_random = self._random.take()
         if self._snapshot:
             self._counter.settle()
-            for part in parts.values():
-                part.keep_large()
+        parts = self._parts
+        for part in parts.values():
+            part.keep(self._snapshot)
+        self._kept_values = {n: copied(v) for n, v in self._values.items() if n not in parts}
+        self._kept_random = self._random.take()
         self._counter.restart()
 
     def restore(self) -> None:
@@ -205,9 +202,7 @@ class State:
         if self._kept_random is None or not self.clean:
             return
         for part in self._parts.values():
-            part.roll_back()
-            if self._snapshot:
-                part.roll_back_large()
+            part.roll_back(self._snapshot)
         self._values.update({name: copied(value) for name, value in self._kept_values.items()})
         self._random.put(self._kept_random)
         self._counter.restart()

@@ -11,9 +11,11 @@ import hashlib
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
+from torch import Tensor
 
 from elastic_driver import contract
 from elastic_driver.core.documents import SaveRequest, World
@@ -27,8 +29,14 @@ from elastic_driver.worker.checkpoints.writer import (
     CheckpointWriter,
     describe,
 )
-from elastic_driver.worker.state_sync.sharing import Envelope, IncomingState, LiveState, split
-from elastic_driver.worker.state_sync.values import TensorKind
+from elastic_driver.worker.state_sync.sharing import (
+    Envelope,
+    LiveState,
+    make_envelope,
+    split,
+    take_over,
+)
+from elastic_driver.worker.state_sync.values import TensorSpec, copied
 from elastic_driver.worker.worker_log import say
 
 KEEP = 3
@@ -96,19 +104,28 @@ class Checkpoints:
 
     def _take(self, state: LiveState, version: int, group: Group, consequence: str) -> Path:
         (rank, members, attempt), contents = group, split(state)
-        kinds = {name: TensorKind.of(tensor) for name, tensor in contents.tensors.items()}
+        tensors: dict[str, Tensor] = {}
+        for path, tensor in (pair for _, own in contents.values() for pair in own):
+            name = path
+            while name in tensors:  # keys with dots in them can make two paths look alike
+                name += "+"
+            tensors[name] = tensor
+        kinds = {name: TensorSpec.of(tensor)[:2] for name, tensor in tensors.items()}
         layout = (kinds, rank, len(members))
         if self._staging is None:
             atexit.register(self.drain)
         if self._staging is None or self._staging.layout != layout:
             self._staging = Staging(*layout)
-        self._staging.copy(contents.tensors)
-        values = (contents.detached(), state.random.portable()) if rank == 0 else None
+        self._staging.copy(tensors)
+        pack = None
+        if rank == 0:
+            held = {name: (copied(document), own) for name, (document, own) in contents.items()}
+            pack = partial(make_envelope, held, frozenset(state.parts), state.random.portable())
         # All members compute the same name, and no other world does.
         names = "\n".join([os.environ.get(contract.RUN_ID, ""), *members])
         digest = hashlib.sha256(names.encode()).hexdigest()[:8]
         folder = self._root.path / folders.folder_name(version, f"{attempt}-{digest}")
-        share = CheckpointShare(folder, version, self._staging, values, consequence)
+        share = CheckpointShare(folder, version, self._staging, pack, consequence)
         before = [writer for writer in self._writers if writer.is_alive()]
         writer = CheckpointWriter(self._root, share, before)
         self._writers = [*before, writer]
@@ -182,12 +199,11 @@ class Checkpoints:
                 say(f"{path} cannot be read: {describe(error)}; trying the one before")
                 continue
             envelope = msgspec.msgpack.decode((path / folders.VALUES).read_bytes(), type=Envelope)
+            fill = partial(read_into, path, manifest)
             try:
-                incoming = IncomingState(state, envelope)
+                take_over(state, envelope, fill, with_random=True)
             except UsageError as error:
                 raise UsageError(f"{path} does not fit this script's state: {error}") from error
-            read_into(path, manifest, incoming.tensors)
-            incoming.take_over(with_random=True)
             say(f"going on from step {manifest.version}, read from {path}")
             return manifest.version
         if candidates:

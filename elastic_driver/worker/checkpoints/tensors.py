@@ -30,7 +30,7 @@ from elastic_driver.worker.checkpoints.folder import (
     mark_of,
     write_file,
 )
-from elastic_driver.worker.state_sync.values import TensorKind
+from elastic_driver.worker.state_sync.values import TensorKind, torch_dtype
 
 INDEX = ".metadata"  # DCP's name for it
 
@@ -65,8 +65,8 @@ def share(kinds: Mapping[str, TensorKind], rank: int, size: int) -> list[Piece]:
 
 def rows_and_bytes(kind: TensorKind) -> tuple[int, int]:
     """Return the number of rows of a tensor of this kind, and the bytes of one row."""
-    rows = kind.shape[0] if kind.shape else 1
-    return rows, prod(kind.shape[1:]) * kind.torch_dtype.itemsize
+    dtype, shape = kind
+    return shape[0] if shape else 1, prod(shape[1:]) * torch_dtype(dtype).itemsize
 
 
 class Staging:
@@ -141,9 +141,9 @@ def write_index(folder: Path, manifest: Manifest) -> Mark:
     from torch.distributed.checkpoint import filesystem, metadata  # noqa: PLC0415
 
     tensors = {}
-    for name, kind in manifest.tensors.items():
-        properties = metadata.TensorProperties(dtype=kind.torch_dtype)
-        tensors[name] = metadata.TensorStorageMetadata(properties, torch.Size(kind.shape), [])
+    for name, (dtype, shape) in manifest.tensors.items():
+        properties = metadata.TensorProperties(dtype=torch_dtype(dtype))
+        tensors[name] = metadata.TensorStorageMetadata(properties, torch.Size(shape), [])
     places = {}
     for chunk in manifest.chunks:
         box = metadata.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))

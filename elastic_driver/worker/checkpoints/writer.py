@@ -9,11 +9,10 @@ thread. Times are seconds.
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -22,7 +21,7 @@ from msgspec import Struct
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints import tensors
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest, Report
-from elastic_driver.worker.state_sync.sharing import SplitState
+from elastic_driver.worker.state_sync.sharing import Envelope
 from elastic_driver.worker.state_sync.values import first_line
 from elastic_driver.worker.worker_log import say
 
@@ -43,13 +42,12 @@ class CheckpointRoot:
 
 
 class CheckpointShare(Struct, frozen=True):
-    """One rank's part of one checkpoint: its staged tensors, and on rank 0 all plain values."""
+    """One rank's part of one checkpoint: its staged tensors, and on rank 0 all else as well."""
 
     folder: Path
     version: int
     staging: tensors.Staging
-    # With the states of the generators; packed in the background, which takes longer than copying.
-    values: tuple[SplitState, dict[str, Any]] | None
+    pack: Callable[[], Envelope] | None  # in the background: it takes longer than copying
     consequence: str  # of a failure, for the log; "": the caller logs the failure
 
 
@@ -108,9 +106,8 @@ class CheckpointWriter(threading.Thread):
             )
         folder.mkdir(exist_ok=True)
         report = tensors.write_share(folder, staging)
-        if self.share.values is not None:
-            contents, random = self.share.values
-            packed = msgspec.msgpack.encode(contents.envelope(random))
+        if self.share.pack is not None:
+            packed = msgspec.msgpack.encode(self.share.pack())
             report.files[folders.VALUES] = folders.write_file(folder / folders.VALUES, packed)
         folders.write_document(folder / f"part-{staging.rank}.json", report)
 

@@ -3,49 +3,25 @@
 `state` holds one part for each object it was given. A commit copies the *small* things of a part
 (buffers, learning rates, what `state_dict()` of a scheduler or sampler returns). The *large* ones
 (parameters, the optimizer's own tensors) change only in `optimizer.step()`, so a commit need not
-copy them; only a `snapshot=True` state does.
+copy them; only a `snapshot=True` state does. `StepCounter` counts these steps.
 
 For sending, a part becomes a document and a list of tensors. The receiver makes the tensors to
 receive into from the document, so that parameters are written in place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.values import TensorKind, apart, copied, is_immutable, join
+from elastic_driver.worker.state_sync.values import IMMUTABLE, TensorSpec, apart, copied, join
 
 _SHAPE = attrgetter("shape")
-_EXTRA = "_extra_state"  # torch's key for it
 Outgoing = tuple[Any, list[tuple[str, Tensor]]]  # a document; name and tensor of each index in it
-
-
-class TensorSpec(TensorKind, frozen=True, array_like=True):
-    """Dtype, shape and type of device ("cpu", "cuda") of a tensor that a receiver allocates."""
-
-    device: str
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorSpec":
-        """Return the spec of a tensor."""
-        kind = TensorKind.of(tensor)
-        return cls(kind.dtype, kind.shape, tensor.device.type)
-
-    def fits(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has this dtype and shape, on any device."""
-        return TensorKind(self.dtype, self.shape) == TensorKind.of(tensor)
-
-    def allocate(self, device: str | None = None) -> Tensor:
-        """Return an uninitialised tensor, on `device` or this process's device of the same type.
-
-        Raises `UsageError` for a dtype that this version of torch does not have.
-        """
-        return torch.empty(self.shape, dtype=self.torch_dtype, device=device or self.device)
 
 
 class StatePart:
@@ -55,19 +31,13 @@ class StatePart:
         self._name, self._thing = name, thing
         self._kept: Any = None
 
-    def keep(self) -> None:
-        """Copy the small things, at a commit."""
+    def keep(self, large: bool = False) -> None:  # noqa: ARG002 - nothing is large here
+        """Copy the small things, at a commit; with `large` the large ones as well."""
         self._kept = copied(self._thing.state_dict())
 
-    def roll_back(self) -> None:
-        """Put the small things back to what `keep` copied."""
+    def roll_back(self, large: bool = False) -> None:  # noqa: ARG002 - as above
+        """Put back what `keep` has copied."""
         self._thing.load_state_dict(copied(self._kept))
-
-    def keep_large(self) -> None:
-        """Copy the large things as well."""
-
-    def roll_back_large(self) -> None:
-        """Put the large things back."""
 
     def outgoing(self) -> Outgoing:
         """Return a document of all of it, and the tensors that it refers to."""
@@ -89,11 +59,9 @@ class StatePart:
 
         It then has lowered its scale (https://docs.pytorch.org/docs/stable/amp.html).
         """
-        if not isinstance(self._kept, dict) or "scale" not in self._kept:
+        if not hasattr(self._thing, "get_scale") or "scale" not in (self._kept or ()):
             return False
-        return hasattr(self._thing, "get_scale") and bool(
-            self._thing.get_scale() < self._kept["scale"]
-        )
+        return bool(self._thing.get_scale() < self._kept["scale"])
 
 
 class ModulePart(StatePart):
@@ -104,51 +72,40 @@ class ModulePart(StatePart):
         # Walking the modules at each commit would cost more than the copies themselves.
         self._owners = [part._buffers for part in module.modules()]
         self._live: list[Tensor] = []  # the buffers at the last commit
-        self._kept: list[Tensor] = []  # their copies
         self._shapes: list[torch.Size] = []
-        self._large: list[tuple[Tensor, Tensor]] = []
+        self._copies: list[Tensor] = []
+        self._large: list[tuple[Tensor, Tensor]] = []  # parameters and their copies
 
-    def keep(self) -> None:
+    def keep(self, large: bool = False) -> None:
         """Copy the buffers, into the same copies as long as the buffers stay the same objects."""
         live = [b for owner in self._owners if owner for b in owner.values() if b is not None]
-        if not live and not self._kept:
-            return
-        same = len(live) == len(self._live) and all(map(is_, live, self._live))
         shapes = list(map(_SHAPE, live))
-        if same and shapes == self._shapes:
-            _copy_all(self._kept, live)
+        if shapes == self._shapes and all(map(is_, live, self._live)):
+            _copy_all(self._copies, live)
         else:
             self._live, self._shapes = live, shapes
-            self._kept = [buffer.detach().clone() for buffer in live]
+            self._copies = [buffer.detach().clone() for buffer in live]
+        if large:
+            self._large = [(p, p.detach().clone()) for p in self._thing.parameters()]
 
-    def roll_back(self) -> None:
-        """Put the buffers back, in place."""
-        _copy_all(self._live, self._kept)
-
-    def keep_large(self) -> None:
-        """Copy the parameters."""
-        self._large = [(p, p.detach().clone()) for p in self._thing.parameters()]
-
-    def roll_back_large(self) -> None:
-        """Put the parameters back, in place."""
-        _copy_all([live for live, _ in self._large], [copy for _, copy in self._large])
+    def roll_back(self, large: bool = False) -> None:
+        """Put the buffers and, with `large`, the parameters back, in place."""
+        _copy_all(self._live, self._copies)
+        if large:
+            _copy_all([live for live, _ in self._large], [copy for _, copy in self._large])
 
     def outgoing(self) -> Outgoing:
         """Return parameters and buffers by name, and what modules keep as extra state."""
         document, tensors = apart(self._named(), self._name)
-        extra = {
-            f"{prefix}.{_EXTRA}" if prefix else _EXTRA: module.get_extra_state()
-            for prefix, module in self._thing.named_modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        }
+        state = self._thing.state_dict().items()
+        extra = {key: value for key, value in state if key.split(".")[-1] == "_extra_state"}
         return {"tensors": document, "extra": extra}, tensors
 
     def places(self, document: Any, specs: Sequence[TensorSpec], /) -> list[Tensor]:
         """Return this module's own tensors."""
         names, mine = apart(self._named())
-        if names != document["tensors"] or not all(
-            spec.fits(tensor) for (_, tensor), spec in zip(mine, specs, strict=True)
-        ):
+        kinds = [TensorSpec.of(tensor)[:2] for _, tensor in mine]
+        if names != document["tensors"] or kinds != [spec[:2] for spec in specs]:
             raise UsageError(
                 f"{self._name} is built differently on the worker that holds the trained state: "
                 "parameters or buffers differ in name, shape or dtype; "
@@ -165,58 +122,27 @@ class ModulePart(StatePart):
         return {**dict(self._thing.named_parameters()), **dict(self._thing.named_buffers())}
 
 
-class GroupSettings:
-    """A copy of a parameter group's settings: learning rate, momentum, flags."""
-
-    def __init__(self, group: dict[str, Any]) -> None:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        self._immutable = all(map(is_immutable, settings.values()))
-        self._values = settings if self._immutable else copied(settings)
-
-    def still_of(self, group: dict[str, Any]) -> bool:
-        """Return whether the group certainly has these settings yet.
-
-        True only where all of them are the same objects, and none of them can change.
-        """
-        values = self._values
-        same = self._immutable and len(group) == len(values) + 1
-        return same and all(map(is_, values.values(), map(group.get, values)))
-
-    def fresh(self) -> dict[str, Any]:
-        """Return a copy of the settings that a group can own."""
-        return {key: copied(value) for key, value in self._values.items()}
-
-
 class OptimizerPart(StatePart):
     """An optimizer: its state is large; learning rates and other settings of groups are small."""
 
-    def __init__(self, name: str, optimizer: Optimizer) -> None:
-        super().__init__(name, optimizer)
-        self._kept: list[GroupSettings] = []
-        self._large: dict[str, Any] | None = None
+    def keep(self, large: bool = False) -> None:
+        """Copy the settings of each parameter group and, with `large`, the state."""
+        self._kept = [
+            {
+                key: value if type(value) in IMMUTABLE else copied(value)
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self._thing.param_groups
+        ]
+        if large:
+            self._large = copied(self._thing.state_dict())
 
-    def keep(self) -> None:
-        """Copy the settings of each parameter group that has changed since the last commit."""
-        groups, kept = self._thing.param_groups, self._kept
-        if len(groups) != len(kept):
-            self._kept = [GroupSettings(group) for group in groups]
-            return
-        for index, group in enumerate(groups):
-            if not kept[index].still_of(group):
-                kept[index] = GroupSettings(group)
-
-    def roll_back(self) -> None:
-        """Put the settings back."""
+    def roll_back(self, large: bool = False) -> None:
+        """Put the settings and, with `large`, the state of every parameter back."""
         for group, kept in zip(self._thing.param_groups, self._kept, strict=True):
-            group.update(kept.fresh())
-
-    def keep_large(self) -> None:
-        """Copy the state of every parameter."""
-        self._large = copied(self._thing.state_dict())
-
-    def roll_back_large(self) -> None:
-        """Put the state of every parameter back."""
-        if self._large is not None:
+            group.update(copied(kept))
+        if large:
             self._load(copied(self._large))
 
     def places(self, document: Any, specs: Sequence[TensorSpec], /) -> list[Tensor]:
@@ -262,3 +188,67 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:
         with torch.no_grad():
             torch._foreach_copy_(targets, sources)
+
+
+# ---- optimizer steps ---------------------------------------------------------------------
+
+
+@runtime_checkable
+class Advancing(Protocol):
+    """A sampler, or another object with a position in the data."""
+
+    def advance(self) -> None:
+        """Count what the loop has received until now as trained.
+
+        The state calls it after each step of its first optimizer.
+        """
+
+    def reset(self) -> None:
+        """Share what is left among the workers of the new world."""
+
+
+class StepCounter:
+    """Counts the steps of optimizers since the last commit, by hooks inside `optimizer.step()`.
+
+    Positions in the data move there too: weights and position never are a step apart.
+    `steps` counts finished steps, of all optimizers together. `unfinished` counts optimizers that
+    are inside `step()`: above zero at rest, a step was interrupted and its tensors are half
+    written. `settle` is called before each step: it waits for the gradients, and raises where they
+    will never come, so that no optimizer works with them.
+    """
+
+    def __init__(self) -> None:
+        self.settle: Callable[[], None] = lambda: None  # a state in no world waits for nothing
+        self._hooks: list[Any] = []
+        self.restart()
+
+    def watch(self, optimizers: Sequence[Optimizer], positions: Sequence[Advancing]) -> None:
+        """Count these optimizers from now on, and move these positions with the first one."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
+        self._hooks += [optimizer.register_step_post_hook(self._after) for optimizer in optimizers]
+        self._optimizers, self._positions = optimizers, positions
+
+    def restart(self) -> None:
+        """Count from zero: the tensors are those of a commit again."""
+        self.steps = self.unfinished = 0
+
+    def at_rest(self) -> bool:
+        """Return whether no optimizer has touched a tensor since the last commit."""
+        return self.steps == 0 and self.unfinished == 0
+
+    def advance(self) -> None:
+        """Move the positions: a batch was used up."""
+        for position in self._positions:
+            position.advance()
+
+    def _before(self, *_: Any) -> None:
+        self.settle()
+        self.unfinished += 1
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self.unfinished -= 1
+        self.steps += 1
+        if optimizer is self._optimizers[0]:
+            self.advance()

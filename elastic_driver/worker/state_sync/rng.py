@@ -39,7 +39,7 @@ class MersenneWatch:
         self._ask, self._gaussian = ask, gaussian
         self._second = ctypes.c_uint32.from_address(key + _WORD_BYTES)
         self._position = ctypes.c_uint32.from_address(position)
-        self._seen_second = self._seen_position = -1  # no word is −1: the first call asks
+        self._seen: tuple[int, int] | None = None
         self._state: Any = None
 
     def words(self) -> tuple[int, int]:
@@ -48,12 +48,11 @@ class MersenneWatch:
 
     def state(self) -> Any:
         """Return the state of the generator now."""
-        second, position = self._second.value, self._position.value
-        if position != self._seen_position or second != self._seen_second:
+        words = self.words()
+        if words != self._seen:
             self._state = self._ask()
             # Using up a stored Gaussian moves no word: only asking tells.
-            self._seen_second = -1 if self._state[self._gaussian] else second
-            self._seen_position = position
+            self._seen = None if self._state[self._gaussian] else words
         return self._state
 
 
@@ -72,53 +71,38 @@ def python_state() -> Callable[[], tuple[Any, ...]]:
     return watch.state if watch.words() == (words[1], words[-1]) else random.getstate
 
 
-class NumpyWatch:
-    """NumPy's global generator."""
-
-    def __init__(self) -> None:
-        self._random: Any = None  # the module numpy.random, once the script has loaded it
-        self._watch: MersenneWatch | None = None
-
-    def state(self) -> Any:
-        """Return what `numpy.random.set_state()` takes, or None where NumPy is not loaded.
-
-        It is a tuple for a Mersenne Twister, and a dictionary for another kind of generator.
-        """
-        if self._random is None:
-            self._random = sys.modules.get("numpy.random")
-            if self._random is None:
-                return None
-        generator = self._random.get_bit_generator()
-        if type(generator).__name__ != "MT19937":
-            return self._random.get_state(legacy=False)
-        if self._watch is None or self._watch.owner is not generator:
-            key = generator.ctypes.state_address
-            position = key + _KEY_BYTES
-            self._watch = MersenneWatch(self._random.get_state, 3, generator, key, position)
-        return self._watch.state()
-
-
 class RandomStates:
     """Takes and puts back the states of all generators of this process."""
 
     def __init__(self) -> None:
         self._python_state = python_state()
-        self._numpy = NumpyWatch()
+        self._numpy: MersenneWatch | None = None
 
     def take(self) -> dict[str, Any]:
         """Return the states now, by generator.
 
-        Torch's is a copy of the generator, which takes half the time of a state tensor.
+        Torch's is a copy of the generator, which takes half the time of a state tensor. NumPy's is
+        a tuple for a Mersenne Twister, and a dictionary for another kind of generator.
         """
         states: dict[str, Any] = {
             "python": self._python_state(),
             "torch": torch.default_generator.clone_state(),
         }
-        if (numpy_state := self._numpy.state()) is not None:
-            states["numpy"] = numpy_state
+        if (numpy_random := sys.modules.get("numpy.random")) is not None:
+            states["numpy"] = self._numpy_state(numpy_random)
         if torch.cuda.is_initialized():
             states["cuda"] = torch.cuda.get_rng_state()
         return states
+
+    def _numpy_state(self, numpy_random: Any) -> Any:
+        generator = numpy_random.get_bit_generator()
+        if type(generator).__name__ != "MT19937":
+            return numpy_random.get_state(legacy=False)
+        if self._numpy is None or self._numpy.owner is not generator:
+            key = generator.ctypes.state_address
+            ask = numpy_random.get_state
+            self._numpy = MersenneWatch(ask, 3, generator, key, key + _KEY_BYTES)
+        return self._numpy.state()
 
     def portable(self) -> dict[str, Any]:
         """Return the states now, made of plain values and tensors only.
@@ -133,21 +117,19 @@ class RandomStates:
             states["numpy"] = (name, torch.from_numpy(key.astype("int64")), *rest)
         return states
 
-    def put_portable(self, states: dict[str, Any]) -> None:
-        """Set the generators to what `portable` returned in another process."""
-        states = dict(states)
-        if (numpy_state := states.pop("numpy", None)) and "numpy.random" in sys.modules:
-            name, key, *rest = numpy_state
-            states["numpy"] = (name, key.numpy().astype("uint32"), *rest)
-        self.put(states)
+    def put(self, states: dict[str, Any]) -> None:
+        """Set the generators to what `take` or, in another process, `portable` has returned.
 
-    @staticmethod
-    def put(states: dict[str, Any]) -> None:
-        """Set the generators to `states`; a generator that is not in there stays as it is."""
+        A generator that is not in `states` stays as it is.
+        """
         random.setstate(states["python"])
         kept = states["torch"]
         torch.set_rng_state(kept.get_state() if isinstance(kept, torch.Generator) else kept)
         if "numpy" in states and "numpy.random" in sys.modules:
-            sys.modules["numpy"].random.set_state(states["numpy"])
+            numpy_state = states["numpy"]
+            if isinstance(numpy_state, tuple) and isinstance(numpy_state[1], torch.Tensor):
+                name, key, *rest = numpy_state
+                numpy_state = (name, key.numpy().astype("uint32"), *rest)
+            sys.modules["numpy.random"].set_state(numpy_state)
         if "cuda" in states and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(states["cuda"])

@@ -9,24 +9,16 @@ import copy
 import io
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from msgspec import Struct
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
 
-_IMMUTABLE = frozenset({int, float, bool, str, bytes, complex, type(None), type, range, slice})
-
-
-# ---- copies ------------------------------------------------------------------------------
-
-
-def is_immutable(value: Any) -> bool:
-    """Return whether a value can never change, so that it is its own copy."""
-    kind = type(value)
-    return kind in _IMMUTABLE or (kind is tuple and all(map(is_immutable, value)))
+IMMUTABLE = frozenset({int, float, bool, str, bytes, complex, type(None), type, range, slice})
+TensorKind = tuple[str, tuple[int, ...]]
+"""The dtype (torch's name for it) and the shape of a tensor."""
 
 
 def copied(value: Any) -> Any:
@@ -36,14 +28,12 @@ def copied(value: Any) -> Any:
     goes to the slower `copy.deepcopy`. Not for parameters or optimizer state.
     """
     kind = type(value)
-    if kind in _IMMUTABLE:
+    if kind in IMMUTABLE:
         return value
     if kind is dict:
         return {key: copied(item) for key, item in value.items()}
-    if kind is list:
-        return [copied(item) for item in value]
-    if kind is tuple:
-        return tuple(copied(item) for item in value)
+    if kind is list or kind is tuple:
+        return kind([copied(item) for item in value])
     if kind is set:
         return set(value)
     if isinstance(value, Tensor):
@@ -51,27 +41,30 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-# ---- values without their tensors --------------------------------------------------------
-
-
-class TensorKind(Struct, frozen=True, array_like=True):
-    """The dtype (torch's name for it) and the shape of a tensor."""
+class TensorSpec(NamedTuple):
+    """Dtype, shape and type of device ("cpu", "cuda") of a tensor that a receiver allocates."""
 
     dtype: str
     shape: tuple[int, ...]
+    device: str
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "TensorKind":
-        """Return the kind of a tensor."""
-        return TensorKind(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        """Return the spec of a tensor; its first two fields are a `TensorKind`."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(dtype, tuple(tensor.shape), tensor.device.type)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """torch's dtype; raises `UsageError` where this version of torch has none."""
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UsageError(f"no torch.{self.dtype} here; use the version of torch that wrote it")
-        return dtype
+    def allocate(self, device: str | None = None) -> Tensor:
+        """Return an uninitialised tensor, on `device` or this process's device of the same type."""
+        return torch.empty(self.shape, dtype=torch_dtype(self.dtype), device=device or self.device)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype; raises `UsageError` where this version of torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"no torch.{name} here; use the version of torch that wrote it")
+    return dtype
 
 
 def apart(value: Any, path: str = "") -> tuple[Any, list[tuple[str, Tensor]]]:
@@ -81,21 +74,20 @@ def apart(value: Any, path: str = "") -> tuple[Any, list[tuple[str, Tensor]]]:
     Containers become tagged pairs, so that no value can be mistaken for an index.
     """
     tensors: list[tuple[str, Tensor]] = []
-    return _apart(value, path, tensors), tensors
 
+    def visit(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append((path, value.detach()))
+            return ("tensor", len(tensors) - 1)
+        prefix = f"{path}." if path else ""
+        if type(value) is dict:
+            return ("dict", [(key, visit(item, f"{prefix}{key}")) for key, item in value.items()])
+        if type(value) in (list, tuple):
+            items = [visit(item, f"{prefix}{index}") for index, item in enumerate(value)]
+            return (type(value).__name__, items)
+        return ("value", value)
 
-def _apart(value: Any, path: str, tensors: list[tuple[str, Tensor]]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append((path, value.detach()))
-        return ("tensor", len(tensors) - 1)
-    prefix = f"{path}." if path else ""
-    if type(value) is dict:
-        pairs = value.items()
-        return ("dict", [(key, _apart(item, f"{prefix}{key}", tensors)) for key, item in pairs])
-    if type(value) in (list, tuple):
-        items = enumerate(value)
-        return (type(value).__name__, [_apart(v, f"{prefix}{i}", tensors) for i, v in items])
-    return ("value", value)
+    return visit(value, path), tensors
 
 
 def join(tree: Any, tensors: Sequence[Tensor]) -> Any:
@@ -136,5 +128,4 @@ def unpacked(data: bytes) -> Any:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of the error's message, or its type where there is no message."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

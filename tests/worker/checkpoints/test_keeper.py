@@ -21,7 +21,7 @@ from elastic_driver.core.documents import Member, SlotInfo, World
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.state import State
-from elastic_driver.worker.state_sync.agreement import StateLostError, agree
+from elastic_driver.worker.state_sync.sharing import StateLostError, agree
 from tests.support.coordinator import eventually
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,19 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_driver.worker.state_sync.parts import GroupSettings, ModulePart, OptimizerPart
+from elastic_driver.worker.state_sync.parts import ModulePart, OptimizerPart
 
 Group = dict[str, Any]
 
 
 def adam() -> torch.optim.Adam:
     return torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))], lr=0.5, betas=(0.9, 0.99))
-
-
-def test_settings_that_nobody_touched_are_those_of_the_last_commit() -> None:
-    (group,) = adam().param_groups
-    settings = GroupSettings(group)
-    assert settings.still_of(group)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +35,6 @@ def test_settings_that_were_touched_are_put_back(change: Callable[[Group], objec
     part = OptimizerPart("optimizer", optimizer)
     part.keep()
     change(group)
-    assert not GroupSettings(adam().param_groups[0]).still_of(group)
     part.keep()
     committed = {name: str(value) for name, value in group.items()}
     for wrong in ("lr", "betas", "schedule"):

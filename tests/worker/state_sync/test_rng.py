@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_driver.worker.state_sync import rng
-from elastic_driver.worker.state_sync.rng import NumpyWatch, RandomStates, python_state
+from elastic_driver.worker.state_sync.rng import RandomStates, python_state
 
 WORDS = 624  # after so many draws of one word a Mersenne Twister's position is the same again
 
@@ -69,12 +69,12 @@ def said() -> str:
     ],
 )
 def test_numpys_state_is_the_one_numpy_says(move: Callable[[], object]) -> None:
-    watch, before = NumpyWatch(), np.random.get_bit_generator()
+    states, before = RandomStates(), np.random.get_bit_generator()
     try:
         for _ in range(4):
-            assert repr(watch.state()) == said()
+            assert repr(states.take()["numpy"]) == said()
             move()
-        assert repr(watch.state()) == said()
+        assert repr(states.take()["numpy"]) == said()
     finally:
         np.random.set_bit_generator(before)
 
@@ -124,5 +124,5 @@ def test_what_is_sent_sets_another_processs_generators_to_the_same_draws() -> No
     torch.randn(1)  # leaves a second Gaussian in store
     sent = states.portable()
     drawn = [random.random(), np.random.random(), torch.randn(1).item()]
-    states.put_portable(sent)
+    states.put(sent)
     assert [random.random(), np.random.random(), torch.randn(1).item()] == drawn

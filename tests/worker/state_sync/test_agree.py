@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elastic_driver.core.documents import Member, World
 from elastic_driver.worker.context import alone
-from elastic_driver.worker.state_sync.agreement import StateLostError, agree
+from elastic_driver.worker.state_sync.sharing import StateLostError, agree
 
 
 def world(*standings: tuple[int, bool]) -> World:
