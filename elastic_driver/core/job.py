@@ -105,29 +105,22 @@ class Job(JobParts):
     # ---- consequences --------------------------------------------------------------------
 
     def _draw_consequences(self, now: float) -> None:
-        """Run the rules until nothing changes; the last pass sets the alarm."""
+        """Run the rules until a pass changes nothing; that pass sets the alarm."""
         moved: list[str] = []
         for _ in range(MAX_PASSES):
-            if self.outcome.end is not None:
-                return
             self.effects.begin_pass()
-            moved = self._pass(now)
+            moved, before = [], self._mark()
+            for name, rule in self._rules:
+                if self.outcome.end is not None:
+                    return
+                rule.advance(now)
+                after = self._mark()
+                if after != before:
+                    moved.append(name)
+                before = after
             if not moved:
                 return
         raise NotAtRestError(f"after {MAX_PASSES} passes these rules still move: {moved}")
-
-    def _pass(self, now: float) -> list[str]:
-        """Run every rule once; return those that changed something."""
-        moved, before = [], self._mark()
-        for name, rule in self._rules:
-            rule.advance(now)
-            after = self._mark()
-            if after != before:
-                moved.append(name)
-            before = after
-            if self.outcome.end is not None:
-                break
-        return moved
 
     def _mark(self) -> tuple[object, ...]:
         """Return all that a rule may change and another reads: not every change is a decision."""

@@ -40,8 +40,7 @@ class SlowMembers(dict[str, SlowVerdict]):
     """The slow members of a round, by worker; the first that was found comes first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replacement:
+class Replacement(NamedTuple):
     """A slow worker that is drained, and the host on which its replacement is started."""
 
     worker: str

@@ -7,7 +7,7 @@ host leave. Times are monotonic seconds.
 """
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -42,8 +42,7 @@ HOST_TRANSITIONS: dict[Hindrance, dict[HostNews, bool]] = {  # whether the news 
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(NamedTuple):
     """The reason why a host or a worker has to leave, and how long it waits for replacements.
 
     `leave_by`: the time at which the agent of a host with a notice stops its workers; None: never.
@@ -160,7 +159,7 @@ class HostManager:
         if known is not None and known.replace_until <= drain.replace_until:
             if known.leave_by is not None or drain.leave_by is None:
                 return False
-            drain = replace(drain, replace_until=known.replace_until)
+            drain = drain._replace(replace_until=known.replace_until)
         host.drain = drain
         self._learn(host, HostNews.DRAINED)
         return True

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.documents import Failure
@@ -35,9 +36,14 @@ class Cause(str, Enum):
     HUNG = "hung"
     AGENT = "agent"  # its agent was lost, and it died with it
 
+    @classmethod
+    def of(cls, exit_code: int, *, victim: bool) -> "Cause":
+        """Return the cause of an exit; negative codes are signals."""
+        own = cls.SIGNAL if exit_code < 0 else cls.OWN
+        return cls.VICTIM if victim else own
 
-@dataclass(frozen=True, slots=True)
-class Loss:
+
+class Loss(NamedTuple):
     """One worker's failure."""
 
     failure: Failure
@@ -45,13 +51,6 @@ class Loss:
     reason: str
     member: bool  # it was in the round, or the round waited for it
     at: float = 0.0
-
-
-def cause_of(exit_code: int, *, victim: bool) -> Cause:
-    """Return the cause of an exit; negative codes are signals."""
-    if victim:
-        return Cause.VICTIM
-    return Cause.SIGNAL if exit_code < 0 else Cause.OWN
 
 
 def exit_status(failure: Failure | None) -> int:
@@ -79,8 +78,7 @@ def failed_by_itself(losses: Sequence[Loss], *, kind: ScriptKind, has_progress: 
     return bool(members) and all(loss.cause is Cause.OWN for loss in members)
 
 
-@dataclass(frozen=True, slots=True)
-class Departure:
+class Departure(NamedTuple):
     """The end of the whole job: its reason, the limit for a boundary, and the latest end."""
 
     reason: str
@@ -214,6 +212,10 @@ class JobOutcome:
             code = failure.exit_code
             what = f"exit code {code}" if code >= 0 else f"signal {-code}"
             reason = f"rank {failure.rank} on {failure.host} failed first ({what}); {reason}"
+        self.finish_with(failure, reason)
+
+    def finish_with(self, failure: Failure | None, reason: str) -> None:
+        """End the job with the exit status of this failure."""
         self.finish(exit_status(failure), reason, failure)
 
     def give_up(self, needed: int, available: int, waited: float, why: str = "") -> None:

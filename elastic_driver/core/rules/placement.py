@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from elastic_driver.core.decisions import StartAgent, StopAgent
-from elastic_driver.core.documents import SlotInfo, StartWorkerOrder
+from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.drain import Drains
-from elastic_driver.core.rules.fleet import FALLBACK_PORT, AgentNews, AgentState, HostAgent
+from elastic_driver.core.rules.fleet import AgentNews, AgentState, HostAgent
 from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.ranks import assign
 from elastic_driver.core.rules.rounds import FORMING
@@ -110,18 +110,12 @@ class Placement(Rule):
         for name in without:
             if name in distrusted:
                 need, spare = need - spare, 0
-            if not self._more_hosts(need, relied_on):
+            if not units.one_more(relied_on, self.settings, slots_needed=need > 0):
                 return
             self.start_agent(name, now, "its slots are needed")
             if not self.hosts.suspect(name, now):
                 need -= self._room(self.hosts.known[name])
                 relied_on += 1
-
-    def _more_hosts(self, need: float, hosts: int) -> bool:
-        """Return whether one more host is needed, for its slots or to make up a unit."""
-        most = self.settings.max_hosts
-        full = most is not None and hosts >= most
-        return not full and (need > 0 or not units.enough(hosts, self.settings))
 
     def _eligible(self, host: str) -> bool:
         """Return whether the host may get workers now; during a replacement only its target may."""
@@ -229,36 +223,21 @@ class Placement(Rule):
         started = [self.workers.add(*slot, founder=founders, awaited=awaited) for slot in where]
         seats = [worker.seat for worker in staying + started]
         places = dict(assign(seats))
-        rank0 = next(iter(places.values()))
         tf_configs = self._tf_configs([(seat.host, seat.slot) for seat in seats])
+        current, restarts = self.rounds.current, self.outcome.restart_count
+        number = current.number if current.state is FORMING else current.number + 1
+        rank0 = self.fleet.agents[next(iter(places.values())).host]
+        address, port = rank0.address, rank0.port(number)
         for worker in started:
-            self.workers.place(worker, places[worker.id])
-            tf_config = tf_configs.get((worker.host, worker.slot))
-            self.effects.give(worker.host, self._start_order(worker, rank0, tf_config), reason)
+            place, tf_config = places[worker.id], tf_configs.get((worker.host, worker.slot))
+            self.workers.place(worker, place)
+            order = StartWorkerOrder(worker.id, place, number, restarts, address, port, tf_config)
+            self.effects.give(worker.host, order, reason)
         return started
 
     def _tf_configs(self, members: list[Where]) -> dict[Where, str]:
         """Return TF_CONFIG of each member of the coming world; empty if the job has none."""
         if self.tf is None:
             return {}
-        agents = {host: self.fleet.agents.get(host) for host, _ in members}
-        rooms = {
-            host: PortOffer(a.address or host, a.slot_ports) for host, a in agents.items() if a
-        }
-        return self.tf.settle({where: rooms[where[0]] for where in members if where[0] in rooms})
-
-    def _start_order(
-        self, worker: Worker, rank0: SlotInfo, tf_config: str | None
-    ) -> StartWorkerOrder:
-        current = self.rounds.current
-        round_number = current.number if current.state is FORMING else current.number + 1
-        agent = self.fleet.agents.get(rank0.host)
-        return StartWorkerOrder(
-            worker=worker.id,
-            place=worker.place,
-            round=round_number,
-            restart_count=self.outcome.restart_count,
-            master_addr=agent.address if agent and agent.address else rank0.host,
-            master_port=agent.port(round_number) if agent else FALLBACK_PORT,
-            tf_config=tf_config,
-        )
+        agents = ((where, self.fleet.agents[where[0]]) for where in members)
+        return self.tf.settle({where: PortOffer(a.address, a.slot_ports) for where, a in agents})

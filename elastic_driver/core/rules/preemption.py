@@ -26,9 +26,7 @@ from elastic_driver.core.rules.workers import READY, RUNNING, Worker
 from elastic_driver.errors import ExitCode
 
 BOUNDARY_SHARE = 0.5  # of the time; the rest is for writing
-_FROM_THE_NEWEST = (
-    "started again, the job goes on from the newest complete checkpoint, if there is one"
-)
+_NEWEST = "started again, the job goes on from the newest complete checkpoint, if there is one"
 
 
 @dataclass(slots=True)
@@ -71,11 +69,13 @@ class FinalSaves(Rule):
 
         Called only when all workers have left the round, and none that stays can receive the state.
         """
-        holders = self._holders()
+        clean = [w for w in self.workers.having(READY) if w.clean and w.version > 0]
+        newest = max((worker.version for worker in clean), default=0)
+        holders = sorted((w for w in clean if w.version == newest), key=lambda w: w.age)
+        known = self.save
         if not holders:
             return False
-        known = self.save
-        if known is None or known.request.step != holders[0].version:
+        if known is None or known.request.step != newest:
             known = self._ask(holders, self._until(holders, now), now)
         elif not known.done and not set(known.request.members) <= {w.id for w in holders}:
             known = self._ask(holders, known.until, now)
@@ -96,12 +96,6 @@ class FinalSaves(Rule):
         if event.worker not in members or (event.worker != members[0] and not event.problem):
             raise ev.StaleEvent(f"{event.worker} is not the one to say that step {step} is saved")
         self._finish(known, folder=event.folder, problem=event.problem)
-
-    def _holders(self) -> list[Worker]:
-        """Return the workers that hold the newest state as its last step left it, by rank."""
-        clean = [w for w in self.workers.having(READY) if w.clean and w.version > 0]
-        newest = max((worker.version for worker in clean), default=0)
-        return sorted((w for w in clean if w.version == newest), key=lambda w: w.age)
 
     def _until(self, holders: list[Worker], now: float) -> float:
         """Return when the first of them is going to be stopped."""
@@ -155,7 +149,7 @@ class Preemption(Rule):
             save, why = self.final_checkpoint.save, "workers had not left their step in time"
             if save is not None and not save.done:
                 why = f"the state of step {save.request.step} could not be written in time"
-            self._end(f"{why}; {_FROM_THE_NEWEST}")
+            self._end(f"{why}; {_NEWEST}")
         elif closing and self.workers.count(RUNNING):
             self._hurry(departure, now)
 
@@ -165,7 +159,7 @@ class Preemption(Rule):
         if save is None or not save.done:
             self._end("no worker held a state that was worth keeping")
             return
-        how = "started again, the job goes on from there" if save.folder else _FROM_THE_NEWEST
+        how = "started again, the job goes on from there" if save.folder else _NEWEST
         self._end(f"{save.outcome}; {how}")
 
     def _begin(self, reason: str, now: float, end_by: float) -> None:

@@ -11,25 +11,9 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import KillAgent
 from elastic_driver.core.documents import Failure
 from elastic_driver.core.rules.base import Rule
-from elastic_driver.core.rules.outcome import (
-    KILLED,
-    Cause,
-    Loss,
-    ScriptKind,
-    cause_of,
-    exit_status,
-    failed_by_itself,
-)
+from elastic_driver.core.rules.outcome import KILLED, Cause, Loss, ScriptKind, failed_by_itself
 from elastic_driver.core.rules.rounds import COMPLETE, FORMING
-from elastic_driver.core.rules.workers import (
-    ACTIVE,
-    OCCUPYING,
-    READY,
-    RUNNING,
-    STARTING,
-    Worker,
-    WorkerNews,
-)
+from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STARTING, Worker, WorkerNews
 from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 from elastic_driver.core.tf_config import TfLayout
 
@@ -119,16 +103,17 @@ class Reports(Rule):
         elif finished:
             self.outcome.succeeded(now)
         else:  # a newcomer that exits 0 before it ever took part has not done its work either
-            cause = cause_of(code, victim=event.victim)
+            cause = Cause.of(code, victim=event.victim)
             self.record_loss(worker, cause, now, code, event.log_tail)
 
     def after_the_end(self, event: ev.Event) -> None:
         """Record the events that still come while the agents of an ended job shut down."""
         if isinstance(event, ev.WorkerExited):
             worker, code = self.workers.workers.get(event.worker), event.exit_code
-            if worker is not None and worker.state in OCCUPYING:
-                self.workers.apply(worker, WorkerNews.TOLD_TO_STOP)
-                self.workers.apply(worker, WorkerNews.EXITED_NONZERO)
+            if worker is None:
+                return
+            self.workers.apply(worker, WorkerNews.TOLD_TO_STOP)
+            if self.workers.apply(worker, WorkerNews.EXITED_NONZERO):
                 why = f"exit code {code}, stopped with the job"
                 self.effects.announce("worker_exited", why, worker, exit_code=code, expected=True)
         elif isinstance(event, ev.LeaseExpired) and event.kind == "agent":
@@ -231,7 +216,7 @@ class Reports(Rule):
         if bad is not None and (left == 0 or not elastic):
             failure = bad.failure
             reason = f"rank {failure.rank} on {failure.host} {bad.reason}, others exited 0"
-            self.outcome.finish(exit_status(failure), reason, failure)
+            self.outcome.finish_with(failure, reason)
         elif left == 0:
             self.outcome.finish(0, "every worker that was left finished its script")
         else:

@@ -43,7 +43,7 @@ ROUND_TRANSITIONS: dict[RoundState, tuple[RoundState, ...]] = {
 
 @dataclass(slots=True)
 class Round:
-    """One round; `since` is when it entered its present state."""
+    """One round; `since` is the time at which it entered its present state."""
 
     number: int
     since: float
@@ -55,10 +55,10 @@ class Round:
     founders: tuple[str, ...] = ()  # the workers started for it, by their rank then
     founded_at: float | None = None
     need: int = 0  # the number of workers it settled for when it was founded
-    waits: dict[str, float] = field(default_factory=dict)  # since when it waits for what
+    waits: dict[str, float] = field(default_factory=dict)  # what it waits for → since when
 
     def enter(self, state: RoundState, now: float) -> None:
-        """Move on; raises ValueError where the table does not allow it."""
+        """Change the state; raise ValueError if the table does not allow it."""
         if state not in ROUND_TRANSITIONS[self.state]:
             raise ValueError(f"round {self.number} cannot go from {self.state} to {state}")
         self.state, self.since = state, now
@@ -86,9 +86,7 @@ class Rounds:
 
     def own(self, kind: type[Own]) -> Own:
         """Return a rule's own state of the present round; it is made anew for each round."""
-        state: Own | None = self._own.get(kind.__name__)
-        if state is None:
-            state = self._own[kind.__name__] = kind()
+        state: Own = self._own.setdefault(kind.__name__, kind())
         return state
 
     def members(self) -> list[Worker]:
@@ -108,7 +106,7 @@ class Rounds:
         self.current.founded_at, self.current.need = now, min(need, len(by_rank))
 
     def complete(self, workers: Iterable[Worker], now: float, reason: str) -> None:
-        """Make these workers the round's members, and tell everyone."""
+        """Make these workers the round's members, and publish its world."""
         by_id = {worker.id: worker for worker in workers}
         places = assign(worker.seat for worker in by_id.values())
         members, ranks = [], dict[str, dict[str, int]]()
@@ -124,13 +122,11 @@ class Rounds:
         self.effects.decide(PublishWorld(World(current.number, tuple(members), reason), reason))
         for host, ranks_there in ranks.items():
             self.effects.give(host, RanksOrder(current.number, ranks_there), reason)
-        size, hosts = len(members), len(ranks)
-        self.effects.announce(
-            "round_completed", f"{size} workers: {reason}", size=size, hosts=hosts
-        )
+        size, what = len(members), f"{len(members)} workers: {reason}"
+        self.effects.announce("round_completed", what, size=size, hosts=len(ranks))
 
     def close(self, now: float, reason: str, *, at_boundary: bool) -> bool:
-        """Begin to close the round; False (and the end of the job) at the reset limit.
+        """Begin to close the round; return False, and end the job, at the reset limit.
 
         The limit is checked here, not at the next completion: no worker should stop
         training for a round that may not come.
@@ -145,7 +141,7 @@ class Rounds:
         return True
 
     def leave(self, now: float, reason: str) -> None:
-        """Tell the members to leave at once, also where they were to leave at a boundary."""
+        """Tell the members to leave at once, even if they were to leave at a boundary."""
         if self.current.state is COMPLETE:
             if not self.close(now, reason, at_boundary=False):
                 return
@@ -156,9 +152,9 @@ class Rounds:
         self.effects.decide(PublishNotice(self.current.number, None, reason))
 
     def left_early(self, worker: Worker, now: float, *, running: bool) -> None:
-        """Break the round of a worker that was to leave and is gone before its time.
+        """Break the round of a worker that was to leave and ended early; this is no failure.
 
-        That is no failure. `running`: it was in the round's process group and took that down.
+        `running`: it was in the round's process group, which is broken now.
         """
         reason = f"{worker.id} is gone ({worker.leaving})"
         if not self.outcome.elastic:
@@ -167,12 +163,12 @@ class Rounds:
             self.leave(now, reason)
 
     def note_step(self) -> bool:
-        """Note that a member has finished a step; return whether it is the first one."""
+        """Record that a member has finished a step; return whether it is the first step."""
         first, self.current.stepped = not self.current.stepped, True
         return first
 
     def wait_again(self, now: float) -> None:
-        """Begin the wait for the members to leave anew."""
+        """Restart the wait for the members to leave."""
         self.current.since = now
 
     def open_next(self, now: float, reason: str) -> None:

@@ -22,11 +22,11 @@ def width(settings: Settings) -> int:
     return -(-max(1, settings.min_hosts) // settings.node_unit) * settings.node_unit
 
 
-def enough(hosts: int, settings: Settings) -> bool:
-    """Return whether `hosts` are enough: as many as allowed, or whole units."""
+def one_more(hosts: int, settings: Settings, *, slots_needed: bool) -> bool:
+    """Return whether a host is needed beside `hosts`: for its slots, or to make up a unit."""
     if settings.max_hosts is not None and hosts >= settings.max_hosts:
-        return True
-    return hosts >= settings.min_hosts and hosts % settings.node_unit == 0
+        return False
+    return slots_needed or hosts < settings.min_hosts or hosts % settings.node_unit > 0
 
 
 def whole(hosts: Sequence[str], settings: Settings) -> Sequence[str]:

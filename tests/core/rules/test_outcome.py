@@ -10,7 +10,6 @@ from elastic_driver.core.rules.outcome import (
     Cause,
     Loss,
     ScriptKind,
-    cause_of,
     exit_status,
     failed_by_itself,
     first_failure,
@@ -27,7 +26,7 @@ def loss(cause: Cause, code: int = 1, *, member: bool = True) -> Loss:
     [(1, False, Cause.OWN), (-9, False, Cause.SIGNAL), (1, True, Cause.VICTIM)],
 )
 def test_an_exit_tells_its_cause(code: int, victim: bool, cause: Cause) -> None:
-    assert cause_of(code, victim=victim) is cause
+    assert Cause.of(code, victim=victim) is cause
 
 
 @pytest.mark.parametrize(("code", "status"), [(3, 3), (-9, 137), (-15, 143), (0, 1)])
