@@ -7,16 +7,13 @@ Other names are looked up only if an address has to be found.
 
 import contextlib
 import ipaddress
-import itertools
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
-
 from elastic_driver.errors import ClusterError
-from launcher.network import SOMEWHERE, address_towards, bracketed
+from launcher.network import SOMEWHERE, address_towards, bracketed, interface_of, is_loopback
 
 _HOSTS_FILE = Path("/etc/hosts")
 LOOPBACK = "127.0.0.1"
@@ -24,21 +21,14 @@ LOOPBACK = "127.0.0.1"
 
 def is_this_machine(host: str, hosts_file: Path = _HOSTS_FILE) -> bool:
     """Return whether a host name or address means this machine."""
-    name = host.lower().rstrip(".")
-    if name == "localhost" or _is_own_address(name):
-        return True
-    own = socket.gethostname().lower()
-    if name in (own, own.partition(".")[0]):
-        return True
-    return any(_is_own_address(address) for address in _addresses_in(hosts_file, name))
+    name, own = host.lower().rstrip("."), socket.gethostname().lower()
+    addresses = (name, *_addresses_in(hosts_file, name))
+    return name in (own, own.partition(".")[0]) or any(map(_is_own_address, addresses))
 
 
 def meeting_address(host: str) -> str:
     """Return the address at which processes of this machine reach one on `host`."""
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return host
-    return LOOPBACK
+    return host if is_loopback(host) and host != "localhost" else LOOPBACK
 
 
 def own_address(bind_host: str | None) -> str | None:
@@ -89,12 +79,7 @@ def endpoint_for(host: str, url: str, bind_host: str | None, look_up: Callable[[
 
 
 def _is_own_address(text: str) -> bool:
-    try:
-        wanted = ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    entries = itertools.chain(*psutil.net_if_addrs().values())
-    return wanted.is_loopback or str(wanted) in (e.address.partition("%")[0] for e in entries)
+    return is_loopback(text) or interface_of(text) is not None
 
 
 def _addresses_in(hosts_file: Path, name: str) -> list[str]:

@@ -41,16 +41,13 @@ class AutoBackend(Backend):
 
     def check(self, hosts: Hosts) -> None:
         """See `Backend.check`."""
-        self._elsewhere.check(_elsewhere(hosts))
+        self._elsewhere.check(hosts)
 
     def find_problems(self, hosts: Hosts) -> dict[str, str]:
         """See `Backend.find_problems`."""
-        return self._elsewhere.find_problems(_elsewhere(hosts))
+        others = tuple(entry for entry in hosts if not is_this_machine(entry[0]))
+        return self._elsewhere.find_problems(others)
 
     def look_up(self, host: str) -> str:
         """See `Backend.look_up`."""
         return self._elsewhere.look_up(host)
-
-
-def _elsewhere(hosts: Hosts) -> Hosts:
-    return tuple((host, slots) for host, slots in hosts if not is_this_machine(host))

@@ -33,19 +33,17 @@ def load(group: str, name: str) -> Any:
     if name not in known:  # only now: the metadata of all packages takes a while to read
         known = entry_points(group)
     option = _OPTIONS[group]
-    if name not in known:
+    if (point := known.get(name)) is None:
         close = difflib.get_close_matches(name, known, n=1)
-        hint = _PLANNED.get(name, f"did you mean {close[0]}?" if close else "")
-        there = (
-            hint or f"there are {', '.join(known)}; others come with packages (docs/starters.md)"
-        )
-        raise UsageError(f"{option} {name}: {there}")
+        hint = f"there are {', '.join(known)}; others come with packages (docs/starters.md)"
+        if close:
+            hint = f"did you mean {close[0]}?"
+        raise UsageError(f"{option} {name}: {_PLANNED.get(name, hint)}")
     try:
-        return known[name].load()
+        return point.load()
     except Exception as error:  # another package's code may raise anything
-        where = known[name].value
         raise UsageError(
-            f"{option} {name}: {where} cannot be imported ({type(error).__name__}: {error}); "
+            f"{option} {name}: {point.value} cannot be imported ({type(error).__name__}: {error}); "
             "reinstall the package it belongs to"
         ) from error
 
@@ -60,12 +58,8 @@ def _ours(group: str) -> dict[str, metadata.EntryPoint]:
     parser = configparser.ConfigParser()
     parser.read(os.path.join(PACKAGE_ROOT, "setup.cfg"))
     if parser.get("metadata", "name", fallback="") == DISTRIBUTION:
-        lines = parser.get("options.entry_points", group, fallback="").split("\n")
-        pairs = [
-            (name.strip(), value.strip())
-            for name, _, value in (line.partition("=") for line in lines)
-            if value
-        ]
+        lines = parser.get("options.entry_points", group, fallback="").strip().splitlines()
+        pairs = [map(str.strip, line.split("=")) for line in lines]
         return {name: metadata.EntryPoint(name, value, group) for name, value in pairs}
     try:
         found = metadata.distribution(DISTRIBUTION).entry_points

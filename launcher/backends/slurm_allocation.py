@@ -1,17 +1,29 @@
-"""The Slurm allocation we run in: its nodes, and the workers of each. Pure.
+"""The Slurm allocation we run in: its nodes at the start, and those that it still has later.
 
 `sbatch` and `salloc` describe an allocation in SLURM_* variables (sbatch(1), OUTPUT ENVIRONMENT
-VARIABLES). `launcher.plan` reads them here.
+VARIABLES); `launcher.plan` reads them here. Later only `squeue` knows the nodes: Slurm takes a node
+that failed out of a job that goes on without it (`--no-kill`) and does not give it back, and
+`scontrol update job` takes nodes away and adds others. `salloc` does not tell its command that the
+allocation is over; squeue does. It is asked rarely, because slurmctld serves the whole cluster.
 """
 
 import re
-from collections.abc import Mapping
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from msgspec import Struct
 
 from elastic_driver.errors import UsageError
+from elastic_driver.runtime.discovery import MAX_TEXT_BYTES, DiscoveryError
 from elastic_driver.runtime.host_lists import Hosts, parse_hosts
+from elastic_driver.runtime.probe import ProbeCancelledError, ProbeError, ScriptProbe
 
+EVERY_S = 10.0  # between two questions
+_ANSWER_S = 10.0
+_OVER = "CANCELLED COMPLETED COMPLETING DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT"
+_UNKNOWN = "Invalid job id"  # it was over so long ago that Slurm has forgotten it
 _REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?\Z")
 _GPUS = re.compile(r"(?:[^:,()]+:)*([0-9]{1,6})(?:\([^)]*\))?\Z")
 
@@ -21,41 +33,37 @@ class SlurmAllocation(Struct, frozen=True, kw_only=True):
 
     job_id: str
     nodes: tuple[str, ...]
-    tasks: tuple[int, ...] | None = None  # of each node; None: no number was asked for
+    tasks: tuple[int, ...] | None = None  # of each node; None: Slurm was given no number
     gpus: int = 0  # of a node
     cpus: int | None = None  # of the smallest node
-    step_tasks: int = 1  # how often we ourselves were started, where srun did that
+    step_tasks: int = 1  # how often srun has started us; 1 if it has not
 
     @property
     def source(self) -> str:
-        """The source of hosts taken from here, in words."""
+        """The name of this source of hosts, for messages."""
         return f"Slurm job {self.job_id}"
 
     def hosts(self, slots: int | None, wanted: int | None) -> Hosts:
         """Return the nodes with their slots.
 
         Args:
-            slots: `--slots-per-host` or `--nproc-per-node`, where given; it counts most.
-            wanted: workers of the whole job, where given.
+            slots: `--slots-per-host` or `--nproc-per-node`, if given; it comes first.
+            wanted: workers of the whole job, if given.
 
-        Otherwise a worker for each task that was asked for; a worker for each GPU where every node
-        has one task, as in scripts written for torchrun, or none was asked for; and where there
-        are no GPUs either, as many as it takes to have `wanted` workers.
+        Without `slots` a node has a worker for each task that Slurm was asked for. It has a worker
+        for each GPU if every node has one task, as in scripts written for torchrun, or no tasks
+        were asked for. Without GPUs the nodes share the `wanted` workers.
         """
-        if slots is not None:
-            return tuple((node, slots) for node in self.nodes)
-        if self.tasks is not None and (max(self.tasks) > 1 or not self.gpus):
+        if slots is None and self.tasks is not None and (max(self.tasks) > 1 or not self.gpus):
             return tuple(zip(self.nodes, self.tasks, strict=True))
-        if self.gpus:
-            return tuple((node, self.gpus) for node in self.nodes)
-        share = -(-(wanted or 1) // len(self.nodes))
+        share = slots or self.gpus or -(-(wanted or 1) // len(self.nodes))
         return tuple((node, share) for node in self.nodes)
 
 
 def read_allocation(environ: Mapping[str, str]) -> SlurmAllocation | None:
-    """Return the allocation these variables describe; None if there is none.
+    """Return the allocation that these variables describe; None if there is none.
 
-    Raises UsageError where they make no sense.
+    Raises UsageError if they make no sense.
     """
     job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     nodelist = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
@@ -71,7 +79,7 @@ def read_allocation(environ: Mapping[str, str]) -> SlurmAllocation | None:
     return SlurmAllocation(
         job_id=job_id,
         nodes=nodes,
-        # Without a wish for tasks Slurm counts one for each CPU, or one for each node.
+        # If no number of tasks was given, Slurm counts one for each CPU, or one for each node.
         tasks=_for_each_node(environ, "SLURM_TASKS_PER_NODE", nodes) if asked else None,
         gpus=_gpus(environ),
         cpus=min(cpus) if cpus else None,
@@ -107,3 +115,66 @@ def _gpus(environ: Mapping[str, str]) -> int:
             raise UsageError(f"SLURM_GPUS_PER_NODE makes no sense: {text!r}")
         total += int(match[1])
     return total
+
+
+class AllocationDiscovery:
+    """A `HostDiscovery`: the nodes of an allocation that squeue names.
+
+    Args:
+        job_id: the allocation.
+        hosts: its nodes with their slots at the start; a node that comes later has as many
+            slots as the first of them.
+        environ: the environment of squeue.
+        every: seconds between two questions.
+
+    `find` calls `on_over` once with the reason when the allocation is over.
+    """
+
+    def __init__(
+        self, job_id: str, hosts: Hosts, environ: Mapping[str, str], *, every: float = EVERY_S
+    ) -> None:
+        self._job_id, self._every = job_id, every
+        self._slots, self._hosts = dict(hosts), hosts
+        self.on_over: Callable[[str], None] = lambda _reason: None
+        self._over = False
+        self._asked = time.monotonic()  # the variables that `hosts` is from are fresh
+        self._program = shutil.which("squeue", path=environ.get("PATH"))
+        self._squeue = ScriptProbe(
+            Path(self._program or "squeue"),
+            *("--noheader", f"--jobs={job_id}", "--states=all", "--format=%T %N"),
+            timeout=_ANSWER_S,
+            max_output=MAX_TEXT_BYTES,
+            env=environ,
+        )
+
+    def find(self) -> Hosts:
+        """Return the nodes; raises DiscoveryError if Slurm does not say."""
+        if self._program is None or time.monotonic() - self._asked < self._every:
+            return self._hosts
+        self._asked = time.monotonic()
+        state, nodes = self._ask()
+        if state not in _OVER.split():
+            usual = next(iter(self._slots.values()))
+            named = parse_hosts(nodes, source="squeue")
+            self._hosts = tuple((name, self._slots.get(name, usual)) for name, _ in named)
+        elif not self._over:
+            self._over = True
+            why = f"{state.lower().replace('_', ' ')}, says Slurm"
+            self.on_over(f"Slurm job {self._job_id} is over ({why})")
+        return self._hosts
+
+    def cancel(self) -> None:
+        """See `HostDiscovery.cancel`."""
+        self._squeue.cancel()
+
+    def _ask(self) -> tuple[str, str]:
+        """Return the allocation's state and its nodes."""
+        try:
+            state, _, nodes = self._squeue.run().decode(errors="replace").strip().partition(" ")
+        except (ProbeError, ProbeCancelledError) as error:
+            if _UNKNOWN in str(error):
+                return "COMPLETED", ""
+            state = nodes = ""
+        if not state:
+            raise DiscoveryError(f"squeue does not say which nodes Slurm job {self._job_id} has")
+        return state, nodes

@@ -19,7 +19,7 @@ import psutil
 from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.runtime.discovery import FixedDiscovery, HostDiscovery
 from launcher.backends.registry import DISCOVERY, load, make_backend
-from launcher.backends.slurm_nodes import AllocationDiscovery
+from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import find_shadow
 from launcher.plan.hosts import FixedHosts, HostSource, JoinedHosts
 from launcher.plan.launch import LaunchPlan

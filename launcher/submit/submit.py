@@ -23,7 +23,7 @@ from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.backends.registry import make_backend
-from launcher.backends.slurm_nodes import AllocationDiscovery
+from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import handled
 from launcher.plan.launch import LaunchPlan
 from launcher.submit.bind_address import choose_bind_host
