@@ -195,12 +195,7 @@ class Agent:
         address, interface = self._meeting_point(spec)
         meeting = Meeting(config.host, config.endpoint, config.token_file, interface, scratch)
         workers = self._workers = Workers(
-            spec=spec,
-            meeting=meeting,
-            starter=self._starter,
-            consoles=consoles,
-            report=self._report,
-            say=self._say,
+            spec, meeting, self._starter, consoles, report=self._report, say=self._say
         )
         self._notice = spec.grace_period
         self._warm_up(spec)

@@ -18,7 +18,7 @@ import socket
 import stat
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 PIPE_PIECE = select.PIPE_BUF  # a pipe takes that much whole or not at all (POSIX)
 FREE_PIECE = 64 * 1024
@@ -27,8 +27,7 @@ HIGH_WATER = 256 * 1024  # bytes waiting: workers' pipes are not read any more
 LOW_WATER = 64 * 1024
 
 
-@dataclass(frozen=True)
-class Outlet:
+class Outlet(NamedTuple):
     """A descriptor of our own for a stream that others use too.
 
     `write` takes up to `piece` bytes at a time and returns how many were written; it raises
@@ -84,26 +83,17 @@ class Console:
     """
 
     def __init__(
-        self,
-        fd: int,
-        name: str,
-        *,
-        on_trouble: Callable[[str], None],
-        stall: float = STALL_S,
+        self, fd: int, name: str, *, on_trouble: Callable[[str], None], stall: float = STALL_S
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._name, self._stall = name, stall
-        self._on_trouble = on_trouble
+        self._name, self._stall, self._on_trouble = name, stall, on_trouble
         self._writers: set[Callable[[bool], None]] = set()
         self._outlet = open_outlet(fd)
         self._waiting: deque[bytes] = deque()
-        self._bytes = 0
-        self._paused = False
+        self._bytes = 0  # waiting
+        self._patience: asyncio.TimerHandle | None = None  # runs while the workers are held up
         self._dropping = False
         self._said = False
-        self._blocked = False  # the loop calls us when there is room again
-        self._progress_at = 0.0
-        self._patience: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -114,15 +104,14 @@ class Console:
         self._waiting.append(lines)
         self._bytes += len(lines)
         self._empty.clear()
-        if not self._blocked:
-            self._flush()
-        if self._bytes > HIGH_WATER and not self._paused and not self._dropping:
+        self._flush()
+        if self._bytes > HIGH_WATER and self._patience is None:
             self._pause(True)
 
     def attach(self, flow: Callable[[bool], None]) -> None:
         """Add a writer; `flow(False)` asks it to pause, `flow(True)` to go on."""
         self._writers.add(flow)
-        if self._paused:
+        if self._patience is not None:
             flow(False)
 
     def detach(self, flow: Callable[[bool], None]) -> None:
@@ -135,98 +124,69 @@ class Console:
             await asyncio.wait_for(self._empty.wait(), timeout)
 
     def close(self) -> None:
-        """Forget what still waits, and free the descriptor."""
-        self._unblock()
+        """Drop what still waits, and free the descriptor."""
         self._waiting.clear()
         self._bytes = 0
         self._empty.set()
         if self._outlet is not None:
+            self._loop.remove_writer(self._outlet.fd)
             os.close(self._outlet.fd)  # the stream itself stays open for its other users
             self._outlet = None
+        self._pause(False)
 
     # ---- writing -------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        outlet = self._outlet
-        if outlet is None:
+        """Write what waits, as far as there is room; the loop calls again when there is more."""
+        if self._outlet is None:
             return
+        fd, limit, write = self._outlet
         try:
             while self._waiting:
-                piece, rest = _first_piece(self._waiting[0], outlet.piece)
-                written = outlet.write(piece)
+                piece, rest = _first_piece(self._waiting[0], limit)
+                written = write(piece)
                 self._progressed(written)
                 if left := piece[written:] + rest:
                     self._waiting[0] = left
                 else:
                     self._waiting.popleft()
         except (BlockingIOError, InterruptedError):
-            self._block(outlet.fd)
+            self._loop.add_writer(fd, self._flush)
         except OSError as error:
-            self._give_up(error)
+            self.close()
+            self._drop(f"cannot write to our {self._name} ({os.strerror(error.errno or 0)})")
         else:
-            self._unblock()
+            self._loop.remove_writer(fd)
             self._empty.set()
 
     def _progressed(self, written: int) -> None:
         self._bytes -= written
-        self._progress_at = self._loop.time()
         if self._bytes <= LOW_WATER:
             self._dropping = False
             self._pause(False)
+        elif self._patience is not None:
+            self._pause(True)  # the reader gets as much time again
 
     def _pause(self, paused: bool) -> None:
-        if paused != self._paused:
-            self._paused = paused
-            for flow in tuple(self._writers):
-                flow(not paused)
-
-    def _block(self, fd: int) -> None:
-        if self._blocked:
-            return
-        self._blocked = True
-        self._progress_at = self._loop.time()
-        self._loop.add_writer(fd, self._flush)
-        self._patience = self._loop.call_later(self._stall, self._check_patience)
-
-    def _unblock(self) -> None:
-        if not self._blocked:
-            return
-        self._blocked = False
-        if self._outlet is not None:
-            self._loop.remove_writer(self._outlet.fd)
+        """Hold the workers up for `stall` seconds at most, or let them go on."""
+        was_paused = self._patience is not None
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+        if paused:
+            trouble = f"nothing has read our {self._name} for {self._stall:.0f} s"
+            self._patience = self._loop.call_later(self._stall, self._drop, trouble)
+        if paused != was_paused:
+            for flow in tuple(self._writers):
+                flow(not paused)
 
-    # ---- a reader that stands still, or is gone ------------------------------------------
-
-    def _check_patience(self) -> None:
-        """Stop waiting for the reader, if it holds workers up and took nothing for `stall`."""
-        now = self._loop.time()
-        if self._paused and now >= self._progress_at + self._stall:
-            self._dropping = True
-            self._pause(False)
-            self._say_once(
-                f"nobody has read our {self._name} for {self._stall:.0f} s; "
-                "workers' lines to it are dropped until somebody does"
-            )
-        due = self._progress_at + self._stall
-        self._patience = self._loop.call_at(
-            due if due > now else now + self._stall, self._check_patience
-        )
-
-    def _give_up(self, error: OSError) -> None:
-        self.close()
+    def _drop(self, trouble: str) -> None:
+        """Drop output until the reader goes on, and let the workers go on now."""
+        self._dropping = True
         self._pause(False)
-        self._say_once(
-            f"cannot write to our {self._name} ({os.strerror(error.errno or 0)}); "
-            "workers' lines to it are dropped, the job goes on"
-        )
-
-    def _say_once(self, sentence: str) -> None:
         if not self._said:
             self._said = True
-            self._on_trouble(sentence)
+            self._on_trouble(f"{trouble}; workers' lines to it are dropped, the job goes on")
 
 
 def _first_piece(data: bytes, limit: int) -> tuple[bytes, bytes]:

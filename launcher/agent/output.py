@@ -31,12 +31,7 @@ PROGRESS_S = 1.0  # a progress bar is shown anew that often
 ENDING_CPU_S = 2.0  # more than an interpreter with torch in it needs for its end
 TAIL_LINES = 30
 TAIL_BYTES = 32 * 1024
-_ASLEEP = (
-    psutil.STATUS_SLEEPING,
-    psutil.STATUS_STOPPED,
-    psutil.STATUS_TRACING_STOP,
-    psutil.STATUS_IDLE,
-)
+_BUSY = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_ZOMBIE)
 
 
 # ---- where a stream goes -----------------------------------------------------------------
@@ -136,9 +131,8 @@ class Stream:
         holdback: HoldBack | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._prefix_end = f"]<{label}>:".encode()
-        self._worker, self._console, self._file = worker, console, file
-        self._holdback = holdback
+        self._label, self._worker = label, worker
+        self._console, self._file, self._holdback = console, file, holdback
         self._lines = LineSplitter()
         self._tail = b""
         self._timer: asyncio.TimerHandle | None = None
@@ -152,13 +146,12 @@ class Stream:
 
     def flow(self, go_on: bool) -> None:
         """Stop or go on reading: the worker waits when its pipe is full."""
-        if self._fd < 0 or go_on is not self._paused:
-            return
-        self._paused = not go_on
-        if self._paused:
-            self._loop.remove_reader(self._fd)
-        else:
-            self._loop.add_reader(self._fd, self._read)
+        if self._fd >= 0 and go_on is self._paused:
+            self._paused = not go_on
+            if go_on:
+                self._loop.add_reader(self._fd, self._read)
+            else:
+                self._loop.remove_reader(self._fd)
 
     def close_child_side(self) -> None:
         """Close our copy of the worker's end, which would keep the pipe from ending."""
@@ -193,38 +186,34 @@ class Stream:
         return last_lines(self._tail, held)
 
     def _read(self) -> bool:
-        """Take in what can be read now; return whether there was anything."""
+        """Take in the bytes that can be read now; return whether there were any."""
         try:
             data = os.read(self._fd, READ_BYTES)
-        except (BlockingIOError, InterruptedError):
+        except BlockingIOError:
             return False
-        if data:
-            self._take(data)
-        else:
+        if not data:
             self._end()
-        return bool(data)
+            return False
+        if self._file is not None and (trouble := self._file.write(data)):
+            self._worker.say(trouble)
+        self._tail = (self._tail + data)[-TAIL_BYTES:]
+        if self._holdback is None:
+            self._worker.stderr.see_alive()
+        self._show(self._lines.feed(data))
+        if self._lines.has_progress():
+            self._wake_at(self._loop.time() + PROGRESS_S)
+        return True
 
     def _end(self) -> None:
         if self._fd >= 0:
-            if not self._paused:
-                self._loop.remove_reader(self._fd)
+            self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd = -1
         if self._console is not None:
             self._console.detach(self.flow)
         self.ended.set()
 
-    # ---- forwarding ----------------------------------------------------------------------
-
-    def _take(self, data: bytes) -> None:
-        if self._file is not None and (trouble := self._file.write(data)):
-            self._worker.say(trouble)
-        self._tail = (self._tail + data)[-TAIL_BYTES:]
-        if self._holdback is None:
-            self._worker.wrote_to_stdout()
-        self._show(self._lines.feed(data))
-        if self._lines.has_progress():
-            self._wake_at(self._loop.time() + PROGRESS_S)
+    # ---- showing -------------------------------------------------------------------------
 
     def _show(self, lines: list[bytes]) -> None:
         """Show lines in their order: through the hold-back, where there is one."""
@@ -239,7 +228,10 @@ class Stream:
     def _show_now(self, lines: list[bytes]) -> None:
         if not lines or self._console is None:
             return
-        prefix = b"%s[%d%s" % (self._worker.stamp(), self._worker.rank, self._prefix_end)
+        prefix = f"[{self._worker.rank}]<{self._label}>:".encode()
+        if self._worker.timestamp:
+            now = datetime.datetime.now().isoformat(timespec="milliseconds")
+            prefix = f"{now} ".encode() + prefix
         text = prefix + (b"\n" + prefix).join(lines) + b"\n"
         if not text.isascii():
             text = text.decode(errors="replace").encode()
@@ -284,55 +276,39 @@ class WorkerOutput:
         consoles: tuple[Console, Console],
         say: Callable[[str], None],
     ) -> None:
-        self.rank = order.place.rank
+        self.rank, self.timestamp, self.say = order.place.rank, spec.timestamp, say
         self.pid = 0  # of the worker, once it was started
-        self.say = say
-        self._cpu_then = 0.0  # what it had used when its last traceback began
-        self._timestamp = spec.timestamp
+        self._cpu_then = 0.0  # seconds it had used when its last traceback began
         routing = route(spec, order.place.slot)
-        folder = None if log_dir is None else log_dir / order.worker
 
         def stream(number: int, label: str, holdback: HoldBack | None) -> Stream:
             console = consoles[number - 1] if routing.to_console & number else None
-            file = self._open_log(folder, label) if routing.to_file & number else None
+            file = None
+            if log_dir is not None and routing.to_file & number:
+                path = log_dir / order.worker / f"{label}.log"
+                try:
+                    file = LogFile(path)
+                except OSError as error:
+                    say(f"cannot open {path} ({error.strerror}); it will be missing")
             return Stream(label, self, console, file, holdback)
 
-        self._stdout, self._stderr = stream(OUT, "stdout", None), stream(ERR, "stderr", HoldBack())
-
-    def _open_log(self, folder: Path | None, label: str) -> LogFile | None:
-        if folder is None:
-            return None
-        path = folder / f"{label}.log"
-        try:
-            return LogFile(path)
-        except OSError as error:
-            self.say(f"cannot open {path} ({error.strerror}); it will be missing")
-            return None
-
-    @property
-    def child_fds(self) -> tuple[int, int]:
-        """The worker's stdout and stderr."""
-        return self._stdout.child_fd, self._stderr.child_fd
+        self.stdout, self.stderr = stream(OUT, "stdout", None), stream(ERR, "stderr", HoldBack())
 
     def close_child_side(self) -> None:
         """Close our copies of the worker's ends, once it has been started."""
-        self._stdout.close_child_side()
-        self._stderr.close_child_side()
+        self.stdout.close_child_side()
+        self.stderr.close_child_side()
 
     async def drained(self, timeout: float) -> None:
         """Wait until both pipes have ended, at most `timeout` seconds."""
-        both = asyncio.gather(self._stdout.ended.wait(), self._stderr.ended.wait())
+        both = asyncio.gather(self.stdout.ended.wait(), self.stderr.ended.wait())
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(both, timeout)
 
     def finish(self, failed: bool) -> str:
         """Show what is left, free everything, and return the last lines of stderr."""
-        self._stdout.finish(failed)
-        return self._stderr.finish(failed)
-
-    def wrote_to_stdout(self) -> None:
-        """Note that the worker goes on, for a traceback that is held back."""
-        self._stderr.see_alive()
+        self.stdout.finish(failed)
+        return self.stderr.finish(failed)
 
     def note_traceback(self) -> None:
         """Note the CPU time at which a traceback begins: it tells an ending from going on."""
@@ -344,16 +320,9 @@ class WorkerOutput:
         """Return whether the worker is busy, and has not been for longer than an ending takes."""
         try:
             process = psutil.Process(self.pid)
-            busy = process.status() not in _ASLEEP
-            return busy and _cpu_time(process) < self._cpu_then + ENDING_CPU_S
+            return process.status() in _BUSY and _cpu_time(process) < self._cpu_then + ENDING_CPU_S
         except psutil.Error:
             return True
-
-    def stamp(self) -> bytes:
-        """Return what a line begins with: the local time, where that is wanted."""
-        if not self._timestamp:
-            return b""
-        return f"{datetime.datetime.now().isoformat(timespec='milliseconds')} ".encode()
 
 
 def _cpu_time(process: psutil.Process) -> float:

@@ -46,11 +46,11 @@ class Workers:
 
     def __init__(
         self,
-        *,
         spec: JobSpec,
         meeting: Meeting,
         starter: WorkerStarter,
         consoles: tuple[Console, Console],
+        *,
         report: Callable[[WorkerStarted | WorkerExited | WorkerStack], None],
         say: Callable[[str], None],
     ) -> None:
@@ -164,7 +164,8 @@ class Workers:
 
     def _execute(self, order: StartWorkerOrder, output: WorkerOutput) -> WorkerProcess:
         env = worker_environment(self._inherited, self._spec, order, self._meeting)
-        spec = ProcessSpec(self._spec.command, env, self._spec.cwd, *output.child_fds)
+        fds = output.stdout.child_fd, output.stderr.child_fd
+        spec = ProcessSpec(self._spec.command, env, self._spec.cwd, *fds)
         output.pid = pid = self._starter.start(spec)
         output.close_child_side()
         marks = {contract.RUN_ID: self._spec.run_id, contract.WORKER_ID: order.worker}

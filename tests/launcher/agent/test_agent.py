@@ -279,7 +279,7 @@ def test_a_terminal_that_nobody_reads_does_not_hold_training_up_for_ever(driver:
         driver.shutdown()
         assert agent.wait(10) == 0
         assert len(agent.err.splitlines()) == 1
-        assert "nobody has read our stdout" in agent.err
+        assert "nothing has read our stdout" in agent.err
     os.close(read)
 
 
