@@ -1,11 +1,11 @@
 """Hosts that come, go, change their size or come out of their cool-down, and checks of them.
 
 Hosts are checked before they get workers, while the others train, in jobs that began with a node
-check. A host that comes in later, comes back, or has been in
-cool-down is *held*: it is there, and gets nothing until a check has passed. Held hosts are checked
-together, beside one host that is known to be good and has no workers (where there is one): the
-hosts that train are left alone. What was usual in the first check is usual here too, so that a
-host checked alone can be slow. One that fails goes into cool-down, and is checked again after it.
+check. A host that comes later, comes back, or has been in cool-down is *held*: it gets no workers
+until it has passed a check. Held hosts are checked together, and with one good host that has no
+workers, if there is one; the hosts that train are not disturbed. The results of the first check
+count as usual here too, so that a host checked alone can be found slow. A host that fails is put in
+cool-down, and is checked again after it.
 
 An agent that is lost for the first time is started again in place without a check, as its workers
 would otherwise wait for it. Times are monotonic seconds.
@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import CheckHosts
 from elastic_driver.core.rules.base import Rule
-from elastic_driver.core.rules.hosts import Host
 
 
 @dataclass(slots=True)
@@ -35,7 +34,9 @@ class Rechecks(Rule):
         since = self._held_since = now if self._held_since is None else self._held_since
         if not self.effects.due_or_set_alarm(since + self.settings.last_call, now):
             return  # hosts often come several at a time
-        partner = next((host for host in self.hosts.known.values() if self._idle(host)), None)
+        known, workers = self.hosts.known.values(), self.workers.on_host
+        idle = (host for host in known if self.hosts.usable(host.name) and not workers(host.name))
+        partner = next(idle, None)
         hosts = held if partner is None else (*held, partner)
         beside = "" if partner is None else f", beside {partner.name}"
         reason = f"{', '.join(f'{host.name}: {host.check}' for host in held)}{beside}"
@@ -45,9 +46,6 @@ class Rechecks(Rule):
         self._checking = {host.name: host.position for host in hosts}
         slots = tuple((host.name, host.slots) for host in hosts)
         self.effects.decide(CheckHosts(slots, reason, self._checks))
-
-    def _idle(self, host: Host) -> bool:
-        return self.hosts.usable(host.name) and not self.workers.on_host(host.name)
 
     def on_hosts_checked(self, event: ev.HostsChecked, now: float) -> None:
         """Release the hosts that passed, put the others in cool-down.
@@ -73,7 +71,6 @@ class Rechecks(Rule):
                 self.effects.announce("host_checked", result.reason, name)
 
 
-@dataclass(slots=True)
 class Discovered(Rule):
     """Records and announces the hosts that discovery reports; holds those to be checked."""
 

@@ -181,16 +181,19 @@ class Drains(Rule):
         if worker and successor and ready and worker.state in (STOPPING, STOPPED):
             by = f"by {successor.id}: {replacement.drain.reason}"
             self.effects.announce("worker_replaced", by, worker, replacement=successor.id)
-            pause = not self._active_on(worker.host)  # else the next one may follow at once
-            self._end_replacement(now if pause else None)
+            if not self._active_on(worker.host):  # else the next one may follow at once
+                self._replace_after = now + self.settings.replace_pause
+            self.replacement = None
+            self.capacity.note_change()
             return
-        why = self._why_abandon(replacement, worker)
-        if not why and not ready:
-            why = self._why_not_wait(replacement, successor, now)
+        why = self._why_abandon(replacement, worker, successor, now)
         if why:
             self._abandon(replacement, why, now)
 
-    def _why_abandon(self, replacement: Replacement, worker: Worker | None) -> str:
+    def _why_abandon(
+        self, replacement: Replacement, worker: Worker | None, successor: Worker | None, now: float
+    ) -> str:
+        """Return why a replacement is abandoned; empty if it goes on."""
         current = self.rounds.current
         broken = current.state is CLOSING and not current.at_boundary
         if worker is None or worker.state not in ACTIVE:
@@ -199,12 +202,11 @@ class Drains(Rule):
             return "the job is finishing"
         if current.number != replacement.round or broken:  # the slow worker's state is needed
             return "the world has changed for another reason"
-        possible = self._makes_a_world(worker, replacement.target)
-        return "" if possible else "without it there are too few hosts"
-
-    def _why_not_wait(self, replacement: Replacement, successor: Worker | None, now: float) -> str:
-        """Return why a replacement is abandoned that is not ready yet; empty: it is awaited."""
-        if self.rounds.current.state is not COMPLETE:
+        if not self._makes_a_world(worker, replacement.target):
+            return "without it there are too few hosts"
+        if successor is not None and successor.state in (READY, RUNNING):
+            return ""
+        if current.state is not COMPLETE:
             return "the world changes before its replacement is ready"
         if not self.hosts.usable(replacement.target):
             return f"host {replacement.target} cannot be used any more"
@@ -222,13 +224,9 @@ class Drains(Rule):
         self.effects.announce("replacement_abandoned", why, worker)
         if worker is not None:
             self.workers.mark_leaving(worker, "")
-        self._end_replacement(now)
-
-    def _end_replacement(self, pause_from: float | None) -> None:
         self.replacement = None
         self.capacity.note_change()
-        if pause_from is not None:
-            self._replace_after = pause_from + self.settings.replace_pause
+        self._replace_after = now + self.settings.replace_pause
 
     def _consider(self, now: float) -> None:
         """Replace the rank that has been slow for longest, if it is time and there is room."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from elastic_driver.core.decisions import Announce, Decision, Detail, GiveOrder
 from elastic_driver.core.documents import Order, StopWorkerOrder
 from elastic_driver.core.rules.fleet import Fleet
-from elastic_driver.core.rules.workers import ACTIVE, Worker, WorkerNews, WorkerStateRegistry
+from elastic_driver.core.rules.workers import Worker, WorkerNews, WorkerStateRegistry
 from elastic_driver.settings import Settings
 
 
@@ -87,8 +87,3 @@ class Effects:
     def kill(self, worker: Worker, reason: str) -> None:
         """Have a worker killed at once that does not answer any more."""
         self.give(worker.host, StopWorkerOrder(worker.id, 0.0, reason), reason)
-
-    def stop_all(self, reason: str) -> None:
-        """Tell every worker to stop."""
-        for worker in self.workers.having(*ACTIVE):
-            self.stop(worker, reason)

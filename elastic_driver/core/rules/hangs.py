@@ -88,7 +88,7 @@ class Stacks(Rule):
 
     def on_requested(self, event: ev.StacksRequested, now: float) -> None:
         """Ask every worker, because a user wants it."""
-        self.ask(now, event.reason or "a user asks")
+        self.ask(now, event.reason)
 
     def on_worker_stack(self, event: ev.WorkerStack, now: float) -> None:
         """Record an answer."""
@@ -256,7 +256,10 @@ class Hangs(Rule):
         if len(elsewhere) == 1 and len(running) > 1:
             self._give_up(elsewhere[0], "while its peers wait for it", now)
         elif elsewhere:
-            if len(elsewhere) < len(running) or self._lasts(elsewhere):
+            found = [stalls[worker.id] for worker in elsewhere]
+            lasts = all(stall.seconds >= LONG_STALL * stall.first_seconds for stall in found)
+            evaluates = len(elsewhere) == len(running) and self.settings.hang_timeout is None
+            if lasts or not evaluates:
                 outside = f"{len(elsewhere)} workers stand outside of collectives"
                 self.rounds.leave(now, f"no progress: {outside}")
         elif len(spoken) == len(running):
@@ -275,12 +278,6 @@ class Hangs(Rule):
         stall = self._stalls[worker.id]
         reason = f"no progress for {stall.seconds:.1f} s {how}: {stall.place}"
         self.reports.give_up_worker(worker, reason, now, stack=stall.stack)
-
-    def _lasts(self, workers: Sequence[Worker]) -> bool:
-        """Return whether all stand still for so long that it can be no evaluation."""
-        stalls = [self._stalls[worker.id] for worker in workers]
-        long = all(stall.seconds >= LONG_STALL * stall.first_seconds for stall in stalls)
-        return long or self.settings.hang_timeout is not None
 
     def _break_mismatch(self, workers: Sequence[Worker], now: float) -> None:
         """Break a round in which all wait for each other; the second time, end the job.

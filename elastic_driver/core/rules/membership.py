@@ -160,15 +160,16 @@ class Membership(Rule):
         if self._founders_boot(now):
             return
         ready = [worker for worker in self.workers.having(READY) if not worker.leaving]
-        if self._would_be_lost(ready) and self.final_checkpoint.request(now):
+        taken_over = ready and self._state_holders(ready)
+        if self._newest_leaver(ready) and not taken_over and self.final_checkpoint.request(now):
             return
         if self.outcome.departure is not None:
-            self.preemption.end_after_all_left()
+            self.preemption.end_after_all_left(self.outcome.departure)
             return
         self._release_leavers(ready)
         fitting, least = units.fit(ready, self.settings), self.settings.min_np
         if not any(worker.admitted is not None for worker in ready):
-            need = self._need_of_a_fresh_round(ready, fitting, now)
+            need = self._fresh_size(ready, fitting, now)
             if need is not None and len(fitting) >= max(need, 1):
                 self._complete(ready, now, "every worker is ready")
         elif len(fitting) < least:
@@ -217,9 +218,7 @@ class Membership(Rule):
             late = f"not ready within {timeout:g} s, and the job is finishing"
             self.effects.stop(worker, late)
 
-    def _need_of_a_fresh_round(
-        self, ready: list[Worker], fitting: list[Worker], now: float
-    ) -> int | None:
+    def _fresh_size(self, ready: list[Worker], fitting: list[Worker], now: float) -> int | None:
         """Return how many are enough if no worker trains yet; None: the founders are awaited."""
         settings, current, need = self.settings, self.rounds.current, self._fresh_need()
         if current.number > 1 and len(fitting) < max(need, 1):
@@ -271,21 +270,13 @@ class Membership(Rule):
         room = wanted is None or wanted >= 2  # for it and for a worker that receives
         return [holder] if holder is not None and room else []
 
-    def _would_be_lost(self, ready: list[Worker]) -> bool:
-        """Return whether only leavers hold the newest state, and no other can receive it."""
-        ahead = self._newest_leaver(ready) is not None
-        return ahead and not (ready and self._state_holders(ready))
-
     def _release_leavers(self, ready: list[Worker]) -> None:
         """Stop workers that left the round and have to leave, unless their state is needed."""
-        needed: list[Worker] = []
-        if ready or self._newcomers_in_sight() or self._slots_come_free():
-            needed = self._state_holders(ready)
+        # Others with a notice make room for a worker that can take the state.
+        going = (w for w in self.workers.having(READY, STOPPING) if self.drains.has_notice(w))
+        slots_come_free = sum(self.hosts.usable(worker.host) for worker in going) > 1
+        receivers = ready or slots_come_free or self._newcomers_in_sight()
+        needed = self._state_holders(ready) if receivers else []
         for worker in self.workers.having(READY):
             if worker.leaving and worker not in needed:
                 self.effects.stop(worker, worker.leaving)
-
-    def _slots_come_free(self) -> bool:
-        """Return whether others with a notice make room for a worker that can take the state."""
-        noticed = (w for w in self.workers.having(READY, STOPPING) if self.drains.has_notice(w))
-        return sum(self.hosts.usable(worker.host) for worker in noticed) > 1

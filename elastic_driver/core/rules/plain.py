@@ -54,7 +54,13 @@ class Plain(Rule):
             if self.outcome.first_success is None:
                 self._found(now)
             return
-        if self._wait_for_processes(now) or self.outcome.losses:
+        missing = sum(1 for worker in self.workers.having(STARTING) if not worker.pid)
+        if missing:
+            timeout, placed = self.settings.start_timeout, len(current.founders)
+            waiting = f"{missing} processes have not been started yet"
+            if self.effects.due_or_set_alarm((current.founded_at or 0.0) + timeout, now, waiting):
+                self.outcome.give_up(placed, placed - missing, timeout)
+        if missing or self.outcome.losses:
             return
         started_at = current.waiting_since("declaration", now)
         if self.outcome.kind is ScriptKind.UNDECLARED:
@@ -65,17 +71,6 @@ class Plain(Rule):
             self.outcome.declare(ScriptKind.PLAIN)
         founded = [self.workers.workers[worker] for worker in current.founders]
         self.rounds.complete(founded, now, "every process was started")
-
-    def _wait_for_processes(self, now: float) -> bool:
-        missing = sum(1 for worker in self.workers.having(STARTING) if not worker.pid)
-        if not missing:
-            return False
-        current, timeout = self.rounds.current, self.settings.start_timeout
-        at = (current.founded_at or 0.0) + timeout
-        placed, waiting = len(current.founders), f"{missing} processes have not been started yet"
-        if self.effects.due_or_set_alarm(at, now, waiting):
-            self.outcome.give_up(placed, placed - missing, timeout)
-        return True
 
     def _found(self, now: float) -> None:
         """Start the round's workers once enough slots have agents."""
@@ -143,5 +138,6 @@ class Plain(Rule):
         """Stop every worker; the next round is placed when the last one is gone."""
         if self.rounds.close(now, reason, at_boundary=False):
             self.outcome.restarted()
-            self.effects.stop_all(f"restart: {reason}")
+            for worker in self.workers.having(*ACTIVE):
+                self.effects.stop(worker, f"restart: {reason}")
             self.reports.settle_losses()

@@ -141,7 +141,9 @@ class Preemption(Rule):
         if departure is None:
             return
         if not self.outcome.elastic:
-            self._end("its workers are told to stop; they did not ask to be told earlier")
+            self._end(
+                departure, "its workers are told to stop; they did not ask to be told earlier"
+            )
             return
         waiting = f"the job is ending: {departure.reason}"
         closing = self.rounds.current.state is CLOSING
@@ -149,18 +151,17 @@ class Preemption(Rule):
             save, why = self.final_checkpoint.save, "workers had not left their step in time"
             if save is not None and not save.done:
                 why = f"the state of step {save.request.step} could not be written in time"
-            self._end(f"{why}; {_NEWEST}")
+            self._end(departure, f"{why}; {_NEWEST}")
         elif closing and self.workers.count(RUNNING):
             self._hurry(departure, now)
 
-    def end_after_all_left(self) -> None:
+    def end_after_all_left(self, departure: Departure) -> None:
         """End the job: all workers have left, and the state is on disk if it could be written."""
-        save = self.final_checkpoint.save
-        if save is None or not save.done:
-            self._end("no worker held a state that was worth keeping")
-            return
-        how = "started again, the job goes on from there" if save.folder else _NEWEST
-        self._end(f"{save.outcome}; {how}")
+        save, what = self.final_checkpoint.save, "no worker held a state that was worth keeping"
+        if save is not None and save.done:
+            how = "started again, the job goes on from there" if save.folder else _NEWEST
+            what = f"{save.outcome}; {how}"
+        self._end(departure, what)
 
     def _begin(self, reason: str, now: float, end_by: float) -> None:
         leave_by = now + (end_by - now) * BOUNDARY_SHARE
@@ -193,6 +194,5 @@ class Preemption(Rule):
             for worker in self.workers.having(RUNNING):
                 self.effects.stop(worker, "it did not leave in time, and the job is ending")
 
-    def _end(self, what: str) -> None:
-        assert self.outcome.departure is not None  # noqa: S101 - the callers have looked
-        self.outcome.finish(int(ExitCode.TERMINATED), f"{self.outcome.departure.reason}: {what}")
+    def _end(self, departure: Departure, what: str) -> None:
+        self.outcome.finish(int(ExitCode.TERMINATED), f"{departure.reason}: {what}")

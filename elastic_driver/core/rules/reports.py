@@ -242,10 +242,7 @@ class Reports(Rule):
 
 
 def _describe(failure: Failure, cause: Cause) -> str:
-    if cause is Cause.HUNG:
-        return "stopped giving signs of life"
-    if cause is Cause.AGENT:
-        return "was lost with its agent"
-    code = failure.exit_code
+    code, after = failure.exit_code, " after losing a peer" if cause is Cause.VICTIM else ""
     text = f"was killed by signal {-code}" if code < 0 else f"exited {code}"
-    return f"{text} after losing a peer" if cause is Cause.VICTIM else text
+    others = {Cause.HUNG: "stopped giving signs of life", Cause.AGENT: "was lost with its agent"}
+    return others.get(cause, text + after)
