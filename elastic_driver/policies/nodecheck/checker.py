@@ -9,50 +9,22 @@ on, so that they never meet those of the job.
 Pure. Times are monotonic seconds.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.decisions import (
-    CausedDecision,
-    GiveOrder,
-    KillAgent,
-    SealRound,
-    StartAgent,
-    StopAgent,
-)
+from elastic_driver.core import decisions as do
+from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder
-from elastic_driver.core.events import (
-    AgentLost,
-    AgentReady,
-    Event,
-    LeaseExpired,
-    WorkerExited,
-    WorkerReady,
-)
 from elastic_driver.core.rules.ranks import Seat, assign
 from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, ShowLine
-from elastic_driver.policies.nodecheck.check import (
-    Group,
-    Measurement,
-    NodeCheck,
-    NodeVerdict,
-    failed,
-)
-from elastic_driver.policies.nodecheck.gate import StartingGate
-from elastic_driver.policies.nodecheck.messages import (
-    Assignment,
-    TaskEnded,
-    TaskResult,
-    assignment_key,
-    go_key,
-    result_key,
-)
+from elastic_driver.policies.nodecheck import messages
+from elastic_driver.policies.nodecheck.check import Group, NodeCheck, NodeVerdict
 from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.policies.nodecheck.tasks import GroupTask, Process, StartingGate
 
 STOP_S = 10.0  # for an agent to report the end of a process that is killed
 SHUTDOWN_S = 5.0  # for agents to end by themselves
@@ -69,7 +41,7 @@ class CheckLimits(Struct, frozen=True, kw_only=True):
     task: str = ""  # names the task: times of the same task can be compared
 
 
-class CheckEnded(CausedDecision, frozen=True, tag="check_ended"):
+class CheckEnded(do.CausedDecision, frozen=True, tag="check_ended"):
     """The check is over; `report` has its results."""
 
     report: CheckReport
@@ -77,8 +49,8 @@ class CheckEnded(CausedDecision, frozen=True, tag="check_ended"):
 
 
 CheckDecision = (
-    StartAgent | StopAgent | KillAgent | GiveOrder | PublishKey | ReadKeys | SealRound | ShowLine
-) | CheckEnded
+    do.StartAgent | do.StopAgent | do.KillAgent | do.GiveOrder | do.SealRound | PublishKey
+) | (ReadKeys | ShowLine | CheckEnded)
 
 
 class Phase(str, Enum):
@@ -90,44 +62,6 @@ class Phase(str, Enum):
     STOPPING = "stopping"  # waits for the processes that ran out of time
     CLOSING = "closing"  # waits for the agents' end
     OVER = "over"
-
-
-@dataclass(slots=True)
-class _Process:
-    """One process in one task."""
-
-    worker: str
-    host: str
-    slot: int
-    done: int = 0  # tasks before this one
-    result: TaskResult | None = None
-    failure: str = ""
-    ended: bool = False  # this task, or the process itself
-
-
-@dataclass(slots=True)
-class _GroupTask:
-    """The task of one group in one round."""
-
-    number: int
-    group: Group
-    processes: dict[str, _Process] = field(default_factory=dict)  # by worker
-
-    def measurement(self, host: str) -> Measurement:
-        """Return a host's measurement: it is as slow as its slowest process, and fails with any."""
-        own = [process for process in self.processes.values() if process.host == host]
-        failure = next((process.failure for process in own if process.failure), "")
-        results = [process.result for process in own if process.result is not None]
-        if failure or not results:
-            return failed(host, failure or "it was not started")
-        return Measurement(
-            host,
-            max(r.compute for r in results),
-            max(r.network for r in results),
-            bandwidth=min((r.bandwidth for r in results if r.bandwidth is not None), default=None),
-            latency=max((r.latency for r in results if r.latency is not None), default=None),
-            linked=all(r.linked for r in results),
-        )
 
 
 class NodeChecker:
@@ -154,12 +88,13 @@ class NodeChecker:
         self._incarnation = contract.FIRST_OF_CHECKS + number
         self._last_task = contract.FIRST_OF_CHECKS + number * TASKS_OF_A_CHECK
         self._phase = Phase.STARTING
-        self._agents: dict[str, AgentReady] = {}  # that are up and do as they are told
+        self._agents: dict[str, ev.AgentReady] = {}  # that are up and do as they are told
         self._awaited = set(self._slots)  # hosts whose agents are to come up
         self._running: set[str] = set()  # hosts whose agent's process has not ended
-        self._tasks: tuple[_GroupTask, ...] = ()  # of this round
-        self._waiting: dict[tuple[str, int], _Process] = {}  # (host, slot): for its next task
-        self._reading: set[str] = set()  # keys of results
+        self._tasks: list[GroupTask] = []  # of this round
+        self._processes: dict[str, Process] = {}  # of this round, by worker
+        self._waiting: dict[tuple[str, int], Process] = {}  # (host, slot): for its next task
+        self._reading: dict[str, Process] = {}  # by the key of its result
         self._gate = StartingGate(())
         self._due: float | None = None
         self._began: float | None = None
@@ -169,24 +104,30 @@ class NodeChecker:
 
     # ---- the door ------------------------------------------------------------------------
 
-    def handle(self, event: Event | TaskEnded | KeysRead, now: float) -> list[CheckDecision]:
+    def handle(
+        self, event: ev.Event | messages.TaskEnded | KeysRead, now: float
+    ) -> list[CheckDecision]:
         """Take in what agents and tasks report, and the time."""
         if self._began is None:
-            self._begin(now)
+            self._began, self._due = now, now + self._limits.start_timeout
+            self._running.update(self._slots)
+            for host, slots in self._slots.items():
+                start = do.StartAgent(host, self._incarnation, slots, "the node is checked")
+                self._out.append(start)
         match event:
-            case AgentReady(host=host) if host in self._slots:
+            case ev.AgentReady(host=host) if host in self._slots:
                 self._agents[host] = event
                 self._awaited.discard(host)
-            case AgentLost(host=host, reason=reason):
+            case ev.AgentLost(host=host, reason=reason):
                 self._running.discard(host)
                 self._agent_lost(host, reason)
-            case LeaseExpired(kind="agent"):
+            case ev.LeaseExpired(kind="agent"):
                 self._agent_lost(event.agent[0], event.reason)
-            case WorkerReady(worker=worker):
+            case ev.WorkerReady(worker=worker):
                 self._gate.passed(worker, now)
-            case WorkerExited():
+            case ev.WorkerExited():
                 self._exited(event)
-            case TaskEnded():
+            case messages.TaskEnded():
                 self._task_ended(event)
             case KeysRead():
                 self._results_read(event)
@@ -199,9 +140,8 @@ class NodeChecker:
 
     def deadline(self) -> float | None:
         """See `Machine.deadline`."""
-        if self._phase is Phase.GATHERING and self._gate.opens_at is not None:
-            return min(self._gate.opens_at, self._due or self._gate.opens_at)
-        return self._due
+        opens = self._gate.opens_at if self._phase is Phase.GATHERING else None
+        return min((at for at in (opens, self._due) if at is not None), default=None)
 
     def check(self) -> list[str]:
         """See `Machine.check`."""
@@ -220,7 +160,7 @@ class NodeChecker:
         return CheckReport(
             state="done" if self._phase is Phase.OVER else "checking",
             rounds=len(self._check.rounds),
-            seconds=now - (now if self._began is None else self._began),
+            seconds=self._seconds(now),
             task_seconds=self._task_seconds,
             nodes=self._check.verdicts(),
             task=self._limits.task,
@@ -228,222 +168,202 @@ class NodeChecker:
 
     # ---- phases --------------------------------------------------------------------------
 
-    def _begin(self, now: float) -> None:
-        self._began, self._due = now, now + self._limits.start_timeout
-        for host, slots in self._slots.items():
-            self._running.add(host)
-            self._out.append(StartAgent(host, self._incarnation, slots, "the node is checked"))
-
     def _advance(self, now: float) -> bool:
         """Go on to the next phase, if it is time; return whether it was."""
         late = self._due is not None and now >= self._due
         match self._phase:
             case Phase.STARTING if late or not self._awaited:
-                self._agents_are_up(now)
+                within = f"within {self._limits.start_timeout:g} s (--start-timeout)"
+                for host in [host for host in self._slots if host in self._awaited]:
+                    self._give_up(host, f"its agent did not come up {within}")
+                self._show(f"agents are up on {len(self._agents)} of {len(self._slots)} nodes", now)
+                self._next_round(now)
             case Phase.GATHERING if late or self._is_gate_open(now):
-                self._measure(now)
+                # All begin at once, so that none times how another one starts.
+                self._show("measuring", now)
+                for task in self._tasks:
+                    self._out.append(PublishKey(messages.go_key(task.number), b"", "all are up"))
+                self._phase, self._measuring_since = Phase.MEASURING, now
             case Phase.MEASURING if late or self._is_round_over():
                 self._task_seconds += now - self._measuring_since
+                within = f"within {self._limits.task_timeout:g} s (--check-timeout)"
                 for task in self._tasks:
-                    within = f"within {self._limits.task_timeout:g} s (--check-timeout)"
                     self._stop(task, f"not done {within}")
                 self._phase, self._due = Phase.STOPPING, now + STOP_S
             case Phase.STOPPING if late or self._is_round_over():
-                self._end_round(now)
+                self._end_round()
+                self._next_round(now)
             case Phase.CLOSING if late or not self._running:
-                self._end(now)
+                for host in self._running:
+                    kill = do.KillAgent(host, self._incarnation, "it has not ended by itself")
+                    self._out.append(kill)
+                self._running.clear()
+                self._agents.clear()
+                self._phase, self._due = Phase.OVER, None
+                self._out.append(CheckEnded(self.report(now), "the check is over"))
             case _:
                 return False
         return True
 
-    def _agents_are_up(self, now: float) -> None:
-        within = f"within {self._limits.start_timeout:g} s (--start-timeout)"
-        for host in sorted(self._awaited, key=list(self._slots).index):
-            self._give_up(host, f"its agent did not come up {within}")
-        self._show(f"agents are up on {len(self._agents)} of {len(self._slots)} nodes", now)
-        self._next_round(now)
-
-    def _next_round(self, now: float) -> None:
-        groups = self._check.plan()
-        if not groups:
-            for host in self._running:
-                stop = StopAgent(host, self._incarnation, 0.0, "the node check is over")
-                self._out.append(stop)
-            self._phase, self._due = Phase.CLOSING, now + SHUTDOWN_S
-            return
-        nodes, number = sum(map(len, groups)), len(self._check.rounds) + 1
-        self._show(f"round {number}, {nodes} nodes in {len(groups)} groups", now)
-        self._tasks = tuple(self._new_task(group) for group in groups)
-        self._gate = StartingGate(process.worker for _, process in self._processes())
-        for task in self._tasks:
-            self._start(task)
-        self._phase, self._due = Phase.GATHERING, now + self._limits.task_timeout
-
-    def _measure(self, now: float) -> None:
-        """Let all processes measure at once, so that none times how another one starts."""
-        self._show("measuring", now)
-        for task in self._tasks:
-            self._out.append(PublishKey(go_key(task.number), b"", "all are up"))
-        self._phase, self._measuring_since = Phase.MEASURING, now
-
     def _is_gate_open(self, now: float) -> bool:
-        for _, process in self._processes():
+        for process in self._processes.values():
             if process.ended:
                 self._gate.passed(process.worker, now)
         return self._gate.is_open(now)
 
     def _is_round_over(self) -> bool:
-        return not self._reading and all(process.ended for _, process in self._processes())
+        return not self._reading and all(p.ended for p in self._processes.values())
 
-    def _end_round(self, now: float) -> None:
-        for _, process in self._processes():
+    def _end_round(self) -> None:
+        for process in self._processes.values():
             if not process.ended:
                 process.failure = process.failure or "it does not end"
                 self._give_up(process.host, "its agent does not end a task")
-        self._reading.clear()
         for task in self._tasks:
-            self._out.append(SealRound(task.number, "the round of the node check is over"))
+            self._out.append(do.SealRound(task.number, "the round of the node check is over"))
         self._check.report([task.measurement(host) for task in self._tasks for host in task.group])
-        self._tasks = ()
-        self._next_round(now)
+        self._reading.clear()
+        self._tasks, self._processes = [], {}
 
-    def _end(self, now: float) -> None:
-        for host in self._running:
-            self._out.append(KillAgent(host, self._incarnation, "it has not ended by itself"))
-        self._running.clear()
-        self._agents.clear()
-        self._phase, self._due = Phase.OVER, None
-        self._out.append(CheckEnded(self.report(now), "the check is over"))
+    def _next_round(self, now: float) -> None:
+        """Start the tasks of the next round, or let the agents end if there is none."""
+        groups = self._check.plan()
+        if not groups:
+            for host in self._running:
+                stop = do.StopAgent(host, self._incarnation, 0.0, "the node check is over")
+                self._out.append(stop)
+            self._phase, self._due = Phase.CLOSING, now + SHUTDOWN_S
+            return
+        nodes, number = sum(map(len, groups)), len(self._check.rounds) + 1
+        self._show(f"round {number}, {nodes} nodes in {len(groups)} groups", now)
+        self._tasks = [self._new_task(group) for group in groups]
+        self._processes = {p.worker: p for task in self._tasks for p in task.processes}
+        self._gate = StartingGate(self._processes)
+        for task in self._tasks:
+            self._start(task)
+        self._phase, self._due = Phase.GATHERING, now + self._limits.task_timeout
 
     # ---- tasks ---------------------------------------------------------------------------
 
-    def _processes(self) -> Iterator[tuple[_GroupTask, _Process]]:
-        for task in self._tasks:
-            for process in task.processes.values():
-                yield task, process
-
-    def _new_task(self, group: Group) -> _GroupTask:
+    def _new_task(self, group: Group) -> GroupTask:
         self._last_task += 1
-        task = _GroupTask(self._last_task, group)
+        task = GroupTask(self._last_task, group)
         for host in group:
             for slot in range(self._slots[host]):
                 before = self._waiting.get((host, slot))
-                if before is None:
-                    worker = contract.worker_id(host, slot, task.number)
-                    task.processes[worker] = _Process(worker, host, slot)
-                else:
-                    worker, done = before.worker, before.done + 1
-                    task.processes[worker] = _Process(worker, host, slot, done)
+                done = 0 if before is None else before.done + 1
+                worker = contract.worker_id(host, slot, task.number)
+                worker = worker if before is None else before.worker
+                task.processes.append(Process(worker, host, slot, task, done))
         return task
 
-    def _start(self, task: _GroupTask) -> None:
+    def _start(self, task: GroupTask) -> None:
         """Start the task's processes; those that wait from a round before are assigned to it."""
-        ages = {host: age for age, host in enumerate(task.group)}
-        seats = [
-            Seat(process.worker, process.host, process.slot, (False, ages[process.host]))
-            for process in task.processes.values()
-        ]
         first = self._agents.get(task.group[0])
         address = first.address if first is not None else "127.0.0.1"
         port = first.ports[0] if first is not None and first.ports else 0
-        for worker, place in assign(seats):
-            process = task.processes[worker]
+        ages = {host: (False, age) for age, host in enumerate(task.group)}
+        for worker, place in assign(
+            Seat(p.worker, p.host, p.slot, ages[p.host]) for p in task.processes
+        ):
             if self._waiting.pop((place.host, place.slot), None) is None:
                 order = StartWorkerOrder(worker, place, task.number, 0, address, port)
                 self._order(place.host, order, "its node is checked")
             else:
-                given = Assignment(
+                given = messages.Assignment(
                     task=task.number, rank=place.rank, size=place.size, node=place.node_rank
                 )
-                key = assignment_key(worker, process.done)
+                key = messages.assignment_key(worker, self._processes[worker].done)
                 self._out.append(PublishKey(key, msgspec.json.encode(given), "a further round"))
-        for process in task.processes.values():
+        for process in task.processes:
             if process.host not in self._agents:
-                self._failed(task, process, "its agent was lost")
+                self._failed(process, "its agent was lost")
 
     def _order(self, host: str, order: StartWorkerOrder | StopWorkerOrder, reason: str) -> None:
         if host in self._agents:
-            self._out.append(GiveOrder(host, self._incarnation, order, reason))
+            self._out.append(do.GiveOrder(host, self._incarnation, order, reason))
 
-    def _failed(self, task: _GroupTask, process: _Process, reason: str) -> None:
-        """Note that a process has failed, and stop its partners: nobody waits for it in vain."""
+    def _failed(self, process: Process, reason: str) -> None:
+        """Note that a process has failed, and stop its partners: they would wait in vain."""
         process.failure = process.failure or reason
         if process.host not in self._agents:
             process.ended = True
-        self._stop(task, f"stopped: {process.host} failed")
+        self._stop(process.task, f"stopped: {process.host} failed")
 
-    def _stop(self, task: _GroupTask, reason: str) -> None:
-        for process in task.processes.values():
+    def _stop(self, task: GroupTask, reason: str) -> None:
+        for process in task.processes:
             if not process.ended and not process.failure:
                 process.failure = reason
                 self._order(process.host, StopWorkerOrder(process.worker, 0.0, reason), reason)
 
-    # ---- what is reported ----------------------------------------------------------------
+    # ---- reports -------------------------------------------------------------------------
 
-    def _unfinished(self, worker: str) -> Iterable[tuple[_GroupTask, _Process]]:
-        """The task and process of this name, if it has not ended yet."""
-        found = ((task, task.processes.get(worker)) for task in self._tasks)
-        return [(task, p) for task, p in found if p is not None and not p.ended]
+    def _task_ended(self, event: messages.TaskEnded) -> None:
+        process = self._processes.get(event.worker)
+        if process is None or process.ended or process.task.number != event.task:
+            return
+        process.ended = True
+        if not process.failure:
+            self._waiting[process.host, process.slot] = process
+            self._read_result(process)
 
-    def _task_ended(self, event: TaskEnded) -> None:
-        for task, process in self._unfinished(event.worker):
-            if task.number == event.task:
-                process.ended = True
-                if not process.failure:
-                    self._waiting[process.host, process.slot] = process
-                    self._read_result(task, process)
-
-    def _exited(self, event: WorkerExited) -> None:
+    def _exited(self, event: ev.WorkerExited) -> None:
         self._waiting = {k: p for k, p in self._waiting.items() if p.worker != event.worker}
-        for task, process in self._unfinished(event.worker):
-            process.ended = True
-            if event.exit_code:
-                self._failed(task, process, _last_words(event))
-            elif not process.failure:
-                self._read_result(task, process)
+        process = self._processes.get(event.worker)
+        if process is None or process.ended:
+            return
+        process.ended = True
+        if event.exit_code:
+            self._failed(process, _last_words(event))
+        elif not process.failure:
+            self._read_result(process)
 
-    def _read_result(self, task: _GroupTask, process: _Process) -> None:
-        key = result_key(task.number, process.worker)
-        self._reading.add(key)
+    def _read_result(self, process: Process) -> None:
+        key = messages.result_key(process.task.number, process.worker)
+        self._reading[key] = process
         self._out.append(ReadKeys("check", (key,), f"{process.worker} has ended its task"))
 
     def _results_read(self, event: KeysRead) -> None:
-        self._reading.difference_update(event.keys)
-        for task, process in self._processes():
-            key = result_key(task.number, process.worker)
-            if key not in event.keys or process.failure:
+        for key in event.keys:
+            process = self._reading.pop(key, None)
+            if process is None or process.failure:
                 continue
             written, _ = event.entries.get(key, (b"", 0))
             try:
-                process.result = msgspec.json.decode(written, type=TaskResult)
+                process.result = msgspec.json.decode(written, type=messages.TaskResult)
             except msgspec.DecodeError:
-                self._failed(task, process, "it ended without a usable result")
+                self._failed(process, "it ended without a usable result")
 
     def _agent_lost(self, host: str, reason: str) -> None:
         self._give_up(host, reason)
-        for task, process in self._processes():
+        for process in self._processes.values():
             if process.host == host and not process.ended:
                 process.ended = True
-                self._failed(task, process, "its agent was lost")
+                self._failed(process, "its agent was lost")
 
     def _give_up(self, host: str, reason: str) -> None:
         """Use a host's agent no more; its node has failed the check, unless that is over."""
+        self._agents.pop(host, None)
         if host not in self._slots or self._phase in (Phase.CLOSING, Phase.OVER):
-            self._agents.pop(host, None)
             return
         self._check.give_up(host, reason)
         self._awaited.discard(host)
-        self._agents.pop(host, None)
         if host in self._running:
             self._running.discard(host)
-            self._out.append(KillAgent(host, self._incarnation, reason))
+            self._out.append(do.KillAgent(host, self._incarnation, reason))
+
+    # ---- for people ----------------------------------------------------------------------
+
+    def _seconds(self, now: float) -> float:
+        """Return how long the check has taken."""
+        return 0.0 if self._began is None else now - self._began
 
     def _show(self, what: str, now: float) -> None:
-        seconds = now - (now if self._began is None else self._began)
-        self._out.append(ShowLine(f"node check: {what}, after {seconds:.1f} s", "for people"))
+        line = f"node check: {what}, after {self._seconds(now):.1f} s"
+        self._out.append(ShowLine(line, "for people"))
 
 
-def _last_words(event: WorkerExited) -> str:
+def _last_words(event: ev.WorkerExited) -> str:
     """Return a process's exit status and the last line of its traceback."""
     code = event.exit_code
     what = f"exit code {code}" if code > 0 else f"signal {-code}"

@@ -138,7 +138,7 @@ def _run(
         machine_lock.register_host(client, machine, contract.host_of_worker(worker))
         ready = WorkerReady(worker, task, -1, clean=True, reason="ready to measure")
         client.post_json(EVENTS_PATH, msgspec.json.encode(ready))
-        until = time.monotonic() + settings.timeout  # `policies.nodecheck.gate` lets all begin
+        until = time.monotonic() + settings.timeout  # `policies.nodecheck.tasks` lets all begin
         late = f"the driver did not let it begin {within}"
         _await(client, messages.go_key(task), until, late)
         shared = machine_lock.is_shared(client, machine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.policies.nodecheck.gate import PATIENCE_S, StartingGate
+from elastic_driver.policies.nodecheck.tasks import PATIENCE_S, StartingGate
 
 
 def test_it_opens_when_everybody_is_up_or_gone() -> None:
