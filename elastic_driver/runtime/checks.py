@@ -25,9 +25,8 @@ from elastic_driver.core.documents import JobSpec, encode
 from elastic_driver.core.events import HostResult, HostsChecked
 from elastic_driver.errors import ClusterError
 from elastic_driver.policies.nodecheck.checker import CheckLimits, NodeChecker
-from elastic_driver.policies.nodecheck.history import CheckHistory, decode
 from elastic_driver.policies.nodecheck.messages import TASK_SETTINGS, TaskSettings
-from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.policies.nodecheck.report import CheckHistory, CheckReport
 from elastic_driver.runtime.backend import Backend, MakeBackend
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.run_dir import RunDir
@@ -247,7 +246,7 @@ class CheckHistoryFile:
         try:
             if self.path.stat().st_size > MAX_BYTES:
                 return self._set_aside(f"it is larger than {MAX_BYTES} bytes")
-            return decode(self.path.read_bytes())
+            return msgspec.json.decode(self.path.read_bytes(), type=CheckHistory)
         except FileNotFoundError:
             return CheckHistory()
         except msgspec.DecodeError as error:

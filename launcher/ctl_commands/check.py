@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic_driver.policies.nodecheck.history import CheckHistory
+from elastic_driver.policies.nodecheck.report import CheckHistory
 from elastic_driver.runtime.checks import CheckHistoryFile
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.host_lists import parse_hosts

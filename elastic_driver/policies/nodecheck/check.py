@@ -23,11 +23,11 @@ from elastic_driver.policies.nodecheck.evidence import (
     Evidence,
     GroupResult,
     Measurement,
-    UsualTimes,
     failed,
 )
 
-SLOW_FACTOR = 2.0  # slow: needs more than this many times the usual time
+__all__ = ["FAILED_S", "Measurement", "failed"]
+
 _TRIES_WITHOUT_GOOD = 3  # with three pairings of four nodes, each has been with every other
 
 Group = tuple[str, ...]
@@ -59,7 +59,6 @@ class NodeCheck:
     Args:
         nodes: names, without repeats, in the order of the first round's pairs.
         stragglers: whether slow nodes are looked for (further rounds are run for them).
-        factor: how many times the usual time is too slow.
         known: verdicts of an earlier check of the same cluster. The times of its good nodes count
             in what is usual; with them a node that is checked alone can be slow.
     """
@@ -69,15 +68,17 @@ class NodeCheck:
         nodes: Sequence[str],
         *,
         stragglers: bool = True,
-        factor: float = SLOW_FACTOR,
         known: Sequence[NodeVerdict] = (),
     ) -> None:
         if len(set(nodes)) != len(nodes) or not nodes:
             raise ValueError(f"a node check needs nodes, each named once; got {list(nodes)}")
         self.nodes = tuple(nodes)
         self._stragglers = stragglers
-        self._factor = factor
-        self._known = tuple(v for v in known if v.verdict is Verdict.GOOD and v.node not in nodes)
+        good = [v for v in known if v.verdict is Verdict.GOOD and v.node not in nodes]
+        self._known = (
+            [v.compute for v in good if v.compute is not None],
+            [v.network for v in good if v.network is not None],
+        )
         self._rounds: list[tuple[GroupResult, ...]] = []
         self._gone: dict[str, str] = {}
         self._next: tuple[Group, ...] | None = None
@@ -127,14 +128,22 @@ class NodeCheck:
 
     def verdicts(self) -> tuple[NodeVerdict, ...]:
         """Return the verdict for every node, in the given order; final once `plan()` is ()."""
-        evidence = self._evidence()
-        return tuple(self._judge(evidence, node) for node in self.nodes)
+        evidence, found = self._evidence(), []
+        for node in self.nodes:
+            verdict, reason = self._verdict(evidence, node)
+            times = evidence.compute.get(node), evidence.network.get(node)
+            found.append(NodeVerdict(node, verdict, reason, *times, evidence.history(node)))
+        return tuple(found)
 
     # ---- planning ------------------------------------------------------------------------
 
     def _plan(self) -> tuple[Group, ...]:
         if not self._rounds:
-            return _first_pairs([n for n in self.nodes if n not in self._gone])
+            nodes = [n for n in self.nodes if n not in self._gone]
+            pairs = [tuple(nodes[i : i + 2]) for i in range(0, len(nodes), 2)]
+            if len(nodes) % 2 and len(pairs) > 1:  # the odd node joins the last pair
+                pairs[-2:] = [pairs[-2] + pairs[-1]]
+            return tuple(pairs)
         if len(self._rounds) >= self.round_limit:
             return ()
         evidence = self._evidence()
@@ -142,32 +151,19 @@ class NodeCheck:
         if not evidence.good:
             hopeless = len(self.nodes) > 3 and len(self._rounds) >= _TRIES_WITHOUT_GOOD
             return () if hopeless else _pair_anew(suspects, evidence)
-        slow = evidence.to_time_again() if self._stragglers else ()
-        groups, left = _slow_with_fast((*suspects, *slow), evidence)
+        doubtful = list(suspects)
+        if self._stragglers:
+            good = (n for n in self.nodes if n in evidence.good)
+            doubtful += [n for n in good if evidence.timed_too_little(n)]
+        groups, left = _slow_with_fast(doubtful, evidence)
         anew = _pair_anew([n for n in left if n in suspects], evidence)
         again = [(n,) for n in left if n not in suspects and evidence.slow_alone(n)]
         return (*groups, *anew, *again)
 
     def _evidence(self) -> Evidence:
-        return Evidence(self.nodes, self._rounds, self._factor, self._gone, self._usual())
-
-    def _usual(self) -> UsualTimes:
-        """Return the times of nodes that an earlier check called good."""
-        compute = tuple(v.compute for v in self._known if v.compute is not None)
-        return UsualTimes(compute, tuple(v.network for v in self._known if v.network is not None))
+        return Evidence(self.nodes, self._rounds, self._gone, self._known)
 
     # ---- judging -------------------------------------------------------------------------
-
-    def _judge(self, evidence: Evidence, node: str) -> NodeVerdict:
-        verdict, reason = self._verdict(evidence, node)
-        return NodeVerdict(
-            node,
-            verdict,
-            reason,
-            evidence.compute.get(node),
-            evidence.network.get(node),
-            evidence.history(node),
-        )
 
     def _verdict(self, evidence: Evidence, node: str) -> tuple[Verdict, str]:
         if node in evidence.faulty:
@@ -194,15 +190,6 @@ class NodeCheck:
         return Verdict.UNDECIDED, f"failed{alone}, and no node proved good was there to tell"
 
 
-def _first_pairs(nodes: Sequence[str]) -> tuple[Group, ...]:
-    """Pair neighbours; an odd node joins the last pair."""
-    groups = [tuple(nodes[i : i + 2]) for i in range(0, len(nodes), 2)]
-    if len(nodes) % 2 and len(groups) > 1:
-        odd = groups.pop()
-        groups[-1] += odd
-    return tuple(groups)
-
-
 def _slow_with_fast(doubtful: Sequence[str], evidence: Evidence) -> tuple[list[Group], list[str]]:
     """Pair the slowest with the fastest good node and so on; return the nodes left over too.
 
@@ -226,11 +213,11 @@ def _slow_with_fast(doubtful: Sequence[str], evidence: Evidence) -> tuple[list[G
 
 def _pair_anew(suspects: Sequence[str], evidence: Evidence) -> tuple[Group, ...]:
     """Pair suspects with suspects they were not alone with before; the others run alone, once."""
-    waiting = sorted(suspects, key=lambda n: len(evidence.pairs_of(n)))
+    waiting = sorted(suspects, key=lambda n: len(evidence.partners_of(n, in_pairs=True)))
     groups: list[Group] = []
     while waiting:
         node = waiting.pop(0)
-        met = evidence.pairs_of(node)
+        met = evidence.partners_of(node, in_pairs=True)
         partner = next((other for other in waiting if other not in met), None)
         if partner is not None:
             waiting.remove(partner)
@@ -238,16 +225,3 @@ def _pair_anew(suspects: Sequence[str], evidence: Evidence) -> tuple[Group, ...]
         elif node not in evidence.passed_alone:
             groups.append((node,))
     return tuple(groups)
-
-
-__all__ = [
-    "FAILED_S",
-    "SLOW_FACTOR",
-    "Group",
-    "GroupResult",
-    "Measurement",
-    "NodeCheck",
-    "NodeVerdict",
-    "Verdict",
-    "failed",
-]

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from elastic_driver.policies.slow_ranks import usual
 
+SLOW_FACTOR = 2.0  # slow: needs more than this many times the usual time
 FAILED_S = 3600.0  # what a task that failed or ran out of time counts as
 _MEASUREMENTS = 2  # that have to agree before a node is called slow
 
@@ -29,13 +30,6 @@ class Measurement(Struct, frozen=True):
     bandwidth: float | None = None  # bytes a second of the exchange's payload
     latency: float | None = None  # seconds for the smallest exchange
     linked: bool = True  # False: both on one network stack, so `network` is no link's time
-
-
-class UsualTimes(Struct, frozen=True):
-    """Best times of good nodes of an earlier check."""
-
-    compute: tuple[float, ...] = ()
-    network: tuple[float, ...] = ()
 
 
 class GroupResult(Struct, frozen=True):
@@ -59,47 +53,32 @@ def failed(node: str, reason: str) -> Measurement:
     return Measurement(node, FAILED_S, FAILED_S, failure=reason or "failed")
 
 
-def _proved_good(rounds: Sequence[Sequence[GroupResult]]) -> list[set[str]]:
-    """Return the nodes proved good before each round, and after the last one."""
-    stages: list[set[str]] = [set()]
-    for groups in rounds:
-        before = stages[-1]
-        good = set(before)
-        stages.append(good)
-        for group in groups:
-            if len(group.members) < 2:
-                continue
-            if group.passed:
-                good.update(group.names)
-            elif before.issuperset(group.names):
-                good.difference_update(group.names)
-    return stages
-
-
 class Evidence:
-    """The conclusions from the rounds so far; computed once, then only read."""
+    """The conclusions from the rounds so far; computed once, then only read.
+
+    Args:
+        nodes: all nodes, in the order of the verdicts.
+        rounds: the results by round.
+        gone: nodes that cannot take part any more, with reasons.
+        known: best times of good nodes of an earlier check, computing and network.
+    """
 
     def __init__(
         self,
         nodes: Sequence[str],
         rounds: Sequence[Sequence[GroupResult]],
-        factor: float,
         gone: Mapping[str, str],
-        known: UsualTimes = UsualTimes(),
+        known: tuple[Sequence[float], Sequence[float]] = ((), ()),
     ) -> None:
-        self._factor = factor
         self._groups: dict[str, list[GroupResult]] = {node: [] for node in nodes}
-        self._good_before: dict[str, list[set[str]]] = {node: [] for node in nodes}
-        *stages, self.good = _proved_good(rounds)
-        for groups, stage in zip(rounds, stages, strict=True):
-            for group in groups:
-                for name in group.names:
-                    self._groups[name].append(group)
-                    self._good_before[name].append(stage)
-        self.passed_alone = {n for n in nodes if any(self._alone(n, passed=True))}
-        self.likely: dict[str, str] = {}  # faulty, if there is no further round
+        self._good_before: dict[str, list[frozenset[str]]] = {node: [] for node in nodes}
+        self.good: set[str] = set()
+        for groups in rounds:
+            self._take_in(groups)
         self.good -= gone.keys()
+        self.passed_alone = {n for n in nodes if any(self._alone(n, passed=True))}
         self.faulty = dict(gone)
+        self.likely: dict[str, str] = {}  # faulty, if there is no further round
         self._find_faulty()
         self.good |= {n for n in self.passed_alone if self._all_explained(n)}
         self.suspects = tuple(
@@ -108,10 +87,25 @@ class Evidence:
         times = {n: [m.compute for m in self.history(n) if not m.failure] for n in nodes}
         self.compute = {node: min(own) for node, own in times.items() if own}
         self.network = {node: min(own) for node in nodes if (own := self._network_times(node))}
-        compute = (*self.compute.values(), *known.compute)
-        network = (*self.network.values(), *known.network)
-        self._usual_compute = usual(compute, factor) if compute else 0.0
-        self._usual_network = usual(network, factor) if network else 0.0
+        compute, network = (*self.compute.values(), *known[0]), (*self.network.values(), *known[1])
+        self._usual_compute = usual(compute, SLOW_FACTOR) if compute else 0.0
+        self._usual_network = usual(network, SLOW_FACTOR) if network else 0.0
+        slow = SLOW_FACTOR * self._usual_compute
+        self._slow_compute = {node for node, time in self.compute.items() if time > slow}
+        slow = SLOW_FACTOR * self._usual_network
+        self._slow_network = {node for node, time in self.network.items() if time > slow}
+
+    def _take_in(self, groups: Sequence[GroupResult]) -> None:
+        """Take in a round: which nodes it proves good, and which are suspects again."""
+        before = frozenset(self.good)
+        for group in groups:
+            if len(group.members) > 1 and group.passed:
+                self.good.update(group.names)
+            elif len(group.members) > 1 and before.issuperset(group.names):
+                self.good.difference_update(group.names)
+            for name in group.names:
+                self._groups[name].append(group)
+                self._good_before[name].append(before)
 
     # ---- failures ------------------------------------------------------------------------
 
@@ -123,45 +117,33 @@ class Evidence:
         for node in self._groups:
             if node in self.good or node in self.faulty:
                 continue
+            failures = [m.failure for m in self.history(node) if m.failure]
+            why = failures[-1] if failures else "its partner lost it"
             if self._alone(node, passed=False):
-                self.faulty[node] = f"failed alone: {self._why(node)}"
+                self.faulty[node] = f"failed alone: {why}"
                 continue
             for group, before in zip(self._groups[node], self._good_before[node], strict=True):
                 others = [name for name in group.names if name != node]
-                if group.passed or not others or not self.good.issuperset(others):
-                    continue
-                beside = " and ".join(others)
-                reason = f"failed with {beside}, proved good: {self._why(node)}"
-                found = self.faulty if before.issuperset(others) else self.likely
-                found[node] = reason
+                if not group.passed and others and self.good.issuperset(others):
+                    found = self.faulty if before.issuperset(others) else self.likely
+                    found[node] = f"failed with {' and '.join(others)}, proved good: {why}"
 
     def _all_explained(self, node: str) -> bool:
         failures = [g for g in self._groups[node] if not g.passed]
         return all(self.faulty.keys() & (set(g.names) - {node}) for g in failures)
 
-    def _why(self, node: str) -> str:
-        own = [m.failure for m in self.history(node) if m.failure]
-        return own[-1] if own else "its partner lost it"
-
     def unexplained_partners(self, node: str) -> list[str]:
-        """Return the partners it failed with that are not certainly faulty."""
-        partners: dict[str, None] = {}
-        for group in self._groups[node]:
-            others = [name for name in group.names if name != node]
-            if not group.passed and len(others) == 1 and others[0] not in self.faulty:
-                partners[others[0]] = None
-        return list(partners)
+        """Return the nodes it failed with in groups of two that are not certainly faulty."""
+        failures = [g.names for g in self._groups[node] if not g.passed and len(g.members) == 2]
+        partners = dict.fromkeys(name for names in failures for name in names if name != node)
+        return [name for name in partners if name not in self.faulty]
 
     # ---- partners ------------------------------------------------------------------------
 
-    def partners_of(self, node: str) -> set[str]:
-        """Return the nodes that shared a group with it."""
-        return {name for group in self._groups[node] for name in group.names} - {node}
-
-    def pairs_of(self, node: str) -> set[str]:
-        """Return the nodes that shared a group of two with it."""
-        pairs = [group.names for group in self._groups[node] if len(group.members) == 2]
-        return {name for pair in pairs for name in pair} - {node}
+    def partners_of(self, node: str, *, in_pairs: bool = False) -> set[str]:
+        """Return the nodes that shared a group with it, or (`in_pairs`) a group of two."""
+        groups = [g for g in self._groups[node] if not in_pairs or len(g.members) == 2]
+        return {name for group in groups for name in group.names} - {node}
 
     def history(self, node: str) -> tuple[Measurement, ...]:
         """Return the node's measurements by round."""
@@ -184,48 +166,36 @@ class Evidence:
             return FAILED_S
         return self.compute.get(node, 0.0) + self.network.get(node, 0.0)
 
-    def slow_compute(self, node: str) -> bool:
-        """Return True if it computes too slowly."""
-        return self.compute.get(node, 0.0) > self._factor * self._usual_compute
-
-    def slow_network(self, node: str) -> bool:
-        """Return True if its exchanges take too long."""
-        return self.network.get(node, 0.0) > self._factor * self._usual_network
-
     def is_slow(self, node: str) -> bool:
         """Return True if either of its best times is too long."""
-        return self.slow_compute(node) or self.slow_network(node)
-
-    def to_time_again(self) -> tuple[str, ...]:
-        """Return the good nodes that are `timed_too_little`."""
-        return tuple(n for n in self._groups if n in self.good and self.timed_too_little(n))
+        return node in self._slow_compute or node in self._slow_network
 
     def timed_too_little(self, node: str) -> bool:
         """Return True if fewer than two measurements show that the node itself is slow.
 
         One may have been disturbed by chance, and beside a slow partner every network is slow.
         """
-        passed = [g for g in self._groups[node] if g.passed]
-        if self.slow_compute(node) and len(passed) < _MEASUREMENTS:
-            return True
         beside_fast = [
-            g for g in passed if any(n != node and not self.slow_network(n) for n in g.names)
+            group
+            for group in self._groups[node]
+            if group.passed and not self._slow_network.issuperset({*group.names} - {node})
         ]
-        return self.slow_network(node) and len(beside_fast) < _MEASUREMENTS
+        slow = node in self._slow_network and len(beside_fast) < _MEASUREMENTS
+        return slow or self.slow_alone(node)
 
     def slow_alone(self, node: str) -> bool:
         """Return True if it computes too slowly and was timed too little; no partner is needed."""
-        passed = [g for g in self._groups[node] if g.passed]
-        return self.slow_compute(node) and len(passed) < _MEASUREMENTS
+        passed = sum(group.passed for group in self._groups[node])
+        return node in self._slow_compute and passed < _MEASUREMENTS
 
     def describe_slowness(self, node: str) -> str:
         """Describe how slow it is."""
         said = []
         for what, slow, own, usually in (
-            ("computing", self.slow_compute(node), self.compute, self._usual_compute),
-            ("network", self.slow_network(node), self.network, self._usual_network),
+            ("computing", self._slow_compute, self.compute, self._usual_compute),
+            ("network", self._slow_network, self.network, self._usual_network),
         ):
-            if slow:
+            if node in slow:
                 times = own[node] / usually
                 said.append(f"{what} takes {own[node]:.3g} s, {times:.1f} times the usual")
         return "; ".join(said)

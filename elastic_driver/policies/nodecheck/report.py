@@ -1,12 +1,25 @@
-"""The report of a node check, as a document and as a table for people. Pure."""
+"""The report of a node check, as a document and as a table for people, and earlier reports. Pure.
 
-from collections.abc import Sequence
+`runtime.checks` keeps a `CheckHistory` of many runs in the state folder, in bounded memory; the
+table of a check and `elasticctl check --history` show it. No node is excluded because of its
+history: it may have been repaired, and its name may belong to another machine today.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from datetime import datetime, timezone
+from statistics import median
 
 from msgspec import Struct
 
-from elastic_driver.policies.nodecheck.check import Measurement, NodeVerdict, Verdict
+from elastic_driver.policies.nodecheck.check import NodeVerdict, Verdict
+from elastic_driver.policies.nodecheck.evidence import SLOW_FACTOR
 
-_LEFT = 1  # columns from the left that are aligned left: the node's name
+KEPT = 20  # checks of a node; the oldest are dropped
+MOST_NODES = 5000  # those not checked for longest are dropped
+SHOWN = 5  # checks of a node in `remark`
+_REASON_CHARS = 300
+_COMPARABLE = 3  # good checks, to compare with
 _SHOWN_NODES = 8
 
 
@@ -51,57 +64,142 @@ class CheckReport(Struct, frozen=True, kw_only=True):
 
     def render(self) -> str:
         """Return a table with a line for each node and the summary below it."""
-        head = ["node", "verdict", "compute", "network"]
-        measured = any(_bandwidth(node) is not None for node in self.nodes)
-        if measured:
-            head += ["bandwidth", "latency"]
-        rows = [[*head, ""]]
-        for node in self.nodes:
-            row = [node.node, node.verdict.value, seconds(node.compute), seconds(_network(node))]
-            if measured:
-                row += [_rate(_bandwidth(node)), seconds(_latency(node))]
-            said = (node.reason, self.before.get(node.node, ""))
-            rows.append([*row, "; ".join(filter(None, said))])
-        return "\n".join([*align(rows), self.summary()])
+        rows = [["node", "verdict", "compute", "network", "bandwidth", "latency", ""]]
+        rows += [[*_measured(n), _join(n.reason, self.before.get(n.node))] for n in self.nodes]
+        if not any(m.bandwidth is not None for n in self.nodes for m in n.history if not m.failure):
+            rows = [[*row[:4], row[-1]] for row in rows]
+        return "\n".join([*_align(rows), self.summary()])
 
 
-def _network(node: NodeVerdict) -> float | None:
-    """Return its best exchange time; one within a network stack is shown but never judged."""
-    within = [m.network for m in _passed(node) if not m.linked]
-    return node.network if node.network is not None else min(within, default=None)
+def _measured(node: NodeVerdict) -> tuple[str, ...]:
+    """Return a node's cells in the table of a check."""
+    passed = [m for m in node.history if not m.failure]
+    # A time within one network stack is shown but never judged.
+    within = min((m.network for m in passed if not m.linked), default=None)
+    network = node.network if node.network is not None else within
+    bandwidth = max((m.bandwidth for m in passed if m.bandwidth is not None), default=None)
+    latency = min((m.latency for m in passed if m.latency is not None), default=None)
+    rate = "–" if bandwidth is None else f"{bandwidth / 1e9:.3g} GB/s"
+    times = _seconds(node.compute), _seconds(network)
+    return node.node, node.verdict.value, *times, rate, _seconds(latency)
 
 
-def _bandwidth(node: NodeVerdict) -> float | None:
-    return max((m.bandwidth for m in _passed(node) if m.bandwidth is not None), default=None)
+def _join(*sentences: str | None) -> str:
+    return "; ".join(filter(None, sentences))
 
 
-def _latency(node: NodeVerdict) -> float | None:
-    return min((m.latency for m in _passed(node) if m.latency is not None), default=None)
-
-
-def _passed(node: NodeVerdict) -> list[Measurement]:
-    return [m for m in node.history if not m.failure]
-
-
-def seconds(time: float | None) -> str:
+def _seconds(time: float | None) -> str:
     """Format a time for people; a dash if it was not measured."""
     if time is None:
         return "–"
     return f"{time:.2f} s" if time >= 1 else f"{time * 1e3:.3g} ms"
 
 
-def _rate(bytes_a_second: float | None) -> str:
-    return "–" if bytes_a_second is None else f"{bytes_a_second / 1e9:.3g} GB/s"
-
-
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines with aligned columns; the last cell is free text."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if i <= _LEFT else cell.rjust(width)
+            cell.ljust(width) if i < 2 else cell.rjust(width)  # names and verdicts are words
             for i, (cell, width) in enumerate(zip(row, widths, strict=False))
         ]
         lines.append("  ".join([*cells, row[-1]]).rstrip())
     return lines
+
+
+# ---- earlier checks ---------------------------------------------------------------------
+
+
+class PastCheck(Struct, frozen=True):
+    """The result of one check for a node; `checked_at` is in unix seconds."""
+
+    checked_at: float
+    verdict: Verdict
+    reason: str = ""
+    compute: float | None = None  # seconds
+    network: float | None = None
+    task: str = ""  # times of the same task compare
+
+
+class CheckHistory(Struct, frozen=True):
+    """The checks of each node, over many runs, the newest last."""
+
+    nodes: dict[str, tuple[PastCheck, ...]] = {}
+
+    def with_report(self, report: CheckReport, now: float) -> "CheckHistory":
+        """Return the history with a check added that ended at `now`, in unix seconds.
+
+        Nodes that were not measured are left out.
+        """
+        nodes = dict(self.nodes)
+        for found in report.nodes:
+            if found.history or found.verdict is Verdict.FAULTY:
+                reason, times = found.reason[:_REASON_CHARS], (found.compute, found.network)
+                past = PastCheck(now, found.verdict, reason, *times, report.task)
+                nodes[found.node] = (*nodes.pop(found.node, ()), past)[-KEPT:]
+        newest = sorted(nodes, key=lambda node: nodes[node][-1].checked_at)[-MOST_NODES:]
+        return CheckHistory({node: nodes[node] for node in newest})
+
+    def remarks(self, report: CheckReport) -> dict[str, str]:
+        """Return remarks on nodes that were not always good, or became far slower.
+
+        `report` is not in the history yet. A remark is not a verdict.
+        """
+        said = {}
+        for found in report.nodes:
+            past = self.nodes.get(found.node, ())
+            said[found.node] = _join(remark(past), pace(found, report.task, past))
+        return {node: words for node, words in said.items() if words}
+
+    def render(self, names: Collection[str] = ()) -> str:
+        """Return a table with a line for each node (of `names`, or all) and its last verdict."""
+        verdicts = [verdict.value for verdict in Verdict]
+        rows = [["node", "last check", "checks", *verdicts, "compute", "network", ""]]
+        for node in sorted(names or self.nodes):
+            past = self.nodes.get(node, ())
+            counts = Counter(check.verdict for check in past)
+            row = [node, _when(past), str(len(past)), *(str(counts[v] or "–") for v in Verdict)]
+            last = past[-1] if past else None
+            times = (last.compute, last.network) if last is not None else (None, None)
+            bad = last is not None and last.verdict is not Verdict.GOOD
+            words = f"{last.verdict.value}: {last.reason}" if last is not None and bad else ""
+            rows.append([*row, *map(_seconds, times), words])
+        return "\n".join(_align(rows))
+
+
+def remark(past: tuple[PastCheck, ...]) -> str:
+    """Describe a node's last checks; empty if it was always good."""
+    last = past[-SHOWN:]
+    counts = Counter(check.verdict for check in last if check.verdict is not Verdict.GOOD)
+    if not counts:
+        return ""
+    of = f"its last {len(last)} checks" if len(last) > 1 else "its last check"
+    parts = [f"{verdict.value} in {number}" for verdict, number in counts.most_common()]
+    return f"before: {', '.join(parts)} of {of}"
+
+
+def pace(found: NodeVerdict, task: str, past: tuple[PastCheck, ...]) -> str:
+    """Describe how much slower a node is than in its own good checks of the same task.
+
+    Only this shows two nodes that are equally slow, or the slow link of two. Empty up to
+    SLOW_FACTOR times, or if too few checks are known.
+    """
+    good = [check for check in past if check.verdict is Verdict.GOOD and check.task == task]
+    said = []
+    for what, now, times in (
+        ("computing", found.compute, [c.compute for c in good if c.compute]),
+        ("network", found.network, [c.network for c in good if c.network]),
+    ):
+        if now is None or len(times) < _COMPARABLE:
+            continue
+        ratio = now / median(times)
+        if ratio > SLOW_FACTOR:
+            said.append(f"{what} takes {ratio:.1f} times what it took before")
+    return "; ".join(said)
+
+
+def _when(past: tuple[PastCheck, ...]) -> str:
+    if not past:
+        return "never"
+    return datetime.fromtimestamp(past[-1].checked_at, timezone.utc).strftime("%Y-%m-%d %H:%MZ")

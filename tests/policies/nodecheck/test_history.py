@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elastic_driver.policies.nodecheck import history
+from elastic_driver.policies.nodecheck import report as history
 from elastic_driver.policies.nodecheck.check import Measurement, NodeVerdict, Verdict, failed
-from elastic_driver.policies.nodecheck.history import CheckHistory, PastCheck, remark
-from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.policies.nodecheck.report import CheckHistory, CheckReport, PastCheck, remark
 
 GOOD, SLOW, BAD = Verdict.GOOD, Verdict.STRAGGLER, Verdict.FAULTY
 
@@ -40,7 +39,7 @@ def test_each_check_adds_a_line_to_each_of_its_nodes() -> None:
         "n1": (PastCheck(1.0, GOOD, "", 0.5, 0.1),),
         "n2": (PastCheck(1.0, SLOW, "why", 0.5, 0.1), PastCheck(2.0, BAD, "why", 0.5, 0.1)),
     }
-    assert history.decode(msgspec.json.encode(kept)) == kept
+    assert msgspec.json.decode(msgspec.json.encode(kept), type=CheckHistory) == kept
 
 
 def test_only_so_many_checks_and_nodes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
