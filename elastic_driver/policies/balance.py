@@ -12,7 +12,6 @@ Pure. Times are seconds.
 import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median
 
@@ -21,12 +20,9 @@ from msgspec import Struct
 from elastic_driver.core.documents import Division
 from elastic_driver.policies.slow_ranks import usual
 
-
-class BalanceSettings(Struct, frozen=True, kw_only=True):
-    """The limits for moving work; the defaults take 20 samples, about two seconds."""
-
-    gain: float = 0.15  # the part by which a step has to become shorter
-    window: int = 20  # samples that are looked at, in two halves; fewer decide nothing
+GAIN = 0.15  # the part by which a step has to become shorter
+WINDOW = 20  # samples that are looked at, in two halves, about two seconds; fewer decide nothing
+_HALF = WINDOW // 2
 
 
 class Move(Struct, frozen=True):
@@ -80,7 +76,6 @@ def step_time(shares: Sequence[int], costs: Sequence[Cost]) -> float:
     return max(cost.of(share) for share, cost in zip(shares, costs, strict=True))
 
 
-@dataclass
 class Balancer:
     """Decides for the ranks of one round; a new round gets a new one.
 
@@ -90,26 +85,18 @@ class Balancer:
             decision is taken by it.
     """
 
-    hosts: Sequence[str]
-    known: Sequence[Cost | None] = ()
-    settings: BalanceSettings = field(default_factory=BalanceSettings)
-    _divisions: list[Division | None] = field(init=False)
-    _costs: list[deque[Cost]] = field(init=False)
-    _latest: list[int] = field(init=False)
-    _in_force: tuple[int, ...] = field(init=False, default=())
-    _given: tuple[int, ...] = field(init=False, default=())
-
-    def __post_init__(self) -> None:
-        self._divisions = [None for _ in self.hosts]
-        self._costs = [deque(maxlen=self.settings.window) for _ in self.hosts]
-        self._latest = [-1 for _ in self.hosts]
+    def __init__(self, hosts: Sequence[str], known: Sequence[Cost | None] = ()) -> None:
+        self._hosts, self._known = hosts, known or [None for _ in hosts]
+        self._divisions: list[Division | None] = [None for _ in hosts]
+        self._costs: list[deque[Cost]] = [deque(maxlen=WINDOW) for _ in hosts]
+        self._latest = [-1 for _ in hosts]
+        self._in_force: tuple[int, ...] = ()
+        self._given: tuple[int, ...] = ()
 
     def costs(self) -> list[Cost | None]:
         """Return each rank's cost of a step; None if too little is known."""
-        half = self.settings.window // 2
-        measured = [_usual(costs) if len(costs) >= half else None for costs in self._costs]
-        earlier = self.known or [None for _ in self.hosts]
-        return [now or before for now, before in zip(measured, earlier, strict=True)]
+        measured = [_usual(costs) if len(costs) >= _HALF else None for costs in self._costs]
+        return [now or before for now, before in zip(measured, self._known, strict=True)]
 
     def divided(self, rank: int, division: Division) -> None:
         """Take in a rank's share."""
@@ -123,19 +110,27 @@ class Balancer:
 
     def decide(self) -> Move | None:
         """Return new shares if they make a step clearly shorter, else None."""
-        shares = self._shares()
-        if not shares or sum(shares) <= len(shares):  # no rank has one to give away
+        said = [division for division in self._divisions if division is not None]
+        shares = tuple(division.share for division in said)
+        whole = {division.virtual_workers for division in said}
+        if len(said) < len(self._hosts) or whole != {sum(shares)}:
+            return None  # the ranks' reports contradict each other
+        if sum(shares) <= len(shares):  # no rank has one to give away
             return None
         if shares != self._in_force:
             first, self._in_force = not self._in_force, shares
             self._measure_anew()
-            return self._by_memory() if first else None
-        if any(len(costs) < self.settings.window for costs in self._costs):
+            known = [cost for cost in self.costs() if cost]
+            if not first or not known:
+                return None
+            # By an earlier round's costs; a rank without one counts as usual.
+            costs = [cost or _usual(known) for cost in self.costs()]
+            return self._move(costs, [costs])
+        if any(len(costs) < WINDOW for costs in self._costs):
             return None
-        half = self.settings.window // 2
         halves = [
-            [_usual(islice(costs, start, start + half)) for costs in self._costs]
-            for start in (0, half)
+            [_usual(islice(costs, start, start + _HALF)) for costs in self._costs]
+            for start in (0, _HALF)
         ]
         return self._move([_usual(costs) for costs in self._costs], halves)
 
@@ -143,26 +138,11 @@ class Balancer:
         for costs in self._costs:
             costs.clear()
 
-    def _shares(self) -> tuple[int, ...]:
-        """Return the shares in force; empty while the ranks' reports contradict each other."""
-        said = [division for division in self._divisions if division is not None]
-        shares = tuple(division.share for division in said)
-        whole = {division.virtual_workers for division in said}
-        return shares if len(said) == len(self.hosts) and whole == {sum(shares)} else ()
-
-    def _by_memory(self) -> Move | None:
-        """Decide by an earlier round's costs; a rank without one counts as usual."""
-        known = [cost for cost in self.costs() if cost]
-        if not known:
-            return None
-        costs = [cost or _usual(known) for cost in self.costs()]
-        return self._move(costs, [costs])
-
     def _move(self, costs: Sequence[Cost], evidence: Sequence[Sequence[Cost]]) -> Move | None:
         """Return the best shares at these costs if all evidence confirms them."""
         now = self._in_force
         best = tuple(fastest_shares(sum(now), costs))
-        least = 1 - self.settings.gain
+        least = 1 - GAIN
         better = all(step_time(best, each) < least * step_time(now, each) for each in evidence)
         if best == self._given or not better:
             return None
@@ -173,7 +153,7 @@ class Balancer:
         return Move(
             best,
             last,
-            f"rank {last} on {self.hosts[last]} came last, with {now[last]} micro-batches of "
+            f"rank {last} on {self._hosts[last]} came last, with {now[last]} micro-batches of "
             f"{passes[last]:.3g} s where {usual(passes, 1.5):.3g} s are usual: it trains "
             f"{best[last]} of them now, which makes a step of {step_time(now, costs):.3g} s "
             f"one of {step_time(best, costs):.3g} s",

@@ -17,30 +17,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
-from msgspec import Struct
-
 from elastic_driver.core.documents import Links
 from elastic_driver.policies.slow_ranks import Change, Slowness, SlowRank, usual
 
+# The limits for calling a link slow; it takes about 15 steps, or two seconds.
+_FACTOR = 3.0  # slow: more than this many times the usual pair's time
+_RECOVERED = 2.0  # no longer slow: less than this many times
+_PART = 0.2  # and more than this part of a step: less hides behind computing
+_STEPS = 3  # that a look is taken over, at least
+_SPANS = (0.3, 1.2)  # and seconds these take, at least: for each its looks
+CONFIRM = 3  # looks in a row that must agree
+_BRIEF = 15  # an alarm withdrawn within so many looks was a false one
 _TRAFFIC = 0.1  # of the busiest pair's bytes: less is no exchange of gradients
+
 _Pair = tuple[str, str]  # sender, receiver
-
-
-class LinkSettings(Struct, frozen=True, kw_only=True):
-    """The limits for calling a link slow; the defaults take about 15 steps, or two seconds."""
-
-    factor: float = 3.0  # slow: more than this many times the usual pair's time
-    recovered: float = 2.0  # no longer slow: less than this many times
-    part: float = 0.2  # and more than this part of a step: less hides behind computing
-    steps: int = 3  # that a look is taken over, at least
-    spans: tuple[float, ...] = (0.3, 1.2)  # and seconds these take, at least: for each its looks
-    confirm: int = 3  # looks in a row that must agree
-    brief: int = 15  # an alarm withdrawn within so many looks was a false one
-
-
-class _Report(Struct, frozen=True):
-    step: int
-    links: Links
+_Reports = dict[int, tuple[int, Links]]
+"""The last step of each rank, and the totals of its connections by this step."""
 
 
 @dataclass(slots=True)
@@ -48,7 +40,7 @@ class _Span:
     """Looks over so many seconds each."""
 
     seconds: float
-    before: dict[int, _Report] = field(default_factory=dict)  # by rank, at the last look
+    before: _Reports = field(default_factory=dict)  # at the last look
     looks: int = 0
     agree: Counter[str] = field(default_factory=Counter)  # by host, looks in a row that contradict
 
@@ -60,22 +52,18 @@ class _Alarm:
     look: int
 
 
-@dataclass
 class LinkWatch:
     """Watches the links of one round's hosts; a new round gets a new watch.
 
     `hosts`: the host of each rank.
     """
 
-    hosts: Sequence[str]
-    settings: LinkSettings = field(default_factory=LinkSettings)
-    false_alarms: int = 0  # alarms that were soon withdrawn
-    _now: dict[int, _Report] = field(init=False, default_factory=dict)
-    _spans: tuple[_Span, ...] = field(init=False)
-    _alarms: dict[str, _Alarm] = field(init=False, default_factory=dict)  # by host
-
-    def __post_init__(self) -> None:
-        self._spans = tuple(_Span(seconds) for seconds in self.settings.spans)
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self.hosts = hosts
+        self.false_alarms = 0  # alarms that were soon withdrawn
+        self._now: _Reports = {}
+        self._spans = [_Span(seconds) for seconds in _SPANS]
+        self._alarms: dict[str, _Alarm] = {}  # by host
 
     @property
     def slow(self) -> tuple[SlowRank, ...]:
@@ -84,7 +72,7 @@ class LinkWatch:
 
     def report(self, rank: int, step: int, links: Links) -> None:
         """Take in the totals of a rank's connections by this step, since the round began."""
-        self._now[rank] = _Report(step, links)
+        self._now[rank] = step, links
 
     def look(self, step_time: float) -> tuple[Change, ...]:
         """Return the changes once every rank has reported enough steps; `step_time`: of a step."""
@@ -92,30 +80,27 @@ class LinkWatch:
             return ()
         changes: list[Change] = []
         for span in self._spans:
+            needed = max(_STEPS, ceil(span.seconds / max(step_time, 1e-6)))
             if not span.before:
                 span.before = dict(self._now)
-            elif self._is_due(span, step_time):
-                seconds = self._host_seconds(self._pair_seconds(span.before))
+            elif all(now[0] - span.before[rank][0] >= needed for rank, now in self._now.items()):
+                pairs = self._pair_seconds(span.before)
                 span.before = dict(self._now)
                 span.looks += 1
-                changes += self._judge(span, seconds, step_time)
+                changes += self._judge(span, pairs, step_time)
         return tuple(changes)
 
     # ---- one look ------------------------------------------------------------------------
 
-    def _is_due(self, span: _Span, step_time: float) -> bool:
-        needed = max(self.settings.steps, ceil(span.seconds / max(step_time, 1e-6)))
-        return all(now.step - span.before[rank].step >= needed for rank, now in self._now.items())
-
-    def _pair_seconds(self, since: Mapping[int, _Report]) -> dict[_Pair, float]:
-        """Seconds a step that data was under way between two hosts, where there was much of it."""
-        address = {self._now[rank].links.address: host for rank, host in enumerate(self.hosts)}
+    def _pair_seconds(self, since: _Reports) -> dict[_Pair, float]:
+        """Return the seconds a step that much data was under way between two hosts."""
+        address = {self._now[rank][1].address: host for rank, host in enumerate(self.hosts)}
         seconds: dict[_Pair, float] = {}
         carried: dict[_Pair, float] = {}
-        for rank, now in self._now.items():
-            before = {use.peer: use for use in since[rank].links.uses}
-            steps = now.step - since[rank].step
-            for use in now.links.uses:
+        for rank, (step, links) in self._now.items():
+            first_step, first = since[rank]
+            before, steps = {use.peer: use for use in first.uses}, step - first_step
+            for use in links.uses:
                 earlier, peer = before.get(use.peer), address.get(use.peer)
                 if earlier is None or peer is None:
                     continue
@@ -126,41 +111,31 @@ class LinkWatch:
         most = max(carried.values(), default=0.0)
         return {p: s for p, s in seconds.items() if carried[p] >= _TRAFFIC * most > 0}
 
-    def _host_seconds(self, pairs: Mapping[_Pair, float]) -> dict[str, tuple[float, float]]:
-        """By host: its smallest pair's seconds, and what is usual among all pairs."""
-        if len(pairs) < 2:
-            return {}
-        normal = usual(pairs.values(), self.settings.factor)
-        found = {}
+    def _judge(self, span: _Span, pairs: Mapping[_Pair, float], step_time: float) -> list[Change]:
+        changes: list[Change] = []
+        normal = usual(pairs.values(), _FACTOR) if pairs else 0.0
         for host in dict.fromkeys(self.hosts):
             partners = {a if b == host else b for a, b in pairs if host in (a, b)}
-            if len(partners) > 1:
-                found[host] = min(s for pair, s in pairs.items() if host in pair), normal
-        return found
-
-    def _judge(
-        self, span: _Span, seconds: Mapping[str, tuple[float, float]], step_time: float
-    ) -> list[Change]:
-        settings, changes = self.settings, []
-        step = min(report.step for report in self._now.values())
-        for host, (own, normal) in seconds.items():
-            ratio = own / max(normal, 1e-6)
-            alarm = self._alarms.get(host)
+            if len(partners) < 2:
+                continue  # it cannot be told from its partner
+            own = min(seconds for pair, seconds in pairs.items() if host in pair)
+            ratio, alarm = own / max(normal, 1e-6), self._alarms.get(host)
             if alarm is None:
-                contradicts = ratio > settings.factor and own > settings.part * step_time
+                contradicts = ratio > _FACTOR and own > _PART * step_time
             else:
-                contradicts = ratio < settings.recovered and alarm.span is span
+                contradicts = ratio < _RECOVERED and alarm.span is span
             span.agree[host] = span.agree[host] + 1 if contradicts else 0
-            if span.agree[host] < settings.confirm:
+            if span.agree[host] < CONFIRM:
                 continue
             span.agree[host] = 0
             if alarm is None:
+                step = min(step for step, _ in self._now.values())
                 rank = self.hosts.index(host)
                 slow = SlowRank(rank, host, Slowness.NETWORK, ratio, step)
                 self._alarms[host] = _Alarm(slow, span, span.looks)
                 changes.append(Change(slow))
             else:
                 del self._alarms[host]
-                self.false_alarms += span.looks - alarm.look <= settings.brief
+                self.false_alarms += span.looks - alarm.look <= _BRIEF
                 changes.append(Change(alarm.slow, over=True))
         return changes

@@ -25,6 +25,20 @@ from statistics import median
 
 from msgspec import Struct
 
+# The limits for calling a rank slow; it takes about 20 steps. If a report stands for several
+# steps, fewer reports are needed, but never fewer than _REPORTS and _LOOKS.
+_FACTOR = 1.5  # slow: more than this many times the usual time
+_SLIGHT = 1.75  # only slightly: less than this many times,
+_LONGER = 3  # which must last for so many times as many looks
+_PART = 0.1  # and longer by more than this part of a step: less does no harm
+_RECOVERED = 1.25  # no longer slow: less than this many times
+_WINDOW = 20  # steps whose median is a rank's time
+_LEAST = 10  # steps a rank must have reported before it is judged
+_CONFIRM = 5  # steps in a row that must agree, and themselves be as slow
+_REPORTS = 9  # at least, of a window; half as many before a rank is judged
+_LOOKS = 3  # at least, that must agree
+_BRIEF = 50  # an alarm withdrawn within so many looks was a false one
+
 _OPEN_STEPS = 256  # steps that are remembered while a rank has not reported them
 _ANCHOR = 4  # the lower quartile: for up to four values the smallest of them
 _NEIGHBOURS = 4  # reports from whose distance it follows for how many steps each stands
@@ -35,26 +49,6 @@ class Slowness(str, Enum):
 
     COMPUTE = "compute"
     NETWORK = "network"
-
-
-class WatchSettings(Struct, frozen=True, kw_only=True):
-    """The limits for calling a rank slow; with the defaults it takes about 20 steps.
-
-    If a report stands for several steps, fewer reports are needed, but never fewer than `reports`
-    and `looks`.
-    """
-
-    factor: float = 1.5  # slow: more than this many times the usual time
-    slight: float = 1.75  # only slightly: less than this many times,
-    longer: int = 3  # which must last for so many times as many looks
-    part: float = 0.1  # and longer by more than this part of a step: less does no harm
-    recovered: float = 1.25  # no longer slow: less than this many times
-    window: int = 20  # steps whose median is a rank's time
-    least: int = 10  # steps a rank must have reported before it is judged
-    confirm: int = 5  # steps in a row that must agree, and themselves be as slow
-    reports: int = 9  # at least, of a window; half as many before a rank is judged
-    looks: int = 3  # at least, that must agree
-    brief: int = 50  # an alarm withdrawn within so many looks was a false one
 
 
 class SlowRank(Struct, frozen=True):
@@ -85,40 +79,33 @@ class Change(Struct, frozen=True):
 class _Track:
     """One rank's times."""
 
-    times: deque[float]
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     agree: int = 0  # looks in a row that contradict the present verdict
     alarm: SlowRank | None = None
     raised: int = 0  # the look at which it was
 
 
-@dataclass
 class StragglerWatch:
     """Watches the ranks of one round; a new round gets a new watch.
 
     Args:
         hosts: the host of each rank.
-        settings: when a rank is slow.
         first_step: reports of earlier steps are ignored.
         step_time: what a whole step takes, waiting included; the caller keeps it up to date.
+            0: it is not known, then every difference counts.
     """
 
-    hosts: Sequence[str]
-    settings: WatchSettings = field(default_factory=WatchSettings)
-    first_step: int = 0
-    step_time: float = 0.0  # 0: not known, then every difference counts
-    false_alarms: int = 0  # alarms that were soon withdrawn
-    _tracks: list[_Track] = field(init=False)
-    _reported: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
-    _latest: list[int] = field(init=False)
-    _seen: deque[int] = field(init=False)  # the last steps that all have reported
-    _each: int = field(init=False, default=1)  # for how many steps a report stands
-    _looks: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        most = max(self.settings.window, self.settings.reports)
-        self._tracks = [_Track(deque(maxlen=most)) for _ in self.hosts]
-        self._seen = deque(maxlen=_NEIGHBOURS)
-        self._latest = [self.first_step - 1] * len(self.hosts)
+    def __init__(
+        self, hosts: Sequence[str], *, first_step: int = 0, step_time: float = 0.0
+    ) -> None:
+        self.hosts, self.step_time = hosts, step_time
+        self.false_alarms = 0  # alarms that were soon withdrawn
+        self._tracks = [_Track() for _ in hosts]
+        self._reported: dict[int, dict[int, float]] = {}
+        self._latest = [first_step - 1] * len(hosts)
+        self._seen: deque[int] = deque(maxlen=_NEIGHBOURS)  # the last steps that all have reported
+        self._each = 1  # for how many steps a report stands
+        self._looks = 0
 
     @property
     def slow(self) -> tuple[SlowRank, ...]:
@@ -142,39 +129,33 @@ class StragglerWatch:
             if len(self._reported) > _OPEN_STEPS:
                 del self._reported[min(self._reported)]
             return ()
-        self._take(step, reported)
+        # The same steps of every rank are compared.
+        self._seen.append(step)
+        self._each = min((b - a for a, b in pairwise(self._seen)), default=1)
+        for each, time in reported.items():
+            self._tracks[each].times.append(time)
         # All ranks are past the earlier steps: their missing reports will not come.
         self._reported = {s: ranks for s, ranks in self._reported.items() if s > step}
         return tuple(self._look(step))
 
     # ---- one look ------------------------------------------------------------------------
 
-    def _take(self, step: int, reported: dict[int, float]) -> None:
-        """Add a step that all ranks have reported: the same steps of every rank are compared."""
-        self._seen.append(step)
-        self._each = min((b - a for a, b in pairwise(self._seen)), default=1)
-        for rank, compute in reported.items():
-            self._tracks[rank].times.append(compute)
-
     def _look(self, step: int) -> list[Change]:
-        tracks, settings = self._tracks, self.settings
         self._looks += 1
-        window = self._reports(settings.window, settings.reports)
-        least = self._reports(settings.least, settings.reports // 2)
-        if any(len(track.times) < least for track in tracks):
+        least = self._reports(_LEAST, _REPORTS // 2)
+        if any(len(track.times) < least for track in self._tracks):
             return []
-        times = self._medians(window)
-        normal = usual(times, self.settings.factor)
+        times = self._medians(self._reports(_WINDOW, _REPORTS))
+        normal, factor = usual(times, _FACTOR), _FACTOR
         if normal <= 0:
             return []
-        factor = self.settings.factor
         if 2 * sum(time > factor * normal for time in times) > len(times):
             factor *= factor  # rather are a few fast: they have a processor to themselves
         changes = []
-        for rank, (track, time) in enumerate(zip(tracks, times, strict=True)):
+        for rank, time in enumerate(times):
             found = SlowRank(rank, self.hosts[rank], Slowness.COMPUTE, time / normal, step)
-            harms = time - normal > settings.part * self.step_time
-            change = self._judge(track, found, factor, harms=harms)
+            harms = time - normal > _PART * self.step_time
+            change = self._judge(found, factor, harms=harms)
             if change is not None:
                 changes.append(change)
         return changes
@@ -186,34 +167,30 @@ class StragglerWatch:
             newest = [[(a + b) / 2 for a, b in pairwise(times)] for times in newest]
         return [median(times) for times in newest]
 
-    def _has_passed(self, rank: int, factor: float, reports: int) -> bool:
-        """Return True if a few slow steps are over, though the median is still large."""
-        times = self._medians(reports)
-        return times[rank] <= factor * usual(times, self.settings.factor)
-
     def _reports(self, steps: int, least: int) -> int:
         """Return the number of reports that cover so many steps."""
         return min(max(least, -(-steps // self._each)), steps)
 
-    def _judge(
-        self, track: _Track, found: SlowRank, factor: float, *, harms: bool
-    ) -> Change | None:
+    def _judge(self, found: SlowRank, factor: float, *, harms: bool) -> Change | None:
+        track = self._tracks[found.rank]
         raised = track.alarm
         slow = found.ratio > factor and harms
-        contradicts = slow if raised is None else found.ratio < self.settings.recovered
+        contradicts = slow if raised is None else found.ratio < _RECOVERED
         track.agree = track.agree + 1 if contradicts else 0
-        looks = self._reports(self.settings.confirm, self.settings.looks)
-        slight = raised is None and found.ratio < self.settings.slight
-        needed = looks * (self.settings.longer if slight else 1)
-        if track.agree < needed or (raised is None and self._has_passed(found.rank, factor, looks)):
+        looks = self._reports(_CONFIRM, _LOOKS)
+        slight = raised is None and found.ratio < _SLIGHT
+        if track.agree < looks * (_LONGER if slight else 1):
             return None
-        track.agree = 0
         if raised is None:
+            newest = self._medians(looks)
+            if newest[found.rank] <= factor * usual(newest, _FACTOR):
+                return None  # a few slow steps are over, though the median is still large
             track.alarm, track.raised = found, self._looks
-            return Change(found)
-        track.alarm = None
-        self.false_alarms += self._looks - track.raised <= self.settings.brief
-        return Change(raised, over=True)
+        else:
+            track.alarm = None
+            self.false_alarms += self._looks - track.raised <= _BRIEF
+        track.agree = 0
+        return Change(raised or found, over=raised is not None)
 
 
 def usual(values: Iterable[float], factor: float) -> float:

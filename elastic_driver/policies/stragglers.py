@@ -1,14 +1,14 @@
 """The watch over a running job's ranks: which are slow, and who gets how much work (a `Machine`).
 
 At each look the machine has the workers' progress keys read (`ReadKeys`), compares the times that
-they report (`compute`, `links`) and moves work away from slow ranks (`balance`). Ranks that compute
-slowly become events for the job, which may replace their workers. With `--balance`, ranks report
-their share of a step; until all of them do, no work is moved.
+they report (`slow_ranks`, `slow_links`) and moves work away from slow ranks (`balance`). Ranks that
+compute slowly become events for the job, which may replace their workers. With `--balance`, ranks
+report their share of a step; until all of them do, no work is moved.
 
 A look takes at most a twentieth of the driver's time. Pure. Times are seconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ from elastic_driver.core.decisions import Announce
 from elastic_driver.core.documents import Allocation, Progress, World, decode_progress, encode
 from elastic_driver.core.events import RankRecovered, RankSlow, Tick
 from elastic_driver.core.status import SlowStatus
-from elastic_driver.policies.balance import Balancer, Cost, Move
+from elastic_driver.policies.balance import Balancer, Cost
 from elastic_driver.policies.messages import KeysRead, MachineName, PublishKey, ReadKeys, SendEvent
 from elastic_driver.policies.slow_links import LinkWatch
 from elastic_driver.policies.slow_ranks import Change, Slowness, StragglerWatch
@@ -37,12 +37,15 @@ class RoundPublished(Struct, frozen=True, tag="round_published"):
     world: World
 
 
+Decided = ReadKeys | PublishKey | SendEvent | Announce
+
+
 class Stragglers:
     """Watches the ranks of the newest complete round."""
 
     def __init__(self) -> None:
         self.step = 0  # committed steps, as the workers last reported
-        self._world: World | None = None
+        self._world = World(0, (), "no round is complete yet")
         self._watch = StragglerWatch(())
         self._links = LinkWatch(())
         self._balancer = Balancer(())
@@ -52,9 +55,7 @@ class Stragglers:
 
     # ---- the door ------------------------------------------------------------------------
 
-    def handle(
-        self, event: RoundPublished | KeysRead | Tick, now: float
-    ) -> list[ReadKeys | PublishKey | SendEvent | Announce]:
+    def handle(self, event: RoundPublished | KeysRead | Tick, now: float) -> list[Decided]:
         """Take in a new round, what was read, or the time for a look."""
         match event:
             case RoundPublished(world):
@@ -66,8 +67,7 @@ class Stragglers:
                 return self._look(event)
             case Tick():
                 self._due = None
-                members = self._world.members if self._world is not None else ()
-                keys = tuple(contract.worker_progress(member.worker) for member in members)
+                keys = tuple(contract.worker_progress(m.worker) for m in self._world.members)
                 return [ReadKeys("stragglers", keys, "a look at the ranks is due")]
 
     def deadline(self) -> float | None:
@@ -76,16 +76,13 @@ class Stragglers:
 
     def check(self) -> list[str]:
         """See `Machine.check`."""
-        size = self._world.size if self._world is not None else 0
-        slow = (*self._watch.slow, *self._links.slow)
+        size, slow = self._world.size, (*self._watch.slow, *self._links.slow)
         return [f"rank {s.rank} of {size} is slow" for s in slow if not s.rank < size]
 
     def snapshot(self) -> bytes:
         """See `Machine.snapshot`."""
         costs = self._balancer.costs()
         return msgspec.json.encode((self.step, self._seen, self.false_alarms, self.status(), costs))
-
-    # ---- what is known -------------------------------------------------------------------
 
     @property
     def false_alarms(self) -> int:
@@ -94,8 +91,6 @@ class Stragglers:
 
     def status(self) -> tuple[SlowStatus, ...]:
         """Return the ranks that are slow now."""
-        if self._world is None:
-            return ()
         members = self._world.members
         return tuple(
             SlowStatus(s.rank, s.host, members[s.rank].worker, s.kind.value, s.ratio, s.step)
@@ -107,8 +102,7 @@ class Stragglers:
     def _enter(self, world: World) -> None:
         """Forget the round before, except the costs of a step for workers that stay."""
         self._false_alarms = self.false_alarms
-        before = self._world.members if self._world is not None else ()
-        costs = zip(before, self._balancer.costs(), strict=True)
+        costs = zip(self._world.members, self._balancer.costs(), strict=True)
         known = {member.worker: cost for member, cost in costs}
         hosts = [member.place.host for member in world.members]
         first_step = max(member.version for member in world.members) + 1
@@ -117,95 +111,78 @@ class Stragglers:
         self._links = LinkWatch(hosts)
         self._balancer = Balancer(hosts, known=[known.get(m.worker) for m in world.members])
 
-    def _look(self, event: KeysRead) -> list[ReadKeys | PublishKey | SendEvent | Announce]:
-        world = self._world
-        if world is None:
-            return []
+    def _look(self, event: KeysRead) -> list[Decided]:
         changes: list[Change] = []
-        progress = self._progress(world, event)
-        known = [each.step_time for each in progress if each is not None]
-        self._watch.step_time = median(known) if known else self._watch.step_time
-        for rank, each in enumerate(progress):
-            if each is None:
-                continue
+        progress = self._progress(event)
+        if progress:
+            self._watch.step_time = median(each.step_time for each in progress.values())
+        for rank, each in progress.items():
             self.step = max(self.step, each.step)
             for sample in each.samples:
                 changes += self._watch.report(rank, sample.step, sample.compute)
             if each.links is not None:
                 self._links.report(rank, each.step, each.links)
             if each.division is not None:
-                self._measure(rank, each)
-        if known:
+                self._balancer.divided(rank, each.division)
+                for sample in each.samples:
+                    rest = max(sample.compute - sample.one_pass, 0.0) + sample.exchange
+                    self._balancer.measured(rank, sample.step, Cost(sample.one_pass, rest))
+        if progress:
             changes += self._links.look(self._watch.step_time)
-        move = self._balancer.decide()
-        return [
-            *(_event(c, world) for c in changes if c.slow.kind is Slowness.COMPUTE),
-            *(_announce(change, world) for change in changes),
-            *(() if move is None else _carry_out(move, world)),
-        ]
+        events = [self._event(c) for c in changes if c.slow.kind is Slowness.COMPUTE]
+        return [*events, *map(self._announce, changes), *self._balance()]
 
-    def _progress(self, world: World, event: KeysRead) -> list[Progress | None]:
-        """By rank, the progress in this round; None where there is nothing new."""
+    def _progress(self, event: KeysRead) -> dict[int, Progress]:
+        """Return what is new of the ranks' progress in this round."""
         seen, self._seen = self._seen, max([self._seen, *(e[1] for e in event.entries.values())])
-        found: list[Progress | None] = []
-        for member in world.members:
+        found: dict[int, Progress] = {}
+        for rank, member in enumerate(self._world.members):
             value, revision = event.entries.get(contract.worker_progress(member.worker), (b"", 0))
             progress = decode_progress(value) if revision > seen else None
-            current = progress is not None and progress.round == world.round
-            found.append(progress if current else None)
+            if progress is not None and progress.round == self._world.round:
+                found[rank] = progress
         return found
 
-    def _measure(self, rank: int, progress: Progress) -> None:
-        """Hand a rank's share and the costs of its steps to the balancer."""
-        if progress.division is not None:
-            self._balancer.divided(rank, progress.division)
-        for sample in progress.samples:
-            rest = max(sample.compute - sample.one_pass, 0.0) + sample.exchange
-            self._balancer.measured(rank, sample.step, Cost(sample.one_pass, rest))
+    # ---- decisions -----------------------------------------------------------------------
 
+    def _event(self, change: Change) -> SendEvent:
+        slow, number = change.slow, self._world.round
+        worker = self._world.members[slow.rank].worker
+        if change.over:
+            return SendEvent(RankRecovered(worker, number), "it is no longer slow")
+        return SendEvent(RankSlow(worker, number, slow.ratio), slow.describe())
 
-def _event(change: Change, world: World) -> SendEvent:
-    slow = change.slow
-    worker = world.members[slow.rank].worker
-    if change.over:
-        return SendEvent(RankRecovered(worker, world.round), "it is no longer slow")
-    return SendEvent(RankSlow(worker, world.round, slow.ratio), slow.describe())
+    def _announce(self, change: Change) -> Announce:
+        slow = change.slow
+        detail = {"kind": slow.kind.value, "ratio": round(slow.ratio, 3), "step": slow.step}
+        if change.over:
+            reason = f"rank {slow.rank} on {slow.host} is no longer slow"
+            return self._about_rank("rank_recovered", reason, slow.rank, detail)
+        return self._about_rank("rank_slow", slow.describe(), slow.rank, detail)
 
+    def _balance(self) -> list[PublishKey | Announce]:
+        """Publish new shares if there are any; announce them with the rank that was last."""
+        move = self._balancer.decide()
+        if move is None:
+            return []
+        allocation = encode(Allocation(self._world.round, move.shares, move.reason))
+        shares = {"shares": " ".join(map(str, move.shares))}
+        return [
+            PublishKey(contract.JOB_ALLOCATION, allocation, move.reason),
+            self._about_rank("work_moved", move.reason, move.last, shares),
+        ]
 
-def _announce(change: Change, world: World) -> Announce:
-    slow = change.slow
-    over = f"rank {slow.rank} on {slow.host} is no longer slow"
-    detail = {"kind": slow.kind.value, "ratio": round(slow.ratio, 3), "step": slow.step}
-    return _about_rank(
-        "rank_recovered" if change.over else "rank_slow",
-        over if change.over else slow.describe(),
-        world,
-        slow.rank,
-        detail,
-    )
-
-
-def _carry_out(move: Move, world: World) -> Sequence[PublishKey | Announce]:
-    """Publish the new shares, and announce them with the rank that held the others up."""
-    allocation = encode(Allocation(world.round, move.shares, move.reason))
-    shares = " ".join(map(str, move.shares))
-    return (
-        PublishKey(contract.JOB_ALLOCATION, allocation, move.reason),
-        _about_rank("work_moved", move.reason, world, move.last, {"shares": shares}),
-    )
-
-
-def _about_rank(
-    event: str, reason: str, world: World, rank: int, detail: dict[str, str | float]
-) -> Announce:
-    member = world.members[rank]
-    return Announce(
-        event,
-        reason,
-        round=world.round,
-        host=member.place.host,
-        slot=member.place.slot,
-        rank=rank,
-        worker=member.worker,
-        detail={**detail},
-    )
+    def _about_rank(
+        self, event: str, reason: str, rank: int, detail: Mapping[str, str | float]
+    ) -> Announce:
+        member = self._world.members[rank]
+        return Announce(
+            event,
+            reason,
+            round=self._world.round,
+            host=member.place.host,
+            slot=member.place.slot,
+            rank=rank,
+            worker=member.worker,
+            detail={**detail},
+        )

@@ -8,14 +8,13 @@ import pytest
 
 from elastic_driver.core.documents import Division
 from elastic_driver.policies.balance import (
+    WINDOW,
     Balancer,
-    BalanceSettings,
     Cost,
     Move,
     fastest_shares,
 )
 
-WINDOW = BalanceSettings().window
 LOOK = 5  # steps from one look to the next
 Spent = Callable[[int, int], float]  # seconds of a micro-batch by rank and step
 

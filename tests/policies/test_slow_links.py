@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from elastic_driver.core.documents import Links, LinkUse
-from elastic_driver.policies.slow_links import LinkSettings, LinkWatch
+from elastic_driver.policies.slow_links import CONFIRM, LinkWatch
 from elastic_driver.policies.slow_ranks import Change, Slowness
 
 STEP_S = 0.5
@@ -97,7 +97,7 @@ def test_what_is_a_small_part_of_the_step_harms_nobody() -> None:
 def test_a_passing_disturbance_is_no_alarm_and_an_alarm_soon_withdrawn_a_false_one() -> None:
     net = Net(4)
     net.train(5, only(()))
-    confirm = LinkSettings().confirm
+    confirm = CONFIRM
     assert net.train(confirm - 1, only({3})) == []
     assert net.train(5, only(())) == []
     assert len(net.train(confirm, only({3}))) == 1

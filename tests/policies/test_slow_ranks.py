@@ -11,7 +11,6 @@ from elastic_driver.policies.slow_ranks import (
     Change,
     Slowness,
     StragglerWatch,
-    WatchSettings,
 )
 
 HOSTS = ("a", "a", "b", "b", "c", "c", "d", "d")
@@ -90,7 +89,7 @@ def test_a_quota_that_stops_some_steps_and_not_others_is_named_within_30_steps(s
 
 
 def test_exactly_the_factor_is_not_slow() -> None:
-    watch = StragglerWatch(("a", "b", "c"), WatchSettings(factor=1.5))
+    watch = StragglerWatch(("a", "b", "c"))
     assert train(watch, range(60), lambda r, _s: 1.5 if r == 2 else 1.0) == []
 
 
