@@ -33,32 +33,30 @@ evenly over as few virtual workers as can hold them, and the others have none in
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from elastic_driver import contract
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.microbatches import allocate_microbatches, virtual_ranges
+from elastic_driver.policies.permutation import mix
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
-from elastic_driver.worker.batching.loader import EpochPlan, fix_kernels, load, seed_everything
+from elastic_driver.worker.batching.loader import (
+    EpochPlan,
+    SeededData,
+    fix_kernels,
+    seed_everything,
+)
 from elastic_driver.worker.batching.shares import BalancedShares
 from elastic_driver.worker.current import rank_and_size
+from elastic_driver.worker.sampler import require_length
 from elastic_driver.worker.world.wrapping import without_ddp_sync
 
-__all__ = ["BatchState", "FixedBatch", "Step"]
-
-
-class BatchState(TypedDict):
-    """The part of a `FixedBatch` that a commit keeps."""
-
-    samples: int  # length of the data set
-    seed: int
-    virtual_workers: int  # 0: not known yet
-    micro_batch_size: int
-    epoch: int
-    step: int  # steps of this epoch that are trained
+__all__ = ["FixedBatch", "Step"]
 
 
 class _BatchPass:
@@ -66,37 +64,46 @@ class _BatchPass:
 
     def __init__(self, batches: "FixedBatch") -> None:
         self.batches, self.sums = batches, batches.sums
-        self._rank, size = rank_and_size()
-        self.plan = batches.plan()
-        self.steps = range(batches.step, len(batches))
-        self._use(batches.shares_of(self._rank, size), batches.step)
-
-    def _use(self, shares: Sequence[int], first: int) -> None:
-        """Train by these shares from step `first` on."""
-        self._ranges = virtual_ranges(shares)
-        self.mine = self._ranges[self._rank]
-        self.loader = load(
-            self.batches.dataset,
-            self.plan,
-            range(first, self.steps.stop),
-            self.mine,
-            seeded=self.batches.deterministic,
-            options=self.batches.loader_options,
+        self.rank, size = rank_and_size()
+        count = batches.virtual_workers
+        self.plan = EpochPlan(
+            samples=len(batches.dataset),
+            virtual_workers=count,
+            micro_batch_size=batches.micro_batch_size,
+            shuffle=batches.shuffle,
+            seed=batches.seed,
+            epoch=batches.epoch,
         )
+        self.steps = range(batches.step, len(batches))
+        self.balanced = batches.balanced_shares
+        if self.balanced is not None:
+            self.use(self.balanced.enter(self.rank, size, count), batches.step)
+        else:
+            self.use(batches.shares(count, size), batches.step)
 
-    def begin(self, step: "Step") -> None:
-        """Begin this step, on all ranks."""
-        if self.batches.balanced_shares is not None:
-            self.batches.balanced_shares.begin(step.number, self.sums.device)
-        self.sums.begin(self._ranges, step.weights, self._rank)
+    def use(self, shares: Sequence[int], first: int) -> None:
+        """Train by these shares from step `first` on; nothing draws from the global generators."""
+        plan, deterministic = self.plan, self.batches.deterministic
+        self.ranges = virtual_ranges(shares)
+        self.mine = self.ranges[self.rank]
+        generator = torch.Generator()
+        generator.manual_seed(mix(plan.seed, plan.epoch, first, self.mine.start) >> 1)
+        micro_batches = plan.micro_batches(range(first, self.steps.stop), self.mine)
+        dataset = self.batches.dataset
+        loader = DataLoader(
+            SeededData(dataset) if deterministic else dataset,
+            batch_sampler=micro_batches if deterministic else (batch for _, batch in micro_batches),
+            generator=generator,
+            **self.batches.loader_options,
+        )
+        self.loader = iter(loader)
 
     def finish(self, step: "Step") -> None:
         """Collective: sum the gradients; the next step may have other shares."""
         self.sums.finish()
-        balanced = self.batches.balanced_shares
-        shares = balanced.finish() if balanced is not None else None
+        shares = self.balanced.finish() if self.balanced is not None else None
         if shares is not None and step.number + 1 in self.steps:
-            self._use(shares, step.number + 1)
+            self.use(shares, step.number + 1)
 
     def seed(self, step: int, virtual_worker: int) -> None:
         """In deterministic mode, make chance depend on this micro-batch alone."""
@@ -137,7 +144,9 @@ class Step:
             raise UsageError(f"{self} was iterated twice; it can be trained only once")
         self._begun = True
         turn, sums = self._pass, self._pass.sums
-        turn.begin(self)
+        if turn.balanced is not None:
+            turn.balanced.begin(self.number, sums.device)
+        sums.begin(turn.ranges, self.weights, turn.rank)
         try:
             with without_ddp_sync(turn.batches.model):
                 for virtual_worker in self._mine:
@@ -234,10 +243,14 @@ class FixedBatch:
         self.epoch = 0
         self.step = 0
         self.current: Step | None = None  # the step in training
-        self._named = virtual_workers if virtual_workers is not None else _from_environment()
-        if self._named is not None:
-            allocate_microbatches(self._named, 1)  # raises where it is no count
-        self._virtual_workers = self._named
+        text = os.environ.get(contract.VIRTUAL_WORKERS, "")
+        if virtual_workers is None and text:
+            if not text.isascii() or not text.isdigit():
+                raise UsageError(f"{contract.VIRTUAL_WORKERS}={text!r} is not a whole number")
+            virtual_workers = int(text)
+        if virtual_workers is not None:
+            allocate_microbatches(virtual_workers, 1)  # raises where it is no count
+        self._named = self._virtual_workers = virtual_workers
         self._rejoined = False
         if deterministic:
             fix_kernels(threads)
@@ -246,23 +259,6 @@ class FixedBatch:
     def virtual_workers(self) -> int:
         """N, the micro-batches of a full step; fixed when training starts."""
         return self._virtual_workers or rank_and_size()[1]
-
-    def shares_of(self, rank: int, size: int) -> list[int]:
-        """Return the micro-batches of each of `size` ranks, as this one begins to train."""
-        if self.balanced_shares is not None:
-            return self.balanced_shares.enter(rank, size, self.virtual_workers)
-        return self.shares(self.virtual_workers, size)
-
-    def plan(self) -> EpochPlan:
-        """Return the samples of each step of the current epoch."""
-        return EpochPlan(
-            samples=len(self.dataset),
-            virtual_workers=self.virtual_workers,
-            micro_batch_size=self.micro_batch_size,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            epoch=self.epoch,
-        )
 
     def __len__(self) -> int:
         """Return the number of optimizer steps of one epoch."""
@@ -307,16 +303,16 @@ class FixedBatch:
         """Share what is left among the workers of the new world, from the next iteration on."""
         self.current, self._rejoined = None, True
 
-    def state_dict(self) -> BatchState:
+    def state_dict(self) -> dict[str, int]:
         """Return the progress, equal on every rank at a step boundary: six numbers."""
-        return BatchState(
-            samples=len(self.dataset),
-            seed=self.seed,
-            virtual_workers=self._virtual_workers or 0,
-            micro_batch_size=self.micro_batch_size,
-            epoch=self.epoch,
-            step=self.step,
-        )
+        return {
+            "samples": len(self.dataset),
+            "seed": self.seed,
+            "virtual_workers": self._virtual_workers or 0,  # 0: not known yet
+            "micro_batch_size": self.micro_batch_size,
+            "epoch": self.epoch,
+            "step": self.step,  # steps of this epoch that are trained
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from another worker's progress.
@@ -338,23 +334,9 @@ class FixedBatch:
         self.reset()
 
 
-def _from_environment() -> int | None:
-    """Return `--virtual-workers` as the job gives it to its workers."""
-    text = os.environ.get(contract.VIRTUAL_WORKERS, "")
-    if not text:
-        return None
-    if not text.isascii() or not text.isdigit():
-        raise UsageError(f"{contract.VIRTUAL_WORKERS}={text!r} is not a whole number")
-    return int(text)
-
-
 def _check(dataset: Any, micro_batch_size: int, model: Any) -> None:
     """Raise `UsageError` for arguments that would fail later and less clearly."""
-    if not hasattr(dataset, "__len__"):
-        raise UsageError(
-            f"FixedBatch needs a data set with a length and {type(dataset).__name__} has none; "
-            "for streams use ShardedDataset"
-        )
+    require_length(dataset, "FixedBatch")
     if micro_batch_size < 1:
         raise UsageError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
     if isinstance(model, DistributedDataParallel):

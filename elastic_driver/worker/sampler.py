@@ -11,9 +11,9 @@ send, and after a resize everything behind it, and nothing else, is shared among
 
 A loader draws indices ahead of the loop (`num_workers`, `prefetch_factor`), so the indices that
 were drawn do not tell what was trained. The batches that the loop has *received* when the
-optimizer steps do. torch has no public hook for either, so `find_loader_pass` finds the loader that
-iterates a sampler, and `LoaderPass` reads its count of batches. Prefetching, gradient
-accumulation, a short last batch and several optimizers make no difference.
+optimizer steps do. torch has no public hook for either, so `find_loader` finds the loader that
+iterates a sampler, and the pass reads its count of batches. Prefetching, gradient accumulation, a
+short last batch and several optimizers make no difference.
 
 Positions and lengths are samples. No list of indices is ever made.
 """
@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sized
 from types import FrameType
-from typing import Any, TypedDict
+from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -31,74 +31,57 @@ from elastic_driver.errors import UsageError
 from elastic_driver.policies.permutation import Permutation, mix
 from elastic_driver.worker.current import rank_and_size
 
-__all__ = ["ElasticSampler", "SamplerState"]
+__all__ = ["ElasticSampler"]
 
 _FRAMES = 6  # sampler ← batch sampler ← _next_index ← _next_data ← __next__; more is not a loader
+_KEPT = ("samples", "seed", "epoch", "position", "replayed")  # a commit keeps these
 
 
-class SamplerState(TypedDict):
-    """The part of a sampler that a commit keeps."""
-
-    samples: int  # length of the data set
-    seed: int
-    epoch: int
-    position: int  # samples of this epoch's order that are trained
-    replayed: int  # samples trained twice in this epoch, to give each rank the same number
-
-
-class LoaderPass:
-    """One pass of a `DataLoader`: its batch size, and how many samples it has delivered.
-
-    It keeps a weak reference only, so that the end of the user's loop ends the loader's workers.
-    """
-
-    def __init__(self, iterator: Any, batches: BatchSampler) -> None:
-        self.batch_size: int = batches.batch_size
-        self.drop_last: bool = batches.drop_last
-        self._iterator = weakref.ref(iterator)
-
-    def samples(self) -> int | None:
-        """Return the samples handed to the loop, a short last batch as a full one.
-
-        None after the end of the loop.
-        """
-        iterator = self._iterator()
-        return None if iterator is None else iterator._num_yielded * self.batch_size
-
-
-def find_loader_pass(frame: FrameType | None, sampler: Sampler[int]) -> LoaderPass | None:
-    """Return the pass of the loader for which `frame` called `iter(sampler)`, None without one.
+def find_loader(frame: FrameType | None, sampler: Sampler[int]) -> tuple[Any, BatchSampler | None]:
+    """Return the loader's iterator for which `frame` called `iter(sampler)`, and its batch sampler.
 
     `frame` is the caller of `Sampler.__iter__`: torch's `BatchSampler`, called by the
-    iterator of a `DataLoader`.
+    iterator of a `DataLoader`. The result is (None, None) for any other caller.
     """
     batches = frame.f_locals.get("self") if frame is not None else None
-    if not isinstance(batches, BatchSampler) or batches.sampler is not sampler:
-        return None
-    for _ in range(_FRAMES):
-        if frame is None:
-            break
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, _BaseDataLoaderIter) and hasattr(caller, "_num_yielded"):
-            return LoaderPass(caller, batches)
-        frame = frame.f_back
-    return None
+    if isinstance(batches, BatchSampler) and batches.sampler is sampler:
+        for _ in range(_FRAMES):
+            if frame is None:
+                break
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, _BaseDataLoaderIter) and hasattr(caller, "_num_yielded"):
+                return caller, batches
+            frame = frame.f_back
+    return None, None
 
 
 class _SamplerPass:
     """One iteration over what is left of an epoch, by one world."""
 
-    def __init__(self, start: int, samples: int, loader: LoaderPass | None) -> None:
+    def __init__(self, start: int, samples: int, loader: Any, batches: BatchSampler | None) -> None:
         self.start = start
         self.rank, self.size = rank_and_size()
         self.remaining = samples - start
         self.length = -(-self.remaining // self.size)  # of each rank, padding included
         self.usable = self.length  # of these, as many as the loader will hand out
-        if loader is not None and loader.drop_last:
-            self.usable -= self.length % loader.batch_size
-        self.loader = loader
+        if batches is not None and batches.drop_last:
+            self.usable -= self.length % batches.batch_size
+        self.batches = batches
+        # A weak reference, so that the end of the user's loop ends the loader's workers.
+        self._loader = weakref.ref(loader) if loader is not None else None
         self.drawn = 0
         self.trained = 0  # by each rank
+
+    def received(self) -> int:
+        """Return the samples that the loader has given to the loop; a short last batch counts full.
+
+        After the end of the loop it is all samples of this rank, or 0 if the loop was left early.
+        """
+        loader = self._loader() if self._loader is not None else None
+        if loader is not None and self.batches is not None:
+            return int(loader._num_yielded * self.batches.batch_size)
+        # The optimizer may step once more for a loop's leftover, after its end.
+        return self.length if self.drawn == self.length else 0
 
     def trains(self, count: int) -> None:
         """Record that each rank has trained `count` samples of this pass, from its start."""
@@ -130,17 +113,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
     """
 
     def __init__(
-        self,
-        dataset: Sized,
-        shuffle: bool = True,
-        seed: int = 0,
-        batch_size: int | None = None,
+        self, dataset: Sized, shuffle: bool = True, seed: int = 0, batch_size: int | None = None
     ) -> None:
-        if not hasattr(dataset, "__len__"):
-            raise UsageError(
-                f"ElasticSampler needs a data set with a length and {type(dataset).__name__} has "
-                "none; for streams use ShardedDataset"
-            )
+        require_length(dataset, type(self).__name__)
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; give the samples of one step, from 1")
         self.samples = len(dataset)
@@ -156,8 +131,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             self._start(self.epoch + 1)
         self._rejoined = False
         self._replayed_before = self.replayed
-        loader = find_loader_pass(sys._getframe(1), self)
-        self._pass = _SamplerPass(self.position, self.samples, loader)
+        self._pass = _SamplerPass(self.position, self.samples, *find_loader(sys._getframe(1), self))
         return self._draw(self._pass)
 
     def _draw(self, share: _SamplerPass) -> Iterator[int]:
@@ -196,12 +170,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             return  # a step that used none of this sampler's data
         if self.batch_size is not None:
             share.trains(share.trained + self.batch_size)
-        elif share.loader is not None:
-            received = share.loader.samples()
-            if received is None and share.drawn == share.length:
-                received = share.length  # the step of a loop's leftover, after its end
-            if received is not None:
-                share.trains(received)
+        elif share.batches is not None:
+            share.trains(share.received())
         elif share.trained == 0:
             raise UsageError(
                 "ElasticSampler cannot tell how many samples an optimizer step trains, because no "
@@ -239,15 +209,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         """Share what is left among the workers of the new world, from the next iteration on."""
         self._pass, self._rejoined = None, True
 
-    def state_dict(self) -> SamplerState:
+    def state_dict(self) -> dict[str, int]:
         """Return the progress, equal on every rank at a step boundary: five numbers."""
-        return SamplerState(
-            samples=self.samples,
-            seed=self.seed,
-            epoch=self.epoch,
-            position=self.position,
-            replayed=self.replayed,
-        )
+        return {name: getattr(self, name) for name in _KEPT}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from another sampler's progress.
@@ -259,6 +223,15 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
                 f"the sampler's state is of a data set of {state['samples']} samples, this one has "
                 f"{self.samples}; give every worker the same data, or start without this state"
             )
-        self.seed, self.epoch = state["seed"], state["epoch"]
-        self.position, self.replayed = state["position"], state["replayed"]
+        for name in _KEPT:
+            setattr(self, name, state[name])
         self.reset()
+
+
+def require_length(dataset: Any, reader: str) -> None:
+    """Raise `UsageError` for a data set without a length."""
+    if not hasattr(dataset, "__len__"):
+        raise UsageError(
+            f"{reader} needs a data set with a length and {type(dataset).__name__} has none; "
+            "for streams use ShardedDataset"
+        )

@@ -5,6 +5,7 @@ communicates or decides weights. Sizes are elements unless a name says bytes.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,11 @@ class Bucket:
     def __init__(self, entries: Sequence[int], tensors: Sequence[Tensor]) -> None:
         self._entries = list(entries)
         self._shapes = [tensors[entry].shape for entry in entries]
-        self._sizes = [shape.numel() for shape in self._shapes]
+        self._sizes = [*(shape.numel() for shape in self._shapes), len(self._entries)]
         self._like = tensors[entries[0]].new_empty(0)
-        self._known: tuple[tuple[bool, ...], Tensor] | None = None
-        self.length = sum(self._sizes) + len(self._entries)
+        # Nearly always the flags are those of the last time.
+        self._flags = lru_cache(maxsize=1)(self._like.new_tensor)
+        self.length = sum(self._sizes)
 
     def empty(self, length: int) -> Tensor:
         """Return a new flat tensor of the bucket's dtype and device."""
@@ -44,43 +46,28 @@ class Bucket:
         present = tuple(tensors[entry] is not None for entry in self._entries)
         values = [
             self._like.new_zeros(size) if (tensor := tensors[entry]) is None else tensor.reshape(-1)
-            for entry, size in zip(self._entries, self._sizes, strict=True)
+            for entry, size in zip(self._entries, self._sizes, strict=False)
         ]
         if weight == 1:
             torch.cat([*values, self._flags(present)], out=flat[: self.length])
             return flat
-        *places, flags = self._split(flat)
+        *places, flags = flat[: self.length].split_with_sizes(self._sizes)
         for place, value in zip(places, values, strict=True):
             torch.mul(value, weight, out=place)  # copies and weighs in one pass over memory
         flags.copy_(self._flags(present))
         return flat
 
-    def _flags(self, present: tuple[bool, ...]) -> Tensor:
-        """Return these flags as a tensor; nearly always those of the last time."""
-        if self._known is None or self._known[0] != present:
-            self._known = present, self._like.new_tensor(present)
-        return self._known[1]
-
-    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Return the views of the values in `flat`, and that of the flags."""
-        views: tuple[Tensor, ...] = flat[: self.length].split_with_sizes(
-            [*self._sizes, len(self._entries)]
-        )
-        return views
-
     def unflatten(self, flat: Tensor, found: list[Tensor | None]) -> None:
         """Put into `found`, by entry, the view of each tensor that any worker had."""
-        *views, flags = self._split(flat)
-        present = [flag != 0 for flag in flags.tolist()]
-        for entry, view, shape, there in zip(
-            self._entries, views, self._shapes, present, strict=True
-        ):
-            found[entry] = view.view(shape) if there else None
+        *views, flags = flat[: self.length].split_with_sizes(self._sizes)
+        places = zip(self._entries, views, self._shapes, flags.tolist(), strict=True)
+        for entry, view, shape, present in places:
+            found[entry] = view.view(shape) if present else None
 
 
-def make_buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[Bucket]:
-    """Return buckets that are full at `limit` bytes, as `DistributedDataParallel` makes them."""
-    groups, _ = dist._compute_bucket_assignment_by_size(list(tensors), [limit])
+def make_buckets(tensors: list[Tensor]) -> list[Bucket]:
+    """Return buckets that are full at `BUCKET_BYTES`, as `DistributedDataParallel` makes them."""
+    groups, _ = dist._compute_bucket_assignment_by_size(tensors, [BUCKET_BYTES])
     return [Bucket(entries, tensors) for entries in groups]
 
 
@@ -94,13 +81,15 @@ class BufferChanges:
     def __init__(self, model: nn.Module) -> None:
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for buffer in model.buffers():
-            kind = buffer.dtype if _floats(buffer) else torch.int64
-            kinds.setdefault((kind, buffer.device), []).append(buffer)
-        self._groups = [_BufferGroup(dtype, buffers) for (dtype, _), buffers in kinds.items()]
-        self._moving = [group for group in self._groups if _floats(group.start)]
-        self._counting = [group for group in self._groups if not _floats(group.start)]
+            floats = buffer.is_floating_point() or buffer.is_complex()
+            kinds.setdefault((buffer.dtype if floats else torch.int64, buffer.device), []).append(
+                buffer
+            )
+        groups = {kind: _BufferGroup(kind[0], buffers) for kind, buffers in kinds.items()}
+        self._moving = [group for (dtype, _), group in groups.items() if dtype != torch.int64]
+        self._counting = [group for (dtype, _), group in groups.items() if dtype == torch.int64]
+        self._groups = self._moving + self._counting
         self._counts: list[Tensor] = []
-        self._touched = False
 
     def values(self) -> list[Tensor]:
         """Return, per kind of floating-point buffer, all values in one flat tensor: (elements,)."""
@@ -108,15 +97,14 @@ class BufferChanges:
 
     def begin(self) -> None:
         """Record the values at the start of the step."""
+        self._counts = []
         for group in self._groups:
-            group.begin()
-        self._counts, self._touched = [], False
+            torch._foreach_copy_(group.places, group.buffers)
 
     def rewind(self) -> None:
-        """Put the recorded values back, if a micro-batch may have changed them."""
-        for group in self._groups if self._touched else ():
+        """Put the recorded values back."""
+        for group in self._groups:
             torch._foreach_copy_(group.buffers, group.places)
-        self._touched = True
 
     def changes(self, virtual_worker: int) -> list[Tensor]:
         """Return the changes by this micro-batch, in new tensors of the layout of `values`.
@@ -136,41 +124,26 @@ class BufferChanges:
 
     def apply(self, changes: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
         """Set the buffers to their values at the start plus these sums over all workers."""
-        self._touched = True
-        for group, change in zip(
-            [*self._moving, *self._counting], [*changes, *counts], strict=True
-        ):
+        for group, change in zip(self._groups, [*changes, *counts], strict=True):
             torch._foreach_copy_(group.buffers, group.shaped(group.start + change))
 
 
 class _BufferGroup:
     """The buffers of one kind on one device; `start` has their values when the step began."""
 
-    def __init__(self, dtype: torch.dtype, buffers: Sequence[Tensor]) -> None:
-        self._dtype, self.buffers = dtype, list(buffers)
-        self._sizes = [buffer.numel() for buffer in buffers]
+    def __init__(self, dtype: torch.dtype, buffers: list[Tensor]) -> None:
+        self._dtype, self.buffers = dtype, buffers
         self.start = self._flat()
         self.places = self.shaped(self.start)
-        self._finite = False
-
-    def begin(self) -> None:
-        torch._foreach_copy_(self.places, self.buffers)
-        # The difference of two infinities (in masks) is no number: look for them once a step.
-        self._finite = not _floats(self.start) or bool(torch.isfinite(self.start).all())
 
     def change(self) -> Tensor:
         flat = self._flat()
-        if self._finite:
-            return flat.sub_(self.start)
+        # The difference of two infinities (in masks) is no number.
         return torch.where(flat == self.start, 0, flat - self.start)
 
     def _flat(self) -> Tensor:
         return torch.cat([buffer.reshape(-1) for buffer in self.buffers]).to(self._dtype)
 
     def shaped(self, flat: Tensor) -> list[Tensor]:
-        values = flat.split_with_sizes(self._sizes)
+        values = flat.split_with_sizes([buffer.numel() for buffer in self.buffers])
         return [value.view(b.shape) for value, b in zip(values, self.buffers, strict=True)]
-
-
-def _floats(tensor: Tensor) -> bool:
-    return bool(tensor.is_floating_point() or tensor.is_complex())

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.microbatches import Block, TreeSum, finish_tree, tree_blocks
-from elastic_driver.worker.batching.buckets import Bucket, BufferChanges, make_buckets
+from elastic_driver.worker.batching.buckets import BufferChanges, make_buckets
 
 Entries = list[Tensor | None]
 """Gradients, None where there is none, then the changes of floating-point buffers."""
@@ -36,14 +36,10 @@ class StepSum(ABC):
         self._parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
         if not self._parameters:
             raise UsageError("FixedBatch was given a model without trainable parameters")
+        self.device: torch.device = self._parameters[0].device  # also of what travels with them
         self._buffers = BufferChanges(model)
-        self._buckets = make_buckets([*self._parameters, *self._buffers.values()])
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the gradients and of what travels with them."""
-        device: torch.device = self._parameters[0].device
-        return device
+        self._places: list[Tensor] = [*self._parameters, *self._buffers.values()]  # of the entries
+        self._buckets = make_buckets(self._places)
 
     def begin(self, ranges: Sequence[range], weights: Sequence[float], rank: int) -> None:
         """Start a step without gradients.
@@ -71,9 +67,8 @@ class StepSum(ABC):
 
     def finish(self) -> None:
         """Collective: leave the sums in `parameter.grad` and in the buffers."""
-        counts = self._buffers.counts()
-        works = []
-        if self._shared:  # sums of whole numbers are exact in any order
+        counts, works = self._buffers.counts(), []
+        if len(self._ranges) > 1:  # sums of whole numbers are exact in any order
             works = [dist.all_reduce(count, async_op=True) for count in counts]
         entries = self._sum()
         for work in works:
@@ -83,14 +78,22 @@ class StepSum(ABC):
         changes = [change for change in entries[len(self._parameters) :] if change is not None]
         self._buffers.apply(changes, counts)
 
-    @abstractmethod
     def _sum(self) -> Entries:
         """Collective: return the entries of the whole step."""
+        if len(self._ranges) == 1:
+            return self._sum_alone()
+        entries: Entries = [None] * len(self._places)
+        for bucket, flat in zip(self._buckets, self._exchange(), strict=True):
+            bucket.unflatten(flat, entries)
+        return entries
 
-    @property
-    def _shared(self) -> bool:
-        """True if there are other workers to add with."""
-        return len(self._ranges) > 1
+    @abstractmethod
+    def _sum_alone(self) -> Entries:
+        """Return the entries of the whole step, which this worker has trained alone."""
+
+    @abstractmethod
+    def _exchange(self) -> list[Tensor]:
+        """Collective: return the summed buckets."""
 
     def _gradients(self) -> Entries:
         return [parameter.grad for parameter in self._parameters]
@@ -98,13 +101,6 @@ class StepSum(ABC):
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-
-    def _unflatten(self, flats: Sequence[Tensor]) -> Entries:
-        """Return the entries in the summed buckets."""
-        found: Entries = [None] * (len(self._parameters) + len(self._buffers.values()))
-        for bucket, flat in zip(self._buckets, flats, strict=True):
-            bucket.unflatten(flat, found)
-        return found
 
 
 class PlainSum(StepSum):
@@ -133,31 +129,29 @@ class PlainSum(StepSum):
         """Add the changes of buffers; autograd has added the gradients itself."""
         changes = self._buffers.changes(virtual_worker)
         if self._changes:
-            for total, change in zip(self._changes, changes, strict=True):
-                total.add_(change)
+            torch._foreach_add_(self._changes, changes)
         else:
             self._changes = changes
 
     def _entries(self) -> Entries:
         return [*self._gradients(), *(self._changes or [None] * len(self._buffers.values()))]
 
-    def _sum(self) -> Entries:
+    def _sum_alone(self) -> Entries:
+        return _scale(_dense(self._entries()), self._weight)
+
+    def _exchange(self) -> list[Tensor]:
         entries = _dense(self._entries())
-        if not self._shared:
-            _scale(entries, self._weight)
-            return entries
         flats = [bucket.flatten(entries, self._weight) for bucket in self._buckets]
-        works = [dist.all_reduce(flat, async_op=True) for flat in flats]
-        for work in works:
+        for work in [dist.all_reduce(flat, async_op=True) for flat in flats]:
             work.wait()
-        return self._unflatten(flats)
+        return flats
 
 
 class ExactSum(StepSum):
-    """Sums in the fixed tree of `policies.microbatches`: the same bits on any world size.
+    """Sums in the fixed binary tree of `batch.microbatches`, with the same bits on any world size.
 
     Each rank keeps O(log N) partial sums of its own leaves. At the end each rank is given one part
-    of a bucket's elements: it receives that part of everybody's partial sums (one all-to-all),
+    of a bucket's elements: it receives that part of all ranks' partial sums (one all-to-all),
     finishes the tree, and an all-gather gives the result to all. So every element is added by one
     rank only, in an order that does not depend on the ranks.
 
@@ -175,61 +169,44 @@ class ExactSum(StepSum):
         """Take the gradients and changes as the next leaf."""
         leaf = [*self._gradients(), *self._buffers.changes(virtual_worker)]
         self._drop_gradients()
-        _scale(leaf, self._weights[virtual_worker] / self._weights[0])
-        self._tree.push(leaf)
+        self._tree.push(_scale(leaf, self._weights[virtual_worker] / self._weights[0]))
 
-    def _sum(self) -> Entries:
-        own = {block: _dense(entries) for block, entries in self._tree.blocks()}
+    def _take_partial_sums(self) -> dict[Block, Entries]:
+        sums = {block: _dense(entries) for block, entries in self._tree.blocks()}
         del self._tree
-        if self._shared:
-            return self._unflatten(self._exchange(list(own.values())))
-        root = finish_tree(own, len(self._weights), _add_entries)
-        _scale(root, self._weights[0])
-        return root
+        return sums
 
-    def _exchange(self, own: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
+    def _sum_alone(self) -> Entries:
+        root = finish_tree(self._take_partial_sums(), len(self._weights), _add_entries)
+        return _scale(root, self._weights[0])
+
+    def _exchange(self) -> list[Tensor]:
         """Return each bucket's root of the tree, from this rank's partial sums and the others'.
 
         All buckets travel at the same time, so that a small one costs hardly any waiting.
         """
-        blocks = [tree_blocks(leaves) for leaves in self._ranges]
-        exchanges = [_BucketExchange(bucket, own, blocks) for bucket in self._buckets]
-        for exchange in exchanges:
-            exchange.finish_part(len(self._weights), self._weights[0])
-        return [exchange.whole() for exchange in exchanges]
-
-
-class _BucketExchange:
-    """The exchange of one bucket; the constructor begins to send this rank's partial sums."""
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        own: Sequence[Sequence[Tensor | None]],
-        blocks: Sequence[Sequence[Block]],
-    ) -> None:
-        size = len(blocks)
-        chunk = -(-bucket.length // size)  # elements of each rank's part, the last one padded
-        flats = [bucket.flatten(entries, room=size * chunk) for entries in own]
-        counts = [len(theirs) * chunk for theirs in blocks]
-        self._blocks, self._bucket, self._chunk = blocks, bucket, chunk
-        self._sent = _by_receiver(flats, size) if flats else bucket.empty(0)  # until it has arrived
-        self._received = bucket.empty(sum(counts))
-        self._whole = bucket.empty(size * chunk)
-        self._work = _all_to_all(self._received, counts, self._sent, [len(own) * chunk] * size)
-
-    def finish_part(self, leaves: int, weight: float) -> None:
-        """Add up this rank's part of the elements, weigh it, and send the result to all."""
-        self._work.wait()
-        names = [block for theirs in self._blocks for block in theirs]
-        parts = dict(zip(names, self._received.view(-1, self._chunk).unbind(), strict=True))
-        self._root = finish_tree(parts, leaves, Tensor.add_).mul_(weight)
-        self._work = _all_gather(_as_bytes(self._whole), _as_bytes(self._root), async_op=True)
-
-    def whole(self) -> Tensor:
-        """Return the summed bucket."""
-        self._work.wait()
-        return self._whole[: self._bucket.length]
+        own = list(self._take_partial_sums().values())
+        blocks = [tree_blocks(leaves) for leaves in self._ranges]  # of each rank
+        names, size = [block for theirs in blocks for block in theirs], len(blocks)
+        arriving, gathered = [], []  # with the sent tensors, which are kept until they have arrived
+        for bucket in self._buckets:
+            chunk = -(-bucket.length // size)  # elements of each rank's part, the last one padded
+            flats = [bucket.flatten(entries, room=size * chunk) for entries in own]
+            sent = _by_receiver(flats, size) if flats else bucket.empty(0)
+            received = bucket.empty(len(names) * chunk)
+            counts = [len(theirs) * chunk for theirs in blocks]
+            work = _all_to_all(received, counts, sent, [len(own) * chunk] * size)
+            arriving.append((work, received, sent))
+        for bucket, (arrival, received, _) in zip(self._buckets, arriving, strict=True):
+            arrival.wait()
+            parts = dict(zip(names, received.view(len(names), -1).unbind(), strict=True))
+            part = finish_tree(parts, len(self._weights), Tensor.add_).mul_(self._weights[0])
+            whole = bucket.empty(size * len(part))
+            work = _all_gather(_as_bytes(whole), _as_bytes(part), async_op=True)
+            gathered.append((work, whole[: bucket.length], part))
+        for work, _, _ in gathered:
+            work.wait()
+        return [whole for _, whole, _ in gathered]
 
 
 def _by_receiver(flats: Sequence[Tensor], size: int) -> Tensor:
@@ -239,10 +216,11 @@ def _by_receiver(flats: Sequence[Tensor], size: int) -> Tensor:
     return torch.stack([flat.view(size, -1) for flat in flats], dim=1).view(-1)
 
 
-def _scale(entries: Sequence[Tensor | None], factor: float) -> None:
+def _scale(entries: Entries, factor: float) -> Entries:
     """Multiply in place."""
     if factor != 1 and (present := [entry for entry in entries if entry is not None]):
         torch._foreach_mul_(present, factor)
+    return entries
 
 
 def _dense(entries: Entries) -> Entries:

@@ -1,4 +1,4 @@
-"""The samples of each micro-batch of an epoch, and the loader that fetches them.
+"""The samples of each micro-batch of an epoch, and the seeds of their random numbers.
 
 A micro-batch follows from (seed, epoch, step, virtual worker) alone; it makes no difference which
 worker fetches it, and how far ahead. `worker.batches` asks.
@@ -13,14 +13,14 @@ threads. `fix_kernels` sets what can be set.
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from msgspec import Struct
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from elastic_driver.policies.microbatches import sample_counts
 from elastic_driver.policies.permutation import FACTOR, Permutation, mix
@@ -71,33 +71,7 @@ class EpochPlan(Struct, frozen=True):
                     yield (self.seed, self.epoch, step, virtual_worker), positions
 
 
-def load(
-    dataset: Any,
-    plan: EpochPlan,
-    steps: range,
-    mine: range,
-    *,
-    seeded: bool,
-    options: Mapping[str, Any],
-) -> Iterator[Any]:
-    """Return the collated micro-batches of virtual workers `mine` in these steps, in order.
-
-    `seeded`: augmentations depend on the micro-batch alone. `options` go to `DataLoader`. The
-    process's global generators are not drawn from.
-    """
-    generator = torch.Generator()
-    generator.manual_seed(mix(plan.seed, plan.epoch, steps.start, mine.start) >> 1)
-    batches = plan.micro_batches(steps, mine)
-    loader = DataLoader(
-        _SeededData(dataset) if seeded else dataset,
-        batch_sampler=batches if seeded else (indices for _, indices in batches),
-        generator=generator,
-        **options,
-    )
-    return iter(loader)
-
-
-class _SeededData(Dataset[Any]):  # type: ignore[misc]  # mypy does not follow torch
+class SeededData(Dataset[Any]):  # type: ignore[misc]  # mypy does not follow torch
     """A data set whose random augmentations depend on the micro-batch alone."""
 
     def __init__(self, dataset: Any) -> None:
