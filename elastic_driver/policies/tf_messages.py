@@ -83,7 +83,7 @@ class Synchronized(Struct, frozen=True):
 class LookRequest(Struct, frozen=True):
     """`address` asks whether the cluster should form anew; None: the sender is no node."""
 
-    address: str | None
+    address: Annotated[str, Meta(max_length=300)] | None = None
 
 
 class TfRequest(Struct, frozen=True, tag="tf_request"):

@@ -2,7 +2,7 @@
 
 | route | answer |
 |---|---|
-| `POST /v1/events` | 202; a `core.events.WireEvent` goes into the driver's mailbox |
+| `POST /v1/events` | 202; puts a `core.events.WireEvent` into the driver's mailbox |
 | `GET /v1/status` | the run and `core.status.JobStatus` as one JSON object |
 | `GET /v1/events?since=N` | `{"events": […], "last": n}`; with `text/event-stream` it goes on |
 | `GET /metrics` | the same picture for Prometheus, see `runtime.metrics` |
@@ -20,66 +20,53 @@ decision about the job is made in the driver's thread. Errors have the form of
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import Annotated, Protocol, TypeVar
+import concurrent.futures
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from elastic_driver.contract import (
-    DRAIN_PATH,
-    METRICS_PATH,
-    SCALE_PATH,
-    STACKS_PATH,
-    STATUS_PATH,
-    STOP_PATH,
-    UNDRAIN_PATH,
-)
-from elastic_driver.core.events import (
-    DrainCancelled,
-    DrainRequested,
-    ScaleRequested,
-    StacksRequested,
-    WireEvent,
-)
+from elastic_driver import contract
+from elastic_driver.core import events as ev
 from elastic_driver.errors import ExitCode
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.runtime import metrics
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.joined import JoinedNodes
-from elastic_driver.runtime.machine_api import MachineRoutes, OpenRequests, RequestEvent, call_on
+from elastic_driver.runtime.machine_api import (
+    OpenRequests,
+    RequestEvent,
+    add_machine_routes,
+    call_on,
+)
 from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import EVENTS_PATH
 
-STATUS_WAIT_S = 5.0  # for the mailbox thread to draw a picture of the job
+STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status
 MAX_STREAMS = 64  # readers that follow the event log at the same time
 _KEEP_ALIVE_S = 15.0
-T = TypeVar("T")
 _EVENT_STREAM = "text/event-stream"
 
+EVENT_OF_PATH: dict[str, type[ev.Event]] = {
+    contract.SCALE_PATH: ev.ScaleRequested,
+    contract.DRAIN_PATH: ev.DrainRequested,
+    contract.UNDRAIN_PATH: ev.DrainCancelled,
+    contract.STACKS_PATH: ev.StacksRequested,
+}
+"""The event that a POST to each path puts into the mailbox.
 
-Reason = Annotated[str, Meta(min_length=1, max_length=500)]
-Request = WireEvent | TaskEnded | ScaleRequested | DrainRequested | DrainCancelled | StacksRequested
-
-
-class ScaleRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/scale`: the new number of workers."""
-
-    num_proc: Annotated[int, Meta(ge=1, le=10**6)]
-
-
-class DrainRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of a drain: its reason, and the seconds until the host must be empty (or None)."""
-
-    reason: Reason = "somebody asked for it"
-    deadline: Annotated[float, Meta(ge=0.0, le=1e9)] | None = None
+The event's fields are those of the JSON body and the names in the path; a body may be empty if
+every other field has a default.
+"""
+Request = ev.Event | TaskEnded
 
 
-class ReasonGiven(Struct, frozen=True, forbid_unknown_fields=True):
-    """A body that gives the reason of a request."""
+class StopRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/stop`."""
 
-    reason: Reason = "somebody asked for it"
+    reason: ev.Reason = ev.ASKED
 
 
 class _HostSeen(Struct, frozen=True):
@@ -91,12 +78,6 @@ class _HostsSeen(Struct, frozen=True):
     """The hosts of the status document."""
 
     hosts: tuple[_HostSeen, ...]
-
-
-class EventAccepted(Struct, frozen=True):
-    """The answer to a request that was put into the mailbox."""
-
-    accepted: bool = True
 
 
 class DriverPort(Protocol):
@@ -116,13 +97,11 @@ class DriverPort(Protocol):
         """Have `reply` called soon with the status document, in another thread."""
 
 
-_decode_event: Callable[[bytes], WireEvent | TaskEnded] = msgspec.json.Decoder(
-    WireEvent | TaskEnded
+_decode_event: Callable[[bytes], ev.WireEvent | TaskEnded] = msgspec.json.Decoder(
+    ev.WireEvent | TaskEnded
 ).decode
-_decode_scale = msgspec.json.Decoder(ScaleRequest).decode
-_decode_drain = msgspec.json.Decoder(DrainRequest).decode
-_decode_reason = msgspec.json.Decoder(ReasonGiven).decode
-_ACCEPTED = msgspec.json.encode(EventAccepted())
+_decode_stop = msgspec.json.Decoder(StopRequest).decode
+_ACCEPTED = b'{"accepted":true}'
 
 
 class DriverRoutes:
@@ -137,23 +116,25 @@ class DriverRoutes:
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
+        for path, read in (
+            (EVENTS_PATH, self.get_events),
+            (contract.STATUS_PATH, self.get_status),
+            (contract.METRICS_PATH, self.get_metrics),
+        ):
+            app.router.add_get(path, read, allow_head=False)
         app.router.add_post(EVENTS_PATH, self.post_event)
-        app.router.add_get(EVENTS_PATH, self.get_events, allow_head=False)
-        app.router.add_get(STATUS_PATH, self.get_status, allow_head=False)
-        app.router.add_get(METRICS_PATH, self.get_metrics, allow_head=False)
-        app.router.add_post(SCALE_PATH, self.scale)
-        app.router.add_post(DRAIN_PATH, self.drain)
-        app.router.add_post(UNDRAIN_PATH, self.undrain)
-        app.router.add_post(STACKS_PATH, self.stacks)
-        app.router.add_post(STOP_PATH, self.stop)
-        MachineRoutes(self.requests).add_to(app)
+        app.router.add_post(contract.STOP_PATH, self.stop)
+        for path, kind in EVENT_OF_PATH.items():
+            app.router.add_post(path, self._route_of(kind))
+        add_machine_routes(app, self.requests)
         if self._joined is not None:
             self._joined.add_to(app)
 
+    # ---- events into the mailbox ---------------------------------------------------------
+
     async def post_event(self, request: web.Request) -> web.Response:
         """Take in an event of an agent or a worker."""
-        event = await read_json(request, _decode_event)
-        return self._accept(event)
+        return self._accept(await read_json(request, _decode_event))
 
     def take_event(
         self, _path: str, body: bytes, answer: Callable[[int, bytes], None]
@@ -168,63 +149,64 @@ class DriverRoutes:
         answer(202, _ACCEPTED)
         return lambda: None  # nothing is left to give up
 
-    async def scale(self, request: web.Request) -> web.Response:
-        """Change the number of workers."""
-        wished = (await read_json(request, _decode_scale)).num_proc
-        least, most = self._driver.size_bounds
-        if wished < least:
-            raise Problem(
-                422,
-                "below_min",
-                f"{wished} workers are fewer than the job's minimum of {least}",
-                f"ask for at least {least}, or start the job with a lower --min-np",
-            )
-        if most is not None and wished > most:
-            raise Problem(
-                422,
-                "above_max",
-                f"{wished} workers are more than the job's maximum of {most}",
-                f"ask for at most {most}, or start the job with a higher --max-np",
-            )
-        return self._accept(ScaleRequested(wished))
+    def _route_of(self, kind: type[ev.Event]) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Return the handler of a user's request, which becomes an event of this kind."""
 
-    async def drain(self, request: web.Request) -> web.Response:
-        """Drain a host; the body may be empty."""
-        wish = await _read_optional(request, _decode_drain, DrainRequest())
-        host = await self._host_named(request)
-        return self._accept(DrainRequested(host.host, wish.reason, wish.deadline))
+        async def handler(request: web.Request) -> web.Response:
+            def decode(body: bytes) -> ev.Event:
+                fields = msgspec.json.decode(body or b"{}", type=dict[str, Any])
+                return msgspec.convert({**fields, **request.match_info}, kind)
 
-    async def undrain(self, request: web.Request) -> web.Response:
-        """Use a drained host again; the body may be empty."""
-        wish = await _read_optional(request, _decode_reason, ReasonGiven())
-        host = await self._host_named(request)
-        if host.state not in ("draining", "drained"):
-            problem = f"host {host.host} is not drained, it is {host.state}"
-            raise Problem(409, "not_drained", problem, "GET /v1/status shows the hosts")
-        return self._accept(DrainCancelled(host.host, wish.reason))
+            event = await read_json(request, decode)
+            await self._check(event)
+            return self._accept(event)
 
-    async def stacks(self, request: web.Request) -> web.Response:
-        """Collect the stacks of all workers; the body may be empty."""
-        wish = await _read_optional(request, _decode_reason, ReasonGiven())
-        return self._accept(StacksRequested(wish.reason))
+        return handler
+
+    async def _check(self, event: ev.Event) -> None:
+        """Raise Problem for a request that does not fit the job."""
+        match event:
+            case ev.ScaleRequested(num_proc=wished):
+                least, most = self._driver.size_bounds
+                if wished < least:
+                    problem = f"{wished} workers are fewer than the job's minimum of {least}"
+                    hint = f"ask for at least {least}, or start the job with a lower --min-np"
+                    raise Problem(422, "below_min", problem, hint)
+                if most is not None and wished > most:
+                    problem = f"{wished} workers are more than the job's maximum of {most}"
+                    hint = f"ask for at most {most}, or start the job with a higher --max-np"
+                    raise Problem(422, "above_max", problem, hint)
+            case ev.DrainRequested(host=host):
+                await self._state_of(host)
+            case ev.DrainCancelled(host=host):
+                state = await self._state_of(host)
+                if state not in ("draining", "drained"):
+                    problem = f"host {host} is not drained, it is {state}"
+                    raise Problem(409, "not_drained", problem, "GET /v1/status shows the hosts")
+
+    async def _state_of(self, host: str) -> str:
+        """Return the state of a host; raises Problem for an unknown one."""
+        seen = msgspec.json.decode(await self._status(), type=_HostsSeen).hosts
+        states = {each.host: each.state for each in seen if each.state != "removed"}
+        if host not in states:
+            known = ", ".join(list(states)[:8]) or "none"
+            problem = f"the job knows no host {host[:80]!r}"
+            raise Problem(404, "unknown_host", problem, f"it knows {known}")
+        return states[host]
 
     async def stop(self, request: web.Request) -> web.Response:
         """End the job; the body may be empty."""
-        wish = await _read_optional(request, _decode_reason, ReasonGiven())
-        self._driver.request_stop(f"told to stop: {wish.reason}", int(ExitCode.TERMINATED))
+        reason = (await read_json(request, lambda body: _decode_stop(body or b"{}"))).reason
+        self._driver.request_stop(f"told to stop: {reason}", int(ExitCode.TERMINATED))
         return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
 
-    async def _host_named(self, request: web.Request) -> _HostSeen:
-        """Return the host named in the path; raises Problem for an unknown one."""
-        name = request.match_info["host"]
-        seen = msgspec.json.decode(await self._status(), type=_HostsSeen).hosts
-        hosts = {host.host: host for host in seen if host.state != "removed"}
-        if name in hosts:
-            return hosts[name]
-        known = ", ".join(list(hosts)[:8]) or "none"
-        raise Problem(
-            404, "unknown_host", f"the job knows no host {name[:80]!r}", f"it knows {known}"
-        )
+    def _accept(self, event: Request) -> web.Response:
+        if not self._driver.post(event):
+            problem = "the job is over or has too much to do"
+            raise Problem(503, "not_accepting", problem, "try again later")
+        return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
+
+    # ---- status, metrics and log ---------------------------------------------------------
 
     async def get_status(self, _request: web.Request) -> web.Response:
         """Answer with the status document."""
@@ -236,20 +218,18 @@ class DriverRoutes:
         return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def _status(self) -> bytes:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[bytes] = loop.create_future()
+        answer: concurrent.futures.Future[bytes] = concurrent.futures.Future()
 
         def settle(document: bytes) -> None:
-            if not answer.done():
+            if answer.set_running_or_notify_cancel():  # the client may have gone
                 answer.set_result(document)
 
-        self._driver.ask_status(lambda document: call_on(loop, settle, document))
+        self._driver.ask_status(settle)
         try:
-            return await asyncio.wait_for(answer, STATUS_WAIT_S)
+            return await asyncio.wait_for(asyncio.wrap_future(answer), STATUS_WAIT_S)
         except asyncio.TimeoutError:
-            raise Problem(
-                503, "busy", f"no status within {STATUS_WAIT_S:g} s", "ask again in a moment"
-            ) from None
+            problem = f"no status within {STATUS_WAIT_S:g} s"
+            raise Problem(503, "busy", problem, "ask again in a moment") from None
 
     async def get_events(self, request: web.Request) -> web.StreamResponse:
         """Answer with the events after number `since` that are still in memory."""
@@ -264,9 +244,8 @@ class DriverRoutes:
     async def _stream(self, request: web.Request, since: int) -> web.StreamResponse:
         """Send past and new events as server-sent events until the job is over."""
         if self._streams >= MAX_STREAMS:
-            raise Problem(
-                503, "too_many_streams", f"{MAX_STREAMS} readers follow already", "ask without -f"
-            )
+            problem = f"{MAX_STREAMS} readers follow already"
+            raise Problem(503, "too_many_streams", problem, "ask without -f")
         response = web.StreamResponse(headers={"Cache-Control": "no-store"})
         response.content_type = _EVENT_STREAM
         loop = asyncio.get_running_loop()
@@ -292,18 +271,6 @@ class DriverRoutes:
             self._streams -= 1
             unsubscribe()
         return response
-
-    def _accept(self, event: Request) -> web.Response:
-        if not self._driver.post(event):
-            raise Problem(
-                503, "not_accepting", "the job is over or has too much to do", "try again later"
-            )
-        return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
-
-
-async def _read_optional(request: web.Request, decode: Callable[[bytes], T], otherwise: T) -> T:
-    """Return the decoded body of a request, or `otherwise` if it is empty."""
-    return await read_json(request, decode) if await request.read() else otherwise
 
 
 def _since(request: web.Request) -> int:

@@ -22,7 +22,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from itertools import count
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -43,17 +43,31 @@ from elastic_driver.policies.tf_messages import (
     BarrierRequest,
     ClusterSpecRequest,
     LookRequest,
-    Passed,
     SynchronizeRequest,
     TfRequest,
 )
-from rendezvous.web import JSON, Problem, json_answer, problem_body, read_json
+from rendezvous.web import JSON, Problem, problem_body, read_json
 
 RequestEvent = ShardRequest | TfRequest | RequestDropped
-T = TypeVar("T")
+Asked = (
+    NextRequest | DoneRequest | ResumeRequest | ExtendRequest | ShardCheckpoint | ReadStatus
+    | ReadCheckpoint | ClusterSpecRequest | LookRequest | BarrierRequest | SynchronizeRequest
+)  # fmt: skip
 SHARDS_PATH = "/v1/shards/"
 _SHARDS = SHARDS_PATH + "{dataset:[^/:]+}"
-_MAX_ADDRESS = 300
+_ROUTES: tuple[tuple[str, str, type[Asked]], ...] = (
+    ("POST", f"{_SHARDS}:next", NextRequest),
+    ("POST", f"{_SHARDS}:done", DoneRequest),
+    ("POST", f"{_SHARDS}:resume", ResumeRequest),
+    ("POST", f"{_SHARDS}:extend", ExtendRequest),
+    ("GET", _SHARDS, ReadStatus),
+    ("GET", f"{_SHARDS}/checkpoint", ReadCheckpoint),
+    ("PUT", f"{_SHARDS}/checkpoint", ShardCheckpoint),
+    ("POST", contract.TF_CLUSTER_SPEC_PATH, ClusterSpecRequest),
+    ("GET", contract.TF_WAITING_NODES_PATH, LookRequest),
+    ("POST", contract.TF_BARRIER_PATH, BarrierRequest),
+    ("POST", contract.TF_SYNCHRONIZE_PATH, SynchronizeRequest),
+)
 _STATUS = {  # of rejections; 409 for all others
     "unknown_dataset": 404,
     "timed_out": 408,
@@ -151,12 +165,10 @@ class OpenRequests:
                 status = _STATUS.get(document.code, 409)
                 problem = Problem(status, document.code, document.message, document.hint)
                 answers.append((reply.ticket, problem))
-            elif document is None:
-                answers.append((reply.ticket, None))
-            else:
-                if id(document) not in encoded:
-                    encoded[id(document)] = _encode(document)
-                answers.append((reply.ticket, encoded[id(document)]))
+                continue
+            if document is not None and id(document) not in encoded:
+                encoded[id(document)] = _encode(document)
+            answers.append((reply.ticket, encoded.get(id(document))))
         if answers and self._loop is not None:
             call_on(self._loop, self._deliver, answers)
 
@@ -173,82 +185,34 @@ class OpenRequests:
             done(Problem(503, "stopping", "the driver is stopping", "ask its successor"))
 
 
-class MachineRoutes:
-    """Handlers of the routes above."""
-
-    def __init__(self, requests: OpenRequests) -> None:
-        self._requests = requests
-
-    def add_to(self, app: web.Application) -> None:
-        """Mount the routes."""
-        add = app.router
-        add.add_post(f"{_SHARDS}:next", self._shard_route(NextRequest))
-        add.add_post(f"{_SHARDS}:done", self._shard_route(DoneRequest))
-        add.add_post(f"{_SHARDS}:resume", self._shard_route(ResumeRequest))
-        add.add_post(f"{_SHARDS}:extend", self._shard_route(ExtendRequest))
-        add.add_put(f"{_SHARDS}/checkpoint", self._shard_route(ShardCheckpoint))
-        add.add_get(_SHARDS, self._read_route(ReadStatus()), allow_head=False)
-        add.add_get(f"{_SHARDS}/checkpoint", self._read_route(ReadCheckpoint()), allow_head=False)
-        add.add_post(contract.TF_CLUSTER_SPEC_PATH, self._tf_route(ClusterSpecRequest))
-        add.add_get(contract.TF_WAITING_NODES_PATH, self.waiting_nodes, allow_head=False)
-        add.add_post(contract.TF_BARRIER_PATH, self.barrier)
-        add.add_post(contract.TF_SYNCHRONIZE_PATH, self._tf_route(SynchronizeRequest))
-        app.on_shutdown.append(self._requests.close)
-
-    def _shard_route(
-        self,
-        kind: type[NextRequest | DoneRequest | ResumeRequest | ExtendRequest | ShardCheckpoint],
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        decode = msgspec.json.Decoder(kind).decode
-
-        async def handler(request: web.Request) -> web.Response:
-            asked = await read_json(request, decode)
-            name = request.match_info["dataset"]
-            return _response(await self._requests.ask(lambda n: ShardRequest(n, name, asked)))
-
-        return handler
-
-    def _read_route(
-        self, asked: ReadStatus | ReadCheckpoint
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def handler(request: web.Request) -> web.Response:
-            name = request.match_info["dataset"]
-            return _response(await self._requests.ask(lambda n: ShardRequest(n, name, asked)))
-
-        return handler
-
-    def _tf_route(
-        self, kind: type[ClusterSpecRequest | SynchronizeRequest]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        decode = msgspec.json.Decoder(kind).decode
-
-        async def handler(request: web.Request) -> web.Response:
-            asked = await read_json(request, decode)
-            return _response(await self._requests.ask(lambda n: TfRequest(n, asked)))
-
-        return handler
-
-    async def barrier(self, request: web.Request) -> web.Response:
-        """Answer when every member has come to the barrier."""
-        asked = await read_json(request, _decode_barrier)
-        body = await self._requests.ask(lambda n: TfRequest(n, asked))
-        return json_answer(msgspec.json.decode(body or b"", type=Passed))
-
-    async def waiting_nodes(self, request: web.Request) -> web.Response:
-        """Answer whether the cluster should form anew."""
-        address = request.query.get("address")
-        if address is not None and len(address) > _MAX_ADDRESS:
-            raise Problem(422, "invalid", f"an address has at most {_MAX_ADDRESS} characters")
-        return _response(await self._requests.ask(lambda n: TfRequest(n, LookRequest(address))))
+def add_machine_routes(app: web.Application, requests: OpenRequests) -> None:
+    """Mount the routes."""
+    for method, path, kind in _ROUTES:
+        app.router.add_route(method, path, _handler(requests, kind))
+    app.on_shutdown.append(requests.close)
 
 
-_decode_barrier = msgspec.json.Decoder(BarrierRequest).decode
+def _handler(
+    requests: OpenRequests, kind: type[Asked]
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    decode_body = msgspec.json.Decoder(kind).decode
 
+    async def handler(request: web.Request) -> web.Response:
+        def decode(body: bytes) -> Asked:
+            if request.method == "GET":
+                return msgspec.convert(dict(request.query), kind)
+            return decode_body(body)
 
-def _response(body: bytes | None) -> web.Response:
-    if body is None:
-        return web.Response(status=204)
-    return web.Response(body=body, content_type=JSON)
+        asked: Any = await read_json(request, decode)
+        dataset = request.match_info.get("dataset")
+        if dataset is None:
+            found = await requests.ask(lambda ticket: TfRequest(ticket, asked))
+        else:
+            found = await requests.ask(lambda ticket: ShardRequest(ticket, dataset, asked))
+        status = 204 if found is None else 200
+        return web.Response(body=found, status=status, content_type=JSON)
+
+    return handler
 
 
 def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:

@@ -154,7 +154,7 @@ def test_a_host_is_drained_with_or_without_a_reason_and_a_deadline(api: Api) -> 
     body = b'{"reason":"new disks","deadline":60}'
     assert api.call("POST", "/v1/hosts/b:drain", body)[0] == 202
     assert api.driver.posted == [
-        DrainRequested("a", "somebody asked for it", None),
+        DrainRequested("a", "a user asked for it", None),
         DrainRequested("b", "new disks", 60.0),
     ]
 

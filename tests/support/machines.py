@@ -9,7 +9,7 @@ from elastic_driver.core.events import Tick
 from elastic_driver.policies.messages import Reply
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
-from elastic_driver.runtime.machine_api import MachineRoutes, OpenRequests, RequestEvent
+from elastic_driver.runtime.machine_api import OpenRequests, RequestEvent, add_machine_routes
 from rendezvous.server import RendezvousServer
 
 
@@ -28,4 +28,6 @@ def serve(machine: DataSets | TfCluster, token: str, port: int = 0) -> Rendezvou
         return True
 
     requests = OpenRequests(handle)
-    return RendezvousServer(port=port, token=token, routes=MachineRoutes(requests).add_to)
+    return RendezvousServer(
+        port=port, token=token, routes=lambda app: add_machine_routes(app, requests)
+    )
