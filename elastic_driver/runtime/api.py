@@ -248,29 +248,33 @@ class DriverRoutes:
             raise Problem(503, "too_many_streams", problem, "ask without -f")
         response = web.StreamResponse(headers={"Cache-Control": "no-store"})
         response.content_type = _EVENT_STREAM
-        loop = asyncio.get_running_loop()
-        news = asyncio.Event()
-        unsubscribe = self._log.subscribe(lambda: call_on(loop, news.set))
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
         self._streams += 1
         try:
-            await response.prepare(request)
-            while True:
-                news.clear()
-                over = self._log.closed  # asked first: what is logged before the end is sent
-                for event in self._log.since(since):
-                    await response.write(b"id: %d\ndata: %b\n\n" % (event.n, event.line))
-                    since = event.n
-                if over:
-                    break
+            with self._log.listening(lambda: call_on(loop, news.set)):
+                await response.prepare(request)
+                await self._send_events(response, since, news)
+            await response.write_eof()
+        finally:
+            self._streams -= 1
+        return response
+
+    async def _send_events(
+        self, response: web.StreamResponse, since: int, news: asyncio.Event
+    ) -> None:
+        """Write every event after number `since` until the log is closed."""
+        over = False
+        while not over:
+            news.clear()
+            over = self._log.closed  # asked first: what is logged before the end is sent
+            for event in self._log.since(since):
+                await response.write(b"id: %d\ndata: %b\n\n" % (event.n, event.line))
+                since = event.n
+            if not over:
                 try:
                     await asyncio.wait_for(news.wait(), _KEEP_ALIVE_S)
                 except asyncio.TimeoutError:
                     await response.write(b": still here\n\n")
-            await response.write_eof()
-        finally:
-            self._streams -= 1
-            unsubscribe()
-        return response
 
 
 def _since(request: web.Request) -> int:

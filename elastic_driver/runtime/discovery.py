@@ -16,7 +16,7 @@ from typing import Protocol
 from elastic_driver.core.events import DiscoveryFailed, HostsDiscovered
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.runtime.host_lists import Hosts, parse_host_lines
-from elastic_driver.runtime.probe import ProbeCancelledError, ProbeError, ScriptProbe
+from elastic_driver.runtime.probe import ProbeError, ScriptProbe
 
 MAX_TEXT_BYTES = 1 << 20  # of a script's output or a hostfile
 _SETTLED_AFTER = 0.02  # a file being rewritten looks the same twice only when it is finished
@@ -66,9 +66,9 @@ class HostfileDiscovery:
         self._text = ""
         try:
             self._text = self._read()
+            self.find()
         except DiscoveryError as error:
             raise UsageError(str(error)) from error
-        self._parse(self._text)
 
     def find(self) -> Hosts:
         """Return the hosts in the file; if it has just changed, wait until it stays the same."""
@@ -78,16 +78,12 @@ class HostfileDiscovery:
             if self._cancelled.wait(_SETTLED_AFTER):
                 raise DiscoveryError(f"hostfile {self._path}: reading was cancelled")
             text = self._read()
-        return self._parse(text)
+        source = f"hostfile {self._path}"
+        return parse_host_lines(text, default_slots=self._default_slots, source=source)
 
     def cancel(self) -> None:
         """End a `find()` that waits for the file to settle."""
         self._cancelled.set()
-
-    def _parse(self, text: str) -> Hosts:
-        return parse_host_lines(
-            text, default_slots=self._default_slots, source=f"hostfile {self._path}"
-        )
 
     def _read(self) -> str:
         try:
@@ -127,7 +123,7 @@ class ScriptDiscovery:
         """Run the script once and return the hosts that it printed."""
         try:
             output = self._probe.run()
-        except (ProbeError, ProbeCancelledError) as error:
+        except ProbeError as error:
             raise DiscoveryError(f"discovery script {self._path} {error}") from error
         return parse_host_lines(
             output.decode("utf-8", "backslashreplace"),
@@ -182,18 +178,12 @@ class DiscoveryThread:
         """Ask once; return None if the answer is the same as before."""
         try:
             hosts = self._source.find()
-        except ElasticError as error:
-            return self._failed(str(error))
         except Exception as error:  # a HostDiscovery of the user's own may raise anything
-            return self._failed(f"{type(self._source).__name__}: {type(error).__name__}: {error}")
+            reason = str(error)
+            if not isinstance(error, ElasticError):
+                reason = f"{type(self._source).__name__}: {type(error).__name__}: {reason}"
+            before, self._last_reason = self._last_reason, reason
+            return None if reason == before else DiscoveryFailed(reason)
         self._last_reason = None
-        if hosts == self._posted:
-            return None
-        self._posted = hosts
-        return HostsDiscovered(hosts)
-
-    def _failed(self, reason: str) -> DiscoveryFailed | None:
-        if reason == self._last_reason:
-            return None
-        self._last_reason = reason
-        return DiscoveryFailed(reason)
+        before_hosts, self._posted = self._posted, hosts
+        return None if hosts == before_hosts else HostsDiscovered(hosts)

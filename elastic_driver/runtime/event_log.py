@@ -11,10 +11,11 @@ event's other fields follow.
 """
 
 import collections
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,11 +23,8 @@ import msgspec
 
 from elastic_driver.core.decisions import Detail
 
-Value = Detail
-
 RING_EVENTS = 10_000  # the newest, which /v1/events returns
-_NUMBERED = ("n", "t", "event")
-_COMMON = ("round", "host", "slot", "rank", "pid")
+_FIRST = ("n", "t", "event", "round", "host", "slot", "rank", "pid")  # fields of every line
 _TAIL_BYTES = 1 << 20  # enough to hold the last line of any log
 
 
@@ -59,11 +57,11 @@ class EventLog:
         self._path, self._clock, self._on_broken = path, clock, on_broken
         self._ring: collections.deque[LoggedEvent] = collections.deque(maxlen=ring)
         self._lock = threading.Lock()
-        self._listeners: set[Callable[[], None]] = set()
+        self._listeners: list[Callable[[], None]] = []
         self._file: BinaryIO | None = None
         self._counts: collections.Counter[str] = collections.Counter()
         self._next = 1
-        self._closed = False
+        self.closed = False  # no event follows
 
     def open(self) -> None:
         """Open the file for appending and go on with its numbering; raises OSError."""
@@ -73,27 +71,27 @@ class EventLog:
         self._file = self._path.open("ab", buffering=0)
         self._next = _last_number(self._path) + 1
 
-    def append(self, event: str, **facts: Value) -> LoggedEvent:
+    def append(self, event: str, **facts: Detail) -> LoggedEvent:
         """Log an event; facts that are None are left out. Never raises for a broken file."""
         broken: OSError | None = None
+        known = {name: value for name, value in facts.items() if value is not None}
         with self._lock:
-            record: dict[str, Value] = {"n": self._next, "t": round(self._clock(), 6)}
-            record |= {"event": event, **dict.fromkeys(_COMMON), "reason": ""}
-            for name, value in facts.items():
-                if value is not None and name not in _NUMBERED:
-                    record[name] = value
+            head = {"n": self._next, "t": round(self._clock(), 6), "event": event}
+            record = dict.fromkeys(_FIRST) | {"reason": ""} | known | head
             logged = LoggedEvent(self._next, msgspec.json.encode(record))
             self._next += 1
             self._counts[event] += 1
             self._ring.append(logged)
             if self._file is not None:
                 try:
-                    self._write(self._file, logged.line + b"\n")
+                    _write(self._file, logged.line + b"\n")
                 except OSError as error:
                     broken = error
                     self._file.close()
                     self._file = None
-        self._tell_listeners()
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            listener()
         if broken is not None:
             self._on_broken(
                 f"event log {self._path}: {broken.strerror or broken}; the job goes on, and "
@@ -101,57 +99,48 @@ class EventLog:
             )
         return logged
 
-    def since(self, n: int, limit: int = RING_EVENTS) -> list[LoggedEvent]:
-        """Return the oldest `limit` events in memory with a number above `n`."""
+    def since(self, n: int) -> list[LoggedEvent]:
+        """Return the events in memory with a number above `n`, the oldest first."""
         with self._lock:
-            return [logged for logged in self._ring if logged.n > n][:limit]
+            return [logged for logged in self._ring if logged.n > n]
 
     def counts(self) -> dict[str, int]:
         """Return the number of events by name since this log was opened."""
         with self._lock:
             return dict(self._counts)
 
-    @property
-    def closed(self) -> bool:
-        """True if no event will follow."""
-        return self._closed
-
     def close(self) -> None:
         """Close the file; events appended later stay in memory only."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             if self._file is not None:
                 self._file.close()
                 self._file = None
-        self._tell_listeners()
-
-    def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call `listener` after each event and at the end; return a function that ends this.
-
-        The listener runs in the appending thread and must neither block nor raise.
-        """
-        with self._lock:
-            self._listeners.add(listener)
-
-        def unsubscribe() -> None:
-            with self._lock:
-                self._listeners.discard(listener)
-
-        return unsubscribe
-
-    def _tell_listeners(self) -> None:
-        with self._lock:
             listeners = tuple(self._listeners)
         for listener in listeners:
             listener()
 
-    @staticmethod
-    def _write(file: BinaryIO, line: bytes) -> None:
-        """Write the whole line, or leave the file as it was: half a line would spoil the next."""
-        written = file.write(line)
-        if written != len(line):
-            file.truncate(file.tell() - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    @contextlib.contextmanager
+    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call `listener` after each event and at the end, while the context is open.
+
+        The listener runs in the appending thread and must neither block nor raise.
+        """
+        with self._lock:
+            self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._listeners.remove(listener)
+
+
+def _write(file: BinaryIO, line: bytes) -> None:
+    """Write the whole line, or leave the file as it was: half a line would spoil the next."""
+    written = file.write(line)
+    if written != len(line):
+        file.truncate(file.tell() - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class _Numbered(msgspec.Struct):

@@ -17,6 +17,7 @@ keys and file names, so they consist of letters, digits, `.`, `_` and `-`, and s
 or a digit.
 """
 
+import contextlib
 import ipaddress
 import re
 from collections.abc import Iterable, Iterator
@@ -33,9 +34,10 @@ MAX_NAME_CHARS = 253  # RFC 1035, section 2.3.4
 _SHOWN_CHARS = 80
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
-_SCOPE = re.compile(r"[A-Za-z0-9._-]+\Z")
+_IPV6 = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\Z")  # an address and its scope
 _NUMBER = re.compile(r"[0-9]{1,9}\Z")  # no sign, no Unicode digits, no surprise in int()
-_OPTION = re.compile(r"(slots|max[_-]slots)\s*=\s*(\S+)\s*\Z")
+_HEAD = re.compile(r"(\[[^]]*\](?=:|\Z)|[^:]*)(?::([^:]*))?\Z")  # `host` or `host:slots`
+_OPTION = re.compile(r"(slots|max[_-]slots)=(\S+)\Z")
 _GRAMMAR = "expected host, host:slots, 'host slots=N', name[01-04] or [IPv6]:slots"
 
 
@@ -69,11 +71,12 @@ def check_host(name: str) -> str | None:
     """Return what is wrong with a host's name or address, or None."""
     if len(name) > MAX_NAME_CHARS:
         return f"a name of {len(name)} characters; at most {MAX_NAME_CHARS}"
-    if ":" in name:
-        return None if _is_ipv6(name) else "not an IPv6 address"
-    if not _NAME.match(name):
-        return f"{name!r} is not a host name; {_GRAMMAR}"
-    return None
+    if ":" not in name:
+        return None if _NAME.match(name) else f"{name!r} is not a host name; {_GRAMMAR}"
+    with contextlib.suppress(ValueError):
+        if _IPV6.match(name) and ipaddress.IPv6Address(name):
+            return None
+    return f"{name!r} is not an IPv6 address; {_GRAMMAR}"
 
 
 def _collect(entries: Iterable[tuple[int, str]], default_slots: int, source: str) -> Hosts:
@@ -85,6 +88,8 @@ def _collect(entries: Iterable[tuple[int, str]], default_slots: int, source: str
                 raise ValueError(f"nothing there; {_GRAMMAR}")
             names, slots = _parse_entry(text.strip(), default_slots)
             for name in names:
+                if problem := check_host(name):
+                    raise ValueError(problem)
                 slots_of[name] = slots_of.get(name, 0) + slots
                 if slots_of[name] > MAX_SLOTS:
                     raise ValueError(f"more than {MAX_SLOTS} slots on one host")
@@ -97,111 +102,45 @@ def _collect(entries: Iterable[tuple[int, str]], default_slots: int, source: str
 
 def _parse_entry(entry: str, default_slots: int) -> tuple[Iterator[str], int]:
     """Return an entry's host names and the slots of each; raises ValueError with the problem."""
-    head, options = _split_options(entry)
-    slots = options.get("slots")
-    address, colon_slots = _split_slots(head)
-    if colon_slots is not None and slots is not None:
-        raise ValueError("slots given twice, as host:slots and as slots=N")
-    if colon_slots is not None:
-        slots = colon_slots
+    head, *others = entry.split(maxsplit=1)
+    match = _HEAD.match(head)
+    if match is None:
+        raise ValueError(f"{head!r} is not a host; {_GRAMMAR}")
+    address = match[1]
+    slots = None if match[2] is None else _parse_slots(match[2])
+    # Some files have blanks around the sign (`slots = 4`): remove them before splitting.
+    for word in re.sub(r"\s*=\s*", "=", others[0] if others else "").split():
+        option = _OPTION.match(word)
+        if option is None:
+            raise ValueError(f"{word!r} after the host is not slots=N; {_GRAMMAR}")
+        number = _parse_slots(option[2])
+        if option[1] == "slots" and slots is not None:
+            raise ValueError("slots given twice, as host:slots and as slots=N")
+        slots = number if option[1] == "slots" else slots
     if address.startswith("["):
-        name = address[1:-1]
-        if not _is_ipv6(name):
-            raise ValueError(f"{name!r} is not an IPv6 address; {_GRAMMAR}")
-        names: Iterator[str] = iter((name,))
+        if ":" not in address:
+            raise ValueError(f"{address[1:-1]!r} is not an IPv6 address; {_GRAMMAR}")
+        names = iter((address[1:-1],))
     else:
-        if _range_size(address) > MAX_HOSTS:
-            raise ValueError(f"a range of more than {MAX_HOSTS} hosts")
-        names = _checked(_expand(address))
+        names = _expand(address)
     return names, default_slots if slots is None else slots
 
 
-def _split_options(entry: str) -> tuple[str, dict[str, int]]:
-    """Return `h slots=4` as `h` and its options; anything else after a blank is an error."""
-    head, *others = entry.split(maxsplit=1)
-    rest = others[0] if others else ""
-    options: dict[str, int] = {}
-    # Some files have blanks around the sign (`slots = 4`): remove them before splitting.
-    for word in re.sub(r"\s*=\s*", "=", rest).split():
-        match = _OPTION.match(word)
-        if match is None:
-            raise ValueError(f"{word!r} after the host is not slots=N; {_GRAMMAR}")
-        options[match[1].replace("-", "_")] = _parse_slots(match[2])
-    return head, options
-
-
-def _split_slots(head: str) -> tuple[str, int | None]:
-    """Return `host:4` as host and 4; colons inside a bracketed IPv6 address do not count."""
-    if head.startswith("["):
-        address, bracket, rest = head.partition("]")
-        if not bracket or (rest and not rest.startswith(":")):
-            raise ValueError(f"an IPv6 address is written [address] or [address]:slots; {_GRAMMAR}")
-        return address + "]", _parse_slots(rest[1:]) if rest else None
-    address, colon, slots = head.partition(":")
-    if ":" in slots:
-        raise ValueError("more than one colon; an IPv6 address is written [address]:slots")
-    return address, _parse_slots(slots) if colon else None
-
-
 def _parse_slots(text: str) -> int:
-    if not _NUMBER.match(text):
+    if not _NUMBER.match(text) or int(text) > MAX_SLOTS:
         raise ValueError(f"{text!r} is not a number of slots (0 to {MAX_SLOTS})")
-    slots = int(text)
-    if slots > MAX_SLOTS:
-        raise ValueError(f"{slots} slots; at most {MAX_SLOTS}")
-    return slots
-
-
-def _checked(names: Iterator[str]) -> Iterator[str]:
-    for name in names:
-        problem = check_host(name)
-        if problem:
-            raise ValueError(problem)
-        yield name
-
-
-def _is_ipv6(name: str) -> bool:
-    address, percent, scope = name.partition("%")
-    if percent and not _SCOPE.match(scope):
-        return False
-    try:
-        ipaddress.IPv6Address(address)
-    except ValueError:
-        return False
-    return True
-
-
-# ---- ranges: n[01-04,07] -----------------------------------------------------------------
+    return int(text)
 
 
 def _expand(name: str) -> Iterator[str]:
-    """Yield the names of a pattern; the last bracket varies fastest, as in Slurm."""
+    """Yield the names of a pattern `n[01-04,07]`; the last bracket varies fastest, as in Slurm."""
     prefix, bracket, rest = name.partition("[")
     if not bracket:
         yield name
         return
-    inside, _, suffix = rest.partition("]")
-    for low, high, width in _spans(inside):
-        for number in range(low, high + 1):
-            yield from (f"{prefix}{number:0{width}d}{tail}" for tail in _expand(suffix))
-
-
-def _range_size(name: str) -> int:
-    """Return the number of names of a pattern without expanding it; checks its brackets."""
-    prefix, bracket, rest = name.partition("[")
-    if "]" in prefix:
-        raise ValueError(f"']' without '['; {_GRAMMAR}")
-    if not bracket:
-        return 1
     inside, closed, suffix = rest.partition("]")
     if not closed:
         raise ValueError(f"'[' without ']'; {_GRAMMAR}")
-    return sum(high - low + 1 for low, high, _ in _spans(inside)) * _range_size(suffix)
-
-
-def _spans(inside: str) -> list[tuple[int, int, int]]:
-    """Return `01-04,07` as (first, last, digits) triples."""
-    spans: list[tuple[int, int, int]] = []
     for part in inside.split(","):
         low, dash, high = part.partition("-")
         high = high if dash else low
@@ -209,5 +148,5 @@ def _spans(inside: str) -> list[tuple[int, int, int]]:
             raise ValueError(f"{part!r} is not a range of numbers such as 01-04")
         if int(low) > int(high):
             raise ValueError(f"the range {part} runs backwards")
-        spans.append((int(low), int(high), len(low)))
-    return spans
+        for number in range(int(low), int(high) + 1):
+            yield from (f"{prefix}{number:0{len(low)}d}{tail}" for tail in _expand(suffix))

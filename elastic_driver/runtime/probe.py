@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 _CHUNK_BYTES = 65536
 _REAP_S = 1.0  # a killed process is gone in milliseconds, unless the kernel holds it
@@ -24,10 +24,6 @@ _STDERR_BYTES = 4096  # the end of it, to explain a failure
 
 class ProbeError(Exception):
     """The program gave no answer; the message continues its name: "exited with status 3"."""
-
-
-class ProbeCancelledError(Exception):
-    """`cancel()` was called."""
 
 
 class ScriptProbe:
@@ -49,11 +45,14 @@ class ScriptProbe:
         self._running: subprocess.Popen[bytes] | None = None
 
     def run(self) -> bytes:
-        """Return what the program printed to stdout; raises ProbeError or ProbeCancelledError."""
-        deadline = time.monotonic() + self._timeout
-        process, streams = self._spawn()
+        """Return what the program printed to stdout; raises ProbeError."""
+        with self._lock:
+            if self._cancelled:
+                raise ProbeError("was cancelled")
+            process = self._running = self._spawn()
+        streams: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
         try:
-            output, errors = self._collect(process.pid, streams, deadline)
+            self._collect(process.pid, streams)
         finally:
             with self._lock:  # until it is reaped, no other process gets its number
                 _kill_group(process)
@@ -63,10 +62,10 @@ class ScriptProbe:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_REAP_S)  # a process stuck in the kernel is left behind
         if self._cancelled:
-            raise ProbeCancelledError("was cancelled")
+            raise ProbeError("was cancelled")
         if process.returncode != 0:
-            raise ProbeError(_describe_exit(process.returncode, errors))
-        return output
+            raise ProbeError(_describe_exit(process.returncode, streams[process.stderr]))
+        return bytes(streams[process.stdout])
 
     def cancel(self) -> None:
         """Kill the program if it runs, and refuse to run it again."""
@@ -75,78 +74,64 @@ class ScriptProbe:
             if self._running is not None:
                 _kill_group(self._running)
 
-    def _spawn(self) -> tuple[subprocess.Popen[bytes], tuple[IO[bytes], IO[bytes]]]:
-        """Start the program; return the process, its stdout and its stderr."""
-        with self._lock:
-            if self._cancelled:
-                raise ProbeCancelledError("was cancelled")
-            try:
-                process = subprocess.Popen(
-                    self._argv,
-                    env=self._env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    bufsize=0,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                problem = error.strerror or str(error)
-                if error.errno == errno.ENOEXEC:
-                    problem += "; its first line should name its interpreter, such as #!/bin/sh"
-                raise ProbeError(f"cannot be run: {problem}") from error
-            self._running = process
-        if process.stdout is None or process.stderr is None:
-            raise AssertionError("both streams are pipes")
-        return process, (process.stdout, process.stderr)
+    def _spawn(self) -> "subprocess.Popen[bytes]":
+        try:
+            return subprocess.Popen(
+                self._argv,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            problem = error.strerror or str(error)
+            if error.errno == errno.ENOEXEC:
+                problem += "; its first line should name its interpreter, such as #!/bin/sh"
+            raise ProbeError(f"cannot be run: {problem}") from error
 
-    def _collect(
-        self, pid: int, streams: tuple[IO[bytes], IO[bytes]], deadline: float
-    ) -> tuple[bytes, bytes]:
+    def _collect(self, pid: int, streams: dict[Any, bytearray]) -> None:
         """Read both streams until the program has exited; its children may hold them longer."""
+        deadline = time.monotonic() + self._timeout
+        output, errors = streams.values()
         exited = os.pidfd_open(pid)
-        buffers = {stream.fileno(): bytearray() for stream in streams}
-        output, errors = buffers.values()
         try:
             with selectors.DefaultSelector() as selector:
-                for descriptor in (exited, *buffers):
-                    os.set_blocking(descriptor, False)
-                    selector.register(descriptor, selectors.EVENT_READ)
-                ready: set[int] = set()
-                while exited not in ready:
-                    ready = {key.fd for key, _ in selector.select(deadline - time.monotonic())}
-                    if not ready and time.monotonic() >= deadline:
+                selector.register(exited, selectors.EVENT_READ)
+                for stream, buffer in streams.items():
+                    os.set_blocking(stream.fileno(), False)
+                    selector.register(stream, selectors.EVENT_READ, buffer)
+                over = False
+                while not over:
+                    ready = [key for key, _ in selector.select(deadline - time.monotonic())]
+                    over = any(key.fd == exited for key in ready)
+                    if not over and time.monotonic() >= deadline:
                         raise ProbeError(
                             f"gave no answer within {self._timeout:g} s and was killed; "
                             "make it faster, or raise --discovery-timeout"
                         )
-                    for descriptor in ready & buffers.keys():
-                        if _read(descriptor, buffers[descriptor]) is False:
-                            selector.unregister(descriptor)
-                    self._check_size(output)
+                    # Everything that it wrote before it exited is in the pipes.
+                    for key in list(selector.get_map().values()) if over else ready:
+                        if key.fd != exited and not self._read(key.fd, key.data):
+                            selector.unregister(key.fileobj)
+                    if len(output) > self._max_output:
+                        raise ProbeError(
+                            f"printed more than {self._max_output} bytes and was killed"
+                        )
                     del errors[:-_STDERR_BYTES]
         finally:
             os.close(exited)
-        # What it wrote before it exited is in the pipes by now.
-        for descriptor, buffer in buffers.items():
-            while _read(descriptor, buffer) and len(buffer) <= self._max_output:
-                pass
-        self._check_size(output)
-        return bytes(output), bytes(errors[-_STDERR_BYTES:])
 
-    def _check_size(self, output: bytearray) -> None:
-        if len(output) > self._max_output:
-            raise ProbeError(f"printed more than {self._max_output} bytes and was killed")
-
-
-def _read(descriptor: int, buffer: bytearray) -> bool | None:
-    """Read into `buffer`; return False at the end of the stream, None if there is nothing yet."""
-    try:
-        chunk = os.read(descriptor, _CHUNK_BYTES)
-    except BlockingIOError:
-        return None
-    buffer += chunk
-    return bool(chunk)
+    def _read(self, descriptor: int, buffer: bytearray) -> bool:
+        """Read all that is there, up to the limit; return False at the end of the stream."""
+        with contextlib.suppress(BlockingIOError):
+            while len(buffer) <= self._max_output:
+                chunk = os.read(descriptor, _CHUNK_BYTES)
+                if not chunk:
+                    return False
+                buffer += chunk
+        return True
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -159,7 +144,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _describe_exit(code: int, errors: bytes) -> str:
+def _describe_exit(code: int, errors: bytearray) -> str:
     """Describe the program's exit, with the last line of its stderr."""
     if code < 0:
         try:

@@ -1,10 +1,10 @@
 """The folder of one run: `<state-dir>/<run-id>/`, readable by its owner alone.
 
     events.jsonl    the event log, kept
-    token           the job's secret (0600), gone when the job is over
-    endpoint.json   the driver's URL, gone when the job is over
+    token           the job's secret (0600), removed when the job is over
+    endpoint.json   the driver's URL, removed when the job is over
 
-The driver makes it before it starts anything: if the folder cannot be written, the command fails
+The driver creates it before it starts anything: if the folder cannot be written, the command fails
 at once and no training is lost. The files are only read to find a live run of the same name.
 """
 
@@ -14,11 +14,11 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
+import psutil
 
 from elastic_driver.errors import ClusterError, UsageError
 
@@ -62,51 +62,40 @@ class RunDir:
             )
         self.run_id = run_id
         self.path = state_dir.expanduser().absolute() / run_id
-
-    @property
-    def events_file(self) -> Path:
-        """The event log."""
-        return self.path / "events.jsonl"
-
-    @property
-    def token_file(self) -> Path:
-        """The 0600 file with the job's token."""
-        return self.path / "token"
-
-    @property
-    def endpoint_file(self) -> Path:
-        """The file with the driver's URL."""
-        return self.path / "endpoint.json"
+        self.events_file = self.path / "events.jsonl"
+        self.token_file = self.path / "token"
+        self.endpoint_file = self.path / "endpoint.json"
+        self._draft = self.path / "endpoint.new"
 
     def create(self) -> None:
-        """Make the folder (0700) and see that it can be written.
+        """Make the folder (0700) and check that it can be written.
 
         Raises UsageError (64) if the folder cannot be used or belongs to a running driver, and
         ClusterError (75) if the disk is full: the same command may succeed later.
         """
-        try:
+        with self._explained():
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # An existing folder may be readable by others.
-            self.path.chmod(0o700)
+            self.path.chmod(0o700)  # an existing folder may be readable by others
             self._refuse_a_second_driver()
             self.token_file.unlink(missing_ok=True)
-            self._probe()
-        except OSError as error:
-            self._explain(error)
+            probe = self.path / ".probe"
+            try:
+                # On a full disk an empty file can often still be made, but no block.
+                probe.write_bytes(b"\0" * 4096)
+            finally:
+                with contextlib.suppress(OSError):
+                    probe.unlink(missing_ok=True)
 
     def write_endpoint(self, url: str, now: float) -> None:
         """Write the driver's URL, atomically. Raises as `create` does."""
         endpoint = Endpoint(run_id=self.run_id, url=url, pid=os.getpid(), started=now)
-        draft = self.endpoint_file.with_suffix(".new")
-        try:
-            draft.write_bytes(msgspec.json.encode(endpoint) + b"\n")
-            draft.replace(self.endpoint_file)
-        except OSError as error:
-            self._explain(error)
+        with self._explained():
+            self._draft.write_bytes(msgspec.json.encode(endpoint) + b"\n")
+            self._draft.replace(self.endpoint_file)
 
     def close(self) -> None:
         """Remove token and endpoint; never raises, the job is over."""
-        for path in (self.token_file, self.endpoint_file, self.endpoint_file.with_suffix(".new")):
+        for path in (self.token_file, self.endpoint_file, self._draft):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
@@ -116,37 +105,20 @@ class RunDir:
             endpoint = msgspec.json.decode(self.endpoint_file.read_bytes(), type=Endpoint)
         except (FileNotFoundError, msgspec.DecodeError):
             return
-        if endpoint.pid != os.getpid() and _is_alive(endpoint.pid):
+        if endpoint.pid != os.getpid() and psutil.pid_exists(endpoint.pid):
             raise UsageError(
                 f"run id {self.run_id} is in use by process {endpoint.pid} ({endpoint.url}); "
                 "give another --run-id, or stop that job first"
             )
         self.endpoint_file.unlink(missing_ok=True)
 
-    def _probe(self) -> None:
-        """Write a block: on a full disk an empty file can often still be made, but no block."""
-        probe = self.path / ".probe"
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn an OSError into a message that says what to try."""
         try:
-            probe.write_bytes(b"\0" * 4096)
-        finally:
-            with contextlib.suppress(OSError):
-                probe.unlink(missing_ok=True)
-
-    def _explain(self, error: OSError) -> NoReturn:
-        what = f"cannot keep the run's files in {self.path}: {error.strerror or error}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ClusterError(f"{what}; make room, or choose another --state-dir") from error
-        raise UsageError(f"{what}; choose another folder with --state-dir") from error
-
-
-def _is_alive(pid: int) -> bool:
-    """Return True if a process with this number exists."""
-    if pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+            yield
+        except OSError as error:
+            what = f"cannot keep the run's files in {self.path}: {error.strerror or error}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise ClusterError(f"{what}; make room, or choose another --state-dir") from error
+            raise UsageError(f"{what}; choose another folder with --state-dir") from error

@@ -18,7 +18,7 @@ from msgspec import Struct
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.discovery import MAX_TEXT_BYTES, DiscoveryError
 from elastic_driver.runtime.host_lists import Hosts, parse_hosts
-from elastic_driver.runtime.probe import ProbeCancelledError, ProbeError, ScriptProbe
+from elastic_driver.runtime.probe import ProbeError, ScriptProbe
 
 EVERY_S = 10.0  # between two questions
 _ANSWER_S = 10.0
@@ -171,7 +171,7 @@ class AllocationDiscovery:
         """Return the allocation's state and its nodes."""
         try:
             state, _, nodes = self._squeue.run().decode(errors="replace").strip().partition(" ")
-        except (ProbeError, ProbeCancelledError) as error:
+        except ProbeError as error:
             if _UNKNOWN in str(error):
                 return "COMPLETED", ""
             state = nodes = ""
