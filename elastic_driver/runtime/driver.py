@@ -6,12 +6,12 @@ backends, whoever calls `request_stop`) only put messages into the mailbox. The 
 starts nothing. Times are seconds.
 """
 
+import contextlib
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -23,7 +23,7 @@ from elastic_driver.core.job import Job
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.api import DriverRoutes
-from elastic_driver.runtime.backend import Backend, MakeBackend
+from elastic_driver.runtime.backend import MakeBackend
 from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.event_log import EventLog
@@ -40,10 +40,9 @@ from elastic_driver.runtime.mailbox import (
     StatusAsked,
     StopNow,
 )
-from elastic_driver.runtime.options import DriverOptions, Outcome
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.run_dir import RunDir
-from elastic_driver.settings import Settings
+from elastic_driver.settings import DriverOptions, Settings
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
@@ -89,12 +88,12 @@ class ElasticDriver:
         self._mailbox = Mailbox()
         self._log = EventLog(run_dir.events_file, clock=time.time, on_broken=reporter.note)
         self._source = discovery
-        self._discovery: DiscoveryThread | None = None
         self._server: RendezvousServer | None = None
-        self._starter: Backend | None = None
         self._loop: DriverLoop | None = None
         self._thread: threading.Thread | None = None
-        self._outcome: Outcome | None = None
+        self._closing = contextlib.ExitStack()  # frees what was opened, the newest first
+        self._end: EndJob | None = None  # of the job, before everything is closed
+        self._outcome: EndJob | None = None  # after everything is closed
         self._begun = False  # the job
         self._stop_asked = False
         self._began = 0.0  # unix seconds
@@ -104,21 +103,21 @@ class ElasticDriver:
     def open(self) -> None:
         """Create the run's files, open the rendezvous and start the loop; no job begins yet.
 
-        Raises ElasticError where that is impossible; nothing is left behind then.
+        Raises ElasticError if that is impossible; nothing is left behind then.
         """
         self._began = time.time()
         self._run_dir.create()
         try:
-            parts = self._open()
-            thread = threading.Thread(target=self._run_loop, args=parts, name="driver", daemon=True)
-            thread.start()
+            loop = self._loop = self._make_loop()
+            run = threading.Thread(target=self._run_loop, args=(loop,), name="driver", daemon=True)
+            run.start()
         except BaseException:
-            self._close_all()
+            self._closing.close()
             raise
-        self._thread = thread
+        self._thread = run
 
     def check(self, hosts: Hosts) -> CheckReport:
-        """Check hosts before the job; raises ElasticError where that cannot begin."""
+        """Check hosts before the job; raises ElasticError if that cannot begin."""
         answers: queue.SimpleQueue[CheckReport | Exception] = queue.SimpleQueue()
         self._mailbox.put(CheckAsked(hosts, answers.put))
         while self._outcome is None:
@@ -141,26 +140,26 @@ class ElasticDriver:
         if self._thread is None:
             self.open()
         self._settings = settings or self._settings
-        source = discovery or self._source
         try:
-            self._log.open()
-            self._run_dir.write_endpoint(self.endpoint, self._began)
-        except OSError as error:
-            self.abandon()
-            _cannot_start(f"{error.filename or self._run_dir.path}: {error.strerror}", error)
+            with self._startup_errors():
+                self._log.open()
+                self._run_dir.write_endpoint(self.endpoint, self._began)
         except BaseException:
             self.abandon()
             raise
         self._begun = True
         self._mailbox.put(JobBegins(Job(self._settings), self._spec.run_id))
-        self._discovery = DiscoveryThread(
-            source, interval=self._options.discovery_interval, post=self._mailbox.put
+        thread = DiscoveryThread(
+            discovery or self._source,
+            interval=self._options.discovery_interval,
+            post=self._mailbox.put,
         )
-        self._discovery.start()
+        self._closing.callback(thread.stop)
+        thread.start()
 
     def run(
         self, settings: Settings | None = None, discovery: HostDiscovery | None = None
-    ) -> Outcome:
+    ) -> EndJob:
         """Run the job to its end; see `start`."""
         self.start(settings, discovery)
         try:
@@ -168,35 +167,29 @@ class ElasticDriver:
         finally:
             self.stop()
 
-    def wait(self) -> Outcome:
+    def wait(self) -> EndJob:
         """Block until the job is over and everything it started is gone."""
-        if self._thread is None:
-            raise RuntimeError("a driver is started before it is waited for")
-        self._join(self._thread)
+        self._join()
         if self._outcome is None:
-            raise AssertionError("the mailbox thread always leaves an outcome")
+            raise RuntimeError("a driver is started before it is waited for")
         return self._outcome
 
-    @staticmethod
-    def _join(thread: threading.Thread) -> None:
+    def _join(self) -> None:
         # In slices: a signal that comes in the moment in which an endless wait begins is only
         # noted, and its handler would not run before the wait is over.
-        while thread.is_alive():
-            thread.join(SIGNAL_SLICE_S)
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(SIGNAL_SLICE_S)
 
     def stop(self) -> None:
         """End a job that still runs, with grace for its workers, and wait. Idempotent."""
-        if self._thread is None:
-            return
-        if self._outcome is None and not self._stop_asked:
+        if self._thread is not None and self._outcome is None and not self._stop_asked:
             self.request_stop("the driver was stopped", int(ExitCode.TERMINATED))
-        self._join(self._thread)
+        self._join()
 
     def abandon(self) -> None:
         """End everything at once, without grace, and wait. Idempotent."""
-        if self._thread is not None:
-            self._mailbox.put(StopNow())
-            self._join(self._thread)
+        self._mailbox.put(StopNow())
+        self._join()
 
     def request_stop(self, reason: str, exit_code: int) -> None:
         """Ask for the job's end; asked a second time, kill at once. Returns at once.
@@ -238,44 +231,57 @@ class ElasticDriver:
 
     # ---- opening and closing -------------------------------------------------------------
 
-    def _open(self) -> tuple[DriverLoop, Executor]:
-        """Everything but the two threads; what fails half-way is closed by `_close_all`."""
+    @contextlib.contextmanager
+    def _startup_errors(self) -> Iterator[None]:
+        """Turn errors of files and of the rendezvous into messages for the user."""
         try:
+            yield
+        except OSError as error:
+            what = f"{error.filename or self._run_dir.path}: {error.strerror}"
+            raise ClusterError(f"the driver cannot start: {what}") from error
+        except RendezvousError as error:
+            raise ClusterError(f"the driver cannot start: {error}") from error
+
+    def _make_loop(self) -> DriverLoop:
+        """Open everything but the job's own files; `_closing` frees what was opened."""
+        routes = DriverRoutes(self, self._log, self._joined)
+        self._closing.callback(self._run_dir.close)
+        with self._startup_errors():
             token = make_token()
             write_token_file(self._run_dir.token_file, token)
-            routes = DriverRoutes(self, self._log, self._joined)
             self._server = RendezvousServer(
                 self._options.bind_host,
                 self._options.bind_port,
                 token=token,
                 others=() if self._joined is None else self._joined.secrets,
-                on_lease_expired=self._lease_lapsed,
+                on_lease_expired=self._lease_expired,
                 routes=routes.add_to,
                 posts={
                     EVENTS_PATH: routes.take_event,
                     SHARDS_PATH: routes.requests.take_shard_request,
                 },
             )
-            self._server.start()
+            self._closing.callback(self._server.start().stop)
             self._server.apply([Set(contract.JOB_SPEC, encode(self._spec))])
-            if self._joined is not None:
-                self._joined.open(self._server, token)
-            if self._checks is not None:
-                self._checks.open(self._server, token)
-        except OSError as error:
-            _cannot_start(f"{error.filename or self._run_dir.path}: {error.strerror}", error)
-        except RendezvousError as error:
-            _cannot_start(str(error), error)
-        self._starter = self._make_starter(self.endpoint, self._run_dir.token_file)
+        self._closing.callback(self._log.close)
+        for nodes in (self._joined, self._checks):
+            if nodes is not None:
+                nodes.open(self._server, token)
+        if self._checks is not None:
+            self._closing.callback(self._checks.stop)
+        starter = self._make_starter(self.endpoint, self._run_dir.token_file)
         executor = Executor(
             server=self._server,
-            starter=self._starter,
+            starter=starter,
             log=self._log,
             reporter=self.reporter,
             checks=self._checks,
             post=self._mailbox.put,
         )
-        self._loop = DriverLoop(
+        # Every worker's output has been forwarded once the starter is closed.
+        self._closing.callback(self._log_end, executor)
+        self._closing.callback(starter.close, 0.0)
+        return DriverLoop(
             self._mailbox,
             executor,
             lease=self._settings.heartbeat_timeout,
@@ -284,9 +290,8 @@ class ElasticDriver:
             answer=routes.requests.answer,
             debug=self._options.debug,
         )
-        return self._loop, executor
 
-    def _lease_lapsed(self, key: str) -> None:
+    def _lease_expired(self, key: str) -> None:
         """Pass an expired lease on; called by the server's thread."""
         if self._joined is not None:
             self._joined.lease_expired(key)
@@ -294,22 +299,13 @@ class ElasticDriver:
         if lease is not None:
             self._mailbox.put(LeaseExpired(*lease, self._settings.heartbeat_timeout))
 
-    def _close_all(self) -> None:
-        """Free every resource, whatever state it is in; the last thing the driver does."""
-        if self._discovery is not None:
-            self._discovery.stop()
-        if self._checks is not None:
-            self._checks.stop()
-        if self._starter is not None:
-            self._starter.close(0.0)
-        self._log.close()
-        if self._server is not None:
-            self._server.stop()
-        self._run_dir.close()
+    def _log_end(self, executor: Executor) -> None:
+        if self._begun and self._end is not None:
+            executor.job_ended(self._end)
 
     # ---- the driver's thread -------------------------------------------------------------
 
-    def _run_loop(self, loop: DriverLoop, executor: Executor) -> None:
+    def _run_loop(self, loop: DriverLoop) -> None:
         """Handle messages until the job ends, or a bug of ours ends it."""
         try:
             while loop.end is None:
@@ -319,22 +315,16 @@ class ElasticDriver:
         except BaseException:  # nothing may leave agents behind, and nothing is swallowed
             self.reporter.bug(traceback.format_exc())
             end = EndJob(int(ExitCode.BUG), "a bug of the driver's ended it")
+        self._end = end
         try:
-            if self._discovery is not None:
-                self._discovery.stop()
             if self._joined is not None:
                 self._joined.job_ends(end.exit_code, end.reason)
-            if self._starter is not None:
-                self._starter.close(0.0)
-            # Only now has every worker's output been forwarded: these are the last lines.
-            if self._begun:
-                executor.job_ended(end)
-            self._close_all()
+            self._closing.close()
         except BaseException:
             self.reporter.bug(traceback.format_exc())
             end = EndJob(int(ExitCode.BUG), "a bug of the driver's showed while it ended")
         finally:
-            self._outcome = Outcome(end.exit_code, end.reason, end.failure)
+            self._outcome = end
 
     def _status(self) -> bytes:
         """Return the run, the job and what was measured as JSON; before the job, the check."""
@@ -356,7 +346,3 @@ class ElasticDriver:
         }
         document["counters"]["false_alarms"] = loop.stragglers.false_alarms
         return msgspec.json.encode(document)
-
-
-def _cannot_start(problem: str, cause: Exception) -> NoReturn:
-    raise ClusterError(f"the driver cannot start: {problem}") from cause

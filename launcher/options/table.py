@@ -13,8 +13,7 @@ from elastic_driver import options as o
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.options import FLAG, SECONDS, Heading, ValueKind, option, text, whole
 from elastic_driver.runtime.backend import BackendJob
-from elastic_driver.runtime.options import DriverOptions
-from elastic_driver.settings import Settings
+from elastic_driver.settings import DriverOptions, Settings
 
 HOSTS, JOIN, SIZE, START = Heading.HOSTS, Heading.JOIN, Heading.SIZE, Heading.START
 CHECK, OTHER = Heading.CHECK, Heading.OTHER

@@ -23,8 +23,7 @@ from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.rules import units
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import BackendJob
-from elastic_driver.runtime.options import DriverOptions
-from elastic_driver.settings import Settings
+from elastic_driver.settings import DriverOptions, Settings
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine
 from launcher.plan import hosts as where

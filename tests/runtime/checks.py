@@ -13,10 +13,9 @@ from elastic_driver.runtime.checks import CheckSettings, NodeChecks
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
-from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.run_dir import RunDir
-from elastic_driver.settings import Settings
+from elastic_driver.settings import DriverOptions, Settings
 
 
 def check_without_a_job(

@@ -15,10 +15,9 @@ from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.checks import CheckSettings, NodeChecks
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
-from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.run_dir import RunDir
-from elastic_driver.settings import Settings
+from elastic_driver.settings import DriverOptions, Settings
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import ChangingHosts, JobUnderTest, StartJob
 

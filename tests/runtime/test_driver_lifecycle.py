@@ -18,10 +18,9 @@ from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime import loop
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.options import DriverOptions
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.run_dir import RunDir
-from elastic_driver.settings import Settings
+from elastic_driver.settings import DriverOptions, Settings
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import StartJob
 

@@ -7,8 +7,7 @@ import dataclasses
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.options import ValueKind
 from elastic_driver.runtime.backend import BackendJob
-from elastic_driver.runtime.options import DriverOptions
-from elastic_driver.settings import Settings
+from elastic_driver.settings import DriverOptions, Settings
 from launcher.options.table import OPTIONS, STRUCTS
 from launcher.options.values import CommandLine, resolve
 
