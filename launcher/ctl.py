@@ -1,11 +1,10 @@
 """The `elasticctl` command: from argv to an exit status.
 
-Every subcommand is a function in `launcher.ctl_commands` that takes the words after its name. Its
-module is imported when it is called.
+The subcommands are in `launcher.ctl_commands`; a module is imported when its subcommand is called.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 
 from launcher.edge import run_command
@@ -15,35 +14,25 @@ usage: elasticctl COMMAND [OPTIONS]
 
 A running job
   status [--json] [--watch]   the job, its hosts and its workers
-  events [-f] [--since N]     the events so far, and with -f those to come
+  events [-f] [--since N]     its events so far, and with -f those to come
   hosts [--json]              its hosts
   stacks [--last]             the stack of every rank, equal ones together
   scale N                     ask for another number of workers
-  drain HOST [--deadline S]   have a host's workers leave in good order; --cancel takes it back
+  drain HOST [--deadline S]   make a host's workers leave at a step boundary; --cancel undoes it
   stop                        end it; elasticrun returns 143
-It is the only one running below the state directory, or the one named by --run-id ID,
---state-dir D, or --endpoint URL with --token-file F.
+The job is the only one that runs below the state directory (--state-dir D), or the one of
+--run-id ID, or of --endpoint URL with --token-file F.
 
 Without a job
   check [OPTIONS] [HOSTS…]    which of these hosts are faulty or slow
   config show [OPTIONS]       the value of every option of elasticrun, and its source
 
-`elasticctl COMMAND --help` says more. Exit status: 0; 1 where check found a bad node; 64 wrong
-usage; 75 no such job is running, or it does not answer; 130/143 interrupted.
+`elasticctl COMMAND --help` shows more. Exit status: 0 success; 1 if check found a bad node; 64
+wrong usage; 75 no such job is running, or it does not answer; 130/143 interrupted.
 """
 
-# Subcommand → module and function.
-_COMMANDS = {
-    "status": ("running", "status"),
-    "events": ("running", "events"),
-    "hosts": ("running", "hosts"),
-    "stacks": ("running", "stacks"),
-    "scale": ("running", "scale"),
-    "drain": ("running", "drain"),
-    "stop": ("running", "stop"),
-    "check": ("check", "check"),
-    "config": ("config", "config"),
-}
+_WITHOUT_JOB = ("check", "config")
+_COMMANDS = ("status", "events", "hosts", "stacks", "scale", "drain", "stop", *_WITHOUT_JOB)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,21 +42,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    from elastic_driver.errors import UsageError  # noqa: PLC0415
+    from elastic_driver.errors import UsageError  # noqa: PLC0415 - see `run_command`
 
     if not words or words[0] in ("-h", "--help", "help"):
         print(_HELP, end="")
         return 0 if words else 64
-    if words[0] not in _COMMANDS:
+    name, *rest = words
+    if name not in _COMMANDS:
         known = ", ".join(_COMMANDS)
-        raise UsageError(f"{words[0]!r} is no command; there is {known} (elasticctl --help)")
-    module, name = _COMMANDS[words[0]]
-    command: Callable[[list[str]], int] = getattr(
-        import_module(f"launcher.ctl_commands.{module}"), name
-    )
+        raise UsageError(f"{name!r} is no command; there is {known} (elasticctl --help)")
     try:
-        return command(words[1:])
-    except SystemExit as leaving:  # argparse has shown the help that was asked for
+        if name in _WITHOUT_JOB:
+            check = import_module("launcher.ctl_commands.check")
+            return int(getattr(check, name)(rest))
+        return int(import_module("launcher.ctl_commands.running").run(name, rest))
+    except SystemExit as leaving:  # argparse has printed its help
         return int(leaving.code or 0)
 
 

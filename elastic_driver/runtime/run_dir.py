@@ -21,6 +21,7 @@ import msgspec
 import psutil
 
 from elastic_driver.errors import ClusterError, UsageError
+from rendezvous.client import parse_url
 
 MAX_RUN_ID_CHARS = 64  # it is part of file names and of workers' environments
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -33,6 +34,17 @@ class Endpoint(msgspec.Struct, frozen=True):
     url: str
     pid: int
     started: float  # unix seconds
+
+
+def read_endpoint(folder: Path) -> Endpoint | None:
+    """Return the address of the run in this folder; None if it has no usable one."""
+    try:
+        content = (folder / "endpoint.json").read_bytes()
+        endpoint = msgspec.json.decode(content, type=Endpoint)
+        parse_url(endpoint.url)
+    except (OSError, msgspec.DecodeError, ValueError):
+        return None
+    return endpoint
 
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:

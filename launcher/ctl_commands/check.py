@@ -1,6 +1,6 @@
-"""`elasticctl check HOSTS…`: checks nodes without a job.
+"""The subcommands that need no running job: `elasticctl check` and `elasticctl config show`.
 
-Takes the words behind its name and returns an exit status; errors are raised.
+Each function takes the words after its name and returns an exit status; errors are raised.
 """
 
 import os
@@ -12,39 +12,44 @@ from pathlib import Path
 
 import msgspec
 
+from elastic_driver.errors import UsageError
+from elastic_driver.options import FLAG
 from elastic_driver.policies.nodecheck.report import CheckHistory
 from elastic_driver.runtime.checks import CheckHistoryFile
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.host_lists import parse_hosts
 from elastic_driver.runtime.run_dir import RunDir
+from launcher.ctl_commands.show import table
 from launcher.job import collect_facts
+from launcher.options.table import OPTIONS
 from launcher.options.values import CommandLine, resolve, split
 from launcher.plan.launch import make_plan
 from launcher.submit import nodecheck
 from launcher.submit.checks import make_discovery
 from launcher.submit.submit import backend_maker, bound, make_driver
 
+_CONFIG_USAGE = "usage: elasticctl config show [OPTIONS of elasticrun]"
 _HISTORY = "--history"
 _HELP = """\
 usage: elasticctl check [OPTIONS] [HOSTS…]
        elasticctl check --history [OPTIONS] [HOSTS…]
 
-Runs short tasks on HOSTS in changing pairs, and says which of them are faulty or slow. HOSTS are
-written as for elasticrun -H (n1, n[01-04]:8); without any, those of --hostfile or
---host-discovery-script are checked, or this machine. OPTIONS are elasticrun's and stand before
-the hosts, among them:
+Runs short tasks on HOSTS in changing pairs, and shows which of them are faulty or slow. HOSTS are
+written as for elasticrun -H (n1, n[01-04]:8). Without HOSTS, the hosts of --hostfile or
+--host-discovery-script are checked, or this machine. OPTIONS are elasticrun's and come before the
+hosts, among them:
   --comm-perf-test       also measure bandwidth and latency of the network
   --straggler-detection  also train a small transformer, and look for slow nodes
-  --exclude-straggler    the same; and let a slow node count as a bad one
+  --exclude-straggler    the same, and count a slow node as a bad one
   --check-timeout S      time for one round
   --log-format json      the report as one JSON object
-  --state-dir D          where the findings are kept, and earlier ones are looked up
+  --state-dir D          the folder for the results, also of earlier checks
 
-With --history nothing is checked: what earlier checks found out about HOSTS, or about all that
-were ever checked, is shown.
+With --history nothing is checked: the results of earlier checks of HOSTS, or of all hosts that
+were ever checked, are shown.
 
 Exit status
-  0 no bad node; 1 some; 64 wrong usage; 75 nothing could be checked; 130/143 interrupted.
+  0 no bad node; 1 bad nodes; 64 wrong usage; 75 nothing could be checked; 130/143 interrupted.
 """
 
 
@@ -82,18 +87,39 @@ def check(words: list[str]) -> int:
 
 
 def _show_history(line: CommandLine, hosts: Sequence[str]) -> int:
-    """Print what earlier checks have found; hosts as they are written for a check."""
+    """Print the results of earlier checks; `hosts` are written as for a check."""
     plan = make_plan(line, collect_facts(line, os.environ))
     names = [name for name, _slots in parse_hosts(",".join(hosts))] if hosts else []
     file = CheckHistoryFile(Path(plan.state_dir), _say)
     history = file.read()
     if plan.options.log_format == "json":
         chosen = {n: past for n, past in history.nodes.items() if not names or n in names}
-        print(msgspec.json.encode(CheckHistory(chosen)).decode(), flush=True)
+        print(msgspec.json.encode(CheckHistory(chosen)).decode())
     elif history.nodes:
-        print(history.render(names), flush=True)
+        print(history.render(names))
     else:
         print(f"no check was ever kept in {file.path.parent}; is it another --state-dir?")
+    return 0
+
+
+def config(words: list[str]) -> int:
+    """`elasticctl config show`: the value of every option; first those that were set."""
+    if words and words[0] in ("-h", "--help"):
+        print(_CONFIG_USAGE)
+        return 0
+    if not words or words[0] != "show":
+        raise UsageError(f"config needs the word show; {_CONFIG_USAGE}")
+    line = resolve(words[1:], os.environ)
+    given = line.origins()
+    names = {name for name, _, _ in given}
+    others = [
+        (option.long, option.default_text or ("no" if option.kind is FLAG else "-"), "default")
+        for option in OPTIONS
+        if option.long not in names
+    ]
+    print(table(("OPTION", "VALUE", "FROM"), [*given, *others]))
+    for warning in line.warnings:
+        print(f"note: {warning}")
     return 0
 
 

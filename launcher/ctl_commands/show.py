@@ -7,31 +7,20 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver.core.decisions import StackGroup
-from elastic_driver.core.status import CounterStatus, HostStatus, MemberStatus, SlowStatus
+from elastic_driver.core.status import JobStatus, SlowStatus
 
 
-class JobDocument(Struct, frozen=True):
-    """The answer of `GET /v1/status`, as far as it is shown."""
+class JobDocument(JobStatus, frozen=True, kw_only=True):
+    """The answer of `GET /v1/status`: the job, and what the driver adds."""
 
     run_id: str
     endpoint: str
     started: float  # unix seconds
-    state: str
-    kind: str
-    reason: str
-    round: int
-    size: int
-    wanted: int | None
-    min_np: int
-    max_np: int | None
-    members: tuple[MemberStatus, ...]
-    hosts: tuple[HostStatus, ...]
-    counters: CounterStatus
     slow: tuple[SlowStatus, ...] = ()
 
 
 class ShownEvent(Struct, frozen=True):
-    """A line of the event log, as far as it is shown."""
+    """The fields of an event of the log that are shown."""
 
     n: int
     t: float  # unix seconds
@@ -39,20 +28,11 @@ class ShownEvent(Struct, frozen=True):
     reason: str = ""
     worker: str | None = None
     host: str | None = None
-
-
-class CollectedStacks(Struct, frozen=True):
-    """A line of the event log, as far as it has stacks."""
-
-    n: int
-    event: str
-    reason: str = ""
     stacks: tuple[StackGroup, ...] = ()
 
 
 STACKS_COLLECTED = "stacks_collected"
 _PLACES = {"collective": "in a collective", "elsewhere": "outside of collectives"}
-read_stacks = msgspec.json.Decoder(CollectedStacks).decode
 read_job = msgspec.json.Decoder(JobDocument).decode
 read_event = msgspec.json.Decoder(ShownEvent).decode
 
@@ -66,8 +46,8 @@ def job(document: JobDocument, now: float) -> str:
         f"run {document.run_id} at {document.endpoint}",
         f"{document.state} for {duration(now - document.started)}, round {document.round}: "
         f"{document.size} workers ({wanted} wanted, {document.min_np} to {most})",
-        f"failures {counters.failures}{_of(counters.max_restarts)}, "
-        f"changes {counters.resets}{_of(counters.reset_limit)}",
+        f"failures {counters.failures}{_limit(counters.max_restarts)}, "
+        f"changes {counters.resets}{_limit(counters.reset_limit)}",
     ]
     if document.reason:
         head.append(f"now: {printable(document.reason)}")
@@ -76,41 +56,32 @@ def job(document: JobDocument, now: float) -> str:
 
 def hosts(document: JobDocument) -> str:
     """Return a line for each host."""
-    rows = [
-        (host.host, host.state, str(host.slots), str(host.workers), host.agent, _host_note(host))
-        for host in document.hosts
-    ]
+    rows = []
+    for h in document.hosts:
+        left = f"{duration(h.cooldown_left)} left: " if h.cooldown_left > 0 else ""
+        rows.append((h.host, h.state, str(h.slots), str(h.workers), h.agent, left + h.reason))
     return table(("HOST", "STATE", "SLOTS", "WORKERS", "AGENT", "WHY"), rows)
 
 
 def workers(document: JobDocument) -> str:
     """Return a line for each worker's process, by rank."""
     slow = {s.worker: f"slow in {s.kind}: {s.ratio:.1f} times the usual" for s in document.slow}
-    rows = [
-        (
-            str(worker.rank),
-            worker.state,
-            worker.host,
-            str(worker.slot),
-            str(worker.pid or "-"),
-            worker.worker,
-            f"leaves: {worker.leaving}" if worker.leaving else slow.get(worker.worker, ""),
-        )
-        for worker in document.members
-    ]
+    rows = []
+    for w in document.members:
+        note = f"leaves: {w.leaving}" if w.leaving else slow.get(w.worker, "")
+        rows.append((str(w.rank), w.state, w.host, str(w.slot), str(w.pid or "-"), w.worker, note))
     return table(("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", ""), rows)
 
 
 def event(found: ShownEvent) -> str:
     """Return an event in one line, in local time."""
     when = time.strftime("%H:%M:%S", time.localtime(found.t))
-    about = found.worker or found.host or ""
-    name = f"{found.event} {about}".rstrip()
+    name = f"{found.event} {found.worker or found.host or ''}".rstrip()
     reason = printable(found.reason)
-    return f"{when} {found.n:>5} {name}: {reason}" if reason else f"{when} {found.n:>5} {name}"
+    return f"{when} {found.n:>5} {name}{': ' * bool(reason)}{reason}"
 
 
-def stacks(found: CollectedStacks) -> str:
+def stacks(found: ShownEvent) -> str:
     """Return each group of ranks with its stack, the odd ones first."""
     parts = [printable(found.reason)]
     for group in sorted(found.stacks, key=lambda g: not g.odd):
@@ -152,11 +123,5 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-def _host_note(host: HostStatus) -> str:
-    if host.cooldown_left > 0:
-        return f"{duration(host.cooldown_left)} left: {host.reason}"
-    return host.reason
-
-
-def _of(limit: int | None) -> str:
+def _limit(limit: int | None) -> str:
     return "" if limit is None else f" of {limit}"

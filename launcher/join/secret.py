@@ -1,20 +1,19 @@
 """The secret that lets a node join: server and node both have it, and it is in no argument.
 
-It is one of three, in this order: the text of --token-file; the run's own token, where node and
-server share a state directory; a key derived from --run-id, which is only as secret as that. The
-node sends it with its first request and is given the job's token, a new one for each run, so that
-nothing of a run that is over can speak to the next one.
+It is one of three, in this order: the text of --token-file; the run's own token, if node and server
+share a state directory; a key derived from --run-id, which is only as secret as the id. The node
+sends it with its first request and gets the job's token, a new one for each run. So no process of a
+run that is over can talk to the next run.
 """
 
+import contextlib
 import hashlib
 from pathlib import Path
-from urllib.parse import urlsplit
-
-import msgspec
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.run_dir import Endpoint
+from elastic_driver.runtime.run_dir import read_endpoint
 from rendezvous.auth import read_token_file
+from rendezvous.client import parse_url
 from rendezvous.errors import TokenError
 
 LEAST_CHARS = 16
@@ -23,7 +22,7 @@ _COST = 2**14  # scrypt's N; with r=8 about 16 MiB and 50 ms for each guess (RFC
 
 
 def derive(run_id: str) -> str:
-    """Return the key that everybody who knows the run id has."""
+    """Return the key of a run id; everyone who knows the id can make it."""
     return hashlib.scrypt(run_id.encode(), salt=_SALT, n=_COST, r=8, p=1, dklen=32).hex()
 
 
@@ -55,23 +54,18 @@ def of_server(token_file: str | None, run_id: str | None) -> tuple[str, ...]:
 def of_node(
     token_file: str | None, run_id: str | None, state_dir: Path, port: int
 ) -> tuple[str, ...]:
-    """Return the secrets a node may try, the best first; none: it has nothing (yet) to show."""
+    """Return the secrets that a node may try, the best first; none: it has no secret (yet).
+
+    Without a token file these are the tokens of the runs of that name, or at that port, in a shared
+    state directory, and the key of the run id.
+    """
     if token_file is not None:
         return (read_secret(token_file),)
-    found = _found(state_dir, run_id, port)
-    return found if run_id is None else (*found, derive(run_id))
-
-
-def _found(state_dir: Path, run_id: str | None, port: int) -> tuple[str, ...]:
-    """Return tokens of runs in the state directory: of this name, or else at this port."""
-    folders = sorted(state_dir.glob("*")) if run_id is None else [state_dir / run_id]
     tokens = []
-    for folder in folders:
-        try:
-            content = (folder / "endpoint.json").read_bytes()
-            url = urlsplit(msgspec.json.decode(content, type=Endpoint).url)
-            if run_id is not None or url.port == port:
+    for folder in sorted(state_dir.glob("*")) if run_id is None else [state_dir / run_id]:
+        run = read_endpoint(folder)
+        # A token may be unreadable: it is another user's, or the run is just ending.
+        with contextlib.suppress(TokenError):
+            if run is not None and (run_id is not None or parse_url(run.url).port == port):
                 tokens.append(read_token_file(folder / "token"))
-        except (OSError, ValueError, TokenError):  # another run's, or one that is just ending
-            continue
-    return tuple(tokens)
+    return (*tokens, *(() if run_id is None else (derive(run_id),)))

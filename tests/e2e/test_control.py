@@ -142,7 +142,7 @@ def test_a_job_that_is_stopped_ends_with_143_and_whoever_follows_sees_it(tmp_pat
         assert f"run {job.run_id} at" in status.read_text()
         job.assert_nothing_left()
         over = ctl("status", "--run-id", job.run_id, *here(job), code=75)
-        assert f"run {job.run_id} is over; what happened stands in" in over
+        assert f"run {job.run_id} is over; its events are in" in over
         assert "no job of this user is running" in ctl("status", *here(job), code=75)
 
 
