@@ -13,19 +13,20 @@ from pathlib import Path
 
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
+from elastic_driver.settings import Settings
 from launcher import version
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.backends.registry import make_backend
 from launcher.check_build import render_build
 from launcher.join.identity import claim_port, own_name
 from launcher.join.secret import read_secret
-from launcher.join.serve_address import can_serve
 from launcher.options.help import render_help
 from launcher.options.values import CommandLine, resolve
 from launcher.plan import hosts as where
 from launcher.plan.hosts import Facts, JoinedHosts, MachineFacts
 from launcher.plan.launch import LaunchPlan, make_plan, slots_of_a_host
 from launcher.plan.workers import worker_command
+from launcher.submit.bind_address import can_serve
 from launcher.submit.checks import check_plan
 
 ANY_HOST = "HOST"  # in a dry run, for hosts that a discovery finds later
@@ -110,18 +111,9 @@ def join_job(line: CommandLine, role: where.Join) -> int:
     RunDir(Path(facts.state_dir), facts.run_id)  # raises for a name that cannot be one
     if options.token_file is not None:
         read_secret(options.token_file)  # raises now, and not when a server is found
-    plan = JoinPlan(
-        host=role.host,
-        port=role.port,
-        slots=slots_of_a_host(options, facts.machine),
-        token_file=options.token_file,
-        run_id=options.run_id,
-        state_dir=Path(facts.state_dir),
-        start_timeout=line["start_timeout"],
-        elastic_timeout=line["elastic_timeout"],
-        command=worker_command(line.command, facts.python) if line.command else (),
-        quiet=options.quiet,
-    )
+    command = worker_command(line.command, facts.python) if line.command else ()
+    slots = slots_of_a_host(options, facts.machine)
+    plan = JoinPlan(role, slots, options, line.fill(Settings), Path(facts.state_dir), command)
     if options.dry_run:
         print(plan.render(), flush=True)
         return int(ExitCode.OK)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
+
 from elastic_driver.errors import ClusterError
 from launcher.network import SOMEWHERE, address_towards, bracketed, interface_of, is_loopback
 
@@ -39,7 +41,14 @@ def own_address(bind_host: str | None) -> str | None:
     bound = ipaddress.ip_address(bind_host or LOOPBACK)
     if bound.is_loopback:
         return None
-    return address_towards(SOMEWHERE) if bound.is_unspecified else bind_host
+    if not bound.is_unspecified:
+        return bind_host
+    found = address_towards(SOMEWHERE)
+    if found is None:  # no default route
+        entries = itertools.chain(*psutil.net_if_addrs().values())
+        four = (str(entry.address) for entry in entries if entry.family == socket.AF_INET)
+        found = next((address for address in four if not is_loopback(address)), None)
+    return found
 
 
 def find_address(host: str, look_up: Callable[[str], str]) -> str | None:

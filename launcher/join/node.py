@@ -3,8 +3,8 @@
 The node is a self-started agent with a restart loop. It renews a lease in the driver's store and
 waits there for its order (`NodeOrder`): when an agent has ended, the node runs the next
 incarnation, or leaves with the job's exit status. The agents are ordinary ones. The node is their
-parent and adopts what they leave behind, so that nothing outlives it; workers' lines appear on its
-terminal.
+parent and adopts what they leave behind, so that no process outlives it; workers' lines appear on
+its terminal.
 
 A first signal goes on to the agent as a notice, so that its workers leave at a step boundary; a
 second one ends everything at once. When the server is gone, the node ends its agent and waits for
@@ -17,10 +17,11 @@ import os
 import secrets
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections import deque
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,16 +32,19 @@ from elastic_driver import contract
 from elastic_driver.core import join_messages as messages
 from elastic_driver.core.documents import JobSpec, decode
 from elastic_driver.core.join_messages import Joined, NodeOrder, NodeReport
-from elastic_driver.errors import ExitCode, UsageError
+from elastic_driver.errors import ClusterError, ExitCode, UsageError
+from elastic_driver.settings import Settings
 from launcher import version
 from launcher.agent.folders import held_folder, sweep, sweep_scratch
 from launcher.agent.processes import become_subreaper, children, end_all
 from launcher.agent.remote import start_agent
 from launcher.backends.base import PACKAGE_ROOT, agent_arguments, describe_end
 from launcher.edge import handled
-from launcher.join.find_server import JobServer
 from launcher.join.identity import claim_name, machine_id
 from launcher.join.secret import of_node
+from launcher.network import bracketed
+from launcher.options.table import LaunchOptions
+from launcher.plan.hosts import Join
 from rendezvous import errors
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient
@@ -50,48 +54,44 @@ from rendezvous.wire import MAX_WAIT_S, Entries, Entry, Set, Watch, Written, exp
 FOLDER_PREFIX = "elastic-join-"
 ORPHANS_S = 5.0  # the time for processes whose agent is gone to end too
 GOODBYE_S = 2.0  # the time for the server to take note that we leave
+ATTEMPT_S = 3.0  # the time for one address of the server to answer
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _decode_order = msgspec.json.Decoder(NodeOrder).decode
+_decode_joined = msgspec.json.Decoder(Joined).decode
 
 
 @dataclass(frozen=True)
 class JoinPlan:
-    """The options of a node on its command line."""
+    """The command line of a node that joins."""
 
-    host: str
-    port: int
-    slots: int | None  # None: as many as the server says
-    token_file: str | None
-    run_id: str | None
+    server: Join
+    slots: int | None  # None: the server's number
+    options: LaunchOptions
+    settings: Settings
     state_dir: Path
-    start_timeout: float
-    elastic_timeout: float
     command: tuple[str, ...] = ()  # the command typed here; the server's is the one that runs
-    quiet: bool = False
+
+    @property
+    def place(self) -> str:
+        """The server's address as it is written in a URL."""
+        return f"{bracketed(self.server.host)}:{self.server.port}"
 
     def render(self) -> str:
         """Return the plan as text for people."""
         slots = "as many as the server says" if self.slots is None else str(self.slots)
-        return f"joins       {self.host}:{self.port}\nworkers     {slots}"
+        return f"joins       {self.place}\nworkers     {slots}"
 
     def say(self, sentence: str) -> None:
         """Show a sentence on stderr, unless --quiet was given."""
-        if not self.quiet:
+        if not self.options.quiet:
             print(f"elasticrun: {sentence}", file=sys.stderr, flush=True)
-
-
-class _ServerLostError(Exception):
-    """The server is gone, or does not know this node any more."""
-
-
-class _SignalledError(BaseException):
-    """A signal came while the node was looking for its server."""
 
 
 def join(plan: JoinPlan) -> int:
     """Take part in the job until it ends or this node is told to leave; return the exit status.
 
-    Raises ElasticError for what people have to mend.
+    Raises ElasticError for a problem that the user has to solve.
     """
     node = Node(plan)
     with handled((*_SIGNALS, signal.SIGCHLD), node.on_signal):
@@ -104,53 +104,48 @@ class Node:
     def __init__(self, plan: JoinPlan) -> None:
         self._plan = plan
         self._searching = True
-        self._signals: deque[int] = deque()
-        self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        # The interpreter writes the number of each signal here, which ends a wait for the driver.
+        self._wake, waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         self._leaving = 0  # the signal for which we leave
         self._agent: subprocess.Popen[bytes] | None = None
 
     def on_signal(self, number: int) -> None:
-        """Stop searching for the server, or wake the loop that runs agents."""
-        if number != signal.SIGCHLD:
-            if self._searching:
-                raise _SignalledError(number)
-            self._signals.append(number)
+        """End this process while it searches for the server; later `_run_agents` sees signals."""
+        if self._searching and number != signal.SIGCHLD:
+            raise SystemExit(128 + number)
+
+    def _signals(self) -> list[int]:
+        """Return the signals since the last call, in their order."""
         with contextlib.suppress(BlockingIOError):
-            os.write(self._waker, b"x")
+            return [number for number in os.read(self._wake, 4096) if number != signal.SIGCHLD]
+        return []
 
     def run(self) -> int:
         """Join, and join again each time the server was lost; return the exit status."""
         plan = self._plan
         become_subreaper()
-        server = JobServer(plan.host, plan.port, self._secrets, plan.say)
-        patience, option = plan.start_timeout, "--start-timeout"
-        with claim_name(server.place) as name:
+        patience, option = plan.settings.start_timeout, "--start-timeout"
+        with claim_name(plan.place) as name:
             while True:
                 session = secrets.token_hex(16)
                 offer = NodeReport(name, machine_id(), session, version(), plan.slots)
-                try:
-                    url, joined = server.join(offer, patience, option)
-                    self._searching = False
-                except _SignalledError as error:
-                    return 128 + int(error.args[0])
-                try:
-                    with RendezvousClient(url, joined.token, joined.heartbeat_timeout) as client:
-                        return self._take_part(client, joined, offer, server.place)
-                except _ServerLostError as error:
-                    plan.say(str(error))
+                url, joined = find_server(plan, offer, patience, option)
+                self._searching = False
+                with RendezvousClient(url, joined.token, joined.heartbeat_timeout) as client:
+                    code = self._take_part(client, joined, offer)
+                if code is not None:
+                    return code
                 self._searching = True
-                if self._signals:
-                    return 128 + self._signals[0]
-                patience, option = plan.elastic_timeout, "--elastic-timeout"
+                for number in self._signals():
+                    return 128 + number
+                patience, option = plan.settings.elastic_timeout, "--elastic-timeout"
 
-    def _secrets(self) -> tuple[str, ...]:
-        plan = self._plan
-        return of_node(plan.token_file, plan.run_id, plan.state_dir, plan.port)
+    def _take_part(self, client: RendezvousClient, joined: Joined, offer: NodeReport) -> int | None:
+        """Run the job's agents until the job or our part in it ends.
 
-    def _take_part(
-        self, client: RendezvousClient, joined: Joined, offer: NodeReport, place: str
-    ) -> int:
-        """Run the job's agents until the job or our part in it ends; return the exit status."""
+        Return the exit status, or None if the server was lost.
+        """
         plan, reason = self._plan, "this host cannot run the job"
         sweep(FOLDER_PREFIX)
         with held_folder(Path(tempfile.gettempdir(), FOLDER_PREFIX + offer.session)) as folder:
@@ -161,7 +156,7 @@ class Node:
                     raise RendezvousError("it has no job")
                 check_spec(decode(JobSpec, entry.value), plan)
                 slots = f", {plan.slots} slot{'s' * (plan.slots != 1)}" if plan.slots else ""
-                plan.say(f"joined run {joined.run_id} at {place} as {joined.name}{slots}")
+                plan.say(f"joined run {joined.run_id} at {plan.place} as {joined.name}{slots}")
                 code = self._run_agents(client, joined, offer, token_file)
                 number = self._leaving
                 reason = f"it got {signal.Signals(number).name}" if number else "the job is over"
@@ -170,7 +165,8 @@ class Node:
                 reason = ""
                 if self._leaving:
                     return 128 + self._leaving
-                raise _ServerLostError(_why_lost(error)) from None
+                plan.say(_why_lost(error))
+                return None
             finally:
                 self._end_agent()
                 if reason:
@@ -189,39 +185,38 @@ class Node:
             entry = _newer(client, lease, order_key, revision, self._wake)
             if entry is not None:
                 order, revision = _decode_order(entry.value), entry.revision
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake, 4096)
             if order.over is not None:
                 if order.over.exit_code != ExitCode.OK:
                     status = f"exit status {order.over.exit_code}"
                     self._plan.say(f"the job has ended with {status}: {order.over.reason}")
                 return order.over.exit_code
+            signals = self._signals()
             if self._agent is not None and order.killed >= incarnation:
                 self._agent.kill()
             if self._agent is not None and self._agent.poll() is not None:
                 reason = describe_end(joined.name, self._end_agent())
                 _report(client, replace(offer, ended=incarnation, reason=reason))
-            if self._told_to_leave():
+            if self._told_to_leave(signals):
                 return 128 + self._leaving
             if self._agent is None and order.incarnation > incarnation:
                 incarnation = order.incarnation
                 arguments = agent_arguments(client.url, joined.name, incarnation)
                 self._agent = start_agent(arguments, token_file, cwd=PACKAGE_ROOT)
 
-    def _told_to_leave(self) -> bool:
-        """Pass a first signal on to the agent; return whether to go now."""
-        while self._signals:
-            number = self._signals.popleft()
+    def _told_to_leave(self, signals: list[int]) -> bool:
+        """Pass a first signal on to the agent; return whether to leave now."""
+        for number in signals:
             if self._leaving:
                 return True
             self._leaving = number
             if self._agent is not None:
-                self._plan.say(f"got {signal.Signals(number).name}; once more: leave at once")
+                name = signal.Signals(number).name
+                self._plan.say(f"got {name}; a second signal makes this node leave at once")
                 self._agent.send_signal(signal.SIGTERM)
         return bool(self._leaving) and self._agent is None
 
     def _end_agent(self) -> int:
-        """Kill what is left of our agent and below it; return the agent's exit status."""
+        """Kill our agent and everything below it; return the agent's exit status."""
         agent, self._agent = self._agent, None
         if agent is None:
             return 0
@@ -259,12 +254,12 @@ def _why_lost(error: RendezvousError) -> str:
             return f"lost the server: {error}"
 
 
-def _report(client: RendezvousClient, report: NodeReport, deadline: float | None = None) -> None:
-    client.post_json(messages.NODES_PATH, msgspec.json.encode(report), deadline=deadline)
+def _report(client: RendezvousClient, report: NodeReport, deadline: float | None = None) -> bytes:
+    return client.post_json(messages.NODES_PATH, msgspec.json.encode(report), deadline=deadline)
 
 
 def check_spec(spec: JobSpec, plan: JoinPlan) -> None:
-    """Raise UsageError where this host cannot run the job; say if it is not what was typed."""
+    """Raise UsageError if this host cannot run the job; tell the user if its command differs."""
     program = spec.command[0]
     if not os.path.isdir(spec.cwd):
         raise UsageError(
@@ -277,4 +272,84 @@ def check_spec(spec: JobSpec, plan: JoinPlan) -> None:
             "Python at the same path on every node"
         )
     if plan.command and plan.command != spec.command:
-        plan.say(f"the job runs what its server was told: {shlex.join(spec.command)}")
+        plan.say(f"the job runs the command of its server: {shlex.join(spec.command)}")
+
+
+# ---- the way to the server ---------------------------------------------------------------
+
+
+def find_server(
+    plan: JoinPlan, offer: NodeReport, patience: float, option: str
+) -> tuple[str, Joined]:
+    """Wait until the server takes this node in; return its numeric URL and its answer.
+
+    The server's name is looked up again for each attempt, because the server may come back at
+    another address. Agents get a numeric address, so that no name is looked up later.
+
+    Raises ClusterError if it has not answered within `patience` seconds (`option` sets them), and
+    UsageError if it refuses this node for good.
+    """
+    until = time.monotonic() + patience
+    pause, told = FIRST_PAUSE_S, False
+    while True:
+        found = _attempt(plan, offer)
+        if not isinstance(found, str):
+            return found
+        if time.monotonic() + pause > until:
+            raise ClusterError(
+                f"no server at {plan.place} within {patience:g} s ({option}): {found}; is it "
+                "started, and can this host reach that port?"
+            )
+        if not told:
+            told = True
+            plan.say(f"waiting for the server at {plan.place}, {patience:g} s at most")
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _attempt(plan: JoinPlan, offer: NodeReport) -> tuple[str, Joined] | str:
+    """Try every address of the server; return the problem if none takes this node in."""
+    host, port = plan.server.host, plan.server.port
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return f"{host} has no address: {error.strerror}"
+    problem = f"{host} has no address"
+    for address in dict.fromkeys(str(entry[4][0]) for entry in found):
+        url = f"http://{bracketed(address)}:{port}"
+        try:
+            socket.create_connection((address, port), ATTEMPT_S).close()
+            return url, _offer(plan, url, offer)
+        except TimeoutError:
+            problem = f"{address} does not answer"
+        except (OSError, RendezvousError, msgspec.DecodeError) as error:
+            problem = getattr(error, "strerror", None) or str(error)
+    return problem
+
+
+def _offer(plan: JoinPlan, url: str, offer: NodeReport) -> Joined:
+    """Offer this node, with one secret after the other."""
+    options = plan.options
+    known = of_node(options.token_file, options.run_id, plan.state_dir, plan.server.port)
+    for secret in known:
+        with RendezvousClient(url, secret, ATTEMPT_S) as client:
+            try:
+                return _decode_joined(_report(client, offer))
+            except errors.UnauthorizedError:
+                continue
+            except errors.RequestError as error:
+                if error.status == 409:
+                    raise UsageError(str(error)) from None
+                raise ClusterError(
+                    f"the program at {plan.place} takes in no nodes ({error.code}); start it with "
+                    "--serve, or with --nnodes of more than 1 and --rdzv-endpoint"
+                ) from None
+    if known:
+        raise UsageError(
+            f"the server at {plan.place} does not know this node's secret: it serves another job, "
+            "or --run-id (--rdzv-id) or --token-file differ from the server's"
+        )
+    raise UsageError(
+        f"the server at {plan.place} is up, but this node has no secret to join it: give the same "
+        "--run-id (--rdzv-id) on every node, or the same --token-file"
+    )

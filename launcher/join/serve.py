@@ -12,11 +12,12 @@ from elastic_driver.runtime.backend import Backend
 from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.runtime.run_dir import RunDir
 from launcher import version
+from launcher.backends.addresses import own_address
 from launcher.backends.local import LocalBackend
 from launcher.join.secret import of_server
-from launcher.join.serve_address import bind_address, own_address
 from launcher.plan.hosts import JoinedHosts
 from launcher.plan.launch import LaunchPlan
+from launcher.submit.bind_address import bind_address
 from launcher.submit.submit import make_driver, run_driver
 
 

@@ -1,5 +1,6 @@
 """The address a job's rendezvous listens on, so that all of its hosts reach it."""
 
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Callable, Sequence
@@ -10,7 +11,8 @@ import psutil
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.backends.addresses import find_address, is_this_machine
-from launcher.network import address_of
+from launcher.network import address_of, is_loopback
+from launcher.plan.hosts import ANYWHERE
 
 _LOOKUPS_AT_ONCE = 32
 
@@ -59,3 +61,40 @@ def numeric_address(host: str) -> str:
     except OSError as error:
         raise UsageError(f"--rdzv-endpoint: {host} has no address here: {error.strerror}") from None
     return str(found[0][4][0])
+
+
+# ---- the server of nodes that join -------------------------------------------------------
+
+
+def can_serve(host: str, port: int) -> bool:
+    """Return whether a name or address is this machine's, and the port is free here now.
+
+    A name server is asked too.
+    """
+    if not is_this_machine(host) and not any(map(is_this_machine, _addresses(host))):
+        return False
+    address = bind_address(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.create_server((address, port), family=family):
+        return True
+    return False
+
+
+def bind_address(host: str) -> str:
+    """Return the numeric address to listen on for nodes that know the server by this name.
+
+    That is every address for a name that leads elsewhere (a service's), or to loopback though it
+    is not `localhost` (Debian gives a machine's own name 127.0.1.1).
+    """
+    if host in ANYWHERE or is_loopback(host):
+        return "127.0.0.1" if host == "localhost" else host
+    own = [a for a in _addresses(host) if is_this_machine(a) and not is_loopback(a)]
+    return own[0] if own else ANYWHERE[0]
+
+
+def _addresses(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))

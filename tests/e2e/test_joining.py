@@ -158,7 +158,7 @@ def test_a_node_that_is_killed_takes_its_workers_along_and_the_others_train_on(
     ("args", "said"),
     [
         (("--run-id", "another"), "does not know this node's secret"),
-        ((), "nothing tells it that this node may join: give the same --run-id"),
+        ((), "this node has no secret to join it: give the same --run-id"),
     ],
 )
 def test_a_node_without_the_right_secret_is_told_in_a_line(
