@@ -27,7 +27,7 @@ def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
     Raises UsageError for options that need hosts which are known beforehand, and ElasticError where
     the job cannot begin.
     """
-    if plan.node_check is not None:
+    if plan.options.checks_nodes:
         raise UsageError(
             "the node check needs hosts that are known beforehand, and these join by themselves; "
             "check them with: elasticctl check HOSTS"
@@ -38,7 +38,7 @@ def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
         heartbeat_timeout=plan.settings.heartbeat_timeout,
         default_slots=hosts.default_slots,
     )
-    nodes = JoinedNodes(rules, of_server(hosts.token_file, hosts.run_id), hosts.own)
+    nodes = JoinedNodes(rules, of_server(plan.options.token_file, plan.options.run_id), hosts.own)
     bound = bind_address(plan.driver.bind_host)
 
     def starter(endpoint: str, token_file: Path) -> Backend:

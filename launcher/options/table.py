@@ -139,6 +139,16 @@ class LaunchOptions:
     help: bool = option(OTHER, FLAG, False, "Show this text.", aliases=("-h",))
 # fmt: on
 
+    @property
+    def looks_for_stragglers(self) -> bool:
+        """Whether the node check looks for slow nodes."""
+        return self.straggler_detection or self.exclude_straggler
+
+    @property
+    def checks_nodes(self) -> bool:
+        """Whether one of the four flags asks for a node check."""
+        return self.network_check or self.comm_perf_test or self.looks_for_stragglers
+
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: each record is unique
 class Option:

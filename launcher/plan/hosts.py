@@ -101,25 +101,8 @@ class JoinedHosts:
     role: Serve
     own: Hosts
     default_slots: int  # of a node that does not name a number
-    token_file: str | None = None
-    run_id: str | None = None  # the secret of the nodes, unless there is a token file
     hosts: None = None  # unknown beforehand
     source: str = "nodes that join"
-
-    @property
-    def note(self) -> str:
-        """A remark for the user on who may join."""
-        if self.token_file is not None:
-            return ""
-        if self.run_id is not None:
-            return (
-                f"anyone who knows the run id {self.run_id} and reaches port {self.role.port} can "
-                "join this job; give --token-file on every node for a real secret"
-            )
-        return (
-            "nodes can join only with this run's token, from a shared --state-dir; give the same "
-            "--run-id (--rdzv-id) or --token-file on every node otherwise"
-        )
 
 
 HostSource: TypeAlias = FixedHosts | DiscoveredHosts | JoinedHosts
@@ -159,7 +142,7 @@ def choose_hosts(
     options, default = line.options, slots or 1
     if facts.role is not None:
         own = ((facts.name, default),) if facts.role.own else ()
-        return JoinedHosts(facts.role, own, default, options.token_file, options.run_id)
+        return JoinedHosts(facts.role, own, default)
     chosen = choose_host_option(line)
     if chosen is None and facts.ranks is not None:
         return FixedHosts(facts.ranks, "the ranks of mpirun")
@@ -196,16 +179,12 @@ def choose_host_option(line: CommandLine) -> str | None:
 
 def choose_discovery(line: CommandLine) -> tuple[str, str] | None:
     """Return the name and the argument of the discovery that finds the hosts; None: none does."""
-    match choose_host_option(line):
-        case "host_discovery_script":
-            return SCRIPT, str(line.options.host_discovery_script)
-        case "hostfile":
-            return HOSTFILE, str(line.options.hostfile)
-        case "host_discovery":
-            name, _, argument = str(line.options.host_discovery).partition(":")
-            return name, argument
-        case _:
-            return None
+    chosen = choose_host_option(line) or ""
+    if chosen == "host_discovery":
+        name, _, argument = str(line.options.host_discovery).partition(":")
+        return name, argument
+    own = {"host_discovery_script": SCRIPT, "hostfile": HOSTFILE}.get(chosen)
+    return None if own is None else (own, line[chosen])
 
 
 # ---- Slurm and mpirun --------------------------------------------------------------------

@@ -32,17 +32,6 @@ from launcher.plan.workers import check_tf_roles, forwarded, job_spec, tf_roles,
 
 
 @dataclass(frozen=True)
-class NodeCheckPlan:
-    """The settings of the node check before the job."""
-
-    performance: bool  # show bandwidth and latency
-    stragglers: bool  # look for slow nodes
-    exclude_stragglers: bool
-    timeout: float  # seconds for a round's task
-    every_slot: bool  # a process for each slot (a GPU each), not one for each host
-
-
-@dataclass(frozen=True)
 class LaunchPlan:
     """Everything needed to start the job."""
 
@@ -54,7 +43,7 @@ class LaunchPlan:
     agents: BackendJob  # for the backend, before the rendezvous is up
     options: LaunchOptions
     state_dir: str
-    node_check: NodeCheckPlan | None = None  # None: no option asks for it
+    gpus: bool = False  # the hosts have GPUs: a node check tests every slot, not every host
     forwarded: tuple[str, ...] = ()  # variables of this shell that other hosts' workers get
     notes: tuple[str, ...] = ()
     origins: tuple[tuple[str, str, str], ...] = ()  # (option, value, source)
@@ -82,9 +71,9 @@ class LaunchPlan:
             ("events", f"{self.state_dir}/{spec.run_id}/events.jsonl"),
             ("logs", spec.log_dir or "terminal only"),
         ]
-        if self.node_check is not None:
-            slow = "excluded" if self.node_check.exclude_stragglers else "named"
-            more = f", slow ones {slow}" if self.node_check.stragglers else ""
+        if self.options.checks_nodes:
+            slow = "excluded" if self.options.exclude_straggler else "named"
+            more = f", slow ones {slow}" if self.options.looks_for_stragglers else ""
             lines.append(("check", f"faulty hosts are excluded{more}"))
         lines += [("agent", f"on {host}: {what}") for host, what in agents]
         own = sorted(set(spec.env) - set(self.forwarded))
@@ -124,7 +113,16 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     passed_on = {} if backend in ("local", "join") else forwarded(facts.environ)
     command = worker_command(line.command, facts.python)
     spec, unset = job_spec(line, settings, facts, command)
-    notes = (*line.warnings, size_note, *unset, getattr(hosts, "note", ""))
+    notes = [*line.warnings, size_note, *unset]
+    if isinstance(hosts, where.JoinedHosts) and options.token_file is None:
+        notes.append(
+            "nodes can join only with this run's token, from a shared --state-dir; give the same "
+            "--run-id (--rdzv-id) or --token-file on every node otherwise"
+            if options.run_id is None
+            else f"anyone who knows the run id {options.run_id} and reaches port "
+            f"{hosts.role.port} can join this job; give --token-file on every node for a real "
+            "secret"
+        )
     host, port = (role.host, role.port) if role else options.rdzv_endpoint
     driver = line.fill(DriverOptions, bind_host=host, bind_port=port)
     return LaunchPlan(
@@ -144,24 +142,10 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         ),
         options=options,
         forwarded=tuple(name for name in passed_on if name not in spec.env),
-        node_check=_node_check(options, machine),
+        gpus=machine.gpus > 0,
         state_dir=facts.state_dir,
         notes=tuple(filter(None, notes)),
         origins=line.origins(),
-    )
-
-
-def _node_check(options: LaunchOptions, machine: MachineFacts) -> NodeCheckPlan | None:
-    """Return the check, if one of its four flags is given; the later flags imply more of it."""
-    slow = options.straggler_detection or options.exclude_straggler
-    if not (options.network_check or options.comm_perf_test or slow):
-        return None
-    return NodeCheckPlan(
-        performance=options.comm_perf_test,
-        stragglers=slow,
-        exclude_stragglers=options.exclude_straggler,
-        timeout=options.check_timeout,
-        every_slot=machine.gpus > 0,
     )
 
 

@@ -51,30 +51,32 @@ def check_before_training(
     return excluded
 
 
+def check_settings(plan: LaunchPlan) -> CheckSettings:
+    """Return the settings of the plan's node checks."""
+    options = plan.options
+    timeout, stragglers = options.check_timeout, options.looks_for_stragglers
+    return CheckSettings(
+        stragglers=stragglers,
+        exclude_stragglers=options.exclude_straggler,
+        every_slot=plan.gpus,
+        start_timeout=min(plan.settings.start_timeout, timeout),
+        task_timeout=timeout,
+        heartbeat_timeout=plan.settings.heartbeat_timeout,
+        task=TaskSettings(timeout=timeout, performance=options.comm_perf_test, model=stragglers),
+        env=plan.spec.env,
+    )
+
+
 def make_checks(
     plan: LaunchPlan,
     starter: MakeBackend,
     run_dir: RunDir,
     say: Callable[[str], None] | None = None,
 ) -> NodeChecks:
-    """Return the checks of a plan with a node check; `say` shows a line to the user."""
-    wish, say = plan.node_check, say or _say
-    if wish is None:
-        raise AssertionError("the plan has no node check")
-    settings = CheckSettings(
-        stragglers=wish.stragglers,
-        exclude_stragglers=wish.exclude_stragglers,
-        every_slot=wish.every_slot,
-        start_timeout=min(plan.settings.start_timeout, wish.timeout),
-        task_timeout=wish.timeout,
-        heartbeat_timeout=plan.settings.heartbeat_timeout,
-        task=TaskSettings(
-            timeout=wish.timeout, performance=wish.performance, model=wish.stragglers
-        ),
-        env=plan.spec.env,
-    )
+    """Return the node checks of a run; `say` shows a line to the user."""
+    say = say or _say
     return NodeChecks(
-        settings,
+        check_settings(plan),
         make_backend=starter,
         folder=RunDir(run_dir.path, _FOLDER),
         file=run_dir.path / REPORT_FILE,

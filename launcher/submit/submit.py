@@ -50,7 +50,7 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
         print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
     plan = without(plan, hosts, problems)
     checks = None
-    if plan.node_check is not None:
+    if plan.options.checks_nodes:
         checks = make_checks(plan, backend_maker(plan.backend, replace(job, grows=False)), run_dir)
     backend = backend_maker(plan.backend, job)
     driver = make_driver(plan, discovery, backend, run_dir, checks=checks)

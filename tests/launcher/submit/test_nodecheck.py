@@ -18,7 +18,7 @@ from elastic_driver.runtime.discovery import FixedDiscovery
 from launcher import cli, ctl
 from launcher.options.values import resolve
 from launcher.plan.hosts import Facts, MachineFacts
-from launcher.plan.launch import NodeCheckPlan, make_plan
+from launcher.plan.launch import LaunchPlan, make_plan
 from launcher.submit import nodecheck
 from tests.support.job import eventually
 
@@ -52,16 +52,16 @@ def elasticrun(tmp_path: Path, troubles: dict[str, str], *flags: str) -> tuple[i
     return status, sorted(file.read_text() for file in out.iterdir())
 
 
-def node_check_plan(*flags: str, gpus: int = 0) -> NodeCheckPlan | None:
+def plan(*flags: str, gpus: int = 0) -> LaunchPlan:
     facts = Facts("run", "/state", "/", sys.executable, MachineFacts(cpus=2, gpus=gpus))
-    return make_plan(resolve([*flags, "train.py"], {}), facts).node_check
+    return make_plan(resolve([*flags, "train.py"], {}), facts)
 
 
 # ---- what the flags ask for --------------------------------------------------------------
 
 
 def test_without_a_flag_nothing_is_checked() -> None:
-    assert node_check_plan() is None
+    assert not plan().options.checks_nodes
 
 
 @pytest.mark.parametrize(
@@ -76,15 +76,17 @@ def test_without_a_flag_nothing_is_checked() -> None:
 def test_each_flag_asks_for_a_check_and_for_more_of_it(
     flag: str, performance: bool, stragglers: bool, exclude: bool
 ) -> None:
-    plan = node_check_plan(flag)
-    assert plan == NodeCheckPlan(performance, stragglers, exclude, 120.0, every_slot=False)
+    assert plan(flag).options.checks_nodes
+    settings = nodecheck.check_settings(plan(flag))
+    assert (settings.stragglers, settings.exclude_stragglers) == (stragglers, exclude)
+    assert (settings.task.performance, settings.task.model) == (performance, stragglers)
+    assert (settings.task_timeout, settings.every_slot) == (120.0, False)
 
 
 def test_with_gpus_every_slot_is_checked_and_the_timeout_can_be_set() -> None:
-    plan = node_check_plan("--network-check", "--check-timeout", "7", gpus=2)
-    assert plan is not None
-    assert plan.every_slot
-    assert plan.timeout == 7.0
+    settings = nodecheck.check_settings(plan("--network-check", "--check-timeout", "7", gpus=2))
+    assert settings.every_slot
+    assert settings.task_timeout == settings.task.timeout == settings.start_timeout == 7.0
 
 
 def test_hosts_that_failed_the_check_are_not_discovered_again() -> None:
