@@ -20,14 +20,14 @@ from launcher.backends.registry import make_backend
 from launcher.check_build import render_build
 from launcher.join.identity import claim_port, own_name
 from launcher.join.secret import read_secret
+from launcher.launch import hosts as where
+from launcher.launch.bind_address import can_serve
+from launcher.launch.checks import check_plan
+from launcher.launch.hosts import Facts, JoinedHosts, MachineFacts
+from launcher.launch.plan import LaunchPlan, make_plan, slots_of_a_host
+from launcher.launch.workers import worker_command
 from launcher.options.help import render_help
 from launcher.options.values import CommandLine, resolve
-from launcher.plan import hosts as where
-from launcher.plan.hosts import Facts, JoinedHosts, MachineFacts
-from launcher.plan.launch import LaunchPlan, make_plan, slots_of_a_host
-from launcher.plan.workers import worker_command
-from launcher.submit.bind_address import can_serve
-from launcher.submit.checks import check_plan
 
 ANY_HOST = "HOST"  # in a dry run, for hosts that a discovery finds later
 
@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"elasticrun: {note}", file=sys.stderr)
     if isinstance(plan.hosts, JoinedHosts):
         return serve_job(line, plan, plan.hosts, run_dir)
-    from launcher.submit.submit import submit  # noqa: PLC0415 - aiohttp's import is not for --help
+    from launcher.launch.submit import submit  # noqa: PLC0415 - aiohttp's import is not for --help
 
     return submit(plan, run_dir)
 

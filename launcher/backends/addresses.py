@@ -7,6 +7,7 @@ Other names are looked up only if an address has to be found.
 
 import contextlib
 import ipaddress
+import itertools
 import socket
 from collections.abc import Callable
 from pathlib import Path

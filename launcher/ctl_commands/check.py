@@ -21,12 +21,12 @@ from elastic_driver.runtime.host_lists import parse_hosts
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.ctl_commands.show import table
 from launcher.job import collect_facts
+from launcher.launch import nodecheck
+from launcher.launch.checks import make_discovery
+from launcher.launch.plan import make_plan
+from launcher.launch.submit import backend_maker, bound, make_driver
 from launcher.options.table import OPTIONS
 from launcher.options.values import CommandLine, resolve, split
-from launcher.plan.launch import make_plan
-from launcher.submit import nodecheck
-from launcher.submit.checks import make_discovery
-from launcher.submit.submit import backend_maker, bound, make_driver
 
 _CONFIG_USAGE = "usage: elasticctl config show [OPTIONS of elasticrun]"
 _HISTORY = "--history"

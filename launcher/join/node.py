@@ -42,9 +42,9 @@ from launcher.backends.base import PACKAGE_ROOT, agent_arguments, describe_end
 from launcher.edge import handled
 from launcher.join.identity import claim_name, machine_id
 from launcher.join.secret import of_node
+from launcher.launch.hosts import Join
 from launcher.network import bracketed
 from launcher.options.table import LaunchOptions
-from launcher.plan.hosts import Join
 from rendezvous import errors
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient

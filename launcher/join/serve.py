@@ -15,10 +15,10 @@ from launcher import version
 from launcher.backends.addresses import own_address
 from launcher.backends.local import LocalBackend
 from launcher.join.secret import of_server
-from launcher.plan.hosts import JoinedHosts
-from launcher.plan.launch import LaunchPlan
-from launcher.submit.bind_address import bind_address
-from launcher.submit.submit import make_driver, run_driver
+from launcher.launch.bind_address import bind_address
+from launcher.launch.hosts import JoinedHosts
+from launcher.launch.plan import LaunchPlan
+from launcher.launch.submit import make_driver, run_driver
 
 
 def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:

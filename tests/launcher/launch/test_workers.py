@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.plan.workers import forwarded, is_forwarded
+from launcher.launch.workers import forwarded, is_forwarded
 
 
 @pytest.mark.parametrize(

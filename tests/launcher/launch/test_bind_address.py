@@ -11,7 +11,7 @@ from elastic_driver.runtime.backend import BackendJob
 from launcher.backends import addresses
 from launcher.backends.addresses import endpoint_for
 from launcher.backends.ssh import SshShell
-from launcher.submit.bind_address import choose_bind_host
+from launcher.launch.bind_address import choose_bind_host
 
 SSH = SshShell()
 

@@ -21,8 +21,8 @@ from elastic_driver.runtime.discovery import FixedDiscovery, HostDiscovery
 from launcher.backends.registry import DISCOVERY, load, make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import find_shadow
-from launcher.plan.hosts import FixedHosts, HostSource, JoinedHosts
-from launcher.plan.launch import LaunchPlan
+from launcher.launch.hosts import FixedHosts, HostSource, JoinedHosts
+from launcher.launch.plan import LaunchPlan
 
 
 def check_plan(plan: LaunchPlan, *, create: bool) -> None:

@@ -24,7 +24,7 @@ from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.edge import handled
-from launcher.plan.launch import LaunchPlan
+from launcher.launch.plan import LaunchPlan
 
 REPORT_FILE = "node_check.json"
 _FOLDER = "node-check"  # below the run's own; for the check's token and address

@@ -6,8 +6,8 @@ import pytest
 
 from elastic_driver.core.tf_config import WORKERS_ONLY
 from elastic_driver.errors import UsageError
-from launcher.plan.workers import TF_PORTS
-from tests.launcher.plan.test_launch import plan
+from launcher.launch.workers import TF_PORTS
+from tests.launcher.launch.test_plan import plan
 
 
 def test_tf_config_makes_every_process_a_worker_with_a_port_and_keeps_none_warm() -> None:

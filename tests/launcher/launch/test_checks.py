@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import UsageError
+from launcher.launch.checks import check_plan
+from launcher.launch.hosts import Facts, MachineFacts
+from launcher.launch.plan import make_plan
 from launcher.options.values import resolve
-from launcher.plan.hosts import Facts, MachineFacts
-from launcher.plan.launch import make_plan
-from launcher.submit.checks import check_plan
 from tests.support.permissions import where_permissions_apply
 
 ENVIRON = {"PATH": os.environ.get("PATH", os.defpath)}

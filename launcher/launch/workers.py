@@ -16,8 +16,8 @@ from elastic_driver.core.tf_config import CHIEF, PS, WORKERS_ONLY
 from elastic_driver.errors import UsageError
 from elastic_driver.options import TfRoles
 from elastic_driver.settings import Settings
+from launcher.launch.hosts import Facts
 from launcher.options.values import CommandLine
-from launcher.plan.hosts import Facts
 
 TF_PORTS = 128  # free ports that each agent looks for: more than a host has slots
 

@@ -24,11 +24,11 @@ from elastic_driver.core.rules import units
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
+from launcher.launch import hosts as where
+from launcher.launch.hosts import Facts, MachineFacts
+from launcher.launch.workers import check_tf_roles, forwarded, job_spec, tf_roles, worker_command
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine
-from launcher.plan import hosts as where
-from launcher.plan.hosts import Facts, MachineFacts
-from launcher.plan.workers import check_tf_roles, forwarded, job_spec, tf_roles, worker_command
 
 
 @dataclass(frozen=True)

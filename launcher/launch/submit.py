@@ -25,10 +25,10 @@ from elastic_driver.runtime.run_dir import RunDir
 from launcher.backends.registry import make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import handled
-from launcher.plan.launch import LaunchPlan
-from launcher.submit.bind_address import choose_bind_host
-from launcher.submit.checks import make_discovery
-from launcher.submit.nodecheck import WithoutHosts, check_before_training, make_checks
+from launcher.launch.bind_address import choose_bind_host
+from launcher.launch.checks import make_discovery
+from launcher.launch.nodecheck import WithoutHosts, check_before_training, make_checks
+from launcher.launch.plan import LaunchPlan
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # of an end to come, as Slurm's --signal gives
 _SIGNALS = {

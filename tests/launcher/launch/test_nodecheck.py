@@ -16,10 +16,10 @@ from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.checks import CheckSettings
 from elastic_driver.runtime.discovery import FixedDiscovery
 from launcher import cli, ctl
+from launcher.launch import nodecheck
+from launcher.launch.hosts import Facts, MachineFacts
+from launcher.launch.plan import LaunchPlan, make_plan
 from launcher.options.values import resolve
-from launcher.plan.hosts import Facts, MachineFacts
-from launcher.plan.launch import LaunchPlan, make_plan
-from launcher.submit import nodecheck
 from tests.support.job import eventually
 
 HOSTS = ("localhost", "127.0.0.2")

@@ -14,10 +14,10 @@ import pytest
 from elastic_driver.core.events import JobLeaving
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.driver import ElasticDriver
-from launcher.plan.hosts import DiscoveredHosts, FixedHosts
-from launcher.submit.bind_address import numeric_address
-from launcher.submit.checks import make_discovery
-from launcher.submit.submit import stop_on_signals
+from launcher.launch.bind_address import numeric_address
+from launcher.launch.checks import make_discovery
+from launcher.launch.hosts import DiscoveredHosts, FixedHosts
+from launcher.launch.submit import stop_on_signals
 from tests.support.job import elasticrun
 
 

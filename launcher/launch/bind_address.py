@@ -11,8 +11,8 @@ import psutil
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.backends.addresses import find_address, is_this_machine
+from launcher.launch.hosts import ANYWHERE
 from launcher.network import address_of, is_loopback
-from launcher.plan.hosts import ANYWHERE
 
 _LOOKUPS_AT_ONCE = 32
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from launcher.launch.hosts import DiscoveredHosts, Facts, FixedHosts, MachineFacts
+from launcher.launch.plan import LaunchPlan, make_plan
 from launcher.options.values import resolve
-from launcher.plan.hosts import DiscoveredHosts, Facts, FixedHosts, MachineFacts
-from launcher.plan.launch import LaunchPlan, make_plan
 
 SCRIPT = ("--host-discovery-script", "./find.sh")
 

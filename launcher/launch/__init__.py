@@ -1,0 +1,1 @@
+"""Plan a job and start it: hosts, workers and settings; checks; the driver."""

@@ -1,1 +1,0 @@
-"""The plan of a command line: sizes, hosts, roles and backend. Pure."""
