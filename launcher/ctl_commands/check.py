@@ -6,7 +6,6 @@ Each function takes the words after its name and returns an exit status; errors 
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from launcher.launch.checks import make_discovery
 from launcher.launch.plan import make_plan
 from launcher.launch.submit import backend_maker, bound, make_driver
 from launcher.options.table import OPTIONS
-from launcher.options.values import CommandLine, resolve, split
+from launcher.options.values import CommandLine, Setting, resolve
 
 _CONFIG_USAGE = "usage: elasticctl config show [OPTIONS of elasticrun]"
 _HISTORY = "--history"
@@ -55,20 +54,16 @@ Exit status
 
 def check(words: list[str]) -> int:
     """`elasticctl check`: 1 if a node is faulty (or slow, with --exclude-straggler)."""
-    past = _HISTORY in words
-    words = [word for word in words if word != _HISTORY]
-    given, hosts, _remarks = split(words)
-    if any(option.name == "help" for option in given):
+    line = resolve([word for word in words if word != _HISTORY], os.environ)
+    if line.options.help:
         print(_HELP, end="")
         return 0
-    options = words[: len(words) - len(hosts)]
-    if options and options[-1] == "--":
-        options.pop()
-    if past:
-        return _show_history(resolve([*options, "--", "true"], os.environ), hosts)
-    named = ["--hosts", ",".join(hosts)] if hosts else []
-    # The rest of a plan needs a command; it is not run.
-    line = resolve([*options, "--network-check", *named, "--", "true"], os.environ)
+    hosts, line = ",".join(line.command), replace(line, command=("true",))  # which is not run
+    if _HISTORY in words:
+        return _show_history(line, [name for name, _slots in parse_hosts(hosts)] if hosts else [])
+    line = line.having("network_check", Setting(True, "true", "elasticctl check", 3))
+    if hosts:
+        line = line.having("hosts", Setting(hosts, hosts, "command line", 3))
     plan = make_plan(line, collect_facts(line, os.environ))
     found = make_discovery(plan.hosts).find()
     plan, job = bound(plan, found)
@@ -86,13 +81,11 @@ def check(words: list[str]) -> int:
     return 1 if report.excluded(stragglers=checks.settings.exclude_stragglers) else 0
 
 
-def _show_history(line: CommandLine, hosts: Sequence[str]) -> int:
-    """Print the results of earlier checks; `hosts` are written as for a check."""
-    plan = make_plan(line, collect_facts(line, os.environ))
-    names = [name for name, _slots in parse_hosts(",".join(hosts))] if hosts else []
-    file = CheckHistoryFile(Path(plan.state_dir), _say)
+def _show_history(line: CommandLine, names: list[str]) -> int:
+    """Print the results of earlier checks of these hosts, or of all."""
+    file = CheckHistoryFile(Path(collect_facts(line, os.environ).state_dir), _say)
     history = file.read()
-    if plan.options.log_format == "json":
+    if line.options.log_format == "json":
         chosen = {n: past for n, past in history.nodes.items() if not names or n in names}
         print(msgspec.json.encode(CheckHistory(chosen)).decode())
     elif history.nodes:

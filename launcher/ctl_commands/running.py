@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
@@ -17,6 +17,7 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.options import SECONDS_OR_0, ValueKind, whole
 from elastic_driver.runtime.run_dir import default_state_dir
 from launcher.ctl_commands import show
 from launcher.ctl_commands.find import Where, find
@@ -40,21 +41,19 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.0 <= value <= 1e9:
-        raise ValueError(text)
-    return value
+def _reader(kind: ValueKind[Any]) -> Callable[[str], Any]:
+    """Return the reader of an option's value in the form that argparse takes."""
+
+    def read(word: str) -> Any:
+        try:
+            return kind.read(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 16):
-        raise ValueError(text)
-    return int(text)
-
-
-_seconds.__name__, _count.__name__ = "number of seconds", "number"  # in argparse's messages
-
+_SECONDS, _COUNT = _reader(SECONDS_OR_0), _reader(whole())
 # The arguments of argparse's add_argument: names, and the rest.
 _FLAG = {"action": "store_true"}
 _WHICH_JOB: dict[str, dict[str, Any]] = {
@@ -67,20 +66,20 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     "status": {
         "--json": {**_FLAG, "help": "print the driver's own document"},
         "--watch": {**_FLAG, "help": "print it again and again, until the job is over"},
-        "--interval": {"type": _seconds, "default": 2.0, "metavar": "S", "help": "default 2"},
+        "--interval": {"type": _SECONDS, "default": 2.0, "metavar": "S", "help": "default 2"},
     },
     "hosts": {"--json": {**_FLAG, "help": "print a JSON array"}},
     "events": {
         "-f --follow": {**_FLAG, "help": "go on until the job is over"},
-        "--since": {"type": _count, "default": 0, "metavar": "N", "help": "those after number N"},
+        "--since": {"type": _COUNT, "default": 0, "metavar": "N", "help": "those after number N"},
         "--json": {**_FLAG, "help": "print one JSON object a line"},
     },
     "stacks": {"--last": {**_FLAG, "help": "show the last collected stacks, as of a hang"}},
-    "scale": {"workers": {"type": _count, "metavar": "N"}},
+    "scale": {"workers": {"type": _COUNT, "metavar": "N"}},
     "drain": {
         "host": {"metavar": "HOST"},
         "--reason": {"default": "elasticctl drain", "help": "for the event log"},
-        "--deadline": {"type": _seconds, "metavar": "S", "help": "it must be empty in S seconds"},
+        "--deadline": {"type": _SECONDS, "metavar": "S", "help": "it must be empty in S seconds"},
         "--cancel": {**_FLAG, "help": "allow new workers on it again"},
     },
     "stop": {"--reason": {"default": "elasticctl stop", "help": "for the event log"}},
@@ -90,8 +89,7 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
 def run(name: str, words: Sequence[str]) -> int:
     """Run a subcommand with these words; return the exit status.
 
-    A request is tried once. If the driver refuses it, UsageError has the driver's own words; if
-    there is no answer, ClusterError is raised.
+    A request is tried once. If the driver refuses it, the error has the driver's own words.
     """
     action = ACTIONS[name]
     text = " ".join(str(action.__doc__).split())
@@ -111,11 +109,6 @@ def run(name: str, words: Sequence[str]) -> int:
             raise
         text = f"{error.message}; {error.hint}" if error.hint else error.message
         raise (UsageError if error.status < 500 else ClusterError)(text) from error
-    except UnreachableError as error:
-        raise ClusterError(
-            f"run {job.run_id} does not answer at {job.url} ({error.cause}); has it just ended, "
-            "and can this host reach that address?"
-        ) from error
     return 0
 
 

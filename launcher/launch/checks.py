@@ -67,7 +67,12 @@ def make_discovery(source: HostSource) -> HostDiscovery:
 
 def _check_command(command: tuple[str, ...], cwd: Path, environ: Mapping[str, str]) -> None:
     program, *arguments = command
-    _check_executable(program, cwd, environ)
+    if os.sep in program:
+        hint = f"is not executable; try chmod +x {program}"
+        _check_file(f"the command {program}", cwd, program, os.X_OK, hint)
+    elif shutil.which(program, path=environ.get("PATH", os.defpath)) is None:
+        hint = f"did you mean ./{program}?" if (cwd / program).is_file() else "check PATH"
+        raise UsageError(f"the command {program} was not found; {hint}")
     if not is_python(program) or not arguments:
         return
     name = arguments[0]
@@ -75,32 +80,22 @@ def _check_command(command: tuple[str, ...], cwd: Path, environ: Mapping[str, st
         if program == sys.executable:
             _check_module(arguments[1], cwd, environ)
     elif not name.startswith("-") and name.endswith(".py"):
-        script = cwd / name
-        if not script.exists():
-            raise UsageError(f"the script {name} does not exist in {cwd}")
-        if not os.access(script, os.R_OK):
-            raise UsageError(f"the script {name} cannot be read; check its permissions")
-        if script.is_dir():
-            raise UsageError(f"{name} is a folder, not a script")
+        hint = "cannot be read; check its permissions"
+        _check_file(f"the script {name}", cwd, name, os.R_OK, hint)
+
+
+def _check_file(what: str, cwd: Path, name: str, mode: int, hint: str) -> None:
+    if (cwd / name).is_dir():
+        raise UsageError(f"{what} is a folder")
+    if not (cwd / name).exists():
+        raise UsageError(f"{what} does not exist in {cwd}")
+    if not os.access(cwd / name, mode):
+        raise UsageError(f"{what} {hint}")
 
 
 def is_python(program: str) -> bool:
     """Return whether a command is a Python interpreter: then a script or -m follows."""
     return program == sys.executable or Path(program).name.startswith("python")
-
-
-def _check_executable(program: str, cwd: Path, environ: Mapping[str, str]) -> None:
-    path = cwd / program
-    if os.sep not in program:
-        if shutil.which(program, path=environ.get("PATH", os.defpath)) is None:
-            hint = f"did you mean ./{program}?" if path.is_file() else "check PATH"
-            raise UsageError(f"the command {program} was not found; {hint}")
-    elif path.is_dir():
-        raise UsageError(f"the command {program} is a folder")
-    elif not path.exists():
-        raise UsageError(f"the command {program} does not exist (looked in {cwd})")
-    elif not os.access(path, os.X_OK):
-        raise UsageError(f"the command {program} is not executable; try chmod +x {program}")
 
 
 def _check_module(module: str, cwd: Path, environ: Mapping[str, str]) -> None:

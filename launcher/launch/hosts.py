@@ -7,7 +7,7 @@ PyTorchJob sets them, with WORLD_SIZE as the number of nodes).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from elastic_driver.errors import UsageError
@@ -102,7 +102,6 @@ class JoinedHosts:
     own: Hosts
     default_slots: int  # of a node that does not name a number
     hosts: None = None  # unknown beforehand
-    source: str = "nodes that join"
 
 
 HostSource: TypeAlias = FixedHosts | DiscoveredHosts | JoinedHosts
@@ -138,6 +137,8 @@ def choose_hosts(
         slots: of a host that is listed without a number, if an option says it.
         wanted: workers of the whole job, if an option says it.
         allocation: the Slurm allocation that agents are started in.
+
+    Raises UsageError for a host that is no node of the allocation.
     """
     options, default = line.options, slots or 1
     if facts.role is not None:
@@ -148,17 +149,21 @@ def choose_hosts(
         return FixedHosts(facts.ranks, "the ranks of mpirun")
     if chosen is None and allocation is not None:
         return FixedHosts(allocation.hosts(slots, wanted), allocation.source, allocation.job_id)
-    if chosen == "hosts":
-        return FixedHosts(parse_hosts(str(options.hosts), default_slots=default), "--hosts")
-    named = choose_discovery(line)
-    if named is None:
-        return FixedHosts(((THIS_MACHINE, slots or wanted or 1),), "this machine")
-    name, argument = named
-    known = None
-    if name == HOSTFILE:
-        text = facts.hostfile_text or ""
-        known = parse_host_lines(text, default_slots=default, source=argument)
-    return DiscoveredHosts(name, argument, default, options.discovery_timeout, known)
+    source: FixedHosts | DiscoveredHosts
+    if named := choose_discovery(line):
+        (name, argument), known = named, None
+        if name == HOSTFILE:
+            text = facts.hostfile_text or ""
+            known = parse_host_lines(text, default_slots=default, source=argument)
+        source = DiscoveredHosts(name, argument, default, options.discovery_timeout, known)
+    elif chosen == "hosts":
+        hosts = parse_hosts(str(options.hosts), default_slots=default)
+        source = FixedHosts(hosts, "--hosts")
+    else:
+        source = FixedHosts(((THIS_MACHINE, slots or wanted or 1),), "this machine")
+    if allocation is not None:
+        _check_nodes(allocation, source)
+    return source
 
 
 def _host_options(line: CommandLine) -> list[str]:
@@ -220,7 +225,7 @@ def choose_allocation(line: CommandLine, environ: Mapping[str, str]) -> SlurmAll
     return allocation
 
 
-def check_nodes(allocation: SlurmAllocation, source: HostSource) -> None:
+def _check_nodes(allocation: SlurmAllocation, source: FixedHosts | DiscoveredHosts) -> None:
     """Raise UsageError if a host that was named is no node of the allocation."""
     nodes = ", ".join(allocation.nodes[:_SHOWN]) + ", …" * (len(allocation.nodes) > _SHOWN)
     for host, _ in source.hosts or ():
@@ -290,8 +295,7 @@ def with_node_count(line: CommandLine, environ: Mapping[str, str]) -> CommandLin
     nodes = _number(environ, "WORLD_SIZE")
     if nodes < 2:
         return line
-    setting = Setting((nodes, nodes), str(nodes), "WORLD_SIZE", 2)
-    return replace(line, settings={**line.settings, "nnodes": setting})
+    return line.having("nnodes", Setting((nodes, nodes), str(nodes), "WORLD_SIZE", 2))
 
 
 def _rank(environ: Mapping[str, str]) -> int | None:

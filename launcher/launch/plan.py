@@ -26,27 +26,31 @@ from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
 from launcher.launch import hosts as where
 from launcher.launch.hosts import Facts, MachineFacts
-from launcher.launch.workers import check_tf_roles, forwarded, job_spec, tf_roles, worker_command
+from launcher.launch.workers import check_tf_roles, job_spec, tf_roles
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
     """Everything needed to start the job."""
 
+    line: CommandLine
     settings: Settings
     spec: JobSpec
     driver: DriverOptions  # `bind_host` may still be a name
     hosts: where.HostSource
     backend: str
     agents: BackendJob  # for the backend, before the rendezvous is up
-    options: LaunchOptions
     state_dir: str
-    gpus: bool = False  # the hosts have GPUs: a node check tests every slot, not every host
-    forwarded: tuple[str, ...] = ()  # variables of this shell that other hosts' workers get
-    notes: tuple[str, ...] = ()
-    origins: tuple[tuple[str, str, str], ...] = ()  # (option, value, source)
+    gpus: bool  # the hosts have GPUs: a node check tests every slot, not every host
+    forwarded: tuple[str, ...]  # variables of this shell that other hosts' workers get
+    notes: tuple[str, ...]
+
+    @property
+    def options(self) -> LaunchOptions:
+        """The launcher's own options."""
+        return self.line.options
 
     @property
     def verbosity(self) -> int:
@@ -82,7 +86,9 @@ class LaunchPlan:
                 lines.append((label, " ".join(names)))
         lines += [("note", note) for note in self.notes]
         if self.options.verbose:
-            lines += [("set", f"{name} {value}  ({who})") for name, value, who in self.origins]
+            lines += [
+                ("set", f"{name} {value}  ({who})") for name, value, who in self.line.origins()
+            ]
         return "\n".join(f"{label:<11} {text}" for label, text in lines)
 
 
@@ -101,65 +107,63 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         machine = MachineFacts(allocation.cpus or machine.cpus, allocation.gpus)
     slots = slots_of_a_host(options, machine)
     wish = _read_wish(line, slots)
-    hosts = where.choose_hosts(
-        line, facts, slots, wish.most or wish.asked or wish.least, allocation
-    )
-    if allocation is not None:
-        where.check_nodes(allocation, hosts)
-    elif role and slots is None and not role.own and line.level("nnodes"):
+    wanted = wish.most or wish.asked or wish.least
+    hosts = where.choose_hosts(line, facts, slots, wanted, allocation)
+    if role and slots is None and not role.own and line.level("nnodes"):
         wish = wish._replace(most=None)  # the nodes bring their number of workers
     settings, size_note = _settings(line, wish, hosts)
     backend = "slurm" if allocation is not None else _backend(options, hosts)
-    passed_on = {} if backend in ("local", "join") else forwarded(facts.environ)
-    command = worker_command(line.command, facts.python)
-    spec, unset = job_spec(line, settings, facts, command)
-    notes = [*line.warnings, size_note, *unset]
-    if isinstance(hosts, where.JoinedHosts) and options.token_file is None:
-        notes.append(
-            "nodes can join only with this run's token, from a shared --state-dir; give the same "
-            "--run-id (--rdzv-id) or --token-file on every node otherwise"
-            if options.run_id is None
-            else f"anyone who knows the run id {options.run_id} and reaches port "
-            f"{hosts.role.port} can join this job; give --token-file on every node for a real "
-            "secret"
-        )
+    spec, passed_on, unset = job_spec(line, settings, facts, shares=backend in ("local", "join"))
     host, port = (role.host, role.port) if role else options.rdzv_endpoint
     driver = line.fill(DriverOptions, bind_host=host, bind_port=port)
+    if role:  # nodes that join are reported at once: a question for hosts waits for news
+        driver = replace(driver, discovery_interval=0.0)
+    agents = line.fill(
+        BackendJob,
+        cwd=facts.cwd,
+        environ=facts.environ,
+        hosts=hosts.hosts or (),
+        grows=hosts.hosts is None,
+        allocation=None if allocation is None else allocation.job_id,
+    )
+    notes = (*line.warnings, size_note, *unset, _who_may_join(options, role))
     return LaunchPlan(
+        line=line,
         settings=settings,
-        spec=replace(spec, env={**passed_on, **spec.env}),
-        # Nodes that join are reported at once: a question for hosts waits until there is news.
-        driver=replace(driver, discovery_interval=0.0) if role else driver,
+        spec=spec,
+        driver=driver,
         hosts=hosts,
         backend=backend,
-        agents=line.fill(
-            BackendJob,
-            cwd=facts.cwd,
-            environ=facts.environ,
-            hosts=hosts.hosts or (),
-            grows=hosts.hosts is None,
-            allocation=None if allocation is None else allocation.job_id,
-        ),
-        options=options,
-        forwarded=tuple(name for name in passed_on if name not in spec.env),
-        gpus=machine.gpus > 0,
+        agents=agents,
         state_dir=facts.state_dir,
+        gpus=machine.gpus > 0,
+        forwarded=passed_on,
         notes=tuple(filter(None, notes)),
-        origins=line.origins(),
+    )
+
+
+def _who_may_join(options: LaunchOptions, role: where.Serve | None) -> str:
+    if role is None or options.token_file is not None:
+        return ""
+    if options.run_id is not None:
+        return (
+            f"anyone who knows the run id {options.run_id} and reaches port {role.port} can join "
+            "this job; give --token-file on every node for a real secret"
+        )
+    return (
+        "nodes can join only with this run's token, from a shared --state-dir; give the same "
+        "--run-id (--rdzv-id) or --token-file on every node otherwise"
     )
 
 
 def _backend(options: LaunchOptions, hosts: where.HostSource) -> str:
+    wanted = options.backend
     if isinstance(hosts, where.JoinedHosts):
-        if options.backend != "auto":
-            raise UsageError(
-                f"--backend {options.backend} starts agents, but nodes that join start their own"
-            )
+        if wanted != "auto":
+            raise UsageError(f"--backend {wanted} starts agents, but nodes that join start theirs")
         return "join"
-    here = isinstance(hosts, where.FixedHosts) and {h for h, _ in hosts.hosts} == {
-        where.THIS_MACHINE
-    }
-    return "local" if here and options.backend == "auto" else options.backend
+    here = isinstance(hosts, where.FixedHosts) and {h for h, _ in hosts.hosts} == {"localhost"}
+    return "local" if here and wanted == "auto" else wanted
 
 
 # ---- the number of workers ---------------------------------------------------------------

@@ -51,9 +51,13 @@ def worker_command(command: tuple[str, ...], python: str) -> tuple[str, ...]:
 
 
 def job_spec(
-    line: CommandLine, settings: Settings, facts: Facts, command: tuple[str, ...]
-) -> tuple[JobSpec, list[str]]:
-    """Return what the workers run, and remarks on variables of `--env` that are not set here."""
+    line: CommandLine, settings: Settings, facts: Facts, *, shares: bool
+) -> tuple[JobSpec, tuple[str, ...], list[str]]:
+    """Return what the workers run, the variables of this shell they get, and remarks.
+
+    `shares`: the workers inherit the environment of a process like this one. The remarks are about
+    variables of `--env` that are not set here.
+    """
     options, environ = line.options, facts.environ
     given = {name: environ.get(name) if v is None else v for name, v in options.env}
     unset = [
@@ -67,19 +71,20 @@ def job_spec(
         env[contract.VIRTUAL_WORKERS] = str(virtual)
     if options.balance:
         env[contract.BALANCE] = "1"
+    passed_on = {} if shares else forwarded(environ)
     spec = line.fill(
         JobSpec,
         run_id=facts.run_id,
-        command=command,
+        command=worker_command(line.command, facts.python),
         cwd=facts.cwd,
-        env=env,
+        env={**passed_on, **env},
         max_restarts=settings.max_restarts or 0,
     )
     if settings.tf_roles is not None:
         # TensorFlow starts threads when imported, and a process with threads cannot be forked
         # safely: no warm processes unless an option asks for them.
         spec = replace(spec, warm=spec.warm or 0, slot_ports=TF_PORTS)
-    return spec, unset
+    return spec, tuple(name for name in passed_on if name not in env), unset
 
 
 # ---- variables of this shell -------------------------------------------------------------

@@ -33,8 +33,7 @@ class LaunchOptions:
     discovery_timeout: float = option(HOSTS, SECONDS, 30.0,
         "A discovery script that runs longer is killed; the last known hosts stay.")
     hosts: str | None = option(HOSTS, text("h1:2,h2:2"), None,
-        "Fixed hosts with their slots; n[01-04]:2 stands for four of them.",
-        aliases=("-H", "--host"))
+        "Fixed hosts with their slots; n[01-04]:2 means four of them.", aliases=("-H", "--host"))
     hostfile: str | None = option(HOSTS, text("FILE"), None,
         "Hosts from a file, 'host', 'host:4' or 'host slots=4' a line; read again when it changes.",
         aliases=("--host-file", "--machinefile"))
@@ -46,9 +45,8 @@ class LaunchOptions:
     serve: bool = option(JOIN, FLAG, False,
         "Run no workers here: hold the job, and train on the nodes that --join it.")
     join: tuple[str, int] | None = option(JOIN, o.ENDPOINT, None,
-        "Make this node a host of the job that is served at HOST:PORT, with --nproc-per-node "
-        "workers. It may start before the server, and may come back after it has left (Ctrl-C, "
-        "SIGTERM).")
+        "Make this node a host of the job at HOST:PORT, with --nproc-per-node workers. It may "
+        "start before the server, and come back after it has left (Ctrl-C, SIGTERM).")
     rdzv_endpoint: tuple[str, int] = option(JOIN, o.ENDPOINT, ("127.0.0.1", 0),
         "Address and port of the job's rendezvous; 0.0.0.0 for all addresses. With --nnodes of "
         "more than 1 and no list of hosts, start the same command on every node: the node that is "
@@ -70,22 +68,22 @@ class LaunchOptions:
         shown="the run's own token in a shared --state-dir, else derived from --run-id")
 
     num_proc: int | None = option(SIZE, whole(least=1), None,
-        "Workers to start with. Once it trains, the job continues with the workers that are left.",
+        "Workers to start with. Later the job continues with the workers that are left.",
         aliases=("-np", "-n"), shown="every slot of fixed hosts, else --min-np")
     min_np: int | None = option(SIZE, whole(least=1), None,
         "Never train with fewer workers. After --start-timeout the job starts with this many.",
         aliases=("--min-num-proc",), shown="1, and the start waits for -np")
     max_np: int | None = option(SIZE, whole(least=1), None,
-        "Never train with more workers.",
-        aliases=("--max-num-proc",), shown="-np for fixed hosts, no limit with a discovery script")
+        "Never train with more workers.", aliases=("--max-num-proc",),
+        shown="-np for fixed hosts, no limit with a discovery script")
     nnodes: tuple[int, int] | None = option(SIZE, o.NODE_RANGE, None,
         "The size in hosts (as in torchrun): MIN to MAX hosts of --nproc-per-node workers each.")
     nproc_per_node: int | str | None = option(SIZE, o.NODE_WORKERS, None,
         "Workers on each host: a number, or this machine's GPUs (gpu), cores (cpu), or GPUs if it "
         "has any and cores otherwise (auto).", shown="1")
     virtual_workers: int | None = option(SIZE, whole(least=1), None,
-        "For elastic.FixedBatch: the number of workers that the script is written for. With any "
-        "number of workers, a step trains the batch of N workers.", shown="--max-np")
+        "For elastic.FixedBatch: a step trains the batch of N workers, whatever their number.",
+        shown="--max-np")
     balance: bool = option(SIZE, FLAG, False,
         "For elastic.FixedBatch: give slow workers less of each step; the result stays the same.")
 
@@ -132,8 +130,7 @@ class LaunchOptions:
     verbose: bool = option(OTHER, FLAG, False,
         "Show more; with --dry-run: where each value came from.", aliases=("-v",))
     quiet: bool = option(OTHER, FLAG, False, "Show only failures.", aliases=("-q",))
-    dry_run: bool = option(OTHER, FLAG, False,
-        "Check everything, show the plan, start nothing.")
+    dry_run: bool = option(OTHER, FLAG, False, "Check everything, show the plan, start nothing.")
     check_build: bool = option(OTHER, FLAG, False, "Show what this installation can do.")
     version: bool = option(OTHER, FLAG, False, "Show the version.")
     help: bool = option(OTHER, FLAG, False, "Show this text.", aliases=("-h",))

@@ -9,7 +9,7 @@ import difflib
 import functools
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -69,6 +69,10 @@ class CommandLine:
     def level(self, field: str) -> int:
         """Return the level of the option's source: 0 default, 1 file, 2 environment, 3 argv."""
         return self.settings[field].level
+
+    def having(self, field: str, setting: Setting) -> "CommandLine":
+        """Return this line with another value of one option."""
+        return replace(self, settings={**self.settings, field: setting})
 
     def fill(self, struct: type[T], **decided: Any) -> T:
         """Return a struct with the values of its options; `decided` are the other fields.
