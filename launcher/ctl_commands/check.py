@@ -91,7 +91,7 @@ def _show_history(line: CommandLine, names: list[str]) -> int:
     elif history.nodes:
         print(history.render(names))
     else:
-        print(f"no check was ever kept in {file.path.parent}; is it another --state-dir?")
+        print(f"no check was ever kept in {file.path.parent}; is it in another --state-dir?")
     return 0
 
 

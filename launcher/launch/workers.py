@@ -40,7 +40,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|KEY|PASS|CREDENTIAL|AUTH")
 def worker_command(command: tuple[str, ...], python: str) -> tuple[str, ...]:
     """Return a worker's argv: scripts and modules run by `python`, everything else unchanged."""
     if not command:
-        raise UsageError("no command to run; say elasticrun [OPTIONS] -- script.py [ARGS…]")
+        raise UsageError("no command to run; use elasticrun [OPTIONS] -- script.py [ARGS…]")
     if command[0] == "-m":
         if len(command) == 1:
             raise UsageError("-m needs the name of a module: elasticrun [OPTIONS] -m MODULE")
