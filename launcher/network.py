@@ -28,6 +28,13 @@ def address_towards(address: str, port: int = _ANY_PORT) -> str | None:
     return None
 
 
+def default_address() -> str | None:
+    """Return our address on the default route, or without one our first IPv4 address."""
+    entries = [entry for found in psutil.net_if_addrs().values() for entry in found]
+    four = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    return address_towards(SOMEWHERE) or next((a for a in four if not is_loopback(a)), None)
+
+
 def interface_of(address: str) -> str | None:
     """Return the interface that has this address; None for loopback or if none has."""
     wanted = _parse(address)

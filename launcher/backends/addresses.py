@@ -7,16 +7,20 @@ Other names are looked up only if an address has to be found.
 
 import contextlib
 import ipaddress
-import itertools
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
-
 from elastic_driver.errors import ClusterError
-from launcher.network import SOMEWHERE, address_towards, bracketed, interface_of, is_loopback
+from launcher.network import (
+    SOMEWHERE,
+    address_towards,
+    bracketed,
+    default_address,
+    interface_of,
+    is_loopback,
+)
 
 _HOSTS_FILE = Path("/etc/hosts")
 LOOPBACK = "127.0.0.1"
@@ -42,14 +46,7 @@ def own_address(bind_host: str | None) -> str | None:
     bound = ipaddress.ip_address(bind_host or LOOPBACK)
     if bound.is_loopback:
         return None
-    if not bound.is_unspecified:
-        return bind_host
-    found = address_towards(SOMEWHERE)
-    if found is None:  # no default route
-        entries = itertools.chain(*psutil.net_if_addrs().values())
-        four = (str(entry.address) for entry in entries if entry.family == socket.AF_INET)
-        found = next((address for address in four if not is_loopback(address)), None)
-    return found
+    return default_address() if bound.is_unspecified else bind_host
 
 
 def find_address(host: str, look_up: Callable[[str], str]) -> str | None:

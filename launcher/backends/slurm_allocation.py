@@ -1,8 +1,8 @@
 """The Slurm allocation we run in: its nodes at the start, and those that it still has later.
 
 `sbatch` and `salloc` describe an allocation in SLURM_* variables (sbatch(1), OUTPUT ENVIRONMENT
-VARIABLES); `launcher.launch` reads them here. Later only `squeue` knows the nodes: Slurm takes a node
-that failed out of a job that goes on without it (`--no-kill`) and does not give it back, and
+VARIABLES); `launcher.launch` reads them here. Later only `squeue` knows the nodes: Slurm takes a
+node that failed out of a job that goes on without it (`--no-kill`) and does not give it back, and
 `scontrol update job` takes nodes away and adds others. `salloc` does not tell its command that the
 allocation is over; squeue does. It is asked rarely, because slurmctld serves the whole cluster.
 """
