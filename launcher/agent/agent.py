@@ -72,11 +72,10 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
 
 
 class Ending(Struct, frozen=True):
-    """The reason of the agent's end, and its form."""
+    """The reason of the agent's end, and the exit status."""
 
     reason: str
     exit_code: int
-    grace: float  # for its workers
     driver_gone: bool = False
 
 
@@ -90,12 +89,13 @@ class Agent:
         self._client = RendezvousClient(config.endpoint, token)
         marks = {contract.TOKEN_FILE: config.token_file}
         self._starter = WorkerStarter(self._say, marks, inherited)
-        self._endings: asyncio.Queue[Ending] = asyncio.Queue()
         self._events: asyncio.Queue[WireEvent] = asyncio.Queue()  # for the driver, in order
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ending = Ending("it was not asked to", ExitCode.OK)
+        self._ended = asyncio.Event()  # `_ending` holds from now on
         self._signals = 0
-        self._notice = 0.0  # for leaving in good order; 0: there is nobody to tell
+        self._notice = 0.0  # for leaving in good order; 0: the driver is not to be told
         self._leave_timer: asyncio.TimerHandle | None = None  # the host's end was announced
-        self._shutting_down = False
         self._workers: Workers | None = None
         self._err: Console | None = None
 
@@ -107,13 +107,35 @@ class Agent:
         consoles = (Console(1, "stdout", on_trouble=self._say), self._err)
         try:
             with scratch_folder() as scratch:
-                ending = await self._live(consoles, scratch)
+                self._spawn(self._join(consoles, scratch))
+                return await self._until_end()
         finally:
             self._starter.close()
             self._client.abort()
             for console in consoles:
                 await console.drain(LAST_WORDS_S)
                 console.close()
+
+    async def _until_end(self) -> int:
+        """Wait for a reason to end, and for the end of the workers; return the exit status."""
+        await self._ended.wait()
+        if self._leave_timer is not None:
+            self._leave_timer.cancel()
+        if self._workers is not None:
+            await self._workers.all_ended()
+        ending = self._ending
+        if not ending.driver_gone:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._events.join(), LAST_WORDS_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        if self._workers is not None:
+            await self._workers.end_strays()
+        if ending.exit_code != ExitCode.OK:
+            self._say(f"{ending.reason}; stopped our workers and ended")
+        if ending.driver_gone:
+            remove_orphan_files(self._config, self._token)
         return ending.exit_code
 
     # ---- what can end it -----------------------------------------------------------------
@@ -129,7 +151,7 @@ class Agent:
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Leave in good order if the signal announces that, else end; a second end is at once."""
-        if self._notice and not self._shutting_down and number in ANNOUNCING:
+        if self._notice and not self._ended.is_set() and number in ANNOUNCING:
             if self._leave_timer is None:
                 self._announce(number)
                 return
@@ -172,10 +194,21 @@ class Agent:
         self._end(reason, ExitCode.UNAVAILABLE, ORPHAN_GRACE_S, driver_gone=True)
 
     def _end(self, reason: str, exit_code: int, grace: float, *, driver_gone: bool = False) -> None:
-        self._endings.put_nowait(Ending(reason, int(exit_code), grace, driver_gone))
+        """Begin to end: stop the workers within `grace` seconds, or a former call's if shorter.
+
+        The first reason counts, unless the driver is gone.
+        """
+        if driver_gone or not self._ended.is_set():
+            self._ending = Ending(reason, int(exit_code), driver_gone)
+        self._ended.set()
+        if self._workers is not None:
+            self._workers.stop_all(grace)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(self._guarded(work)))
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run one of the endless loops; its end is the agent's end."""
+        """Run a part of the agent; its failure is the agent's end."""
         try:
             await work
         except RendezvousError as error:
@@ -186,11 +219,17 @@ class Agent:
 
     # ---- its life ------------------------------------------------------------------------
 
-    async def _live(self, consoles: tuple[Console, Console], scratch: str | None) -> Ending:
-        spec = await self._first_contact()
-        if isinstance(spec, Ending):
-            return self._leave(spec)
-        config = self._config
+    async def _join(self, consoles: tuple[Console, Console], scratch: str | None) -> None:
+        """Read the job's specification, then take part in the job."""
+        config, key = self._config, contract.spec_key(self._config.incarnation)
+        try:
+            entry = await asyncio.to_thread(self._client.get, key, FIRST_CONTACT_S)
+            if entry is None:
+                raise RendezvousError(f"no {key} within {FIRST_CONTACT_S:.0f} s")
+            spec = decode(JobSpec, entry.value)
+        except (RendezvousError, msgspec.DecodeError) as error:
+            self._end(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)
+            return
         self._client.timeout = min(self._client.timeout, spec.heartbeat_timeout / 3)
         address, interface = self._meeting_point(spec)
         meeting = Meeting(config.host, config.endpoint, config.token_file, interface, scratch)
@@ -198,77 +237,18 @@ class Agent:
             spec, meeting, self._starter, consoles, report=self._report, say=self._say
         )
         self._notice = spec.grace_period
-        self._warm_up(spec)
-        self._introduce(address, spec.slot_ports)
-        loops = [
-            asyncio.create_task(self._guarded(self._obey(spec.heartbeat_timeout, workers))),
-            asyncio.create_task(self._guarded(self._deliver(spec.heartbeat_timeout))),
-        ]
-        ending = await self._endings.get()
-        self._shutting_down = True
-        if self._leave_timer is not None:
-            self._leave_timer.cancel()
-        ending = await self._stop_workers(workers, ending)
-        if not ending.driver_gone:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._events.join(), LAST_WORDS_S)
-        for task in loops:
-            task.cancel()
-        await asyncio.wait(loops)
-        await workers.end_strays()
-        return self._leave(ending)
-
-    async def _first_contact(self) -> JobSpec | Ending:
-        """Read the job's specification; return the reason to end that came first, if any."""
-        key = contract.spec_key(self._config.incarnation)
-        reading = asyncio.create_task(asyncio.to_thread(self._client.get, key, FIRST_CONTACT_S))
-        ending = await self._ending_before(reading)
-        if ending is not None:
-            reading.cancel()
-            return ending
-        try:
-            entry = reading.result()
-            if entry is None:
-                raise RendezvousError(f"no {key} within {FIRST_CONTACT_S:.0f} s")
-            return decode(JobSpec, entry.value)
-        except (RendezvousError, msgspec.DecodeError) as error:
-            return Ending(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)
-
-    def _warm_up(self, spec: JobSpec) -> None:
-        """Begin to import what the workers will; harmless where that cannot be done."""
         try:
             self._starter.launch(plan_for(spec, os.environ))
         except NotWarmable as reason:
             self._starter.close()
-            if spec.warm:  # somebody asked for it
+            if spec.warm:  # the user wants it
                 self._say(f"no warm workers: {reason}")
-
-    async def _stop_workers(self, workers: Workers, ending: Ending) -> Ending:
-        """Stop all workers and wait for their end; a further reason may shorten their grace."""
-        ended = asyncio.create_task(workers.all_ended())
-        workers.stop_all(ending.grace)
-        while (another := await self._ending_before(ended)) is not None:
-            workers.stop_all(another.grace)
-            if another.driver_gone:
-                ending = another
-        return ending
-
-    async def _ending_before(self, task: asyncio.Task[Any]) -> Ending | None:
-        """Return the next reason to end; None if the task is done before there is one."""
-        ending = asyncio.create_task(self._endings.get())
-        await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
-        if ending.done():
-            return ending.result()
-        ending.cancel()
-        return None
-
-    def _leave(self, ending: Ending) -> Ending:
-        """Say why we end, unless we were told to, and clean up for a driver that cannot."""
-        if ending.exit_code != ExitCode.OK:
-            self._say(f"{ending.reason}; stopped our workers and ended")
-        if ending.driver_gone:
-            remove_orphan_files(self._config, self._token)
-        return ending
+        ports = free_ports(STORE_PORTS + spec.slot_ports)
+        stores, rest = ports[:STORE_PORTS], ports[STORE_PORTS:]
+        agent = config.host, config.incarnation
+        self._report(AgentReady(*agent, os.getpid(), address, stores, slot_ports=rest))
+        self._spawn(self._obey(spec.heartbeat_timeout, workers))
+        self._spawn(self._deliver(spec.heartbeat_timeout))
 
     def _meeting_point(self, spec: JobSpec) -> tuple[str, str | None]:
         """Return the address and the interface where workers of other hosts reach ours."""
@@ -284,19 +264,6 @@ class Agent:
     def _report(self, event: WireEvent) -> None:
         """Have an event delivered after all that were reported before."""
         self._events.put_nowait(event)
-
-    def _introduce(self, address: str, slot_ports: int) -> None:
-        ports = free_ports(STORE_PORTS + slot_ports)
-        self._report(
-            AgentReady(
-                host=self._config.host,
-                incarnation=self._config.incarnation,
-                pid=os.getpid(),
-                address=address,
-                ports=ports[:STORE_PORTS],
-                slot_ports=ports[STORE_PORTS:],
-            )
-        )
 
     async def _deliver(self, patience: float) -> None:
         """Deliver events for ever, one at a time; raises RendezvousError for a driver gone.
@@ -342,7 +309,7 @@ class Agent:
     def _carry_out(self, order: Order, workers: Workers) -> None:
         match order:
             case StartWorkerOrder():
-                if not self._shutting_down:
+                if not self._ended.is_set():
                     workers.start(order)
             case StopWorkerOrder(worker=worker, grace=grace):
                 workers.stop(worker, grace)
@@ -351,7 +318,6 @@ class Agent:
             case StacksOrder(number=number):
                 workers.look(number)
             case _:
-                self._shutting_down = True
                 self._end(order.reason, ExitCode.OK, order.grace)
 
     def _say(self, sentence: str) -> None:
