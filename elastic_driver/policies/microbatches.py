@@ -8,7 +8,6 @@ unless said otherwise.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from math import isfinite
 from typing import Generic, TypeVar
 
 from elastic_driver.errors import UsageError
@@ -28,58 +27,11 @@ def allocate_microbatches(virtual_workers: int, workers: int) -> list[int]:
 
     Raises `UsageError` unless both are positive whole numbers.
     """
-    _require_counts(virtual_workers, workers)
-    share, surplus = divmod(virtual_workers, workers)
-    return [share + 1] * surplus + [share] * (workers - surplus)
-
-
-def allocate_weighted(virtual_workers: int, speeds: Sequence[float]) -> list[int]:
-    """Return the micro-batches of each real worker, in proportion to `speeds` (any unit, by rank).
-
-    Each worker gets at least one, as far as they suffice; the rest follows the speeds by the method
-    of the largest remainder (Hamilton's), a tie goes to the lower rank. Equal speeds give the same
-    shares as `allocate_microbatches`. The sum is always `virtual_workers`.
-
-    Raises `UsageError` for no workers, or a speed that is not a positive finite number.
-    """
-    workers = len(speeds)
-    _require_counts(virtual_workers, workers)
-    for rank, speed in enumerate(speeds):
-        if not isfinite(speed) or speed <= 0:
-            raise UsageError(
-                f"the speed of rank {rank} is {speed!r}; "
-                "give each worker a positive number, such as micro-batches a second"
-            )
-    if virtual_workers <= workers:
-        fastest = sorted(range(workers), key=lambda rank: (-speeds[rank], rank))
-        chosen = set(fastest[:virtual_workers])
-        return [int(rank in chosen) for rank in range(workers)]
-    return _largest_remainder(virtual_workers, speeds)
-
-
-def _largest_remainder(total: int, speeds: Sequence[float]) -> list[int]:
-    """Return shares of at least 1 that sum to `total`, which is at least the number of speeds."""
-    largest = max(speeds)  # scaling first: the sum of huge speeds must not overflow
-    scaled = [speed / largest for speed in speeds]
-    whole = sum(scaled)
-    quotas = [total * speed / whole for speed in scaled]
-    shares = [max(1, int(quota)) for quota in quotas]
-    while sum(shares) > total:  # slow workers got a guaranteed 1: take it from the best served
-        over = max(
-            (rank for rank, share in enumerate(shares) if share > 1),
-            key=lambda rank: (shares[rank] - quotas[rank], rank),
-        )
-        shares[over] -= 1
-    wanting = sorted(range(len(speeds)), key=lambda rank: (shares[rank] - quotas[rank], rank))
-    for turn in range(total - sum(shares)):
-        shares[wanting[turn % len(wanting)]] += 1
-    return shares
-
-
-def _require_counts(virtual_workers: int, workers: int) -> None:
     for name, count in (("virtual workers", virtual_workers), ("workers", workers)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise UsageError(f"the number of {name} is {count!r}; it must be a whole number from 1")
+    share, surplus = divmod(virtual_workers, workers)
+    return [share + 1] * surplus + [share] * (workers - surplus)
 
 
 def virtual_ranges(shares: Sequence[int]) -> list[range]:

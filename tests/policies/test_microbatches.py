@@ -9,7 +9,6 @@ import pytest
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.microbatches import (
     allocate_microbatches,
-    allocate_weighted,
     finish_tree,
     sample_counts,
     virtual_ranges,
@@ -39,33 +38,6 @@ def test_a_number_that_is_no_count_is_refused_by_name(nonsense: Any) -> None:
         allocate_microbatches(nonsense, 2)
     with pytest.raises(UsageError, match="number of workers is"):
         allocate_microbatches(2, nonsense)
-
-
-@pytest.mark.parametrize(
-    ("n", "measured", "expected"),
-    [
-        (8, [2.0, 1.0, 1.0], [4, 2, 2]),
-        (7, [100.0, 1.0, 1.0, 1.0], [4, 1, 1, 1]),
-        (10, [1.0, 1.0, 1.0], [4, 3, 3]),
-        (2, [1.0, 9.0, 5.0], [0, 1, 1]),
-        (4, [1e308, 1e308], [2, 2]),
-    ],
-)
-def test_weighted_shares_follow_the_speeds(
-    n: int, measured: list[float], expected: list[int]
-) -> None:
-    assert allocate_weighted(n, measured) == expected
-
-
-@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_speed_that_is_no_speed_is_refused_with_its_rank(speed: float) -> None:
-    with pytest.raises(UsageError, match="speed of rank 1"):
-        allocate_weighted(8, [1.0, speed])
-
-
-def test_a_job_without_workers_has_no_shares() -> None:
-    with pytest.raises(UsageError, match="number of workers is 0"):
-        allocate_weighted(8, [])
 
 
 def test_virtual_workers_are_contiguous_by_rank_and_standbys_have_none() -> None:

@@ -10,16 +10,12 @@ from hypothesis import strategies as st
 from elastic_driver.policies.microbatches import (
     TreeSum,
     allocate_microbatches,
-    allocate_weighted,
     finish_tree,
     tree_blocks,
 )
 from tests.policies.test_microbatches import tree_of
 
 counts = st.integers(1, 200)
-
-
-speeds = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40)
 
 
 @given(counts, counts)
@@ -29,26 +25,6 @@ def test_shares_sum_up_fall_by_rank_and_differ_by_one_at_most(n: int, workers: i
     assert len(shares) == workers
     assert shares == sorted(shares, reverse=True)
     assert shares[0] - shares[-1] <= 1
-
-
-@given(counts, speeds)
-def test_weighted_shares_sum_up_and_leave_nobody_out(n: int, measured: list[float]) -> None:
-    shares = allocate_weighted(n, measured)
-    assert sum(shares) == n
-    assert min(shares) >= (1 if n >= len(measured) else 0)
-    assert shares == allocate_weighted(n, measured)
-
-
-@given(counts, counts)
-def test_equal_speeds_give_the_unweighted_shares(n: int, workers: int) -> None:
-    assert allocate_weighted(n, [3.5] * workers) == allocate_microbatches(n, workers)
-
-
-@given(counts, st.lists(st.integers(1, 1000), min_size=1, max_size=20))
-def test_a_faster_worker_never_gets_less_than_a_slower_one(n: int, measured: list[int]) -> None:
-    shares = allocate_weighted(n, measured)
-    ranks = range(len(shares))
-    assert all(shares[a] >= shares[b] for a in ranks for b in ranks if measured[a] > measured[b])
 
 
 @given(st.integers(1, 64), st.data())

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_driver.core.documents import Allocation
-from elastic_driver.policies.microbatches import allocate_weighted
+from elastic_driver.policies.balance import Cost, fastest_shares
 from elastic_driver.worker.batches import FixedBatch
 from elastic_driver.worker.batching.shares import BalancedShares
 from tests.support.gloo import run_ranks
@@ -108,7 +108,7 @@ class Training:
 
 
 def weighted(virtual_workers: int, workers: int) -> list[int]:
-    return allocate_weighted(virtual_workers, [1.0 + rank for rank in range(workers)])
+    return fastest_shares(virtual_workers, [Cost(1.0 / (1 + rank)) for rank in range(workers)])
 
 
 class Case(NamedTuple):
