@@ -27,7 +27,7 @@ can share evenly, some are repeated, and counted in `replayed`.
 the unfinished shards of a lost one go to the others from their beginning.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -71,7 +71,7 @@ class ShardProgress(Struct):
 
 
 class ShardUpdate(Struct):
-    """The driver's answers, as rank 0 tells them to all; `end` when there is nothing more."""
+    """The driver's answers, which rank 0 sends to all; `end` when there is nothing more."""
 
     progress: ShardProgress | None  # rank 0's, which all take over at the start of a pass
     reported: list[int] = []  # tokens that the driver knows to be done
@@ -79,9 +79,7 @@ class ShardUpdate(Struct):
     end: End | None = None
 
 
-_encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(ShardUpdate).decode
-
-
+_decode_update = msgspec.json.Decoder(ShardUpdate).decode
 _ShardStep = tuple[int, int]
 """The records of one step of the whole world, and how many of them are repeated."""
 
@@ -98,8 +96,7 @@ class _ShardPass:
         self.rank, self.size = rank_and_size() if data.together else (0, 1)
         self.steps: list[_ShardStep] = []  # drawn and not yet handed to the loop
         self.end: End | None = None
-        self._base = data.progress.trained
-        self._drawn = 0  # records, since the pass began
+        self._drawn = data.progress.trained  # records, over all epochs
         self._update(first=True)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -121,23 +118,25 @@ class _ShardPass:
 
     def _ahead(self) -> int:
         """Return the records that are drawn and not trained yet."""
-        return self._base + self._drawn - self._data.progress.trained
+        return self._drawn - self._data.progress.trained
 
     def _left(self) -> int:
         return sum(held.left for held in self._data.progress.held) - self._ahead()
 
     def _update(self, *, first: bool) -> None:
         """Collective: report finished shards, and take more."""
-        data, update = self._data, None
+        data, written = self._data, b""
         if self.rank == 0:
             update = data.ask(data.batch_size * self.size + self._ahead(), first=first)
+            written = msgspec.json.encode(update)
         if self.size > 1:
-            update = _decode(carry_bytes(None if update is None else _encode(update), to_all(0)))
-        if update is None:
-            raise AssertionError("rank 0 always has an answer")
-        data.apply(update)
+            written = carry_bytes(written or None, to_all(0))
+        update = _decode_update(written)
+        progress = data.progress = update.progress or data.progress
+        progress.finished = [h for h in progress.finished if h.token not in update.reported]
+        progress.held.extend(HeldShard(one.shard, one.token) for one in update.granted)
         if first:
-            self._base = data.progress.trained
+            self._drawn = progress.trained
         self.end = update.end
 
 
@@ -160,7 +159,7 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
         shuffle, seed: the order of shards, and of the records in each.
         max_losses: a shard is left out when so many workers died on it without any progress.
         together: all ranks of the world train the same shards; else each worker its own.
-        collate_fn, num_workers, **loader: as for `torch.utils.data.DataLoader`.
+        loader: `collate_fn`, `num_workers` and so on, as for `torch.utils.data.DataLoader`.
 
     Iterating raises `IncompleteDataError` at the end where shards were left out. The constructor
     raises `UsageError` for a batch size below 1 and as `ShardClient` does.
@@ -180,8 +179,6 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
         seed: int = 0,
         max_losses: int = 3,
         together: bool = True,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
         **loader: Any,
     ) -> None:
         if batch_size < 1:
@@ -189,7 +186,7 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
         self.batch_size, self.together = batch_size, together
         self.source, self.seed = source, seed
         self.shuffle = shuffle and partitions is None
-        self.loader_options = {"collate_fn": collate_fn, "num_workers": num_workers, **loader}
+        self.loader_options = loader
         self.client = ShardClient(
             name,
             worker=WORLD if together else None,
@@ -346,14 +343,6 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
             self.client.done(Granted(held.shard, held.token, 0.0))
             update.reported.append(held.token)
         return bool(done)
-
-    def apply(self, update: ShardUpdate) -> None:
-        """On every rank: take over the driver's answers."""
-        if update.progress is not None:
-            self.progress = update.progress
-        progress = self.progress
-        progress.finished = [h for h in progress.finished if h.token not in update.reported]
-        progress.held.extend(HeldShard(one.shard, one.token) for one in update.granted)
 
     def _leave_if_requested(self) -> None:
         """Raise `HostsUpdatedInterrupt` at once: without data, no step boundary would come."""
