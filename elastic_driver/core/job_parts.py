@@ -12,7 +12,6 @@ import msgspec
 
 from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.boundary import Boundary
-from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.discovered import Discovered, Rechecks
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.effects import Effects
@@ -25,7 +24,7 @@ from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.plain import Plain
 from elastic_driver.core.rules.preemption import FinalSaves, Preemption
 from elastic_driver.core.rules.reports import Reports
-from elastic_driver.core.rules.rounds import Rounds
+from elastic_driver.core.rules.rounds import Capacity, Rounds
 from elastic_driver.core.rules.workers import WorkerStateRegistry
 from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.settings import Settings

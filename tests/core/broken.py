@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from elastic_driver.core.documents import SlotInfo
 from elastic_driver.core.rules import rounds
-from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.membership import Membership
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.ranks import Seat, assign
+from elastic_driver.core.rules.rounds import Capacity
 from elastic_driver.core.rules.workers import Worker
 
 Break = Callable[[pytest.MonkeyPatch], None]

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.outcome import JobOutcome
-from elastic_driver.core.rules.rounds import Rounds
+from elastic_driver.core.rules.rounds import Capacity, Rounds
 from elastic_driver.core.rules.workers import WorkerStateRegistry
 from elastic_driver.settings import Settings
 

@@ -55,7 +55,7 @@ class Drains(Rule):
     """Records the hosts and workers that have to leave, and the reasons."""
 
     replacement: Replacement | None = None
-    _notices: dict[str, Drain] = field(default_factory=dict)  # of single workers
+    notices: dict[str, Drain] = field(default_factory=dict)  # of single workers
     _replace_after: float = 0.0  # no replacement begins earlier
     _without_room: set[str] = field(default_factory=set)  # slow hosts that no worker can leave
 
@@ -75,9 +75,9 @@ class Drains(Rule):
         worker = self.workers.workers.get(event.worker)
         if worker is None or worker.state not in ACTIVE or not self.outcome.elastic:
             raise ev.StaleEvent(f"{event.worker} is gone or going, or has not taken part yet")
-        if worker.id in self._notices:
+        if worker.id in self.notices:
             raise ev.StaleEvent(f"{event.worker} has said before that it has to go")
-        drain = self._notices[worker.id] = self._until(event, now)
+        drain = self.notices[worker.id] = self._until(event, now)
         self.capacity.note_change()
         self.effects.announce("worker_leaving", drain.reason, worker, deadline=event.deadline)
 
@@ -113,14 +113,10 @@ class Drains(Rule):
 
     def of(self, worker: Worker) -> Drain | None:
         """Return the drain for which a worker has to leave: its host's, or its own."""
-        drain = self.hosts.drained(worker.host) or self._notices.get(worker.id)
+        drain = self.hosts.drained(worker.host) or self.notices.get(worker.id)
         if drain is None and self.replacement and self.replacement.worker == worker.id:
             return self.replacement.drain
         return drain
-
-    def has_notice(self, worker: Worker) -> bool:
-        """Return whether the worker itself has a notice."""
-        return worker.id in self._notices
 
     def reason_for(self, worker: Worker) -> str:
         """Return why a worker has to leave; empty if it is not drained."""
@@ -129,7 +125,7 @@ class Drains(Rule):
             return ""
         if self.hosts.drained(worker.host) is not None:
             return f"host {worker.host} is drained: {drain.reason}"
-        how = "has to go" if worker.id in self._notices else "is replaced"
+        how = "has to go" if worker.id in self.notices else "is replaced"
         return f"{worker.id} {how}: {drain.reason}"
 
     # ---- slow workers --------------------------------------------------------------------
@@ -247,8 +243,8 @@ class Drains(Rule):
             number, started = self.rounds.current.number, self.workers.started
             self.replacement = Replacement(name, target, number, started, drain)
             self.capacity.note_change()
-            on = f"on {target}: {reason}"
-            self.effects.announce("replacement_started", on, worker, target=target)
+            what = f"on {target}: {reason}"
+            self.effects.announce("replacement_started", what, worker, target=target)
         elif target is None and worker.host not in self._without_room:
             self._without_room.add(worker.host)
             why = "no other host that is not has a free slot (--max-np below all slots?)"

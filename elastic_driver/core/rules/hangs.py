@@ -60,28 +60,20 @@ class StackAnswer(NamedTuple):
 
 
 @dataclass(slots=True)
-class StackQuestion:
-    """A question to all workers that is not settled yet."""
-
-    number: int
-    since: float
-    reason: str
-    answers: dict[str, StackAnswer] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class Stacks(Rule):
     """Asks for stacks and collects the answers, one question at a time."""
 
     asked: int = 0  # questions so far
-    _open: StackQuestion | None = None
+    _asked_at: float | None = None  # None: no question is open
+    _reason: str = ""
+    _answers: dict[str, StackAnswer] = field(default_factory=dict)  # by worker
 
     def ask(self, now: float, reason: str) -> None:
         """Ask every worker and every agent, unless a question is open already."""
-        if self._open is not None:
+        if self._asked_at is not None:
             return
         self.asked += 1
-        self._open = StackQuestion(self.asked, now, reason)
+        self._asked_at, self._reason = now, reason
         self.effects.decide(AskStacks(self.asked, reason))
         for host in sorted({worker.host for worker in self._asked_workers()}):
             self.effects.give(host, StacksOrder(self.asked), reason)
@@ -92,33 +84,33 @@ class Stacks(Rule):
 
     def on_worker_stack(self, event: ev.WorkerStack, now: float) -> None:
         """Record an answer."""
-        number = None if self._open is None else self._open.number
-        if event.number != number or event.worker not in self.workers.workers:
+        stale = self._asked_at is None or event.number != self.asked
+        if stale or event.worker not in self.workers.workers:
             raise ev.StaleEvent(f"a stack of {event.worker} that nobody waits for")
         self.note(event.worker, StackAnswer(event.where, event.stack, event.own))
 
     def note(self, worker: str, answer: StackAnswer) -> None:
         """Record a stack from any source, if a question is open."""
-        if self._open is not None and (answer.own or worker not in self._open.answers):
-            self._open.answers[worker] = answer
+        if self._asked_at is not None and (answer.own or worker not in self._answers):
+            self._answers[worker] = answer
 
     def advance(self, now: float) -> None:
         """Settle the question when all workers have answered, or the time is over."""
-        if self._open is None:
+        if self._asked_at is None:
             return
-        own = {worker for worker, answer in self._open.answers.items() if answer.own}
+        own = {worker for worker, answer in self._answers.items() if answer.own}
         complete = own.issuperset(worker.id for worker in self._asked_workers())
-        if complete or self.effects.due_or_set_alarm(self._open.since + ANSWER_S, now):
+        if complete or self.effects.due_or_set_alarm(self._asked_at + ANSWER_S, now):
             self.settle()
 
     def settle(self) -> None:
         """Announce the answers so far; called before a worker is killed, as they are evidence."""
-        question, self._open = self._open, None
-        if question is None:
+        if self._asked_at is None:
             return
         unknown, asked = StackAnswer(NO_ANSWER, "", own=False), self._asked_workers()
-        groups = group({w.place.rank: question.answers.get(w.id, unknown) for w in asked})
-        reason = f"{question.reason}: {describe(groups)}"
+        groups = group({w.place.rank: self._answers.get(w.id, unknown) for w in asked})
+        self._asked_at, self._answers = None, {}
+        reason = f"{self._reason}: {describe(groups)}"
         self.effects.announce("stacks_collected", reason, stacks=groups[:MAX_GROUPS])
 
     def _asked_workers(self) -> Sequence[Worker]:

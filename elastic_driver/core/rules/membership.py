@@ -273,7 +273,7 @@ class Membership(Rule):
     def _release_leavers(self, ready: list[Worker]) -> None:
         """Stop workers that left the round and have to leave, unless their state is needed."""
         # Others with a notice make room for a worker that can take the state.
-        going = (w for w in self.workers.having(READY, STOPPING) if self.drains.has_notice(w))
+        going = (w for w in self.workers.having(READY, STOPPING) if w.id in self.drains.notices)
         slots_come_free = sum(self.hosts.usable(worker.host) for worker in going) > 1
         receivers = ready or slots_come_free or self._newcomers_in_sight()
         needed = self._state_holders(ready) if receivers else []

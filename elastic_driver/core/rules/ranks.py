@@ -6,6 +6,7 @@ newcomers follow the survivors of their host. The meaning of the local and cross
 Horovod's: https://horovod.readthedocs.io/en/stable/concepts_include.html
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -22,18 +23,14 @@ class Seat(NamedTuple):
 
 
 def assign(seats: Iterable[Seat]) -> list[tuple[str, SlotInfo]]:
-    """(worker, place) for every seat, ordered by rank; O(n log n)."""
+    """Return (worker, place) for every seat, ordered by rank; O(n log n)."""
     hosts: dict[str, list[Seat]] = {}
     for seat in sorted(seats, key=lambda seat: seat.age):
         hosts.setdefault(seat.host, []).append(seat)
-    size = sum(len(members) for members in hosts.values())
-    hosts_with: list[int] = []  # hosts_with[l]: how many hosts have a local rank l
-    for members in hosts.values():
-        hosts_with.extend([0] * (len(members) - len(hosts_with)))
-        for local_rank in range(len(members)):
-            hosts_with[local_rank] += 1
+    size = sum(map(len, hosts.values()))
+    hosts_with = Counter(n for members in hosts.values() for n in range(len(members)))
     places: list[tuple[str, SlotInfo]] = []
-    seen = [0] * len(hosts_with)
+    seen = Counter[int]()  # hosts so far that have this local rank
     for node_rank, members in enumerate(hosts.values()):
         for local_rank, seat in enumerate(members):
             ranks = (len(places), local_rank, seen[local_rank])

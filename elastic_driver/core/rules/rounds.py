@@ -3,7 +3,7 @@
     FORMING → COMPLETE → CLOSING → CLOSED, then the next round is FORMING
 
 `membership` and `plain` decide who may be a member and when a round is complete; this module keeps
-the rounds in order. Times are monotonic seconds.
+the rounds in order, and knows the number of workers wanted. Times are monotonic seconds.
 """
 
 from collections.abc import Iterable
@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
+from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import PublishNotice, PublishWorld, SealRound
 from elastic_driver.core.documents import Member, RanksOrder, World
-from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules import units
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.outcome import JobOutcome
 from elastic_driver.core.rules.ranks import assign
@@ -70,6 +71,58 @@ class Round:
     def stop_waiting(self, what: str) -> None:
         """End the wait for `what`; the next one begins anew."""
         self.waits.pop(what, None)
+
+
+@dataclass(slots=True)
+class Capacity:
+    """The number of workers that rounds aim at, and a mark that something has changed.
+
+    A rule that changes slots, agents, workers or the number wanted calls `note_change`. `placement`
+    and `membership` then look at all workers once, because that is O(workers).
+    """
+
+    settings: Settings
+    effects: Effects
+    target: int | None = None  # a user's wish; None: max_np
+    changed: bool = True  # leavers and agents are out of date
+    placement_due: bool = False  # there may be slots for more workers
+    slots_to_refill: list[tuple[str, int]] = field(default_factory=list)  # before all others
+
+    @property
+    def wanted(self) -> int | None:
+        """The number of workers wanted; None: as many as there are slots."""
+        return self.settings.max_np if self.target is None else self.target
+
+    def at_most_wanted(self, need: int) -> int:
+        """Return `need`, or the number wanted if that is less."""
+        return need if self.wanted is None else min(need, self.wanted)
+
+    def on_scale_requested(self, event: ev.ScaleRequested, now: float) -> None:
+        """Aim at another number of workers, within the limits."""
+        settings = self.settings
+        wish = max(event.num_proc, settings.min_np, units.width(settings))
+        self.target = wish if settings.max_np is None else min(wish, settings.max_np)
+        self.changed = True
+        asked = f"{self.target} workers (asked for {event.num_proc})"
+        self.effects.announce("scale_requested", asked)
+
+    def note_change(self, vacated: tuple[str, int] | None = None) -> None:
+        """Have leavers, agents and free slots updated; refill the slot `vacated` first."""
+        self.changed = True
+        if vacated is not None:
+            self.slots_to_refill.append(vacated)
+
+    def look_taken(self, *, placing: bool) -> None:
+        """Record that leavers and agents are up to date; `placing`: workers may be started."""
+        self.changed, self.placement_due = False, placing
+
+    def placing_begins(self) -> None:
+        """Record that the free slots are filled now."""
+        self.placement_due = False
+
+    def placed(self) -> None:
+        """Record that workers were started in the free slots."""
+        self.slots_to_refill.clear()
 
 
 @dataclass(slots=True)
