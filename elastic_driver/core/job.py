@@ -12,7 +12,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Decision
 from elastic_driver.core.invariants import violations
 from elastic_driver.core.job_parts import JobParts
-from elastic_driver.core.rules.base import Rule
+from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.status import JobStatus, status_of
 from elastic_driver.settings import Settings
 

@@ -4,7 +4,6 @@ Each part owns its state and alone writes it; others read it, or call one of its
 (tests/core/test_ownership.py). A part's first fields name the parts it works with.
 """
 
-from collections import deque
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TypeVar
 
@@ -63,7 +62,7 @@ class JobParts:
     def snapshot(self) -> bytes:
         """Return the own state of every part as bytes; equal for jobs that heard the same."""
         parts = {name: _own(part) for name, part in vars(self).items() if not name.startswith("_")}
-        return msgspec.msgpack.encode(parts, enc_hook=_plain, order="deterministic")
+        return msgspec.msgpack.encode(parts, enc_hook=vars, order="deterministic")
 
     def _make(self, part: type[Part]) -> Part:
         """Make a part with the parts that its fields without a default name."""
@@ -77,7 +76,3 @@ def _own(part: object) -> object:
         return part
     own = (f.name for f in fields(part) if not f.default is f.default_factory is MISSING)
     return {name: getattr(part, name) for name in own}
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, deque) else vars(value)

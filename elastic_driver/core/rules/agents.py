@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, KillAgent
-from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.fleet import AgentNews, AgentState
 from elastic_driver.core.rules.hangs import Stacks
 from elastic_driver.core.rules.outcome import Cause
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.reports import Reports
+from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.rules.workers import ACTIVE, RUNNING, Worker, WorkerNews
 
 

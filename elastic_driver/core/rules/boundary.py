@@ -2,8 +2,8 @@
 
 Workers leave together without a collective because the driver names the step. That step has to
 lie far enough ahead that each worker's heartbeat thread knows of it before `commit()` gets
-there, and no further, because newcomers wait for it. A rank that hears of it
-too late breaks the group for the others and loses nothing, only the elegance.
+there, and no further, because newcomers wait for it. A rank that learns of it too late breaks the
+process group for the others; no step is lost then, but all have to recover.
 
 The executor asks the members how far they are (`AskProgress`) and reports what they said
 (`ProgressReported`). Pure; times are seconds.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import AskProgress, PublishNotice
-from elastic_driver.core.rules.base import Rule
+from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.rules.workers import RUNNING
 
 BASE_MARGIN = 0.1  # store → long-poll → heartbeat thread, on a busy machine
@@ -80,21 +80,20 @@ class Boundary(Rule):
 
 
 def margin_for(members: int, answered: float | None) -> float:
-    """Seconds to allow for a notice to reach `members` workers.
+    """Return the seconds to allow for a notice to reach `members` workers.
 
-    `answered`: how long a question to all of them took just now, with the last one's answer; None
-    where one of them did not answer in time.
+    `answered`: the seconds from a question to all of them until the last answer, just measured;
+    None if one of them did not answer in time.
     """
     longest = BASE_MARGIN + MARGIN_PER_WORKER * members
-    if answered is None:
-        return longest
-    return min(longest, max(LEAST_MARGIN, MARGIN_PER_ANSWER * answered))
+    quick = math.inf if answered is None else max(LEAST_MARGIN, MARGIN_PER_ANSWER * answered)
+    return min(longest, quick)
 
 
 def leave_after(readings: Iterable[Reading], *, base: int, margin: float) -> int:
-    """The step S after which the members of a round leave: floor(furthest + margin/step) + 1.
+    """Return the step after which the members of a round leave: floor(furthest + margin/step) + 1.
 
-    The furthest is the worker with the most steps *now*: its last word, extrapolated by its age.
+    The furthest is the worker with the most steps *now*: its progress, extrapolated by its age.
     Ranks in step with each other differ by at most one, so the others are not far behind.
 
     Args:
@@ -104,12 +103,9 @@ def leave_after(readings: Iterable[Reading], *, base: int, margin: float) -> int
     """
     furthest, fastest = float(base), math.inf
     for reading in readings:
-        step_time = reading.step_time
-        known = math.isfinite(step_time) and step_time > 0.0
-        ahead = min(max(reading.age, 0.0) / step_time, LONGEST_AHEAD) if known else 0.0
-        furthest = max(furthest, reading.step + ahead)
-        if known:
-            fastest = min(fastest, step_time)
+        step_time = reading.step_time if 0.0 < reading.step_time < math.inf else math.inf
+        ahead = min(max(reading.age, 0.0) / step_time, LONGEST_AHEAD)
+        furthest, fastest = max(furthest, reading.step + ahead), min(fastest, step_time)
     # No step time yet: the first step is still under way, so it is either slow (and one step of
     # margin is plenty) or has only just begun.
     margin_steps = 1.0 if math.isinf(fastest) else min(margin / fastest, LONGEST_AHEAD)

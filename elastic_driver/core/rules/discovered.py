@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import CheckHosts
-from elastic_driver.core.rules.base import Rule
+from elastic_driver.core.rules.rounds import Rule
 
 
 @dataclass(slots=True)

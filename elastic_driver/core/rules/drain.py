@@ -20,9 +20,8 @@ from typing import NamedTuple
 from elastic_driver.core import events as ev
 from elastic_driver.core.documents import time_to_leave
 from elastic_driver.core.rules import units
-from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.hosts import Drain
-from elastic_driver.core.rules.rounds import CLOSING, COMPLETE
+from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, Rule
 from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STOPPED, STOPPING, Worker
 
 REPLACEMENT_SHARE = 0.5  # of a deadline; the rest is for the boundary and for ending processes

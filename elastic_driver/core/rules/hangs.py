@@ -32,9 +32,8 @@ from msgspec.structs import replace
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import AskStacks, StackGroup
 from elastic_driver.core.documents import StacksOrder
-from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.reports import Reports
-from elastic_driver.core.rules.rounds import COMPLETE
+from elastic_driver.core.rules.rounds import COMPLETE, Rule
 from elastic_driver.core.rules.workers import READY, RUNNING, STARTING, Worker
 from elastic_driver.core.stack_location import SEEN_WAITING
 

@@ -6,7 +6,6 @@ A host in cool-down keeps its healthy workers and only gets no new ones. The wor
 host leave. Times are monotonic seconds.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -60,8 +59,8 @@ class Host:
     name: str
     slots: int
     position: int = 0  # in the stable order; a host that comes back goes to the end
-    failures: deque[float] = field(default_factory=deque)  # times, within the window
-    agent_losses: deque[float] = field(default_factory=deque)
+    failures: list[float] = field(default_factory=list)  # times, within the window
+    agent_losses: list[float] = field(default_factory=list)
     cooldowns: int = 0  # in a row; each doubles the next one
     until: float = 0.0  # the end of its cool-down
     reason: str = ""  # of its cool-down
@@ -284,7 +283,7 @@ class HostManager:
         self._learn(host, HostNews.FAILED)
         return f"no new workers for {length:g} s: {reason}"
 
-    def _recent(self, times: deque[float], now: float) -> int:
-        while times and times[0] <= now - self.settings.host_failure_window:
-            times.popleft()
+    def _recent(self, times: list[float], now: float) -> int:
+        """Drop times before the window; return how many are left."""
+        times[:] = [at for at in times if at > now - self.settings.host_failure_window]
         return len(times)

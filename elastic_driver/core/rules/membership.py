@@ -7,13 +7,12 @@ while enough others are ready. Times are monotonic seconds.
 from dataclasses import dataclass
 
 from elastic_driver.core.rules import units
-from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.preemption import FinalSaves, Preemption
 from elastic_driver.core.rules.reports import Reports
-from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING
+from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import READY, RUNNING, STARTING, STOPPING, Worker
 
 
@@ -169,9 +168,7 @@ class Membership(Rule):
         self._release_leavers(ready)
         fitting, least = units.fit(ready, self.settings), self.settings.min_np
         if not any(worker.admitted is not None for worker in ready):
-            need = self._fresh_size(ready, fitting, now)
-            if need is not None and len(fitting) >= max(need, 1):
-                self._complete(ready, now, "every worker is ready")
+            self._form_fresh(ready, fitting, now)
         elif len(fitting) < least:
             self._give_up_below(least, ready, now)
         else:
@@ -218,24 +215,22 @@ class Membership(Rule):
             late = f"not ready within {timeout:g} s, and the job is finishing"
             self.effects.stop(worker, late)
 
-    def _fresh_size(self, ready: list[Worker], fitting: list[Worker], now: float) -> int | None:
-        """Return how many are enough if no worker trains yet; None: the founders are awaited."""
-        settings, current, need = self.settings, self.rounds.current, self._fresh_need()
-        if current.number > 1 and len(fitting) < max(need, 1):
+    def _form_fresh(self, ready: list[Worker], fitting: list[Worker], now: float) -> None:
+        """Complete a round in which no worker has trained yet, or wait for its founders."""
+        current, need, have = self.rounds.current, self._fresh_need(), len(fitting)
+        if current.number > 1 and have < max(need, 1):
             self._give_up_below(need, ready, now)
-            return None
-        booting = any(worker.awaited for worker in self.workers.having(STARTING))
-        if not self._fresh_is_due(now):
-            return None if booting else need
-        if current.number > 1:
-            return need
-        if settings.start_min_np is not None:
-            need = min(need, settings.start_min_np)
-        if len(fitting) < max(need, 1):
-            shortage = self._shortage(ready)
-            self.outcome.give_up(need, len(ready), now - current.since, shortage)
-            return None
-        return need
+            return
+        due, least = self._fresh_is_due(now), self.settings.start_min_np
+        if not due and any(worker.awaited for worker in self.workers.having(STARTING)):
+            return
+        if due and current.number == 1:
+            need = need if least is None else min(need, least)
+            if have < max(need, 1):
+                waited = now - current.since
+                self.outcome.give_up(need, len(ready), waited, self._shortage(ready))
+        if have >= max(need, 1):
+            self._complete(ready, now, "every worker is ready")
 
     def _give_up_below(self, need: int, ready: list[Worker], now: float) -> None:
         """End the job if it has been below the minimum for too long."""

@@ -12,12 +12,11 @@ from itertools import islice
 from elastic_driver.core.decisions import StartAgent, StopAgent
 from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.rules import units
-from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.fleet import AgentNews, AgentState, HostAgent
 from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.ranks import assign
-from elastic_driver.core.rules.rounds import FORMING
+from elastic_driver.core.rules.rounds import FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, Worker
 from elastic_driver.core.tf_config import PortOffer, TfLayout, Where
 

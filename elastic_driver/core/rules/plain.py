@@ -7,11 +7,10 @@ a round is complete when all its processes were started. Times are monotonic sec
 from dataclasses import dataclass
 
 from elastic_driver.core.rules import units
-from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.outcome import KILLED, Cause, ScriptKind
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.reports import Reports
-from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING
+from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, STARTING
 
 

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import PublishSave
 from elastic_driver.core.documents import SaveRequest, time_to_leave
-from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.outcome import Departure
-from elastic_driver.core.rules.rounds import CLOSING, FORMING
+from elastic_driver.core.rules.rounds import CLOSING, FORMING, Rule
 from elastic_driver.core.rules.workers import READY, RUNNING, Worker
 from elastic_driver.errors import ExitCode
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import KillAgent
 from elastic_driver.core.documents import Failure
-from elastic_driver.core.rules.base import Rule
 from elastic_driver.core.rules.outcome import KILLED, Cause, Loss, ScriptKind, failed_by_itself
-from elastic_driver.core.rules.rounds import COMPLETE, FORMING
+from elastic_driver.core.rules.rounds import COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STARTING, Worker, WorkerNews
 from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 from elastic_driver.core.tf_config import TfLayout
@@ -208,37 +207,28 @@ class Reports(Rule):
             can_wait = worker.state is READY and current.state is COMPLETE
             if not worker.is_member or (can_wait and worker.id not in current.members):
                 self.effects.stop(worker, "the job is finishing: nobody new joins")
-        if self.tf is not None:
-            self._stop_servers(self.tf)
-        losses, elastic = self.outcome.losses, self.outcome.elastic
+        if self.tf is not None:  # TensorFlow's servers never end by themselves
+            serving = list(self.workers.having(*ACTIVE))
+            if not any(self.tf.essential((worker.host, worker.slot)) for worker in serving):
+                for worker in serving:
+                    self.effects.stop(worker, "the training it served is done")
+        losses, left = self.outcome.losses, self.workers.count(*ACTIVE)
         bad = next((loss for loss in losses if loss.member and loss.cause in _ENDED_BADLY), None)
-        left = self.workers.count(*ACTIVE)
-        if bad is not None and (left == 0 or not elastic):
+        grace = self.settings.grace_period
+        over_at = (self.outcome.first_success or 0.0) + grace
+        waiting = f"a worker has finished; {left} still running"
+        if bad is not None and (left == 0 or not self.outcome.elastic):
             failure = bad.failure
             reason = f"rank {failure.rank} on {failure.host} {bad.reason}, others exited 0"
             self.outcome.finish_with(failure, reason)
         elif left == 0:
             self.outcome.finish(0, "every worker that was left finished its script")
-        else:
-            self._announce_grace(left, now)
-
-    def _stop_servers(self, tf: TfLayout) -> None:
-        """Stop TensorFlow tasks that never end by themselves once the training is over."""
-        left = list(self.workers.having(*ACTIVE))
-        if not any(tf.essential((worker.host, worker.slot)) for worker in left):
-            for worker in left:
-                self.effects.stop(worker, "the training it served is done")
-
-    def _announce_grace(self, left: int, now: float) -> None:
-        waiting, grace = f"a worker has finished; {left} still running", self.settings.grace_period
-        over_at = (self.outcome.first_success or 0.0) + grace
-        if not self.effects.due_or_set_alarm(over_at, now, waiting):
-            return
-        self.effects.wait_for(waiting)
-        if not self.grace_over:
-            self.grace_over = True
-            late = f"{waiting} after {grace:g} s; waiting for them"
-            self.effects.announce("grace_period_passed", late)
+        elif self.effects.due_or_set_alarm(over_at, now, waiting):
+            self.effects.wait_for(waiting)
+            if not self.grace_over:
+                self.grace_over = True
+                late = f"{waiting} after {grace:g} s; waiting for them"
+                self.effects.announce("grace_period_passed", late)
 
 
 def _describe(failure: Failure, cause: Cause) -> str:

@@ -3,7 +3,8 @@
     FORMING → COMPLETE → CLOSING → CLOSED, then the next round is FORMING
 
 `membership` and `plain` decide who may be a member and when a round is complete; this module keeps
-the rounds in order, and knows the number of workers wanted. Times are monotonic seconds.
+the rounds in order, and knows the number of workers wanted. `Rule` is the base of every rule: it
+names the tables that all of them read. Times are monotonic seconds.
 """
 
 from collections.abc import Iterable
@@ -16,6 +17,8 @@ from elastic_driver.core.decisions import PublishNotice, PublishWorld, SealRound
 from elastic_driver.core.documents import Member, RanksOrder, World
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.fleet import Fleet
+from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.outcome import JobOutcome
 from elastic_driver.core.rules.ranks import assign
 from elastic_driver.core.rules.workers import Worker, WorkerStateRegistry
@@ -233,3 +236,20 @@ class Rounds:
         self.effects.enter_round(self.current.number)
         self.capacity.note_change()
         self.effects.announce("round_opened", reason)
+
+
+@dataclass(slots=True)
+class Rule:
+    """A part of the job that decides; reads these, and writes only its own fields."""
+
+    settings: Settings
+    effects: Effects
+    hosts: HostManager
+    fleet: Fleet
+    workers: WorkerStateRegistry
+    capacity: Capacity
+    outcome: JobOutcome
+    rounds: Rounds
+
+    def advance(self, now: float) -> None:
+        """Do what follows from the present state; called again until nothing changes."""
