@@ -232,8 +232,8 @@ class Cluster:
 
     def _order(self, decision: GiveOrder) -> None:
         if isinstance(decision.order, msg.StartWorkerOrder):
-            hosts = self.job.hosts
-            if decision.order.place.slot >= hosts.slots(decision.host):
+            host = self.job.hosts.known.get(decision.host)
+            if host is None or decision.order.place.slot >= host.slots:
                 raise Violation(f"{decision.order.worker} is started beyond the host's slots")
         if isinstance(decision.order, msg.StopWorkerOrder):
             self._check_stop(decision.order)

@@ -65,7 +65,7 @@ class Agents(Rule):
 
     def advance(self, now: float) -> None:
         """Give up an agent that takes longer than `start_timeout` to come up."""
-        for agent in self.fleet.starting()[:1]:
+        for agent in tuple(self.fleet.starting.values())[:1]:
             timeout = self.settings.start_timeout
             waiting = f"the agent on {agent.host} starts"
             if self.effects.due_or_set_alarm(agent.asked_at + timeout, now, waiting):

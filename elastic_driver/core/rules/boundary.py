@@ -60,10 +60,8 @@ class Boundary(Rule):
         if asked_at is None or event.number != self.asked or not current.at_boundary:
             raise ev.StaleEvent("progress was reported that nobody waits for")
         self._asked_at, waited = None, now - asked_at
-        stale = waited + min(self.settings.heartbeat_timeout / 3, STALE_S)
-        readings = [
-            Reading(r.step, r.step_time, waited if r.answered else stale) for r in event.readings
-        ]
+        ages = {True: waited, False: waited + min(self.settings.heartbeat_timeout / 3, STALE_S)}
+        readings = [Reading(r.step, r.step_time, ages[r.answered]) for r in event.readings]
         versions = [worker.version for worker in self.workers.having(RUNNING)]
         all_answered = sum(reading.answered for reading in event.readings) >= len(versions)
         margin = margin_for(len(versions), waited if all_answered else None)

@@ -57,13 +57,13 @@ class Fleet:
     """The agents by host."""
 
     agents: dict[str, HostAgent] = field(default_factory=dict)
+    starting: dict[str, HostAgent] = field(default_factory=dict)  # not up yet, in order
     _incarnations: dict[str, int] = field(default_factory=dict)
-    _starting: dict[str, HostAgent] = field(default_factory=dict)  # in the order of the requests
 
     def ask(self, host: str, now: float) -> HostAgent:
         """Record a new incarnation for a host that has no agent."""
         incarnation = self._incarnations[host] = self._incarnations.get(host, 0) + 1
-        agent = self.agents[host] = self._starting[host] = HostAgent(host, incarnation, now)
+        agent = self.agents[host] = self.starting[host] = HostAgent(host, incarnation, now)
         return agent
 
     def apply(self, agent: HostAgent, news: AgentNews) -> bool:
@@ -72,7 +72,7 @@ class Fleet:
         if after is None:
             return False
         agent.state = after
-        self._starting.pop(agent.host, None)
+        self.starting.pop(agent.host, None)
         if after is AgentState.GONE:
             del self.agents[agent.host]
         return True
@@ -94,7 +94,3 @@ class Fleet:
     def is_ready(self, host: str) -> bool:
         """Return whether the host has an agent that takes orders."""
         return host in self.agents and self.agents[host].state is AgentState.READY
-
-    def starting(self) -> tuple[HostAgent, ...]:
-        """Return the agents that are not up yet, in the order of the requests."""
-        return tuple(self._starting.values())

@@ -79,7 +79,7 @@ class Stacks(Rule):
 
     def on_requested(self, event: ev.StacksRequested, now: float) -> None:
         """Ask every worker, because a user wants it."""
-        self.ask(now, event.reason)
+        self.ask(now, event.reason or "a user asks")
 
     def on_worker_stack(self, event: ev.WorkerStack, now: float) -> None:
         """Record an answer."""
@@ -148,11 +148,9 @@ def odd_ranks(groups: Sequence[StackGroup]) -> frozenset[int]:
 def describe(groups: Sequence[StackGroup]) -> str:
     """Return the groups in a sentence, the odd ones first."""
     said = {COLLECTIVE: "in a collective", "elsewhere": "outside of collectives"}
-    apart = " (apart from the others)"
+    apart = {True: " (apart from the others)", False: ""}
     first = sorted(groups, key=lambda g: not g.odd)[:MAX_GROUPS]
-    parts = [
-        f"{name_ranks(g.ranks)} {said.get(g.where, g.where)}{apart if g.odd else ''}" for g in first
-    ]
+    parts = [f"{name_ranks(g.ranks)} {said.get(g.where, g.where)}{apart[g.odd]}" for g in first]
     if len(groups) > MAX_GROUPS:
         parts.append(f"{len(groups) - MAX_GROUPS} more groups")
     return ", ".join(parts) or "there are no workers"

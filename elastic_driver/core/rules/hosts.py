@@ -117,10 +117,6 @@ class HostManager:
                 known.slots = slots
         return HostChanges(tuple(added), removed, tuple(resized))
 
-    def slots(self, name: str) -> int:
-        """Return the host's slots; 0 for a host that is not (or no longer) there."""
-        return self.known[name].slots if name in self.known else 0
-
     def usable(self, name: str) -> bool:
         """Return whether the host is there and nothing keeps it from getting workers."""
         return name in self.known and self.hindrance(name) is None

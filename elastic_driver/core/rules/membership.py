@@ -58,27 +58,19 @@ class Membership(Rule):
         since = current.waiting_since("change", now)
         reason = leavers[0].leaving if leavers else f"{newcomers[0].id} is ready to join"
         at = since + settings.last_call
+        drains = [self.drains.of(worker) for worker in leavers]
+        until = [drain.replace_until for drain in drains if drain is not None]
         all_leave = not newcomers and len(leavers) == self.workers.count(RUNNING)
         if all_leave and self._newcomers_in_sight():
             # Workers that leave now take the state along: train on until others can take it over.
-            drains = [self.drains.of(worker) for worker in leavers]
             ends = [drain.replace_until for drain in drains if drain and drain.leave_by is not None]
             at = min([since + settings.elastic_timeout, *ends])
             reason = f"{reason}; nobody to take over yet"
-        elif (until := self._waits_until(leavers)) is not None:
-            at, reason = max(at, until), f"{reason}; its replacements are booting"
+        elif until and len(until) == len(drains) and self._newcomers_in_sight(wanted_only=True):
+            # If one of them could not wait, all would leave with it: one change for all.
+            at, reason = max(at, min(until)), f"{reason}; its replacements are booting"
         if self.effects.due_or_set_alarm(at, now, f"change is coming: {reason}"):
             self.boundary.leave(now, reason)
-
-    def _waits_until(self, leavers: list[Worker]) -> float | None:
-        """Return until when these workers wait for their replacements; None: not at all.
-
-        If one of them leaves now, all leave with it: one change of the world for all.
-        """
-        drains = [self.drains.of(worker) for worker in leavers]
-        until = [drain.replace_until for drain in drains if drain is not None]
-        waits = until and len(until) == len(drains) and self._newcomers_in_sight(wanted_only=True)
-        return min(until) if waits else None
 
     def _newcomers_in_sight(self, *, wanted_only: bool = False) -> bool:
         """Return whether workers boot, or may be started soon (only as many as are wanted)."""
@@ -88,7 +80,7 @@ class Membership(Rule):
             return True
         if wanted_only and self.placement.room_left() == 0:
             return False
-        return bool(self.fleet.starting() or self.placement.free_slots(1))
+        return bool(self.fleet.starting or self.placement.free_slots(1))
 
     # ---- a round that its members leave ------------------------------------------------------
 
@@ -143,14 +135,13 @@ class Membership(Rule):
             if not self.effects.due_or_set_alarm(last_loss_at + self.settings.settle, now, waiting):
                 return
         self.capacity.placing_begins()
-        founders = current.state is FORMING and not any(
-            worker.admitted is not None for worker in self.workers.having(READY)
-        )
+        trained = any(worker.admitted is not None for worker in self.workers.having(READY))
+        founders = current.state is FORMING and not trained
         reason = "the first round" if founders and current.number == 1 else "a free slot"
         # In the first round a replacement does not hold up workers that are ready and enough.
         awaited = founders and not current.founders
         where = self.placement.free_slots(self.placement.room_left())
-        self.placement.place(where, founders=founders, awaited=awaited, reason=reason)
+        self.placement.place(where, reason, founder=founders, awaited=awaited)
 
     def _watch_forming(self, now: float) -> None:
         if self.outcome.first_success is not None:

@@ -69,13 +69,13 @@ class Placement(Rule):
 
     def _why_leave(self, worker: Worker, older: int) -> str:
         """Return why a worker has to leave; `older` ones of its host stay."""
-        slots = self.hosts.slots(worker.host)
+        host = self.hosts.known.get(worker.host)
         if self.outcome.departure is not None:
             return self.outcome.departure.reason
-        if slots == 0:
+        if host is None:
             return f"host {worker.host} was removed"
-        too_many = f"host {worker.host} has only {slots} slots now" if older >= slots else ""
-        return self.drains.reason_for(worker) or too_many
+        too_many = f"host {host.name} has only {host.slots} slots now"
+        return self.drains.reason_for(worker) or (too_many if older >= host.slots else "")
 
     def _hosts_to_come(self, kept: list[Worker], wanted: int) -> int:
         """Return how many hosts a world still needs, and are there, but get no worker yet."""
@@ -142,8 +142,8 @@ class Placement(Rule):
 
     def start_agent(self, host: str, now: float, reason: str) -> None:
         """Ask for the host's next agent."""
-        agent = self.fleet.ask(host, now)
-        self.effects.decide(StartAgent(host, agent.incarnation, self.hosts.slots(host), reason))
+        agent, slots = self.fleet.ask(host, now), self.hosts.known[host].slots
+        self.effects.decide(StartAgent(host, agent.incarnation, slots, reason))
 
     def stop_agent(self, agent: HostAgent, reason: str) -> None:
         """Let an agent go. Its end is not awaited; the next one has another incarnation."""
@@ -201,7 +201,7 @@ class Placement(Rule):
         """Return hosts that may get workers now, slow ones last; reads only hosts with agents."""
         known, slow = self.hosts.known, self.hosts.distrusted
         names = [n for n in self.fleet.agents if self.fleet.is_ready(n) and self._eligible(n)]
-        coming = any(agent.host not in slow for agent in self.fleet.starting())
+        coming = any(agent.host not in slow for agent in self.fleet.starting.values())
         if coming and self.workers.active() >= self.settings.min_np:  # slow hosts can wait
             names = [name for name in names if name not in slow]
         return sorted((known[name] for name in names), key=self.hosts.preference)
@@ -211,15 +211,13 @@ class Placement(Rule):
         wanted = self.capacity.wanted
         return None if wanted is None else max(0, wanted - self.workers.active())
 
-    def place(
-        self, where: list[Where], *, founders: bool, awaited: bool, reason: str
-    ) -> list[Worker]:
+    def place(self, slots: list[Where], why: str, *, founder: bool, awaited: bool) -> list[Worker]:
         """Start workers in these slots, all of them free; return the workers."""
         self.capacity.placed()
-        if not where:
+        if not slots:
             return []
         staying = [worker for worker in self.workers.having(*ACTIVE) if not worker.leaving]
-        started = [self.workers.add(*slot, founder=founders, awaited=awaited) for slot in where]
+        started = [self.workers.add(*slot, founder=founder, awaited=awaited) for slot in slots]
         seats = [worker.seat for worker in staying + started]
         places = dict(assign(seats))
         tf_configs = self._tf_configs([(seat.host, seat.slot) for seat in seats])
@@ -231,7 +229,7 @@ class Placement(Rule):
             place, tf_config = places[worker.id], tf_configs.get((worker.host, worker.slot))
             self.workers.place(worker, place)
             order = StartWorkerOrder(worker.id, place, number, restarts, address, port, tf_config)
-            self.effects.give(worker.host, order, reason)
+            self.effects.give(worker.host, order, why)
         return started
 
     def _tf_configs(self, members: list[Where]) -> dict[Where, str]:

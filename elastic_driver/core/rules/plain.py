@@ -91,11 +91,11 @@ class Plain(Rule):
             current.stop_waiting("slots")
             return
         at = current.waiting_since("slots", now) + settings.last_call
-        more_to_come = self.fleet.starting() and have != self.capacity.wanted
+        more_to_come = self.fleet.starting and have != self.capacity.wanted
         if more_to_come and not self.effects.due_or_set_alarm(at, now, waiting):
             return
         reason = f"round {current.number} starts on {len(where)} slots"
-        started = self.placement.place(where, founders=True, awaited=True, reason=reason)
+        started = self.placement.place(where, reason, founder=True, awaited=True)
         self.rounds.found(started, need, now)
 
     # ---- a round that breaks or changes ------------------------------------------------------

@@ -140,9 +140,8 @@ class Preemption(Rule):
         if departure is None:
             return
         if not self.outcome.elastic:
-            self._end(
-                departure, "its workers are told to stop; they did not ask to be told earlier"
-            )
+            why = "its workers are told to stop; they did not ask to be told earlier"
+            self._end(departure, why)
             return
         waiting = f"the job is ending: {departure.reason}"
         closing = self.rounds.current.state is CLOSING

@@ -7,6 +7,7 @@ no world, and the job waits. A host counts as long as it has one worker in the w
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from elastic_driver.core.rules.workers import RUNNING, Worker
 from elastic_driver.settings import Settings
@@ -46,13 +47,11 @@ def fit(workers: Iterable[Worker], settings: Settings) -> list[Worker]:
     if not limited(settings):
         return there
     best = max((w.version for w in there if w.clean), default=-1)
-    rank: dict[str, tuple[bool, bool, tuple[bool, int]]] = {}
+    rank: dict[str, tuple[Any, ...]] = {}  # of a host: the least of each of its workers' values
     for worker in there:
-        trains = worker.state is RUNNING
         holds = worker.clean and worker.version == best
-        mine = (not trains, not holds, worker.age)
-        known = rank.get(worker.host, mine)
-        rank[worker.host] = (known[0] and mine[0], known[1] and mine[1], min(known[2], mine[2]))
+        mine = (worker.state is not RUNNING, not holds, worker.age)
+        rank[worker.host] = tuple(map(min, mine, rank.get(worker.host, mine)))
     chosen = set(whole(sorted(rank, key=rank.__getitem__), settings))
     return [worker for worker in there if worker.host in chosen]
 
