@@ -76,42 +76,38 @@ class Roster(Struct, frozen=True, array_like=True):
 
 
 class _HostBlock(NamedTuple):
-    """Hosts of one group, and where they begin."""
+    """The hosts of one group, with the slots in use on each, and where they begin."""
 
     number: int  # among the blocks
-    group: HostGroup
-    local_size: int
+    hosts: tuple[str, ...]
+    seats: list[tuple[int, int]]  # slot and incarnation, by local rank
     node: int  # rank of the first host
     rank: int  # of its first worker
 
-    @property
-    def behind(self) -> int:
-        """The rank that follows its last worker's."""
-        return self.rank + len(self.group.hosts) * self.local_size
-
 
 class Members(Sequence[Member]):
-    """The members by rank, worked out of a roster as they are asked for.
+    """The members by rank; each is computed from the roster when it is asked for.
 
-    Making one, and asking it for one member, costs what the groups of hosts do, not the hosts:
-    every member of a round does both.
+    Making this object, and asking it for one member, costs what the groups of hosts cost, not the
+    hosts: every member of a round does both.
     """
 
     def __init__(self, roster: Roster) -> None:
-        """Raises `ValueError` where the roster is too long or contradicts itself."""
+        """Raises `ValueError` for a roster that is too long or contradicts itself."""
         self.roster = roster
         self._blocks: list[_HostBlock] = []
         self._having: dict[int, list[int]] = {}  # by local rank, as they are asked for
-        self._nodes = size = 0
+        self._states_from = list(accumulate((s.count for s in roster.standings), initial=0))
+        sizes = (len(group.hosts) * sum(r.count for r in group.runs) for group in roster.groups)
+        self._size = sum(sizes)
+        if self._size > MAX_MEMBERS or self._states_from[-1] != self._size:
+            raise ValueError(f"a roster of {self._size} members is too long or contradicts itself")
+        self._nodes = rank = 0
         for number, group in enumerate(roster.groups):
-            local_size = sum(run.count for run in group.runs)
-            block = _HostBlock(number, group, local_size, self._nodes, size)
-            self._blocks.append(block)
+            seats = [(r.slot + i, r.incarnation) for r in group.runs for i in range(r.count)]
+            self._blocks.append(_HostBlock(number, group.hosts, seats, self._nodes, rank))
             self._nodes += len(group.hosts)
-            size = block.behind
-        self._size = size
-        if size > MAX_MEMBERS or sum(s.count for s in roster.standings) != size:
-            raise ValueError(f"a roster of {size} members is too long or contradicts itself")
+            rank += len(group.hosts) * len(seats)
 
     def __len__(self) -> int:
         return self._size
@@ -132,57 +128,47 @@ class Members(Sequence[Member]):
         if isinstance(index, slice):
             return self._all[index]
         rank = range(self._size)[index]  # IndexError, and negative ones count from the end
-        block = next(block for block in self._blocks if rank < block.behind)
-        offset, local_rank = divmod(rank - block.rank, block.local_size)
-        return self._member(block, offset, local_rank)
+        block = next(block for block in reversed(self._blocks) if block.rank <= rank)
+        return self._member(block, *divmod(rank - block.rank, len(block.seats)))
 
     def named(self, worker: str) -> Member | None:
-        """The entry of one worker, or None where it does not take part; without the others'."""
-        host, _, rest = worker.rpartition(".")[0].rpartition(".")
-        block = next((block for block in self._blocks if host in block.group.hosts), None)
-        if block is None or not rest.isdecimal():
-            return None
-        slot, local_rank = int(rest), 0
-        for run in block.group.runs:
-            if run.slot <= slot < run.slot + run.count:
-                offset = block.group.hosts.index(host)
-                member = self._member(block, offset, local_rank + slot - run.slot)
-                return member if member.worker == worker else None
-            local_rank += run.count
+        """Return one worker's entry, without computing the others'; None if it is no member."""
+        host, *numbers = worker.rsplit(".", 2)
+        if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
+            seat = (int(numbers[0]), int(numbers[1]))
+            for block in self._blocks:
+                if host in block.hosts and seat in block.seats:
+                    offset, local_rank = block.hosts.index(host), block.seats.index(seat)
+                    member = self._member(block, offset, local_rank)
+                    return member if member.worker == worker else None
         return None
 
     def _member(self, block: _HostBlock, offset: int, local_rank: int) -> Member:
-        """The member with this local rank on the host at `offset` in its block."""
-        slot, incarnation = _seat(block.group.runs, local_rank)
-        host, node = block.group.hosts[offset], block.node + offset
-        rank = block.rank + offset * block.local_size + local_rank
+        """Return the member with this local rank on the host at `offset` in its block."""
+        slot, incarnation = block.seats[local_rank]
+        host, local_size = block.hosts[offset], len(block.seats)
+        rank = block.rank + offset * local_size + local_rank
         having = self._hosts_with(local_rank)
         ranks = (rank, local_rank, having[block.number] + offset)
-        sizes = (self._size, block.local_size, having[-1])
-        place = SlotInfo(host, slot, *ranks, *sizes, node, self._nodes)
-        standings = self.roster.standings[bisect_right(self._standing_from, rank) - 1]
-        name = worker_id(host, slot, incarnation)
-        return Member(name, place, standings.version, standings.clean)
+        sizes = (self._size, local_size, having[-1])
+        place = SlotInfo(host, slot, *ranks, *sizes, block.node + offset, self._nodes)
+        state = self.roster.standings[bisect_right(self._states_from, rank) - 1]
+        return Member(worker_id(host, slot, incarnation), place, state.version, state.clean)
 
     def _hosts_with(self, local_rank: int) -> list[int]:
         """Return how many hosts have this local rank, before each block and behind them all."""
         if local_rank not in self._having:
-            counts = (len(b.group.hosts) * (b.local_size > local_rank) for b in self._blocks)
+            counts = (len(b.hosts) * (len(b.seats) > local_rank) for b in self._blocks)
             self._having[local_rank] = list(accumulate(counts, initial=0))
         return self._having[local_rank]
-
-    @cached_property
-    def _standing_from(self) -> list[int]:
-        counts = (standings.count for standings in self.roster.standings)
-        return list(accumulate(counts, initial=0))[:-1]
 
     @cached_property
     def _all(self) -> tuple[Member, ...]:
         return tuple(
             self._member(block, offset, local_rank)
             for block in self._blocks
-            for offset in range(len(block.group.hosts))
-            for local_rank in range(block.local_size)
+            for offset in range(len(block.hosts))
+            for local_rank in range(len(block.seats))
         )
 
 
@@ -214,12 +200,3 @@ def _runs(members: Iterable[Member]) -> tuple[SlotRun, ...]:
         else:
             runs.append(SlotRun(place.slot, 1, incarnation))
     return tuple(runs)
-
-
-def _seat(runs: tuple[SlotRun, ...], local_rank: int) -> tuple[int, int]:
-    """(slot, incarnation) of a host's worker."""
-    for run in runs:
-        if local_rank < run.count:
-            return run.slot + local_rank, run.incarnation
-        local_rank -= run.count
-    raise IndexError("no such local rank")

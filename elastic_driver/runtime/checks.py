@@ -245,41 +245,33 @@ class CheckHistoryFile:
         """Return the history; an empty one if there is no file, or no usable one."""
         try:
             if self.path.stat().st_size > MAX_BYTES:
-                return self._set_aside(f"it is larger than {MAX_BYTES} bytes")
+                raise msgspec.DecodeError(f"it is larger than {MAX_BYTES} bytes")
             return msgspec.json.decode(self.path.read_bytes(), type=CheckHistory)
         except FileNotFoundError:
-            return CheckHistory()
+            pass
         except msgspec.DecodeError as error:
-            return self._set_aside(str(error))
+            aside = self.path.with_name(f"{FILE}.bad-{time.time():.0f}")
+            with contextlib.suppress(OSError):
+                self.path.replace(aside)
+            self._say(f"{self.path} is no history of checks ({error}), and is now {aside.name}")
         except OSError as error:
             self._say(f"cannot read the checks before this one in {self.path}: {error.strerror}")
-            return CheckHistory()
+        return CheckHistory()
 
     def add(self, report: CheckReport) -> None:
         """Add a check's report."""
+        draft = self.path.with_name(f"{FILE}.{os.getpid()}.new")
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked():
-                self._write(self.read().with_report(report, time.time()))
+                history = self.read().with_report(report, time.time())
+                draft.touch(mode=0o600)
+                draft.write_bytes(msgspec.json.encode(history) + b"\n")
+                draft.replace(self.path)
         except OSError as error:
             self._say(f"cannot keep what the check found in {self.path}: {error.strerror}")
-
-    def _write(self, history: CheckHistory) -> None:
-        draft = self.path.with_name(f"{FILE}.{os.getpid()}.new")
-        try:
-            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(history) + b"\n")
-            draft.replace(self.path)
-        finally:
-            draft.unlink(missing_ok=True)
-
-    def _set_aside(self, why: str) -> CheckHistory:
-        aside = self.path.with_name(f"{FILE}.bad-{time.time():.0f}")
-        with contextlib.suppress(OSError):
-            self.path.replace(aside)
-        self._say(f"{self.path} is no history of checks ({why}); it was set aside as {aside.name}")
-        return CheckHistory()
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

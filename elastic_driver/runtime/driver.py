@@ -22,6 +22,7 @@ from elastic_driver.core.events import LeaseExpired, StopRequested
 from elastic_driver.core.job import Job
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.backend import MakeBackend
 from elastic_driver.runtime.checks import NodeChecks
@@ -32,14 +33,6 @@ from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.machine_api import SHARDS_PATH
-from elastic_driver.runtime.mailbox import (
-    CheckAsked,
-    JobBegins,
-    MachineEvent,
-    Mailbox,
-    StatusAsked,
-    StopNow,
-)
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
@@ -85,7 +78,7 @@ class ElasticDriver:
         self._make_starter, self.reporter = starter, reporter
         self._options = options or DriverOptions()
         self._checks, self._joined = checks, joined
-        self._mailbox = Mailbox()
+        self._mailbox = mail.Mailbox()
         self._log = EventLog(run_dir.events_file, clock=time.time, on_broken=reporter.note)
         self._source = discovery
         self._server: RendezvousServer | None = None
@@ -119,7 +112,7 @@ class ElasticDriver:
     def check(self, hosts: Hosts) -> CheckReport:
         """Check hosts before the job; raises ElasticError if that cannot begin."""
         answers: queue.SimpleQueue[CheckReport | Exception] = queue.SimpleQueue()
-        self._mailbox.put(CheckAsked(hosts, answers.put))
+        self._mailbox.put(mail.CheckAsked(hosts, answers.put))
         while self._outcome is None:
             try:
                 found = answers.get(timeout=SIGNAL_SLICE_S)
@@ -148,7 +141,7 @@ class ElasticDriver:
             self.abandon()
             raise
         self._begun = True
-        self._mailbox.put(JobBegins(Job(self._settings), self._spec.run_id))
+        self._mailbox.put(mail.JobBegins(Job(self._settings), self._spec.run_id))
         thread = DiscoveryThread(
             discovery or self._source,
             interval=self._options.discovery_interval,
@@ -188,7 +181,7 @@ class ElasticDriver:
 
     def abandon(self) -> None:
         """End everything at once, without grace, and wait. Idempotent."""
-        self._mailbox.put(StopNow())
+        self._mailbox.put(mail.StopNow())
         self._join()
 
     def request_stop(self, reason: str, exit_code: int) -> None:
@@ -197,7 +190,7 @@ class ElasticDriver:
         May be called by any thread and by a signal handler: SimpleQueue.put is reentrant.
         """
         if self._stop_asked:
-            self._mailbox.put(StopNow())
+            self._mailbox.put(mail.StopNow())
         else:
             self._stop_asked = True
             self._mailbox.put(StopRequested(reason, exit_code))
@@ -216,7 +209,7 @@ class ElasticDriver:
         """The fewest and (None: no limit) the most workers the job may have."""
         return self._settings.min_np, self._settings.max_np
 
-    def post(self, event: MachineEvent) -> bool:
+    def post(self, event: mail.MachineEvent) -> bool:
         """Put an event into the mailbox; False when it is full, or there is no job for it."""
         if self._outcome is not None or len(self._mailbox) >= MAX_MAIL:
             return False
@@ -227,7 +220,7 @@ class ElasticDriver:
 
     def ask_status(self, reply: Callable[[bytes], None]) -> None:
         """Have `reply` called by the mailbox thread with the status document."""
-        self._mailbox.put(StatusAsked(reply))
+        self._mailbox.put(mail.StatusAsked(reply))
 
     # ---- opening and closing -------------------------------------------------------------
 

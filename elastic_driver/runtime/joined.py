@@ -18,16 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
-from elastic_driver.core.join_messages import (
-    NODES_PATH,
-    NODES_PREFIX,
-    JobOver,
-    Joined,
-    NodeOrder,
-    NodeReport,
-    node_lease,
-    node_order,
-)
+from elastic_driver.core import join_messages as join
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import Backend, OnLost
 from elastic_driver.runtime.host_lists import Hosts
@@ -40,7 +31,7 @@ LOOK_S = 0.5  # `find` returns this often although nothing has changed
 LEAVE_S = 3.0  # the time in which nodes learn how the job has ended
 MAX_NODES = 100_000
 
-_decode_report = msgspec.json.Decoder(NodeReport).decode
+_decode_report = msgspec.json.Decoder(join.NodeReport).decode
 
 
 @dataclass(eq=False)
@@ -48,7 +39,7 @@ class _JoinedNode:
     """One membership of a node: from a join to its end."""
 
     name: str
-    offer: NodeReport
+    offer: join.NodeReport
     slots: int
     agents: dict[int, OnLost] = field(default_factory=dict)  # started, and not known to be gone
     killed: int = 0  # the newest incarnation that was
@@ -82,7 +73,7 @@ class JoinedNodes(Backend):
         self._cancelled = False
         self._server: RendezvousServer | None = None
         self._token = ""
-        self._over: JobOver | None = None
+        self._over: join.JobOver | None = None
 
     def open(self, server: RendezvousServer, token: str) -> None:
         """Let nodes join from now on: the rendezvous is up, and the job's token is written."""
@@ -115,8 +106,7 @@ class JoinedNodes(Backend):
             self.own_starter.start(host, incarnation, on_lost)
             return
         with self._lock:
-            node = self._named(host)
-            if node is not None:
+            for node in self._named(host):
                 node.agents[incarnation] = on_lost
                 self._publish(node)
                 return
@@ -128,15 +118,15 @@ class JoinedNodes(Backend):
             self.own_starter.kill(host, incarnation)
             return
         with self._lock:
-            node = self._named(host)
-            if node is not None and incarnation in node.agents:
-                node.killed = incarnation
-                self._publish(node)
+            for node in self._named(host):
+                if incarnation in node.agents:
+                    node.killed = incarnation
+                    self._publish(node)
 
     def job_ends(self, exit_code: int, reason: str) -> None:
         """Publish how the job has ended; each node then ends what it still runs, and leaves."""
         with self._lock:
-            self._over = self._over or JobOver(exit_code, reason)
+            self._over = self._over or join.JobOver(exit_code, reason)
             for node in self._nodes.values():
                 self._publish(node)
 
@@ -150,12 +140,12 @@ class JoinedNodes(Backend):
         with self._lock:
             self._lock.wait_for(lambda: not self._nodes, left)
 
-    def _named(self, name: str) -> _JoinedNode | None:
-        return next((node for node in self._nodes.values() if node.name == name), None)
+    def _named(self, name: str) -> list[_JoinedNode]:
+        return [node for node in self._nodes.values() if node.name == name]
 
     def _publish(self, node: _JoinedNode) -> None:
-        order = NodeOrder(max(node.agents, default=0), node.killed, self._over)
-        self._store(Set(node_order(node.offer.session), msgspec.json.encode(order)))
+        order = join.NodeOrder(max(node.agents, default=0), node.killed, self._over)
+        self._store(Set(join.node_order(node.offer.session), msgspec.json.encode(order)))
 
     def _store(self, operation: Operation) -> None:
         if self._server is not None:
@@ -166,73 +156,65 @@ class JoinedNodes(Backend):
 
     def add_to(self, app: web.Application) -> None:
         """Mount the route."""
-        app.router.add_post(NODES_PATH, self.post_report)
+        app.router.add_post(join.NODES_PATH, self.post_report)
 
     async def post_report(self, request: web.Request) -> web.Response:
         """Take in a node, the end of its agents, or its leaving."""
-        report = await read_json(request, _decode_report)
+        report, rules = await read_json(request, _decode_report), self._rules
         with self._lock:
             node = self._nodes.get(report.session)
             if node is None:
-                node, lost = self._join(report)
+                node = self._join(report)
             elif report.leaves:
-                lost = self._remove(node)
+                self._remove(node, report.reason)
             else:
-                ended = [n for n in node.agents if n <= report.ended]
-                lost = [node.agents.pop(n) for n in ended]
-        for on_lost in lost:
-            on_lost(report.reason or f"node {node.name} has joined anew")
-        rules = self._rules
-        return json_answer(Joined(node.name, rules.run_id, self._token, rules.heartbeat_timeout))
+                for incarnation in [n for n in node.agents if n <= report.ended]:
+                    node.agents.pop(incarnation)(report.reason)
+        answer = join.Joined(node.name, rules.run_id, self._token, rules.heartbeat_timeout)
+        return json_answer(answer)
 
     def lease_expired(self, key: str) -> None:
         """Give up the node whose lease this was, if it is one; called by the server's thread."""
         with self._lock:
-            node = self._nodes.get(key.removeprefix(NODES_PREFIX).removesuffix("/lease"))
-            if node is None:
-                return
-            lost = self._remove(node)
-        for on_lost in lost:
-            silence = f"{self._rules.heartbeat_timeout:g} s"
-            on_lost(f"node {node.name} was not heard from for {silence}")
+            node = self._nodes.get(key.removeprefix(join.NODES_PREFIX).removesuffix("/lease"))
+            if node is not None:
+                silence = f"{self._rules.heartbeat_timeout:g} s"
+                self._remove(node, f"node {node.name} was not heard from for {silence}")
 
     # ---- the table, with the lock held ---------------------------------------------------
 
-    def _join(self, offer: NodeReport) -> tuple[_JoinedNode, list[OnLost]]:
-        """Enter a node; return it and the agents of the process that it follows."""
+    def _join(self, offer: join.NodeReport) -> _JoinedNode:
+        """Enter a node; the agents of the process that it follows are lost."""
         rules = self._rules
         if offer.ended or offer.leaves:
             raise Problem(410, "not_joined", "the job does not know this node", "join again")
         if offer.version != rules.version:
-            raise Problem(
-                409,
-                "other_version",
-                f"{offer.name} has elastic-driver {offer.version}, and the server {rules.version}",
-                "install the same version everywhere",
-            )
+            versions = f"{offer.version}, and the server {rules.version}"
+            problem = f"{offer.name} has elastic-driver {versions}"
+            raise Problem(409, "other_version", problem, "install the same version everywhere")
         if self._over is not None or self._server is None:
             raise Problem(503, "not_accepting", "the job begins or ends", "try again later")
         if len(self._nodes) >= MAX_NODES:
             raise Problem(409, "too_many", f"{MAX_NODES} nodes have joined already")
-        lost: list[OnLost] = []
         for known in list(self._nodes.values()):
             if (known.offer.name, known.offer.machine) == (offer.name, offer.machine):
-                lost = self._remove(known)
+                self._remove(known, offer.reason or f"node {known.name} has joined anew")
         taken = {node.name for node in self._nodes.values()} | self._own.keys()
         names = (offer.name if n == 1 else f"{offer.name}-{n}" for n in range(1, len(taken) + 2))
         name = next(name for name in names if name not in taken)
         node = _JoinedNode(name, offer, offer.slots or rules.default_slots)
         self._nodes[offer.session] = node
-        self._store(Set(node_lease(offer.session), lease=rules.heartbeat_timeout))
+        self._store(Set(join.node_lease(offer.session), lease=rules.heartbeat_timeout))
         self._change()
-        return node, lost
+        return node
 
-    def _remove(self, node: _JoinedNode) -> list[OnLost]:
-        """Forget a node and refuse its keys; return whom to tell of its agents."""
+    def _remove(self, node: _JoinedNode, reason: str) -> None:
+        """Forget a node, refuse its keys, and report its agents as lost."""
         del self._nodes[node.offer.session]
-        self._store(DeletePrefix(f"{NODES_PREFIX}{node.offer.session}/", seal=True))
+        self._store(DeletePrefix(f"{join.NODES_PREFIX}{node.offer.session}/", seal=True))
         self._change()
-        return list(node.agents.values())
+        for on_lost in node.agents.values():
+            on_lost(reason)
 
     def _change(self) -> None:
         self._changed = True

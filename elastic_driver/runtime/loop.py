@@ -22,18 +22,10 @@ from elastic_driver.policies.shard_messages import ShardBatch, ShardRequest
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.stragglers import Stragglers
 from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.checks import CheckAnswer, NodeChecks
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
-from elastic_driver.runtime.mailbox import (
-    CheckAsked,
-    JobBegins,
-    MachineEvent,
-    Mailbox,
-    Message,
-    StatusAsked,
-    StopNow,
-)
 
 MAX_TOGETHER = 1000  # events that are handled together
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
@@ -46,7 +38,7 @@ class DriverLoop:
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        mailbox: mail.Mailbox,
         executor: Executor,
         *,
         lease: float,
@@ -108,16 +100,16 @@ class DriverLoop:
 
     # ---- messages ------------------------------------------------------------------------
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: mail.Message) -> None:
         match message:
-            case StatusAsked(reply):
+            case mail.StatusAsked(reply):
                 reply(self._status())
-            case StopNow():
+            case mail.StopNow():
                 self._stop_now = True
                 self.end = self.end or EndJob(int(ExitCode.INTERRUPTED), "asked to stop twice")
-            case JobBegins(job, run_id):
+            case mail.JobBegins(job, run_id):
                 self._begin_job(job, run_id)
-            case CheckAsked(hosts, answer):
+            case mail.CheckAsked(hosts, answer):
                 self._begin_check(hosts, answer)
             case ev.StopRequested(reason, exit_code) if self.job is None:
                 self.end = self.end or EndJob(exit_code, reason)
@@ -127,7 +119,7 @@ class DriverLoop:
             case _:
                 self._hand_over(message)
 
-    def _hand_over(self, event: MachineEvent) -> None:
+    def _hand_over(self, event: mail.MachineEvent) -> None:
         """Hand an event, and those behind it that are handled with it, to their machines."""
         together: list[Any] = [event]
         if isinstance(event, ev.TOGETHER):
@@ -146,7 +138,7 @@ class DriverLoop:
 
     # ---- machines ------------------------------------------------------------------------
 
-    def _decide(self, name: MachineName, event: MachineEvent | ShardBatch) -> None:
+    def _decide(self, name: MachineName, event: mail.MachineEvent | ShardBatch) -> None:
         """Number an event, have its machine decide, and carry out what it decides."""
         machine = self._machines.get(name)
         if machine is None:

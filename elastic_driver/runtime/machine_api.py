@@ -26,47 +26,30 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 
 from elastic_driver import contract
+from elastic_driver.policies import shard_messages as shards
+from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
-from elastic_driver.policies.shard_messages import (
-    DoneRequest,
-    ExtendRequest,
-    NextRequest,
-    ReadCheckpoint,
-    ReadStatus,
-    ResumeRequest,
-    ShardCheckpoint,
-    ShardRequest,
-)
-from elastic_driver.policies.tf_messages import (
-    BarrierRequest,
-    ClusterSpecRequest,
-    LookRequest,
-    SynchronizeRequest,
-    TfRequest,
-)
 from rendezvous.web import JSON, Problem, problem_body, read_json
 
-RequestEvent = ShardRequest | TfRequest | RequestDropped
-Asked = (
-    NextRequest | DoneRequest | ResumeRequest | ExtendRequest | ShardCheckpoint | ReadStatus
-    | ReadCheckpoint | ClusterSpecRequest | LookRequest | BarrierRequest | SynchronizeRequest
-)  # fmt: skip
+Asking = shards.ShardRequest | tf.TfRequest
+RequestEvent = Asking | RequestDropped
 SHARDS_PATH = "/v1/shards/"
 _SHARDS = SHARDS_PATH + "{dataset:[^/:]+}"
-_ROUTES: tuple[tuple[str, str, type[Asked]], ...] = (
-    ("POST", f"{_SHARDS}:next", NextRequest),
-    ("POST", f"{_SHARDS}:done", DoneRequest),
-    ("POST", f"{_SHARDS}:resume", ResumeRequest),
-    ("POST", f"{_SHARDS}:extend", ExtendRequest),
-    ("GET", _SHARDS, ReadStatus),
-    ("GET", f"{_SHARDS}/checkpoint", ReadCheckpoint),
-    ("PUT", f"{_SHARDS}/checkpoint", ShardCheckpoint),
-    ("POST", contract.TF_CLUSTER_SPEC_PATH, ClusterSpecRequest),
-    ("GET", contract.TF_WAITING_NODES_PATH, LookRequest),
-    ("POST", contract.TF_BARRIER_PATH, BarrierRequest),
-    ("POST", contract.TF_SYNCHRONIZE_PATH, SynchronizeRequest),
+_ROUTES: tuple[tuple[str, str, type[Struct]], ...] = (
+    ("POST", f"{_SHARDS}:next", shards.NextRequest),
+    ("POST", f"{_SHARDS}:done", shards.DoneRequest),
+    ("POST", f"{_SHARDS}:resume", shards.ResumeRequest),
+    ("POST", f"{_SHARDS}:extend", shards.ExtendRequest),
+    ("GET", _SHARDS, shards.ReadStatus),
+    ("GET", f"{_SHARDS}/checkpoint", shards.ReadCheckpoint),
+    ("PUT", f"{_SHARDS}/checkpoint", shards.ShardCheckpoint),
+    ("POST", contract.TF_CLUSTER_SPEC_PATH, tf.ClusterSpecRequest),
+    ("GET", contract.TF_WAITING_NODES_PATH, tf.LookRequest),
+    ("POST", contract.TF_BARRIER_PATH, tf.BarrierRequest),
+    ("POST", contract.TF_SYNCHRONIZE_PATH, tf.SynchronizeRequest),
 )
 _STATUS = {  # of rejections; 409 for all others
     "unknown_dataset": 404,
@@ -79,9 +62,9 @@ _STATUS = {  # of rejections; 409 for all others
     "unknown_partition": 422,
 }
 _encode = msgspec.json.Encoder().encode
-_DECODE_FAST: dict[str, Callable[[bytes], NextRequest | DoneRequest]] = {
-    "next": msgspec.json.Decoder(NextRequest).decode,
-    "done": msgspec.json.Decoder(DoneRequest).decode,
+_DECODE_FAST: dict[str, Callable[[bytes], shards.NextRequest | shards.DoneRequest]] = {
+    "next": msgspec.json.Decoder(shards.NextRequest).decode,
+    "done": msgspec.json.Decoder(shards.DoneRequest).decode,
 }
 
 
@@ -102,7 +85,9 @@ class OpenRequests:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def begin(
-        self, make: Callable[[int], ShardRequest | TfRequest], done: Callable[[Answer], None]
+        self,
+        make: Callable[[int], Asking],
+        done: Callable[[Answer], None],
     ) -> Callable[[], None] | None:
         """Post a request; call `done` with its answer.
 
@@ -116,11 +101,11 @@ class OpenRequests:
         del self._open[event.ticket]
         return None
 
-    def _drop(self, event: ShardRequest | TfRequest) -> None:
+    def _drop(self, event: Asking) -> None:
         if self._open.pop(event.ticket, None) is not None:
             self._post(RequestDropped(event.machine, event.ticket))
 
-    async def ask(self, make: Callable[[int], ShardRequest | TfRequest]) -> bytes | None:
+    async def ask(self, make: Callable[[int], Asking]) -> bytes | None:
         """Return the encoded answer, None for one without content; raises Problem."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         drop = self.begin(make, lambda body: None if future.done() else future.set_result(body))
@@ -153,7 +138,7 @@ class OpenRequests:
             else:
                 answer(200, found or b"")
 
-        return self.begin(lambda ticket: ShardRequest(ticket, name, request), done)
+        return self.begin(lambda ticket: shards.ShardRequest(ticket, name, request), done)
 
     def answer(self, replies: Iterable[Reply]) -> None:
         """Answer waiting requests; called by any other thread."""
@@ -193,12 +178,12 @@ def add_machine_routes(app: web.Application, requests: OpenRequests) -> None:
 
 
 def _handler(
-    requests: OpenRequests, kind: type[Asked]
+    requests: OpenRequests, kind: type[Struct]
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     decode_body = msgspec.json.Decoder(kind).decode
 
     async def handler(request: web.Request) -> web.Response:
-        def decode(body: bytes) -> Asked:
+        def decode(body: bytes) -> Struct:
             if request.method == "GET":
                 return msgspec.convert(dict(request.query), kind)
             return decode_body(body)
@@ -206,9 +191,9 @@ def _handler(
         asked: Any = await read_json(request, decode)
         dataset = request.match_info.get("dataset")
         if dataset is None:
-            found = await requests.ask(lambda ticket: TfRequest(ticket, asked))
+            found = await requests.ask(lambda ticket: tf.TfRequest(ticket, asked))
         else:
-            found = await requests.ask(lambda ticket: ShardRequest(ticket, dataset, asked))
+            found = await requests.ask(lambda ticket: shards.ShardRequest(ticket, dataset, asked))
         status = 204 if found is None else 200
         return web.Response(body=found, status=status, content_type=JSON)
 
