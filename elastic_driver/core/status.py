@@ -9,7 +9,7 @@ from msgspec import Struct
 from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.rules.hosts import Hindrance
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE
-from elastic_driver.core.rules.workers import RUNNING, Worker
+from elastic_driver.core.rules.workers import RUNNING
 
 
 class MemberStatus(Struct, frozen=True):
@@ -89,7 +89,10 @@ def status_of(job: JobParts, now: float) -> JobStatus:
     end, budget = outcome.end, outcome.budget
     known = {host.name: host.slots for host in job.hosts.known.values()}
     known.update({name: 0 for name in job.fleet.agents if name not in known})
-    workers = sorted(job.workers.workers.values(), key=lambda w: (w.place.rank, w.age))
+    members = tuple(
+        MemberStatus(w.id, w.host, w.slot, w.place.rank, w.state.value, w.pid, w.version, w.leaving)
+        for w in sorted(job.workers.workers.values(), key=lambda w: (w.place.rank, w.age))
+    )
     return JobStatus(
         state=_state(job),
         kind=outcome.kind.value,
@@ -101,7 +104,7 @@ def status_of(job: JobParts, now: float) -> JobStatus:
         wanted=job.capacity.wanted,
         min_np=settings.min_np,
         max_np=settings.max_np,
-        members=tuple(_member(worker) for worker in workers),
+        members=members,
         hosts=tuple(_host(job, name, slots, now) for name, slots in known.items()),
         counters=CounterStatus(
             failures=budget.failures,
@@ -129,30 +132,15 @@ def _state(job: JobParts) -> str:
     return "changing" if later else "forming"
 
 
-def _member(w: Worker) -> MemberStatus:
-    place = (w.id, w.host, w.slot, w.place.rank)
-    return MemberStatus(*place, w.state.value, w.pid, w.version, w.leaving)
-
-
 def _host(job: JobParts, name: str, slots: int, now: float) -> HostStatus:
-    agent = job.fleet.agents.get(name)
-    workers = len(job.workers.on_host(name))
-    return HostStatus(
-        host=name,
-        slots=slots,
-        state=_host_state(job, name, workers),
-        cooldown_left=job.hosts.cooldown_left(name, now),
-        reason=job.hosts.reason(name),
-        agent=agent.state.value if agent else "none",
-        agent_incarnation=agent.incarnation if agent else 0,
-        workers=workers,
-    )
-
-
-def _host_state(job: JobParts, name: str, workers: int) -> str:
-    hindrance = job.hosts.hindrance(name)
-    if name not in job.hosts.known:
-        return "removed"
-    if hindrance is Hindrance.DRAINED and workers:
-        return "draining"
-    return "usable" if hindrance is None else hindrance.value
+    hosts, agent = job.hosts, job.fleet.agents.get(name)
+    workers, hindrance = len(job.workers.on_host(name)), hosts.hindrance(name)
+    if name not in hosts.known:
+        state = "removed"
+    elif hindrance is Hindrance.DRAINED and workers:
+        state = "draining"
+    else:
+        state = "usable" if hindrance is None else hindrance.value
+    health = (state, hosts.cooldown_left(name, now), hosts.reason(name))
+    up = ("none", 0) if agent is None else (agent.state.value, agent.incarnation)
+    return HostStatus(name, slots, *health, *up, workers)

@@ -55,11 +55,9 @@ def assign(members: Sequence[K], roles: TfRoles, previous: Mapping[K, Task]) -> 
     fixed = sum(count for _, count in roles if count is not None)
     rest = max(0, len(members) - fixed)
     tasks = [Task(role, i) for role, n in roles for i in range(rest if n is None else n)]
-    held: dict[Task, K] = {}
-    for member in members:
-        before = previous.get(member)
-        if before is not None and before in tasks:
-            held[before] = member
+    held = {
+        before: m for m in members if (before := previous.get(m)) is not None and before in tasks
+    }
     _promote(members, tasks, previous, held)
     placed = set(held.values())
     idle = (member for member in members if member not in placed)
@@ -77,10 +75,10 @@ def _promote(
     for lead in (Task(CHIEF, 0), Task(WORKER, 0)):
         if lead not in tasks or lead in held:
             continue
-        leading = {held.get(Task(CHIEF, 0))}
+        chief = held.get(Task(CHIEF, 0))
         for member in members:
             before = previous.get(member)
-            if before is not None and before.type == WORKER and member not in leading:
+            if before is not None and before.type == WORKER and member != chief:
                 if held.get(before) == member:
                     del held[before]
                 held[lead] = member
@@ -99,12 +97,8 @@ def cluster_of(tasks: Mapping[K, Task], addresses: Mapping[K, str]) -> dict[str,
 
 def tf_config(cluster: Mapping[str, Sequence[str]], task: Task) -> str:
     """The value of the variable TF_CONFIG."""
-    return json.dumps(
-        {
-            "cluster": {role: list(hosts) for role, hosts in cluster.items()},
-            "task": {"type": task.type, "index": task.index},
-        }
-    )
+    hosts = {role: list(addresses) for role, addresses in cluster.items()}
+    return json.dumps({"cluster": hosts, "task": {"type": task.type, "index": task.index}})
 
 
 class TfLayout:
