@@ -9,13 +9,13 @@ import hmac
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from rendezvous.errors import TokenError
 
 AUTHORIZATION = "Authorization"
-_SCHEME = "Bearer "
 _TOKEN_BYTES = 32
 _MAX_FILE_BYTES = 4096
 
@@ -31,16 +31,12 @@ def write_token_file(path: str | os.PathLike[str], token: str) -> Path:
     Raises TokenError if the file cannot be written.
     """
     target = Path(path)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                file.write(token + "\n")
+        with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as private:
+            partial = Path(private, target.name)
+            partial.touch(0o600)
+            partial.write_text(f"{token}\n", encoding="ascii")
             partial.replace(target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise TokenError(
             f"cannot write the token file {target}: {error.strerror}; choose a directory "
@@ -70,7 +66,7 @@ def read_token_file(path: str | os.PathLike[str]) -> str:
     if mode & 0o077:
         raise TokenError(
             f"the token file {path} has mode {mode:04o}, so others may know the token; "
-            f"start the job again, or, if nobody could read it, chmod 600 {path}"
+            f"start the job again, or, if no other user could read it, chmod 600 {path}"
         )
     if status.st_uid not in (os.geteuid(), 0):
         raise TokenError(f"the token file {path} belongs to user {status.st_uid}; use your own")
@@ -81,7 +77,7 @@ def read_token_file(path: str | os.PathLike[str]) -> str:
 
 def bearer(token: str) -> str:
     """Return the value of the Authorization header for this token."""
-    return _SCHEME + token
+    return f"Bearer {token}"
 
 
 def is_authorized(header: str | None, tokens: Iterable[str]) -> bool:
@@ -89,8 +85,9 @@ def is_authorized(header: str | None, tokens: Iterable[str]) -> bool:
 
     All tokens are compared, each in constant time, so that the time taken tells nothing.
     """
-    if header is None or header[: len(_SCHEME)].lower() != _SCHEME.lower():
+    scheme, _, given = (header or "").partition(" ")
+    if scheme.lower() != "bearer":
         return False
-    given = header[len(_SCHEME) :].strip().encode("utf-8", "surrogateescape")
-    matches = [hmac.compare_digest(given, token.encode()) for token in tokens]
+    found = given.strip().encode("utf-8", "surrogateescape")
+    matches = [hmac.compare_digest(found, token.encode()) for token in tokens]
     return any(matches)

@@ -10,7 +10,6 @@ the address is a number. Times are seconds.
 
 import contextlib
 import http.client
-import json
 import os
 import random
 import secrets
@@ -19,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
@@ -85,58 +84,30 @@ class RendezvousClient:
         except msgspec.DecodeError as error:
             raise errors.RendezvousError(f"{self.url} answered with no reply: {error}") from error
 
+    def one(self, operation: wire.Operation, kind: type[R]) -> R:
+        """Carry out one operation; return its result, of this kind.
+
+        Raises RefusedError or SealedError if the store refuses it.
+        """
+        return wire.expect(self.batch(operation)[0], kind)
+
     def set(self, key: str, value: bytes, lease: float | None = None) -> int:
         """Write a value, with a lease of `lease` seconds if given; return its revision."""
-        return self._one(wire.Set(key, value, lease), wire.Written).revision
+        return self.one(wire.Set(key, value, lease), wire.Written).revision
 
     def get(self, key: str, wait: float = 0.0, after: int = 0) -> wire.Entry | None:
         """Read a key, waiting at most `wait` seconds until its revision is above `after`.
 
         Returns None if the key is missing or has nothing newer when the wait is over.
         """
-        found = self._one(wire.Get((key,), min(wait, wire.MAX_WAIT_S), after), wire.Entries)
+        found = self.one(wire.Get((key,), min(wait, wire.MAX_WAIT_S), after), wire.Entries)
         return None if found.timed_out else found.entries.get(key)
-
-    def watch(self, keys: dict[str, int], wait: float) -> dict[str, wire.Entry]:
-        """Wait until a key passes the revision given for it; return the keys that have.
-
-        Returns an empty dict after `wait` seconds (at most MAX_WAIT_S).
-        """
-        found = self._one(wire.Watch(keys, min(wait, wire.MAX_WAIT_S)), wire.Entries)
-        return {} if found.timed_out else found.entries
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter; return the sum."""
-        return self._one(wire.Add(key, amount), wire.Number).number
-
-    def append(self, key: str, value: bytes) -> int:
-        """Append to a value; return its revision."""
-        return self._one(wire.Append(key, value), wire.Written).revision
-
-    def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> wire.Compared:
-        """Write `desired` if the key holds `expected` (None: is missing)."""
-        return self._one(wire.CompareSet(key, expected, desired), wire.Compared)
-
-    def delete(self, key: str) -> bool:
-        """Delete a key; return whether it existed."""
-        return self._one(wire.Delete(key), wire.Number).number > 0
-
-    def delete_prefix(self, prefix: str, seal: bool = False) -> int:
-        """Delete every key below a prefix, for good with `seal`; return how many there were."""
-        return self._one(wire.DeletePrefix(prefix, seal), wire.Number).number
-
-    def _one(self, operation: wire.Operation, kind: type[R]) -> R:
-        return wire.expect(self.batch(operation)[0], kind)
 
     # ---- other routes of the driver ------------------------------------------------------
 
     def get_bytes(self, path: str, deadline: float | None = None) -> bytes:
         """GET a path; return the answer's body."""
         return self._call("GET", path, None, deadline)
-
-    def get_json(self, path: str, deadline: float | None = None) -> Any:
-        """GET a path; return the decoded JSON document."""
-        return json.loads(self.get_bytes(path, deadline))
 
     def post_json(self, path: str, body: bytes, deadline: float | None = None) -> bytes:
         """POST an encoded JSON document; return the answer's body.

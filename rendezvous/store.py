@@ -18,6 +18,7 @@ comes in between; when that wait is over, the batch goes on.
 import math
 from collections import deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
@@ -46,6 +47,7 @@ class KeyExpired(Struct, frozen=True):
 Outcome = Answered | KeyExpired
 
 
+@dataclass(eq=False, slots=True)
 class _RunningBatch:
     """A batch with the results it has so far, and what it waits for.
 
@@ -54,18 +56,11 @@ class _RunningBatch:
     every key in `thresholds`, and each write to one of them updates `unmet`.
     """
 
-    __slots__ = ("operations", "results", "thresholds", "ticket", "unmet")
-
-    def __init__(self, ticket: Hashable, operations: Sequence[wire.Operation]) -> None:
-        self.ticket = ticket
-        self.operations = operations
-        self.results: list[wire.Result] = []
-        self.thresholds: dict[str, int] = {}
-        self.unmet = 0
-
-    @property
-    def current(self) -> wire.Operation:
-        return self.operations[len(self.results)]
+    ticket: Hashable
+    operations: Sequence[wire.Operation]
+    results: list[wire.Result] = field(default_factory=list)
+    thresholds: dict[str, int] = field(default_factory=dict)
+    unmet: int = 0
 
 
 class KVStore:
@@ -89,14 +84,6 @@ class KVStore:
         self._sealed_lengths: dict[int, None] = {}  # a check costs one lookup per length
         self._shared: dict[tuple[tuple[str, ...], bool], wire.Entries] = {}  # since the last change
         self._outcomes: list[Outcome] = []
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    @property
-    def revision(self) -> int:
-        """Revision of the newest write."""
-        return self._revision
 
     @property
     def waiting(self) -> tuple[Hashable, ...]:
@@ -168,7 +155,7 @@ class KVStore:
 
     def _carry_on(self, batch: _RunningBatch, now: float) -> None:
         while len(batch.results) < len(batch.operations):
-            result = self._carry_out(batch.current, batch, now)
+            result = self._carry_out(batch.operations[len(batch.results)], batch, now)
             if result is None:
                 return
             batch.results.append(result)
@@ -179,10 +166,8 @@ class KVStore:
     ) -> wire.Result | None:
         """Return the operation's result, or None if the batch now waits for it."""
         match operation:
-            case wire.Get(keys=keys, wait=wait, after=after):
-                return self._get(batch, dict.fromkeys(keys, after), wait, now)
-            case wire.Watch(keys=thresholds, wait=wait):
-                return self._watch(batch, thresholds, wait, now)
+            case wire.Get() | wire.Watch():
+                return self._read(operation, batch, now)
             case wire.Set(key=key, value=value, lease=lease):
                 return self._set(key, value, None if lease is None else now + lease)
             case wire.Add(key=key, amount=amount):
@@ -201,31 +186,20 @@ class KVStore:
 
     # ---- waiting -------------------------------------------------------------------------
 
-    def _get(
-        self, batch: _RunningBatch, thresholds: dict[str, int], wait: float, now: float
+    def _read(
+        self, operation: wire.Get | wire.Watch, batch: _RunningBatch, now: float
     ) -> wire.Result | None:
-        keys = tuple(thresholds)
-        unmet = sum(self._revision_of(key) <= after for key, after in thresholds.items())
-        if unmet == 0 or wait <= 0:
-            # A read without `after` has no condition; one with it says if that was reached.
-            return self._found(keys, timed_out=unmet > 0 and any(thresholds.values()))
-        return self._park(batch, thresholds, unmet, _end_of_wait(now, wait))
-
-    def _watch(
-        self, batch: _RunningBatch, thresholds: dict[str, int], wait: float, now: float
-    ) -> wire.Result | None:
-        if changed := self._changed(thresholds):
-            return self._found(changed)
-        if wait <= 0:
-            return self._found(tuple(thresholds), timed_out=True)
-        return self._park(batch, thresholds, 1, _end_of_wait(now, wait))
-
-    def _changed(self, thresholds: dict[str, int]) -> tuple[str, ...]:
-        return tuple(k for k, after in thresholds.items() if self._revision_of(k) > after)
-
-    def _park(
-        self, batch: _RunningBatch, thresholds: dict[str, int], unmet: int, until: float
-    ) -> wire.StoreRefusal | None:
+        """Return the entries, or None if the batch now waits: Get for all keys, Watch for one."""
+        if isinstance(operation, wire.Get):
+            thresholds = dict.fromkeys(operation.keys, operation.after)
+            unmet = sum(self._revision_of(key) <= operation.after for key in thresholds)
+            shown, conditional = tuple(thresholds), operation.after > 0
+        else:
+            thresholds = operation.keys
+            newer = tuple(k for k, after in thresholds.items() if self._revision_of(k) > after)
+            unmet, shown, conditional = int(not newer), newer or tuple(thresholds), True
+        if unmet == 0 or operation.wait <= 0:
+            return self._found(shown, timed_out=unmet > 0 and conditional)
         for key in thresholds:
             if refused := self._refuse_sealed(key):
                 return refused
@@ -233,7 +207,7 @@ class KVStore:
         for key in thresholds:
             self._index.setdefault(key, {})[batch] = None
         self._parked[batch.ticket] = batch
-        self._waits.set(batch.ticket, until)
+        self._waits.set(batch.ticket, _end_of_wait(now, operation.wait))
         return None
 
     def _unpark(self, batch: _RunningBatch) -> None:

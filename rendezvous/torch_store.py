@@ -35,7 +35,7 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
     `multi_get` wait for missing keys, and how long any call tries to reach the server.
 
     Raises, besides the errors of `RendezvousClient`: SealedError when the round is over,
-    AbortedError after `abort`, `torch.distributed.DistStoreError` when a wait times out.
+    AbortedError after `close`, `torch.distributed.DistStoreError` when a wait times out.
     """
 
     def __init__(
@@ -126,20 +126,9 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
         twin._share(self._client, self._prefix, self.timeout)
         return twin
 
-    # ---- for the worker ------------------------------------------------------------------
-
-    def abort(self) -> None:
+    def close(self) -> None:
         """End the calls that block other threads, and every later one, with AbortedError."""
         self._client.abort()
-
-    def close(self) -> None:
-        """Close the connections; the store cannot be used any more. May be called again."""
-        self._client.abort()
-
-    @property
-    def requests(self) -> int:
-        """Number of HTTP requests sent so far, for measurements."""
-        return self._client.requests
 
     # ---- requests ------------------------------------------------------------------------
 

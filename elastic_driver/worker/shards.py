@@ -203,7 +203,8 @@ class ShardClient:
     def _send(self, driver: RendezvousClient, request: Any, kind: Any, deadline: float) -> Any:
         path = f"/v1/shards/{self.name}"
         if isinstance(request, messages.ReadCheckpoint):
-            return msgspec.convert(driver.get_json(f"{path}/checkpoint", deadline), kind)
+            saved = driver.get_bytes(f"{path}/checkpoint", deadline)
+            return msgspec.json.decode(saved, type=kind)
         body = msgspec.json.encode(request)
         if isinstance(request, messages.ShardCheckpoint):
             return driver.put_json(f"{path}/checkpoint", body, deadline)

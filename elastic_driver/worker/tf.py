@@ -95,7 +95,7 @@ class TfNode:
     def waiting_nodes(self) -> WaitingNodes:
         """Return the waiting and the lost nodes; renews this node's lease."""
         path = f"{contract.TF_WAITING_NODES_PATH}?{urlencode({'address': self.address})}"
-        return msgspec.convert(self._client.get_json(path), WaitingNodes)
+        return msgspec.json.decode(self._client.get_bytes(path), type=WaitingNodes)
 
     def changed(self) -> bool:
         """Return whether to ask for the next cluster; renews this node's lease."""

@@ -7,13 +7,13 @@ job with a slot for each rank, and all others are done. `launcher.job` calls it 
 
 import importlib
 import socket
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.host_lists import Hosts, check_host
 
-# How many ranks there are: Open MPI's name for it, and that of MPICH and its relatives.
+# The number of ranks: the variables of Open MPI, and of MPICH and its relatives.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
@@ -29,7 +29,13 @@ def meet_ranks() -> Hosts | None:
     Every rank has to call it; MPI is left by then. Raises UsageError without mpi4py, or where it
     was built for another MPI than the mpirun that started us.
     """
-    mpi = _import_mpi()
+    try:
+        mpi = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
+        raise UsageError(
+            f"several ranks of mpirun find each other with mpi4py ({error}); install it with "
+            "pip install 'elastic-driver[mpi]', or start elasticrun once, with -H or --hostfile"
+        ) from None
     world = mpi.COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
     names = world.allgather(socket.gethostname())
@@ -44,20 +50,7 @@ def meet_ranks() -> Hosts | None:
 
 def count_ranks(names: list[str]) -> Hosts:
     """Return a slot for each rank; raises UsageError for an invalid name."""
-    slots: dict[str, int] = {}
     for name in names:
-        problem = check_host(name)
-        if problem:
-            raise UsageError(f"mpirun has started us on a host whose name is no name: {problem}")
-        slots[name] = slots.get(name, 0) + 1
-    return tuple(slots.items())
-
-
-def _import_mpi() -> Any:
-    try:
-        return importlib.import_module("mpi4py.MPI")
-    except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
-        raise UsageError(
-            f"several ranks of mpirun find each other with mpi4py ({error}); install it with "
-            "pip install 'elastic-driver[mpi]', or start elasticrun once, with -H or --hostfile"
-        ) from None
+        if problem := check_host(name):
+            raise UsageError(f"mpirun has started us on a host with an invalid name: {problem}")
+    return tuple(Counter(names).items())

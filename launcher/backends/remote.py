@@ -12,7 +12,7 @@ One asyncio loop on one thread, started with the first agent, serves all connect
 """
 
 import asyncio
-import contextlib
+import concurrent.futures
 import secrets
 import shlex
 import threading
@@ -120,8 +120,7 @@ class RemoteBackend(Backend):
         if loop is None or thread is None:
             return
         over = asyncio.run_coroutine_threadsafe(self._close(max(grace, 0.0)), loop)
-        with contextlib.suppress(TimeoutError):
-            over.result(grace + CLOSE_S + 2 * _LAST_WORDS_S)
+        concurrent.futures.wait([over], grace + CLOSE_S + 2 * _LAST_WORDS_S)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(_LAST_WORDS_S)
         if not thread.is_alive():

@@ -31,7 +31,7 @@ def main() -> None:
     )
     tensor = torch.full((4,), float(rank) + 1)
     dist.all_reduce(tensor)
-    report = {"sum": tensor.tolist(), "requests": store.requests}
+    report = {"sum": tensor.tolist(), "requests": store._client.requests}
     dist.destroy_process_group()
     store.close()
     client.set(f"report/{rank}", json.dumps(report).encode())

@@ -12,6 +12,7 @@ from rendezvous.client import CONNECT_S, RendezvousClient
 from rendezvous.errors import (
     AbortedError,
     RefusedError,
+    RendezvousError,
     RequestError,
     SealedError,
     UnauthorizedError,
@@ -19,24 +20,43 @@ from rendezvous.errors import (
     WokenError,
 )
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import Add, Compared, Entries, Entry, Get, Number, Set, Watch, Written
+from rendezvous.wire import (
+    Add,
+    Append,
+    Compared,
+    CompareSet,
+    Delete,
+    DeletePrefix,
+    Entries,
+    Entry,
+    Get,
+    Number,
+    Set,
+    Watch,
+    Written,
+)
 from tests.rendezvous.common import TOKEN, LossyProxy, eventually, free_port, waiting
 
 
-def test_every_operation_has_a_helper(client: RendezvousClient) -> None:
+def test_operations_return_their_results_or_what_most_callers_want(
+    client: RendezvousClient,
+) -> None:
     assert client.get("p/a") is None
     assert client.set("p/a", b"1") == 1
-    assert client.append("p/a", b"\xff") == 2
+    assert client.one(Append("p/a", b"\xff"), Written) == Written(2)
     assert client.get("p/a") == Entry(b"1\xff", 2)
     assert client.get("p/a", wait=0.01, after=2) is None
-    assert client.watch({"p/a": 1, "p/b": 0}, wait=1) == {"p/a": Entry(b"1\xff", 2)}
-    assert client.watch({"p/b": 0}, wait=0.01) == {}
-    assert client.add("p/n", 3) == 3
-    assert client.compare_set("p/c", None, b"x") == Compared(True, b"x")
-    assert client.compare_set("p/c", b"y", b"z") == Compared(False, b"x")
-    assert client.delete("p/c") is True
-    assert client.delete("p/c") is False
-    assert client.delete_prefix("p/") == 2
+    watch = Watch({"p/a": 1, "p/b": 0}, wait=1)
+    assert client.one(watch, Entries) == Entries({"p/a": Entry(b"1\xff", 2)})
+    assert client.one(Watch({"p/b": 0}, wait=0.01), Entries) == Entries({}, timed_out=True)
+    assert client.one(Add("p/n", 3), Number) == Number(3)
+    assert client.one(CompareSet("p/c", None, b"x"), Compared) == Compared(True, b"x")
+    assert client.one(CompareSet("p/c", b"y", b"z"), Compared) == Compared(False, b"x")
+    assert client.one(Delete("p/c"), Number) == Number(1)
+    assert client.one(Delete("p/c"), Number) == Number(0)
+    assert client.one(DeletePrefix("p/"), Number) == Number(2)
+    with pytest.raises(RendezvousError, match="not Written"):
+        client.one(Add("p/n", 3), Written)
 
 
 def test_a_clone_speaks_to_the_same_server_on_a_connection_of_its_own(
@@ -108,7 +128,7 @@ def test_threads_call_at_once_on_connections_that_are_used_again(
         for thread in threads:
             thread.join(10)
         assert found == [Entry(b"", revision)] * 3
-        assert client.delete("go")
+        assert client.one(Delete("go"), Number) == Number(1)
         assert len(client._idle) == 4
 
 
@@ -117,9 +137,9 @@ def test_refusals_are_errors_of_the_helpers_and_results_of_a_batch(
 ) -> None:
     client.set("p/a", b"x")
     with pytest.raises(RefusedError, match="no number") as caught:
-        client.add("p/a", 1)
+        client.one(Add("p/a", 1), Number)
     assert caught.value.code == "not_a_number"
-    client.delete_prefix("p/", seal=True)
+    client.one(DeletePrefix("p/", seal=True), Number)
     with pytest.raises(SealedError, match="over and sealed"):
         client.set("p/a", b"")
     with pytest.raises(SealedError):
@@ -247,7 +267,7 @@ def test_a_lost_answer_is_asked_for_again_and_nothing_is_done_twice(
     server: RendezvousServer,
 ) -> None:
     with LossyProxy(server, losses=3) as proxy, RendezvousClient(proxy.url, TOKEN) as client:
-        assert client.add("n", 1) == 1
+        assert client.one(Add("n", 1), Number) == Number(1)
         assert client.requests == 4
         client.close()
     assert server.apply([Add("n", 0)]) == (Number(1),)
@@ -272,7 +292,7 @@ def test_a_lost_answer_to_a_posted_event_does_not_post_it_twice() -> None:
         assert client.post_json("/v1/events", b'{"type":"x"}') == b'{"taken": 1}'
         client.close()
         assert posted == [b'{"type":"x"}']
-        assert client.get_json("/v1/events") == {"taken": 2}
+        assert client.get_bytes("/v1/events") == b'{"taken": 2}'
         client.close()
 
 
@@ -309,7 +329,7 @@ def test_abort_ends_a_call_that_blocks_another_thread(server: RendezvousServer) 
 
     def wait() -> None:
         try:
-            client.watch({"never": 0}, wait=60)
+            client.one(Watch({"never": 0}, wait=60), Entries)
         except AbortedError as error:
             caught.append(error)
 
@@ -382,7 +402,7 @@ def test_a_forked_child_opens_a_connection_of_its_own(
     if child == 0:
         # Nothing of the test runner may run here, whatever happens.
         try:
-            client.add("n", 1)
+            client.one(Add("n", 1), Number)
             os.write(write_end, str(client._idle[0].sock.getsockname()).encode())
         finally:
             os._exit(0)

@@ -299,7 +299,7 @@ def test_clients_that_do_not_read_hold_up_nobody_and_little_memory(
             caller.send(batch(Get(("k",)), number=number) * 3)
         with RendezvousClient(server.url, TOKEN) as client:
             for number in range(50):
-                assert client.add("n", 1) == number + 1
+                assert client.one(Add("n", 1), Number) == Number(number + 1)
         assert ours.memory_info().rss - before < size
         stuck[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         body = stuck[0].answer()[2]  # one that reads at last gets all of it

@@ -103,7 +103,7 @@ def test_many_keys_are_one_request(store: HTTPStore) -> None:
     keys = [f"k{n}" for n in range(100)]
     store.multi_set(keys, ["v"] * 100)
     assert store.multi_get(keys) == [b"v"] * 100
-    assert store.requests == 2
+    assert store._client.requests == 2
     assert store.has_extended_api()
 
 
@@ -142,7 +142,7 @@ def test_a_wait_longer_than_one_request_goes_on(
 ) -> None:
     monkeypatch.setattr("rendezvous.torch_store.WAIT_S", 0.02)
     thread, landed = in_thread(lambda: store.get("a"))
-    eventually(lambda: store.requests > 3, "the wait is asked for in pieces")
+    eventually(lambda: store._client.requests > 3, "the wait is asked for in pieces")
     store.set("a", "1")
     thread.join(10)
     assert landed == [b"1"]
@@ -172,7 +172,7 @@ def test_abort_ends_calls_in_every_thread_and_in_clones(
     twin = store.clone()
     calls = [in_thread(lambda s=s: s.get("never")) for s in (store, store, twin)]  # type: ignore[misc]
     eventually(lambda: waiting(server) == 3, "all wait")
-    store.abort()
+    store.close()
     for thread, landed in calls:
         thread.join(10)
         assert isinstance(landed[0], AbortedError)

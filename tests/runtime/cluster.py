@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -200,11 +201,11 @@ class Cluster:
         return world
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.client.get_json("/v1/status")
+        found: dict[str, Any] = json.loads(self.client.get_bytes("/v1/status"))
         return found
 
     def events(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.client.get_json("/v1/events")["events"]
+        found: list[dict[str, Any]] = json.loads(self.client.get_bytes("/v1/events"))["events"]
         return found
 
     def until_event(self, name: str, **facts: object) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def test_what_is_known_so_far_is_shown_over_http(tmp_path: Path) -> None:
         folder = tmp_path / "check"
         url = json.loads((folder / "endpoint.json").read_text())["url"]
         with RendezvousClient(url, read_token_file(folder / "token")) as client:
-            seen.append(client.get_json("/v1/status"))
+            seen.append(json.loads(client.get_bytes("/v1/status")))
 
     looking: list[threading.Thread] = []
     check(tmp_path, 4, settings({HERE[2]: "slow"}), say=look)

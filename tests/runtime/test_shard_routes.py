@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -46,7 +47,7 @@ class Shards:
 
     def status(self) -> Any:
         with self.client() as client:
-            return client.get_json("/v1/shards/d")
+            return json.loads(client.get_bytes("/v1/shards/d"))
 
     def lose(self, worker: str, reason: str | None = "exit code -9") -> None:
         """A worker ends, lost for a reason or as planned."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rendezvous.client import RendezvousClient
+from rendezvous.wire import Append, Compared, CompareSet, Written
 
 PATIENCE_S = 12.0
 LEASE_S = 30.0  # of a lock: longer than any measurement on a CPU
@@ -45,7 +46,7 @@ def this_stack() -> str:
 
 def register_host(client: RendezvousClient, machine: str, host: str) -> None:
     """Record that a host is on this machine."""
-    client.append(HOSTS + machine, f"{host}\n".encode())
+    client.one(Append(HOSTS + machine, f"{host}\n".encode()), Written)
 
 
 def is_shared(client: RendezvousClient, machine: str) -> bool:
@@ -76,7 +77,7 @@ def _take(client: RendezvousClient, key: str, worker: str, until: float) -> bool
         entry = client.get(key)
         if entry is None or entry.value == _FREE:
             expected = None if entry is None else _FREE
-            if client.compare_set(key, expected, worker.encode()).swapped:
+            if client.one(CompareSet(key, expected, worker.encode()), Compared).swapped:
                 client.set(key, worker.encode(), LEASE_S)
                 return True
         elif (left := until - time.monotonic()) > 0:
