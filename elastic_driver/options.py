@@ -22,8 +22,8 @@ T_co = TypeVar("T_co", covariant=True)
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
 _WHOLE = re.compile(r"[0-9]{1,9}\Z")  # int() would also take signs, blanks and Unicode digits
+_NAME = r"\s*[A-Za-z0-9_.@:-]+\s*"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-_STREAMS = re.compile(r"[0-3]\Z|[0-9]+:[0-3](,[0-9]+:[0-3])*\Z")
 TfRoles = tuple[tuple[str, int | None], ...]
 """TensorFlow's roles, in the order in which workers get them; (role, None): all other workers."""
 # TensorFlow's roles, and the largest number of each.
@@ -96,15 +96,20 @@ def _flag(word: str = "true") -> bool:
     return word.lower() in _TRUE
 
 
-def text(metavar: str) -> ValueKind[str]:
-    """Return the kind of any text that is not empty."""
+def matching(metavar: str, pattern: str, needs: str, convert: Callable[[str], T]) -> ValueKind[T]:
+    """Return the kind of a word with a pattern; `needs` completes "--option …" if it differs."""
 
-    def read(word: str) -> str:
-        if not word or "\0" in word:
-            raise ValueError("needs a value that is not empty")
-        return word
+    def read(word: str) -> T:
+        if not re.fullmatch(pattern, word):
+            raise ValueError(f"{needs}, got {word!r}")
+        return convert(word)
 
     return ValueKind(read, metavar)
+
+
+def text(metavar: str) -> ValueKind[str]:
+    """Return the kind of any text that is not empty."""
+    return matching(metavar, r"[^\0]+", "needs a value that is not empty", str)
 
 
 def whole(metavar: str = "N", *, least: int = 0) -> ValueKind[int]:
@@ -121,25 +126,13 @@ def whole_or(name: str) -> ValueKind[int | None]:
 
 def choice(*names: str) -> ValueKind[str]:
     """Return the kind of one of a few names."""
-
-    def read(word: str) -> str:
-        if word not in names:
-            raise ValueError(f"is one of {', '.join(names)}, got {word!r}")
-        return word
-
-    return ValueKind(read, "|".join(names))
+    return matching("|".join(names), "|".join(names), f"is one of {', '.join(names)}", str)
 
 
 def names(metavar: str) -> ValueKind[tuple[str, ...]]:
     """Return the kind of a list of names with commas between them."""
-
-    def read(word: str) -> tuple[str, ...]:
-        found = tuple(part.strip() for part in word.split(","))
-        if not all(re.match(r"[A-Za-z0-9_.@:-]+\Z", name) for name in found):
-            raise ValueError(f"needs names with commas between them, got {word!r}")
-        return found
-
-    return ValueKind(read, metavar)
+    pattern, needs = f"{_NAME}(,{_NAME})*", "needs names with commas between them"
+    return matching(metavar, pattern, needs, lambda word: tuple(map(str.strip, word.split(","))))
 
 
 def _whole(word: str, least: int, alternatives: str = "") -> int:
@@ -201,12 +194,6 @@ def _numbers(word: str) -> tuple[int, ...]:
     return tuple(sorted({_whole(part.strip(), 0) for part in word.split(",")}))
 
 
-def _streams(word: str) -> str:
-    if not _STREAMS.match(word):
-        raise ValueError(f"is 0 (none), 1 (stdout), 2 (stderr), 3 (both) or 0:1,1:3, got {word!r}")
-    return word
-
-
 def _tf_roles(word: str) -> TfRoles:
     roles: dict[str, int | None] = {}
     for part in word.split(","):
@@ -236,5 +223,10 @@ NODE_WORKERS = ValueKind(_node_workers, "N|auto|cpu|gpu")  # torchrun's --nproc-
 ENDPOINT = ValueKind(_endpoint, "HOST:PORT")  # IPv6 in brackets; without a port: port 0
 VARIABLES = ValueKind(_variables, "NAME[=VALUE]", repeat=True)  # NAME alone: value None
 NUMBERS = ValueKind(_numbers, "0,1")
-STREAMS = ValueKind(_streams, "0-3")  # torchrun's --redirects: 0 to 3, or per local rank 0:1,1:3
+STREAMS = matching(  # torchrun's --redirects: 0 to 3, or per local rank 0:1,1:3
+    "0-3",
+    r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*",
+    "is 0 (none), 1 (stdout), 2 (stderr), 3 (both) or 0:1,1:3",
+    str,
+)
 TF_ROLES = ValueKind(_tf_roles, "chief=1,ps=2,worker=*,evaluator=1")

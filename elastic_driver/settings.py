@@ -83,7 +83,6 @@ class DriverOptions:
 
     bind_host: str = "127.0.0.1"  # a numeric address; 0.0.0.0: all
     bind_port: int = 0  # 0: any free one
-    advertise: str | None = None  # `http://host:port` for agents, where it is not the bound one
     discovery_interval: float = option(Heading.HOSTS, o.SECONDS, 1.0,
         "Seconds between two runs of the discovery script, or two reads of the hostfile.")
     debug: bool = option(Heading.OTHER, o.FLAG, False,

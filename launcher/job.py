@@ -5,6 +5,8 @@
 
 import glob
 import os
+import platform
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
+from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
 from elastic_driver.settings import Settings
 from launcher import version
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
-from launcher.backends.registry import make_backend
-from launcher.check_build import render_build
+from launcher.backends.registry import BACKENDS, entry_points, make_backend
 from launcher.join.identity import claim_port, own_name
 from launcher.join.secret import read_secret
 from launcher.launch import hosts as where
@@ -166,3 +168,43 @@ def read_hostfile(path: str) -> str:
         raise UsageError(f"cannot read the hostfile {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"the hostfile {path} is not UTF-8 text") from None
+
+
+# ---- --check-build -----------------------------------------------------------------------
+
+
+def render_build() -> str:
+    """Return a line for each capability, `[X]` for those of this installation (as horovodrun)."""
+    lines = [f"elastic-driver {version()}, Python {platform.python_version()}", ""]
+    lines += ["Backends that start agents:", *map(_backend_line, entry_points(BACKENDS)), ""]
+    lines += ["Collectives (torch.distributed):", *_collectives(), ""]
+    lines += ["Tools:", _line(shutil.which("nvidia-smi") is not None, "nvidia-smi")]
+    return "\n".join(lines)
+
+
+def _backend_line(name: str) -> str:
+    try:
+        make_backend(name, BackendJob(environ=os.environ, allocation="0")).check(())
+    except UsageError as error:
+        return _line(False, f"{name} ({error})")
+    return _line(True, name)
+
+
+def _collectives() -> list[str]:
+    try:
+        import torch  # noqa: PLC0415 - a second's import that no other command pays for
+        import torch.distributed as dist  # noqa: PLC0415
+    except ImportError as error:
+        return [_line(False, f"torch ({error}); install it: pip install 'elastic-driver[torch]'")]
+    if not dist.is_available():
+        return [_line(False, f"torch {torch.__version__} was built without torch.distributed")]
+    return [
+        _line(True, f"torch {torch.__version__}"),
+        _line(dist.is_gloo_available(), "gloo"),
+        _line(dist.is_nccl_available() and torch.cuda.is_available(), "nccl, with a GPU"),
+        _line(dist.is_mpi_available(), "mpi"),
+    ]
+
+
+def _line(there: bool, name: str) -> str:
+    return f"    [{'X' if there else ' '}] {name}"

@@ -28,6 +28,14 @@ def address_towards(address: str, port: int = _ANY_PORT) -> str | None:
     return None
 
 
+def addresses_of(host: str) -> list[str]:
+    """Return the addresses of a host's name, the best first; none if it has none here."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return []
+
+
 def default_address() -> str | None:
     """Return our address on the default route, or without one our first IPv4 address."""
     entries = [entry for found in psutil.net_if_addrs().values() for entry in found]

@@ -202,7 +202,7 @@ class ElasticDriver:
         """The rendezvous' URL, once started."""
         if self._server is None:
             raise RuntimeError("the driver has no endpoint before it is started")
-        return self._options.advertise or self._server.url
+        return self._server.url
 
     @property
     def size_bounds(self) -> tuple[int, int | None]:

@@ -20,10 +20,9 @@ from elastic_driver.runtime.host_lists import parse_hosts
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.ctl_commands.show import table
 from launcher.job import collect_facts
-from launcher.launch import nodecheck
+from launcher.launch import submit
 from launcher.launch.checks import make_discovery
 from launcher.launch.plan import make_plan
-from launcher.launch.submit import backend_maker, bound, make_driver
 from launcher.options.table import OPTIONS
 from launcher.options.values import CommandLine, Setting, resolve
 
@@ -66,18 +65,18 @@ def check(words: list[str]) -> int:
         line = line.having("hosts", Setting(hosts, hosts, "command line", 3))
     plan = make_plan(line, collect_facts(line, os.environ))
     found = make_discovery(plan.hosts).find()
-    plan, job = bound(plan, found)
+    plan, job = submit.bound(plan, found)
     with tempfile.TemporaryDirectory(prefix="elasticctl-") as folder:
         run_dir = RunDir(Path(folder), "check")
-        starter = backend_maker(plan.backend, replace(job, grows=False))
-        checks = nodecheck.make_checks(plan, starter, run_dir, _say)
-        driver = make_driver(plan, FixedDiscovery(found), starter, run_dir, checks=checks)
+        starter = submit.backend_maker(plan.backend, replace(job, grows=False))
+        checks = submit.make_checks(plan, starter, run_dir, _say)
+        driver = submit.make_driver(plan, FixedDiscovery(found), starter, run_dir, checks=checks)
         driver.open()
         try:
-            report = nodecheck.run_check(driver, found, plan, _say)
+            report = submit.run_check(driver, found, plan, _say)
         finally:
             driver.abandon()
-    print(nodecheck.show(report, plan), flush=True)
+    print(submit.show(report, plan), flush=True)
     return 1 if report.excluded(stragglers=checks.settings.exclude_stragglers) else 0
 
 

@@ -43,7 +43,7 @@ from launcher.edge import handled
 from launcher.join.identity import claim_name, machine_id
 from launcher.join.secret import of_node
 from launcher.launch.hosts import Join
-from launcher.network import bracketed
+from launcher.network import addresses_of, bracketed
 from launcher.options.table import LaunchOptions
 from rendezvous import errors
 from rendezvous.auth import write_token_file
@@ -310,12 +310,8 @@ def find_server(
 def _attempt(plan: JoinPlan, offer: NodeReport) -> tuple[str, Joined] | str:
     """Try every address of the server; return the problem if none takes this node in."""
     host, port = plan.server.host, plan.server.port
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return f"{host} has no address: {error.strerror}"
-    problem = f"{host} has no address"
-    for address in dict.fromkeys(str(entry[4][0]) for entry in found):
+    problem = f"the name {host} has no address"
+    for address in addresses_of(host):
         url = f"http://{bracketed(address)}:{port}"
         try:
             socket.create_connection((address, port), ATTEMPT_S).close()

@@ -12,7 +12,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.backends.addresses import find_address, is_this_machine
 from launcher.launch.hosts import ANYWHERE
-from launcher.network import address_of, is_loopback
+from launcher.network import address_of, addresses_of, is_loopback
 
 _LOOKUPS_AT_ONCE = 32
 
@@ -56,11 +56,9 @@ def choose_bind_host(
 
 def numeric_address(host: str) -> str:
     """Return the address to bind for a host's name; the server itself looks no names up."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise UsageError(f"--rdzv-endpoint: {host} has no address here: {error.strerror}") from None
-    return str(found[0][4][0])
+    for address in addresses_of(host):
+        return address
+    raise UsageError(f"--rdzv-endpoint: the name {host} has no address here")
 
 
 # ---- the server of nodes that join -------------------------------------------------------
@@ -71,7 +69,7 @@ def can_serve(host: str, port: int) -> bool:
 
     A name server is asked too.
     """
-    if not is_this_machine(host) and not any(map(is_this_machine, _addresses(host))):
+    if not is_this_machine(host) and not any(map(is_this_machine, addresses_of(host))):
         return False
     address = bind_address(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -88,13 +86,5 @@ def bind_address(host: str) -> str:
     """
     if host in ANYWHERE or is_loopback(host):
         return "127.0.0.1" if host == "localhost" else host
-    own = [a for a in _addresses(host) if is_this_machine(a) and not is_loopback(a)]
+    own = [a for a in addresses_of(host) if is_this_machine(a) and not is_loopback(a)]
     return own[0] if own else ANYWHERE[0]
-
-
-def _addresses(host: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))

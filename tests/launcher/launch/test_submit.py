@@ -118,7 +118,9 @@ def test_each_source_of_hosts_becomes_its_discovery(
 def test_names_of_the_rendezvous_are_looked_up_here_and_once() -> None:
     assert numeric_address("127.0.0.1") == "127.0.0.1"
     assert numeric_address("localhost") in ("127.0.0.1", "::1")
-    with pytest.raises(UsageError, match=r"--rdzv-endpoint: nosuch\.invalid has no address"):
+    with pytest.raises(
+        UsageError, match=r"--rdzv-endpoint: the name nosuch\.invalid has no address"
+    ):
         numeric_address("nosuch.invalid")
 
 
