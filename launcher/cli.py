@@ -1,7 +1,6 @@
 """The `elasticrun` command: from argv to an exit status.
 
-The console script calls `main`. What is asked for is worked out and carried out in
-`launcher.job`.
+The console script calls `main`; `launcher.job` carries the command line out.
 """
 
 import sys
@@ -12,14 +11,13 @@ from launcher.edge import run_command
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `elasticrun` with these arguments (default: the process's); return the exit status."""
-    words = sys.argv[1:] if argv is None else argv
-    return run_command("elasticrun", lambda: _run(words))
 
+    def act() -> int:
+        from launcher.job import run  # noqa: PLC0415 - `run_command` finds our packages first
 
-def _run(words: Sequence[str]) -> int:
-    from launcher.job import run  # noqa: PLC0415 - it imports what `run_command` finds first
+        return run(sys.argv[1:] if argv is None else argv)
 
-    return run(words)
+    return run_command("elasticrun", act)
 
 
 if __name__ == "__main__":

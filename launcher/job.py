@@ -20,8 +20,7 @@ from elastic_driver.settings import Settings
 from launcher import version
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.backends.registry import BACKENDS, entry_points, make_backend
-from launcher.join.identity import claim_port, own_name
-from launcher.join.secret import read_secret
+from launcher.join.identity import claim_port, own_name, read_secret
 from launcher.launch import hosts as where
 from launcher.launch.bind_address import can_serve
 from launcher.launch.checks import check_plan
@@ -83,16 +82,13 @@ def describe_agents(plan: LaunchPlan) -> list[tuple[str, str]]:
     """Return (host, what would run there) for --dry-run; `HOST` stands for hosts found later."""
     if isinstance(plan.hosts, JoinedHosts):
         return []
-    backend = make_backend(plan.backend, plan.agents)
-
-    def describe(host: str) -> str:
+    backend, described = make_backend(plan.backend, plan.agents), []
+    for host in [host for host, slots in plan.agents.hosts if slots] or [ANY_HOST]:
         try:
-            return backend.describe(host)
+            described.append((host, backend.describe(host)))
         except ClusterError as error:
-            return str(error)
-
-    named = [host for host, slots in plan.agents.hosts if slots] or [ANY_HOST]
-    return [(host, describe(host)) for host in named]
+            described.append((host, str(error)))
+    return described
 
 
 def serve_job(line: CommandLine, plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:

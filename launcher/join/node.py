@@ -40,8 +40,7 @@ from launcher.agent.processes import become_subreaper, children, end_all
 from launcher.agent.remote import start_agent
 from launcher.backends.base import PACKAGE_ROOT, agent_arguments, describe_end
 from launcher.edge import handled
-from launcher.join.identity import claim_name, machine_id
-from launcher.join.secret import of_node
+from launcher.join.identity import claim_name, machine_id, of_node
 from launcher.launch.hosts import Join
 from launcher.network import addresses_of, bracketed
 from launcher.options.table import LaunchOptions

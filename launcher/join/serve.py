@@ -14,7 +14,7 @@ from elastic_driver.runtime.run_dir import RunDir
 from launcher import version
 from launcher.backends.addresses import own_address
 from launcher.backends.local import LocalBackend
-from launcher.join.secret import of_server
+from launcher.join.identity import of_server
 from launcher.launch.bind_address import bind_address
 from launcher.launch.hosts import JoinedHosts
 from launcher.launch.plan import LaunchPlan

@@ -48,9 +48,8 @@ class LaunchOptions:
         "Make this node a host of the job at HOST:PORT, with --nproc-per-node workers. It may "
         "start before the server, and come back after it has left (Ctrl-C, SIGTERM).")
     rdzv_endpoint: tuple[str, int] = option(JOIN, o.ENDPOINT, ("127.0.0.1", 0),
-        "Address and port of the job's rendezvous; 0.0.0.0 for all addresses. With --nnodes of "
-        "more than 1 and no list of hosts, start the same command on every node: the node that is "
-        "HOST serves, and all join.",
+        "Address and port of the job's rendezvous; 0.0.0.0 for all addresses. With --nnodes above "
+        "1 and no list of hosts, start the same command on every node: HOST serves, and all train.",
         shown="this machine only, or the address that remote hosts reach; any free port")
     rdzv_backend: str | None = option(JOIN, o.choice("c10d", "static"), None,
         "Accepted because torchrun has it; the job always has its own rendezvous.")
@@ -63,8 +62,7 @@ class LaunchOptions:
     master_port: int | None = option(JOIN, whole("PORT", least=1), None,
         "The port of node 0.", shown="MASTER_PORT in the environment, else 29500")
     token_file: str | None = option(JOIN, text("FILE"), None,
-        "A file that only you can read, with the secret that lets nodes join; the same text on the "
-        "server and on every node.",
+        "A file that only you can read, with the secret that lets nodes join: the same everywhere.",
         shown="the run's own token in a shared --state-dir, else derived from --run-id")
 
     num_proc: int | None = option(SIZE, whole(least=1), None,
@@ -82,23 +80,21 @@ class LaunchOptions:
         "Workers on each host: a number, or this machine's GPUs (gpu), cores (cpu), or GPUs if it "
         "has any and cores otherwise (auto).", shown="1")
     virtual_workers: int | None = option(SIZE, whole(least=1), None,
-        "For elastic.FixedBatch: a step trains the batch of N workers, whatever their number.",
+        "For elastic.FixedBatch: with any number of workers, a step trains the batch of N.",
         shown="--max-np")
     balance: bool = option(SIZE, FLAG, False,
         "For elastic.FixedBatch: give slow workers less of each step; the result stays the same.")
 
     backend: str = option(START, text("auto|local|ssh|slurm|mpi|NAME"), "auto",
-        "How agents get onto hosts: auto takes local for names of this machine and ssh for all "
-        "others, and slurm inside an allocation when no hosts are named. A package of your own may "
-        "add another one (docs/starters.md).")
+        "How agents get onto hosts. auto: local for names of this machine, ssh for all others, and "
+        "slurm inside an allocation without named hosts. NAME: your own (docs/starters.md).")
     network_interfaces: tuple[str, ...] | None = option(START, o.names("eth0,eth1"), None,
         "Interfaces for the workers (sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME) and for the "
         "rendezvous. By default the one that leads to the other hosts.",
         aliases=("--network-interface", "--nics"))
     env: tuple[tuple[str, str | None], ...] = option(START, o.VARIABLES, (),
-        "A variable for the workers; NAME alone passes on its value here. May be given several "
-        "times. Workers on other hosts get some variables by default (docs/hosts.md).",
-        aliases=("-x",))
+        "A variable for the workers; NAME alone passes on its value here. May be repeated. Workers "
+        "on other hosts get some variables by default (docs/hosts.md).", aliases=("-x",))
     tf_config: bool = option(Heading.TENSORFLOW, FLAG, False,
         "Give each worker TF_CONFIG, for tf.distribute. When workers come or go, all are started "
         "again with a new one; BackupAndRestore continues from the last checkpoint.")
@@ -108,8 +104,7 @@ class LaunchOptions:
     comm_perf_test: bool = option(CHECK, FLAG, False,
         "Run --network-check, and show bandwidth and latency of the network.")
     straggler_detection: bool = option(CHECK, FLAG, False,
-        "Run --network-check, also train a small transformer, and name hosts that are more than "
-        "twice as slow as usual.")
+        "Run --network-check, also train a small transformer, and name the slow hosts.")
     exclude_straggler: bool = option(CHECK, FLAG, False,
         "Run --straggler-detection, and start without the slow hosts.")
     check_timeout: float = option(CHECK, SECONDS, 120.0,
@@ -119,8 +114,7 @@ class LaunchOptions:
         "The job's name, in logs and in the state directory.",
         aliases=("--rdzv-id",), shown="time and a random suffix")
     state_dir: str | None = option(Heading.STATE, text("DIR"), None,
-        "The folder for the event log of each run, DIR/ID/events.jsonl.",
-        shown="~/.local/state/elastic-driver")
+        "The folder of the event logs, DIR/ID/events.jsonl.", shown="~/.local/state/elastic-driver")
 
     config_file: str | None = option(OTHER, text("FILE.yaml"), None,
         "Options from a YAML file, 'min-np: 2' a line. Flags win over ELASTICRUN_<OPTION> "
