@@ -45,9 +45,6 @@ class Permutation:
         rounds = _ROUNDS if size > _SMALL else _ROUNDS_IF_SMALL
         self.keys = [(mix(key, turn), mix(key, turn + 1)) for turn in range(0, rounds, 2)]
 
-    def __len__(self) -> int:
-        return self.size
-
     def __getitem__(self, position: int) -> int:
         if not 0 <= position < self.size:
             raise IndexError(f"position {position} is outside an order of {self.size}")

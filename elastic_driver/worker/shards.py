@@ -16,7 +16,7 @@ tried alone. Each client belongs to one thread. Times are seconds.
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -68,13 +68,6 @@ class ShardClient:
 
     Raises `UsageError` unless exactly one of `records` and `partitions` is given.
     """
-
-    _ACTIONS: ClassVar[dict[type, str]] = {
-        messages.NextRequest: "next",
-        messages.DoneRequest: "done",
-        messages.ResumeRequest: "resume",
-        messages.ExtendRequest: "extend",
-    }
 
     def __init__(
         self,
@@ -137,7 +130,7 @@ class ShardClient:
     def poll(self, wait: float = 0.0) -> messages.NextAnswer:
         """Return `Granted`, `Wait` or `End`, after waiting up to `wait` seconds for a shard."""
         request = messages.NextRequest(self._worker, self._dataset, wait)
-        answer: messages.NextAnswer = self._ask(request, messages.NextAnswer)
+        answer: messages.NextAnswer = self._ask("next", request, messages.NextAnswer)
         return answer
 
     def require_complete(self, end: messages.End) -> None:
@@ -148,30 +141,30 @@ class ShardClient:
     def done(self, granted: messages.Granted) -> messages.DoneAnswer:
         """Report a shard as trained; `ShardRefused` says that it belongs to another worker now."""
         request = messages.DoneRequest(self._worker, granted.shard, granted.token)
-        answer: messages.DoneAnswer = self._ask(request, messages.DoneAnswer)
+        answer: messages.DoneAnswer = self._ask("done", request, messages.DoneAnswer)
         return answer
 
     def resume(self, held: Mapping[int, int]) -> tuple[int, ...]:
         """Report all held shards (token → records trained); return the tokens that are not ours."""
         request = messages.ResumeRequest(self._worker, self._dataset, dict(held))
-        resumed: messages.Resumed = self._ask(request, messages.Resumed)
+        resumed: messages.Resumed = self._ask("resume", request, messages.Resumed)
         return resumed.lost
 
     def extend(self, partition: str, end: int, *, closed: bool = False) -> None:
         """Let a stream's partition be read up to offset `end`; `closed`: never further."""
         self._open()
-        self._ask(messages.ExtendRequest(partition, end, closed), None)
+        self._ask("extend", messages.ExtendRequest(partition, end, closed), None)
 
     def checkpoint(self) -> messages.ShardCheckpoint:
         """Return the progress, to be kept beside a model's checkpoint (`msgspec.json.encode`)."""
         self._open()
         found: messages.ShardCheckpoint
-        found = self._ask(messages.ReadCheckpoint(), messages.ShardCheckpoint)
+        found = self._ask("", messages.ReadCheckpoint(), messages.ShardCheckpoint)
         return found
 
     def restore(self, saved: messages.ShardCheckpoint) -> None:
         """Go back to a checkpoint: shards that were not done then are handed out again."""
-        self._ask(saved, None)
+        self._ask("", saved, None)
 
     def close(self) -> None:
         """Close the connection; a later call opens another."""
@@ -188,27 +181,30 @@ class ShardClient:
 
     def _open(self) -> None:
         """Open the data set, for requests that do not describe it."""
-        self._ask(messages.ResumeRequest("opening", self._dataset, {}), messages.Resumed)
+        request = messages.ResumeRequest("opening", self._dataset, {})
+        self._ask("resume", request, messages.Resumed)
 
-    def _ask(self, request: Any, kind: Any) -> Any:
-        """Return the answer to a request, of this kind; a driver that is away is waited for."""
+    def _ask(self, action: str, request: Any, kind: Any) -> Any:
+        """Return the answer to a request, of this kind; wait for a driver that is away."""
         if self._driver is None:
             return self._ask_own(request)
         try:
-            return self._send(self._driver, request, kind, self._driver.timeout)
+            return self._send(self._driver, action, request, kind, self._driver.timeout)
         except UnreachableError as error:
             say(f"waiting for shards, and the driver does not answer ({error})")
-            return self._send(self._driver, request, kind, self._timeout)
+            return self._send(self._driver, action, request, kind, self._timeout)
 
-    def _send(self, driver: RendezvousClient, request: Any, kind: Any, deadline: float) -> Any:
+    def _send(
+        self, driver: RendezvousClient, action: str, request: Any, kind: Any, deadline: float
+    ) -> Any:
         path = f"/v1/shards/{self.name}"
         if isinstance(request, messages.ReadCheckpoint):
-            saved = driver.get_bytes(f"{path}/checkpoint", deadline)
-            return msgspec.json.decode(saved, type=kind)
-        body = msgspec.json.encode(request)
-        if isinstance(request, messages.ShardCheckpoint):
-            return driver.put_json(f"{path}/checkpoint", body, deadline)
-        answer = driver.post_json(f"{path}:{self._ACTIONS[type(request)]}", body, deadline)
+            answer = driver.get_bytes(f"{path}/checkpoint", deadline)
+        elif isinstance(request, messages.ShardCheckpoint):
+            driver.put_json(f"{path}/checkpoint", msgspec.json.encode(request), deadline)
+            answer = b""
+        else:
+            answer = driver.post_json(f"{path}:{action}", msgspec.json.encode(request), deadline)
         return msgspec.json.decode(answer, type=kind) if answer else None
 
     def _ask_own(self, request: Any) -> Any:

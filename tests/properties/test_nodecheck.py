@@ -5,12 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_driver.policies.nodecheck.check import (
-    Measurement,
-    NodeCheck,
-    Verdict,
-    failed,
-)
+from elastic_driver.policies.nodecheck.check import NodeCheck, Verdict
+from elastic_driver.policies.nodecheck.evidence import Measurement, failed
 
 
 @settings(max_examples=40, deadline=None)

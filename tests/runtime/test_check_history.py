@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.policies.nodecheck.check import Measurement, NodeVerdict, Verdict
+from elastic_driver.policies.nodecheck.check import NodeVerdict, Verdict
+from elastic_driver.policies.nodecheck.evidence import Measurement
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime import checks as subject
 from elastic_driver.runtime.checks import FILE, CheckHistoryFile

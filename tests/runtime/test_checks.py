@@ -12,8 +12,9 @@ import pytest
 from elastic_driver.core.decisions import CheckHosts
 from elastic_driver.core.events import HostResult, HostsChecked
 from elastic_driver.errors import ClusterError
-from elastic_driver.policies.nodecheck.check import Measurement, NodeVerdict, Verdict
+from elastic_driver.policies.nodecheck.check import NodeVerdict, Verdict
 from elastic_driver.policies.nodecheck.checker import NodeChecker
+from elastic_driver.policies.nodecheck.evidence import Measurement
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.checks import CheckSettings, NodeChecks
 from elastic_driver.runtime.run_dir import RunDir

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import median
 
-from elastic_driver.policies.nodecheck.check import Group, Measurement, NodeCheck, Verdict, failed
+from elastic_driver.policies.nodecheck.check import Group, NodeCheck, Verdict
+from elastic_driver.policies.nodecheck.evidence import Measurement, failed
 
 NOISE = 0.08  # standard deviation of the logarithm of a time
 PASSING_SLOWNESS = 0.01  # a healthy node is slow in one round, by another job or a page cache

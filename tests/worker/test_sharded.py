@@ -41,7 +41,7 @@ def numbers(records: int = 50, batch_size: int = 4, **options: Any) -> elastic.S
 
 
 def counts(data: elastic.ShardedDataset) -> ShardCounts:
-    status: ShardStatus = data.client._ask(ReadStatus(), ShardStatus)
+    status: ShardStatus = data.client._ask("", ReadStatus(), ShardStatus)
     return status.counts
 
 

@@ -18,15 +18,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from elastic_driver.policies.nodecheck.evidence import (
-    FAILED_S,
-    Evidence,
-    GroupResult,
-    Measurement,
-    failed,
-)
-
-__all__ = ["FAILED_S", "Measurement", "failed"]
+from elastic_driver.policies.nodecheck.evidence import Evidence, GroupResult, Measurement, failed
 
 _TRIES_WITHOUT_GOOD = 3  # with three pairings of four nodes, each has been with every other
 

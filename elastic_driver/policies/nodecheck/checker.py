@@ -88,8 +88,7 @@ class NodeChecker:
         self._incarnation = contract.FIRST_OF_CHECKS + number
         self._last_task = contract.FIRST_OF_CHECKS + number * TASKS_OF_A_CHECK
         self._phase = Phase.STARTING
-        self._agents: dict[str, ev.AgentReady] = {}  # that are up and do as they are told
-        self._awaited = set(self._slots)  # hosts whose agents are to come up
+        self._agents: dict[str, ev.AgentReady] = {}  # that are up, by host
         self._running: set[str] = set()  # hosts whose agent's process has not ended
         self._tasks: list[GroupTask] = []  # of this round
         self._processes: dict[str, Process] = {}  # of this round, by worker
@@ -115,9 +114,8 @@ class NodeChecker:
                 start = do.StartAgent(host, self._incarnation, slots, "the node is checked")
                 self._out.append(start)
         match event:
-            case ev.AgentReady(host=host) if host in self._slots:
+            case ev.AgentReady(host=host) if host in self._running:
                 self._agents[host] = event
-                self._awaited.discard(host)
             case ev.AgentLost(host=host, reason=reason):
                 self._running.discard(host)
                 self._agent_lost(host, reason)
@@ -172,9 +170,10 @@ class NodeChecker:
         """Go on to the next phase, if it is time; return whether it was."""
         late = self._due is not None and now >= self._due
         match self._phase:
-            case Phase.STARTING if late or not self._awaited:
+            case Phase.STARTING if late or len(self._agents) == len(self._running):
                 within = f"within {self._limits.start_timeout:g} s (--start-timeout)"
-                for host in [host for host in self._slots if host in self._awaited]:
+                missing = self._running - self._agents.keys()
+                for host in [host for host in self._slots if host in missing]:
                     self._give_up(host, f"its agent did not come up {within}")
                 self._show(f"agents are up on {len(self._agents)} of {len(self._slots)} nodes", now)
                 self._next_round(now)
@@ -347,7 +346,6 @@ class NodeChecker:
         if host not in self._slots or self._phase in (Phase.CLOSING, Phase.OVER):
             return
         self._check.give_up(host, reason)
-        self._awaited.discard(host)
         if host in self._running:
             self._running.discard(host)
             self._out.append(do.KillAgent(host, self._incarnation, reason))

@@ -6,7 +6,8 @@ Pure. Times are monotonic seconds.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from elastic_driver.policies.nodecheck.check import Group, Measurement, failed
+from elastic_driver.policies.nodecheck.check import Group
+from elastic_driver.policies.nodecheck.evidence import Measurement, failed
 from elastic_driver.policies.nodecheck.messages import TaskResult
 
 PATIENCE_S = 10.0  # for the last processes of a round to come up, once more than half are up

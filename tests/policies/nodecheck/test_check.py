@@ -6,15 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from elastic_driver.policies.nodecheck.check import (
-    FAILED_S,
-    Group,
-    Measurement,
-    NodeCheck,
-    NodeVerdict,
-    Verdict,
-    failed,
-)
+from elastic_driver.policies.nodecheck.check import Group, NodeCheck, NodeVerdict, Verdict
+from elastic_driver.policies.nodecheck.evidence import FAILED_S, Measurement, failed
 
 FIRST_TO_LAST = "123456"
 

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from elastic_driver.policies.nodecheck import report as history
-from elastic_driver.policies.nodecheck.check import Measurement, NodeVerdict, Verdict, failed
+from elastic_driver.policies.nodecheck.check import NodeVerdict, Verdict
+from elastic_driver.policies.nodecheck.evidence import Measurement, failed
 from elastic_driver.policies.nodecheck.report import CheckHistory, CheckReport, PastCheck, remark
 
 GOOD, SLOW, BAD = Verdict.GOOD, Verdict.STRAGGLER, Verdict.FAULTY

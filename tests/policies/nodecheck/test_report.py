@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from elastic_driver.policies.nodecheck.check import Measurement, NodeVerdict, Verdict, failed
+from elastic_driver.policies.nodecheck.check import NodeVerdict, Verdict
+from elastic_driver.policies.nodecheck.evidence import Measurement, failed
 from elastic_driver.policies.nodecheck.report import CheckReport
 
 
