@@ -233,7 +233,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_what_is_there(self) -> None:
         for batch in self.store._parked.values():
-            current = batch.current
+            current = batch.operations[len(batch.results)]
             assert isinstance(current, Get | Watch)
             met = sum(
                 self.store._revision_of(key) > after for key, after in batch.thresholds.items()
