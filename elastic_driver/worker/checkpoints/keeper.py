@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
 from torch import Tensor
 
 from elastic_driver import contract
@@ -23,19 +22,9 @@ from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError
 from elastic_driver.worker.checkpoints.tensors import Staging, read_into
-from elastic_driver.worker.checkpoints.writer import (
-    CheckpointRoot,
-    CheckpointShare,
-    CheckpointWriter,
-    describe,
-)
-from elastic_driver.worker.state_sync.sharing import (
-    Envelope,
-    LiveState,
-    make_envelope,
-    split,
-    take_over,
-)
+from elastic_driver.worker.checkpoints.writer import CheckpointRoot, CheckpointWriter, describe
+from elastic_driver.worker.state_sync import sharing
+from elastic_driver.worker.state_sync.sharing import LiveState
 from elastic_driver.worker.state_sync.values import TensorSpec, copied
 from elastic_driver.worker.worker_log import say
 
@@ -44,7 +33,6 @@ MAX_WAIT_S = 30.0  # longest that training waits for the previous checkpoint
 LOGGED_WAIT_S = 3.0  # a shorter wait is not logged
 EXIT_S = 60.0  # a process that ends waits this long for its own share …
 EXIT_OTHERS_S = 10.0  # … and this long for the others'
-CONSEQUENCE = "training goes on, and every later checkpoint is tried again"
 Group = tuple[int, Sequence[str], str]
 """The rank of this process, the workers that write together, and their name of the attempt."""
 
@@ -83,7 +71,7 @@ class Checkpoints:
         ranks with slower disks would skip other checkpoints than ranks with faster ones.
         """
         if version % self._every == 0 and self._world is not None and self._is_ready(version):
-            self._take(state, version, self._world, CONSEQUENCE)
+            self._take(state, version, self._world)
 
     def take_last(self, state: LiveState, request: SaveRequest, rank: int) -> Path:
         """Do the same for workers that are about to leave and write together; return the folder.
@@ -93,17 +81,19 @@ class Checkpoints:
         if not self._is_free(request.seconds):
             raise ElasticError(f"{self._root.path} has not answered for {request.seconds:.0f} s")
         group = rank, request.members, f"last{request.number}"
-        return self._take(state, request.step, group, "")
+        return self._take(state, request.step, group, is_last=True)
 
     def outcome(self, folder: Path) -> str | None:
         """Return, on rank 0, "" for a complete checkpoint, why it failed, or None while pending."""
         for writer in self._writers:
-            if writer.share.folder == folder and (writer.is_alive() or writer.problem):
-                return None if writer.is_alive() else writer.problem
+            if writer.folder == folder and writer.is_alive():
+                return None
+            if writer.folder == folder and writer.problem:
+                return writer.problem
         return "" if folders.is_complete(folder) else "it was given up for another one"
 
-    def _take(self, state: LiveState, version: int, group: Group, consequence: str) -> Path:
-        (rank, members, attempt), contents = group, split(state)
+    def _take(self, state: LiveState, version: int, group: Group, is_last: bool = False) -> Path:
+        (rank, members, attempt), contents = group, sharing.split(state)
         tensors: dict[str, Tensor] = {}
         for path, tensor in (pair for _, own in contents.values() for pair in own):
             name = path
@@ -120,14 +110,14 @@ class Checkpoints:
         pack = None
         if rank == 0:
             held = {name: (copied(document), own) for name, (document, own) in contents.items()}
-            pack = partial(make_envelope, held, frozenset(state.parts), state.random.portable())
+            parts, random = frozenset(state.parts), state.random.portable()
+            pack = partial(sharing.make_envelope, held, parts, random)
         # All members compute the same name, and no other world does.
         names = "\n".join([os.environ.get(contract.RUN_ID, ""), *members])
         digest = hashlib.sha256(names.encode()).hexdigest()[:8]
         folder = self._root.path / folders.folder_name(version, f"{attempt}-{digest}")
-        share = CheckpointShare(folder, version, self._staging, pack, consequence)
         before = [writer for writer in self._writers if writer.is_alive()]
-        writer = CheckpointWriter(self._root, share, before)
+        writer = CheckpointWriter(self._root, folder, version, self._staging, pack, is_last, before)
         self._writers = [*before, writer]
         writer.start()
         return folder
@@ -198,10 +188,9 @@ class Checkpoints:
             except OSError as error:
                 say(f"{path} cannot be read: {describe(error)}; trying the one before")
                 continue
-            envelope = msgspec.msgpack.decode((path / folders.VALUES).read_bytes(), type=Envelope)
-            fill = partial(read_into, path, manifest)
+            values, fill = (path / folders.VALUES).read_bytes(), partial(read_into, path, manifest)
             try:
-                take_over(state, envelope, fill, with_random=True)
+                sharing.take_over(state, sharing.unpack(values), fill, with_random=True)
             except UsageError as error:
                 raise UsageError(f"{path} does not fit this script's state: {error}") from error
             say(f"going on from step {manifest.version}, read from {path}")

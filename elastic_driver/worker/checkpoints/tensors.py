@@ -22,14 +22,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from elastic_driver.worker.checkpoints.folder import (
-    Chunk,
-    Manifest,
-    Mark,
-    Report,
-    mark_of,
-    write_file,
-)
+from elastic_driver.worker.checkpoints import folder as folders
+from elastic_driver.worker.checkpoints.folder import Chunk, Manifest, Mark, Report
 from elastic_driver.worker.state_sync.values import TensorKind, torch_dtype
 
 INDEX = ".metadata"  # DCP's name for it
@@ -114,13 +108,11 @@ def write_share(folder: Path, staging: Staging) -> Report:
         for piece, copy in zip(staging.pieces, staging.copies, strict=True):
             start, offsets = file.tell(), [piece.start, *([0] * copy.dim())][: copy.dim()]
             torch.save(copy, file)
-            length = file.tell() - start
-            chunks.append(
-                Chunk(piece.tensor, tuple(offsets), tuple(copy.shape), path.name, start, length)
-            )
+            box = tuple(offsets), tuple(copy.shape)
+            chunks.append(Chunk(piece.tensor, *box, path.name, start, file.tell() - start))
         file.flush()
         os.fsync(file.fileno())
-    return Report(staging.digest, {path.name: mark_of(path)}, tuple(chunks))
+    return Report(staging.digest, {path.name: folders.mark_of(path)}, tuple(chunks))
 
 
 def read_into(folder: Path, manifest: Manifest, targets: Sequence[Tensor]) -> None:
@@ -153,4 +145,4 @@ def write_index(folder: Path, manifest: Manifest) -> Mark:
     # Tools that load without a template nest the tensors by this: by attribute of the state.
     nesting = {name: tuple(name.split(".", 1)) for name in tensors}
     index = metadata.Metadata(tensors, planner_data=nesting, storage_data=places)
-    return write_file(folder / INDEX, pickle.dumps(index))
+    return folders.write_file(folder / INDEX, pickle.dumps(index))

@@ -7,16 +7,15 @@ thread. Times are seconds.
 """
 
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event, Lock, Thread
 
 import msgspec
 import torch
-from msgspec import Struct
 
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints import tensors
@@ -38,43 +37,41 @@ class CheckpointRoot:
     path: Path
     keep: int  # complete checkpoints that stay
     in_trouble: bool = False  # the last attempt failed, and that was logged
-    disk: threading.Lock = field(default_factory=threading.Lock)  # held to write or to delete
+    disk: Lock = field(default_factory=Lock)  # held to write or to delete
 
 
-class CheckpointShare(Struct, frozen=True):
-    """One rank's part of one checkpoint: its staged tensors, and on rank 0 all else as well."""
-
-    folder: Path
-    version: int
-    staging: tensors.Staging
-    pack: Callable[[], Envelope] | None  # in the background: it takes longer than copying
-    consequence: str  # of a failure, for the log; "": the caller logs the failure
-
-
-class CheckpointWriter(threading.Thread):
-    """Writes one share; on rank 0 it then completes the checkpoint.
+@dataclass(eq=False, repr=False)
+class CheckpointWriter(Thread):
+    """Writes one rank's share of one checkpoint; on rank 0 it then completes the checkpoint.
 
     Args:
-        root: the folder of all checkpoints.
-        share: its staging must not be touched until `written` is set.
+        root, folder: the folder of all checkpoints, and of this one.
+        version: committed steps of the state.
+        staging: the share; it must not be touched until `written` is set.
+        pack: on rank 0, returns the rest of the state; called here because it takes long.
+        is_last: the workers are about to leave, and the caller logs a failure.
         before: earlier writers that still wait for reports. They give up when this one completes
             its checkpoint, because ranks write in the order of steps.
     """
 
-    def __init__(
-        self, root: CheckpointRoot, share: CheckpointShare, before: Sequence["CheckpointWriter"]
-    ) -> None:
+    root: CheckpointRoot
+    folder: Path
+    version: int
+    staging: tensors.Staging
+    pack: Callable[[], Envelope] | None
+    is_last: bool
+    before: list["CheckpointWriter"]
+    written: Event = field(default_factory=Event)  # this rank's share is on disk, or has failed
+    superseded: Event = field(default_factory=Event)  # a later checkpoint is complete
+    problem: str = ""  # on rank 0 after a failure: the reason
+
+    def __post_init__(self) -> None:
         super().__init__(name="elastic-checkpoints", daemon=True)
-        self.share = share
-        self.written = threading.Event()  # this rank's share is on disk, or has failed
-        self.superseded = threading.Event()  # a later checkpoint is complete
-        self.problem: str | None = None  # on rank 0 after a failure: the reason
-        self._root, self._before = root, before
 
     def run(self) -> None:
         """Write the share and, on rank 0, complete the checkpoint."""
         try:
-            with self._root.disk:
+            with self.root.disk:
                 self._write()
                 self.written.set()
                 done = self._complete()
@@ -82,7 +79,7 @@ class CheckpointWriter(threading.Thread):
             while not done:
                 self.superseded.wait(pause)
                 pause = min(pause * GROWTH, LONGEST_POLL_S)
-                with self._root.disk:
+                with self.root.disk:
                     done = self._complete()
                 if not done and time.monotonic() >= deadline:
                     raise DamagedError(
@@ -92,32 +89,32 @@ class CheckpointWriter(threading.Thread):
             self._fail(describe(error))
         finally:
             self.written.set()
-            self._before = ()
+            self.before = []
 
     def _write(self) -> None:
-        folder, staging = self.share.folder, self.share.staging
+        folder, rank = self.folder, self.staging.rank
         # Rank 0 alone creates the folder of all, so that a rank that does not see it fails.
-        if staging.rank == 0:
-            self._root.path.mkdir(parents=True, exist_ok=True)
-        elif not self._root.path.is_dir():
+        if rank == 0:
+            self.root.path.mkdir(parents=True, exist_ok=True)
+        elif not self.root.path.is_dir():
             raise DamagedError(
-                f"rank {staging.rank} does not see the folder; give a checkpoint_dir that is "
-                "the same on every host"
+                f"rank {rank} does not see the folder; give a checkpoint_dir that is the same on "
+                "every host"
             )
         folder.mkdir(exist_ok=True)
-        report = tensors.write_share(folder, staging)
-        if self.share.pack is not None:
-            packed = msgspec.msgpack.encode(self.share.pack())
-            report.files[folders.VALUES] = folders.write_file(folder / folders.VALUES, packed)
-        folders.write_document(folder / f"part-{staging.rank}.json", report)
+        report = tensors.write_share(folder, self.staging)
+        if self.pack is not None:
+            values = msgspec.msgpack.encode(self.pack())
+            report.files[folders.VALUES] = folders.write_file(folder / folders.VALUES, values)
+        folders.write_document(folder / f"part-{rank}.json", report)
 
     def _complete(self) -> bool:
         """On rank 0, complete the checkpoint if all ranks have reported; return whether to stop.
 
         Raises an error where a rank cannot write its part.
         """
-        root, share = self._root, self.share
-        if share.staging.rank > 0:
+        root, staging = self.root, self.staging
+        if staging.rank > 0:
             root.in_trouble = False
             return True
         if self.superseded.is_set():
@@ -126,37 +123,36 @@ class CheckpointWriter(threading.Thread):
         if reports is None:
             return False
         manifest = Manifest(
-            version=share.version,
-            world_size=share.staging.size,
-            tensors=share.staging.kinds,
+            version=self.version,
+            world_size=staging.size,
+            tensors=staging.kinds,
             chunks=tuple(chunk for report in reports for chunk in report.chunks),
             files={name: mark for report in reports for name, mark in report.files.items()},
             torch=str(torch.__version__),
         )
-        manifest.files[tensors.INDEX] = tensors.write_index(share.folder, manifest)
-        folders.complete(share.folder, manifest)
-        for writer in self._before:
+        manifest.files[tensors.INDEX] = tensors.write_index(self.folder, manifest)
+        folders.complete(self.folder, manifest)
+        for writer in self.before:
             writer.superseded.set()
         if root.in_trouble:
-            say(f"checkpoints are written again, to {root.path}: step {share.version}")
+            say(f"checkpoints are written again, to {root.path}: step {self.version}")
         root.in_trouble = False
         folders.retire(root.path, root.keep)
         return True
 
     def _reports(self) -> list[Report] | None:
         """Return the reports of all ranks, None while one is missing."""
-        folder, ranks = self.share.folder, range(self.share.staging.size)
-        names = set(os.listdir(folder))
+        names, reports = set(os.listdir(self.folder)), []
+        ranks = range(self.staging.size)
         for rank in ranks:
             if f"part-{rank}.failed" in names:
-                reason = (folder / f"part-{rank}.failed").read_text()
+                reason = (self.folder / f"part-{rank}.failed").read_text()
                 raise DamagedError(f"rank {rank}: {reason}")
-        paths = [folder / f"part-{rank}.json" for rank in ranks]
-        if any(path.name not in names for path in paths):
+        if not names.issuperset(f"part-{rank}.json" for rank in ranks):
             return None
-        reports = [folders.read_document(path, Report) for path in paths]
-        for rank, report in enumerate(reports):
-            if report.layout != self.share.staging.digest:
+        for rank in ranks:
+            reports.append(folders.read_document(self.folder / f"part-{rank}.json", Report))
+            if reports[rank].layout != self.staging.digest:
                 raise DamagedError(
                     f"rank {rank} has other tensors than rank 0; give the state the same on each"
                 )
@@ -164,29 +160,24 @@ class CheckpointWriter(threading.Thread):
 
     def _fail(self, reason: str) -> None:
         """Free the space; rank 0 logs the reason, others leave it in the folder for rank 0."""
-        folder, rank = self.share.folder, self.share.staging.rank
+        rank, logged = self.staging.rank, not self.is_last
         if rank == 0:
             self.problem = reason
-            folders.remove(folder)
-            if self.share.consequence:
-                self._complain(reason)
-            return
-        with suppress(OSError):
-            (folder / tensors.file_name(rank)).unlink(missing_ok=True)
-        try:
-            (folder / f"part-{rank}.failed").write_text(reason)
-        except OSError:
-            self._complain(reason)
-
-    def _complain(self, reason: str) -> None:
-        share, root = self.share, self._root
-        if not root.in_trouble:
-            consequence = f"; {share.consequence}" if share.consequence else ""
+            folders.remove(self.folder)
+        else:
+            with suppress(OSError):
+                (self.folder / tensors.file_name(rank)).unlink(missing_ok=True)
+            try:
+                (self.folder / f"part-{rank}.failed").write_text(reason)
+                logged = False
+            except OSError:
+                logged = True
+        if logged and not self.root.in_trouble:
             say(
-                f"the checkpoint of step {share.version} in {root.path} is not written: "
-                f"{reason}{consequence}"
+                f"the checkpoint of step {self.version} in {self.root.path} is not written: "
+                f"{reason}; training goes on, and every later checkpoint is tried again"
             )
-        root.in_trouble = True
+        self.root.in_trouble |= logged
 
 
 def describe(error: BaseException) -> str:

@@ -138,6 +138,11 @@ def make_envelope(
     return Envelope(packed_parts, plain, packed(random, "the random state"), resumed)
 
 
+def unpack(data: bytes) -> Envelope:
+    """Return the envelope in these bytes."""
+    return msgspec.msgpack.decode(data, type=Envelope)
+
+
 def check_sendable(state: LiveState) -> None:
     """Raise `UsageError`, naming the attribute, where one could not be sent."""
     make_envelope(split(state), state.parts, state.random.portable())
@@ -191,7 +196,7 @@ def send(state: LiveState, route: Route, resumed: int | None = None) -> None:
 
 def stand_by(route: Route) -> None:
     """Take part in the transfer without taking anything over."""
-    envelope = msgspec.msgpack.decode(carry_bytes(None, route), type=Envelope)
+    envelope = unpack(carry_bytes(None, route))
     specs = [spec for v in (envelope.parts | envelope.plain).values() for spec in v.specs]
     # Nothing is written here; only the sizes matter, and meta tensors have no more.
     carry_tensors([spec.allocate("meta") for spec in specs], route)
@@ -202,7 +207,7 @@ def receive(state: LiveState, route: Route, newcomer: bool) -> int | None:
 
     Returns the envelope's `resumed`. Raises `UsageError` as `take_over` does.
     """
-    envelope = msgspec.msgpack.decode(carry_bytes(None, route), type=Envelope)
+    envelope = unpack(carry_bytes(None, route))
     with_random = newcomer or envelope.resumed is not None
     take_over(state, envelope, lambda tensors: carry_tensors(tensors, route), with_random)
     return envelope.resumed
