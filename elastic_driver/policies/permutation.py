@@ -10,12 +10,13 @@ and each round adds a hash of one half to the other. Results ≥ n are enciphere
 """
 
 from math import isqrt
+from typing import Any
 
 _ROUNDS = 8
 _ROUNDS_IF_SMALL = 24  # few elements have few distinct round functions, so more are needed
 _SMALL = 256
 _MASK = (1 << 64) - 1
-FACTOR = 0xD6E8FEB86659FD93  # the multiplier of the hash
+_FACTOR = 0xD6E8FEB86659FD93  # the multiplier of the hash
 
 
 def mix(*numbers: int) -> int:
@@ -33,36 +34,37 @@ def mix(*numbers: int) -> int:
 
 
 class Permutation:
-    """A shuffled order of 0 … size − 1: `order[position]` is the number at that position.
-
-    `sides` and `keys` are those of the cipher, for code that computes many positions at once.
-    """
+    """A shuffled order of 0 … size − 1: `order[position]` is the number at that position."""
 
     def __init__(self, size: int, key: int) -> None:
         self.size = size
         a = isqrt(max(0, size - 1)) + 1
-        self.sides = a, -(-size // a) if size else 1
+        self._sides = a, -(-size // a) if size else 1
         rounds = _ROUNDS if size > _SMALL else _ROUNDS_IF_SMALL
-        self.keys = [(mix(key, turn), mix(key, turn + 1)) for turn in range(0, rounds, 2)]
+        self._keys = [(mix(key, turn), mix(key, turn + 1)) for turn in range(0, rounds, 2)]
 
     def __getitem__(self, position: int) -> int:
         if not 0 <= position < self.size:
             raise IndexError(f"position {position} is outside an order of {self.size}")
-        found = self._encipher(position)
+        found: int = self.encipher(position)
         while found >= self.size:  # a·b exceeds size by less than a: this is rare
-            found = self._encipher(found)
+            found = self.encipher(found)
         return found
 
-    def _encipher(self, index: int) -> int:
-        a, b = self.sides
+    def encipher(self, index: Any) -> Any:
+        """Apply the cipher once to a number, or to each of a NumPy array of 64-bit unsigned ones.
+
+        A result that is not below the size has to be enciphered again.
+        """
+        a, b = self._sides
         left, right = divmod(index, b)
-        for first, second in self.keys:
-            left = (left + _hash(right, first)) % a
-            right = (right + _hash(left, second)) % b
+        for first, second in self._keys:
+            left = (left + _hash(right, first) % a) % a
+            right = (right + _hash(left, second) % b) % b
         return left * b + right
 
 
-def _hash(value: int, key: int) -> int:
-    value = ((value + key) * FACTOR) & _MASK
-    value = ((value ^ (value >> 32)) * FACTOR) & _MASK
+def _hash(value: Any, key: int) -> Any:
+    value = ((value + key) * _FACTOR) & _MASK
+    value = ((value ^ (value >> 32)) * _FACTOR) & _MASK
     return value ^ (value >> 32)

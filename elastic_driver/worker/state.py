@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from elastic_driver.core.documents import SaveRequest, World
@@ -117,22 +117,16 @@ class State:
 
     def _arrange(self) -> None:
         """Decide how each attribute is kept; again whenever an object is replaced."""
-        self._parts = {
-            name: part
-            for name, value in self._values.items()
-            if (part := part_for(name, value)) is not None
-        }
-        optimizers = self._optimizers()
-        advancing = [v for v in self._values.values() if isinstance(v, Advancing)]
-        self._counter.watch(optimizers, advancing)
+        found = {name: part_for(name, value) for name, value in self._values.items()}
+        self._parts = {name: part for name, part in found.items() if part is not None}
+        optimizers = self._all(Optimizer)
+        self._counter.watch(optimizers, self._all(Advancing))
         self._clock = clock_for(optimizers, self._clock)
-        self._snapshot = self._wants_snapshot or (bool(self._modules()) and not optimizers)
+        self._snapshot = self._wants_snapshot or bool(self._all(Module) and not optimizers)
 
-    def _optimizers(self) -> list[Optimizer]:
-        return [value for value in self._values.values() if isinstance(value, Optimizer)]
-
-    def _modules(self) -> list[torch.nn.Module]:
-        return [value for value in self._values.values() if isinstance(value, torch.nn.Module)]
+    def _all(self, kind: Any) -> list[Any]:
+        """Return the attributes of a kind."""
+        return [value for value in self._values.values() if isinstance(value, kind)]
 
     # ---- what users call -----------------------------------------------------------------
 
@@ -180,8 +174,9 @@ class State:
 
     def save(self) -> None:
         """Copy what `restore()` puts back; a part of `commit()`."""
-        if self._counter.steps == 0 and self._kept_random is not None:
-            self._count_skipped_step()
+        # A gradient scaler may have skipped the step: its batch is used up all the same.
+        if self._counter.steps == 0 and any(part.has_skipped() for part in self._parts.values()):
+            self._counter.advance()
         if self._snapshot:
             self._counter.settle()
         parts = self._parts
@@ -197,7 +192,7 @@ class State:
         If the tensors have changed since then, and there is no snapshot of them, nothing is put
         back: the next `sync()` brings a clean state from another rank, or takes the furthest one.
         """
-        for optimizer in self._optimizers():
+        for optimizer in self._all(Optimizer):
             optimizer.zero_grad(set_to_none=True)
         if self._kept_random is None or not self.clean:
             return
@@ -247,17 +242,14 @@ class State:
         """
         if self._torn or self._version == UNTRAINED:
             return StateVersion(UNTRAINED, clean=not self._torn)
-        if self.clean:
-            return StateVersion(self._version, clean=True)
-        counter = self._counter
-        further = 0 if counter.unfinished else counter.steps
-        return StateVersion(self._version + further, clean=False)
+        if self.clean or self._counter.unfinished:
+            return StateVersion(self._version, self.clean)
+        return StateVersion(self._version + self._counter.steps, clean=False)
 
     def on_reset(self) -> None:
         """Reset positions and call the callbacks: the world has changed, and `sync()` is done."""
-        for value in self._values.values():
-            if isinstance(value, Advancing):
-                value.reset()
+        for position in self._all(Advancing):
+            position.reset()
         for callback in self._callbacks:
             callback()
 
@@ -266,9 +258,8 @@ class State:
         if self._checkpoints is None:
             return None
         if not self.clean or self._version != request.step:
-            raise UsageError(
-                f"step {request.step} was requested; this worker is at {self._version}"
-            )
+            problem = f"step {request.step} was requested; this worker is at {self._version}"
+            raise UsageError(problem)
         self.restore()  # the script may have gone on since its last commit
         return self._checkpoints.take_last(self._live(), request, rank)
 
@@ -307,7 +298,7 @@ class State:
         self._version = self._progress.version = agreement.version if resumed is None else resumed
         self._counter.restart()
         self.save()
-        for module in self._modules():
+        for module in self._all(Module):
             mark_in_sync(module)
         if self._checkpoints is not None:
             self._checkpoints.entered(world, rank)
@@ -330,11 +321,6 @@ class State:
             )
         self._torn = False
         return resumed
-
-    def _count_skipped_step(self) -> None:
-        """Move the positions if a gradient scaler has skipped the step: its batch is used up."""
-        if any(part.has_skipped() for part in self._parts.values()):
-            self._counter.advance()
 
 
 class ObjectState(State):

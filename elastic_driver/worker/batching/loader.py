@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 from msgspec import Struct
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from elastic_driver.policies.microbatches import sample_counts
-from elastic_driver.policies.permutation import FACTOR, Permutation, mix
+from elastic_driver.policies.permutation import Permutation, mix
 
-_AHEAD = 4096  # samples whose positions are shuffled together, which costs a tenth for each
+_AHEAD = 4096  # samples whose positions are shuffled together
 _DATA = 1  # makes the data set's randomness differ from the model's
-_LOW = (1 << 32) - 1
 
 Identity = tuple[int, int, int, int]
 """(seed, epoch, step, virtual worker) of a micro-batch."""
@@ -69,6 +67,18 @@ class EpochPlan(Struct, frozen=True):
                 start = positions.stop
                 if positions:
                     yield (self.seed, self.epoch, step, virtual_worker), positions
+
+
+def shuffled(order: Permutation, positions: Sequence[int]) -> list[int]:
+    """Return `[order[p] for p in positions]`, with NumPy at a tenth of the cost."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return [order[position] for position in positions]
+    found = order.encipher(numpy.array(positions, dtype=numpy.uint64))
+    while (outside := found >= order.size).any():
+        found[outside] = order.encipher(found[outside])
+    values: list[int] = found.tolist()
+    return values
 
 
 class SeededData(Dataset[Any]):  # type: ignore[misc]  # mypy does not follow torch
@@ -118,40 +128,3 @@ def seed_everything(*identity: int) -> None:
         torch.mps.manual_seed(seed)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(seed & 0xFFFFFFFF)
-
-
-# ---- `policies.permutation` for many positions at once --------------------------------------
-
-
-def shuffled(order: Permutation, positions: Sequence[int]) -> list[int]:
-    """Return `[order[p] for p in positions]`, computed by torch at a tenth of the cost.
-
-    Tensors of 64-bit integers overflow as the cipher's arithmetic does, but are signed, so
-    numbers from 0 to 2⁶⁴ − 1 are computed in two halves.
-    """
-    found = _encipher(order, torch.tensor(positions, dtype=torch.int64))
-    while bool((outside := found >= order.size).any()):
-        found[outside] = _encipher(order, found[outside])
-    values: list[int] = found.tolist()
-    return values
-
-
-def _encipher(order: Permutation, index: Tensor) -> Tensor:
-    a, b = order.sides
-    left, right = index // b, index % b
-    for first, second in order.keys:
-        left = (left + _hash(right, first, a)) % a
-        right = (right + _hash(left, second, b)) % b
-    return left * b + right
-
-
-def _hash(value: Tensor, key: int, modulus: int) -> Tensor:
-    """Return the hash of each value, as an unsigned number, modulo `modulus`."""
-    value = (value + _signed(key)) * _signed(FACTOR)
-    value = (value ^ ((value >> 32) & _LOW)) * _signed(FACTOR)
-    low, high = (value ^ (value >> 32)) & _LOW, (value >> 32) & _LOW
-    return (high % modulus * ((_LOW + 1) % modulus) + low % modulus) % modulus
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
