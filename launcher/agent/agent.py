@@ -24,17 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.documents import (
-    JobSpec,
-    Order,
-    RanksOrder,
-    StacksOrder,
-    StartWorkerOrder,
-    StopWorkerOrder,
-    decode,
-    decode_order,
-    time_to_leave,
-)
+from elastic_driver.core import documents
 from elastic_driver.core.events import AgentReady, HostLeaving, WireEvent
 from elastic_driver.errors import ExitCode
 from launcher.agent.console import Console
@@ -163,7 +153,7 @@ class Agent:
 
     def _announce(self, number: signal.Signals) -> None:
         """Report that this host goes away, and end in time even if the driver does nothing."""
-        notice, patience = self._notice, time_to_leave(self._notice)
+        notice, patience = self._notice, documents.time_to_leave(self._notice)
         reason = f"its agent got {number.name}"
         self._report(HostLeaving(self._config.host, self._config.incarnation, notice, reason))
         self._say(f"got {number.name}: leaving this host within {notice:g} s")
@@ -226,7 +216,7 @@ class Agent:
             entry = await asyncio.to_thread(self._client.get, key, FIRST_CONTACT_S)
             if entry is None:
                 raise RendezvousError(f"no {key} within {FIRST_CONTACT_S:.0f} s")
-            spec = decode(JobSpec, entry.value)
+            spec = documents.decode(documents.JobSpec, entry.value)
         except (RendezvousError, msgspec.DecodeError) as error:
             self._end(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)
             return
@@ -250,7 +240,7 @@ class Agent:
         self._spawn(self._obey(spec.heartbeat_timeout, workers))
         self._spawn(self._deliver(spec.heartbeat_timeout))
 
-    def _meeting_point(self, spec: JobSpec) -> tuple[str, str | None]:
+    def _meeting_point(self, spec: documents.JobSpec) -> tuple[str, str | None]:
         """Return the address and the interface where workers of other hosts reach ours."""
         config = self._config
         if config.address is not None:
@@ -303,19 +293,19 @@ class Agent:
             for key in keys:
                 if key not in found:
                     break
-                self._carry_out(decode_order(found[key].value), workers)
+                self._carry_out(documents.decode_order(found[key].value), workers)
                 done += 1
 
-    def _carry_out(self, order: Order, workers: Workers) -> None:
+    def _carry_out(self, order: documents.Order, workers: Workers) -> None:
         match order:
-            case StartWorkerOrder():
+            case documents.StartWorkerOrder():
                 if not self._ended.is_set():
                     workers.start(order)
-            case StopWorkerOrder(worker=worker, grace=grace):
+            case documents.StopWorkerOrder(worker=worker, grace=grace):
                 workers.stop(worker, grace)
-            case RanksOrder():
+            case documents.RanksOrder():
                 workers.rank(order)
-            case StacksOrder(number=number):
+            case documents.StacksOrder(number=number):
                 workers.look(number)
             case _:
                 self._end(order.reason, ExitCode.OK, order.grace)

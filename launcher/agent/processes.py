@@ -60,10 +60,15 @@ def children() -> list[int]:
     return found
 
 
-def carries(pid: int, wanted: dict[str, str]) -> bool:
-    """Return whether a process was started with all these variables, and we may read them."""
-    with contextlib.suppress(psutil.Error):
-        return wanted.items() <= psutil.Process(pid).environ().items()
+def stems_from(pid: int, session: int, marks: dict[str, str]) -> bool:
+    """Return whether a process is in this session, or was started with all these variables.
+
+    The session of an ended process is known until it is reaped; its variables are not.
+    """
+    with contextlib.suppress(OSError, psutil.Error):
+        if os.getsid(pid) == session:
+            return True
+        return marks.items() <= psutil.Process(pid).environ().items()
     return False
 
 
@@ -275,15 +280,8 @@ class WorkerProcess:
             self._kill_at.cancel()
         # The leader is still a zombie, so its number cannot have become another process's.
         self._signal(signal.SIGKILL)
-        await end_all(lambda: filter(self._left, self._strays()))
+        await end_all(lambda: [p for p in self._strays() if stems_from(p, self.pid, self._marks)])
         return reap(self.pid) or 0
-
-    def _left(self, pid: int) -> bool:
-        """Return whether this worker has left the stray behind."""
-        with contextlib.suppress(OSError):
-            if os.getsid(pid) == self.pid:
-                return True
-        return carries(pid, self._marks)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -61,10 +61,28 @@ def keep(name: str, arguments: Sequence[str]) -> int:
     if not token:
         print("elasticrun: no token came over stdin", file=sys.stderr)
         return int(ExitCode.BUG)
-    _detach()
+    # Outlive the session we were started in: no terminal, none of its signals, no stdin.
+    with contextlib.suppress(PermissionError):  # sshd has made us a session leader already
+        os.setsid()
+    with open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
+    # A handler, not SIG_IGN: an ignored signal would stay ignored in the agent and its workers.
+    signal.signal(signal.SIGHUP, lambda _number, _frame: None)
     sweep(FOLDER_PREFIX)
     with held_folder(folder_of(name)) as folder:
-        return _keep(name, write_token_file(folder / _TOKEN, token), arguments)
+        become_subreaper()
+        agent = start_agent(arguments, write_token_file(folder / _TOKEN, token))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda received, _frame: agent.send_signal(received))
+        try:
+            print(UP, name, flush=True)
+        except OSError:  # the driver's program has gone, and will be started again
+            agent.kill()
+        code = agent.wait()
+        # What has lost its agent comes to us, and we have no other children.
+        asyncio.run(end_all(children, PATIENCE_S))
+        sweep_scratch()
+    return code if code >= 0 else 128 - code
 
 
 def keep_apart(name: str, arguments: Sequence[str]) -> int:
@@ -85,17 +103,6 @@ def keep_apart(name: str, arguments: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _detach() -> None:
-    """Outlive the session we were started in: no terminal, none of its signals, no stdin."""
-    with contextlib.suppress(PermissionError):  # sshd has made us a session leader already
-        os.setsid()
-    # A handler, not SIG_IGN: an ignored signal would stay ignored in the agent and its workers.
-    signal.signal(signal.SIGHUP, lambda _number, _frame: None)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-
-
 def start_agent(
     arguments: Sequence[str], token_file: Path, cwd: Path | None = None
 ) -> subprocess.Popen[bytes]:
@@ -106,29 +113,7 @@ def start_agent(
     return subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.PIPE, start_new_session=True)
 
 
-def _keep(name: str, token_file: Path, arguments: Sequence[str]) -> int:
-    become_subreaper()
-    agent = start_agent(arguments, token_file)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda received, _frame: agent.send_signal(received))
-    try:
-        print(UP, name, flush=True)
-    except OSError:  # the driver's program has gone, and will be started again
-        agent.kill()
-    code = agent.wait()
-    # What has lost its agent comes to us, and we have no other children.
-    asyncio.run(end_all(children, PATIENCE_S))
-    sweep_scratch()
-    return code if code >= 0 else 128 - code
-
-
-# ---- wait and end ------------------------------------------------------------------------
-
-
-def wait(name: str) -> int:
-    """Return when the agent's keeper is gone."""
-    wait_for_holder(folder_of(name))
-    return 0
+# ---- end ----------------------------------------------------------------------------------
 
 
 def end(name: str) -> int:
@@ -155,12 +140,11 @@ def _kill_below(pid: int) -> bool:
         keeper.suspend()
         while time.monotonic() < deadline:
             below = keeper.children(recursive=True)
-            alive = [p for p in below if p.status() != psutil.STATUS_ZOMBIE]
-            for process in alive:
+            if all(process.status() == psutil.STATUS_ZOMBIE for process in below):
+                break
+            for process in below:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            if not alive:
-                break
             time.sleep(_LOOK_AGAIN_S)
         keeper.kill()
         keeper.wait(PATIENCE_S)
@@ -194,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["apart", name, *arguments]:
             return keep_apart(name, arguments)
         case ["wait", name]:
-            return wait(name)
+            wait_for_holder(folder_of(name))
+            return 0
         case ["end", name]:
             return end(name)
         case ["look", folder]:

@@ -14,18 +14,11 @@ from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec, RanksOrder, StartWorkerOrder
 from elastic_driver.core.events import WorkerExited, WorkerStack, WorkerStarted
 from elastic_driver.peer_loss import looks_like_peer_loss
+from launcher.agent import processes
 from launcher.agent.console import Console
 from launcher.agent.environment import Meeting, worker_environment
 from launcher.agent.output import WorkerOutput, link_ranks
-from launcher.agent.processes import (
-    EXIT_NOT_EXECUTABLE,
-    ProcessSpec,
-    StartError,
-    WorkerProcess,
-    children,
-    end_all,
-    reap,
-)
+from launcher.agent.processes import ProcessSpec, StartError, WorkerProcess
 from launcher.agent.stacks import look
 from launcher.agent.warm.starter import WorkerStarter
 
@@ -119,7 +112,7 @@ class Workers:
 
     async def end_strays(self) -> None:
         """Kill every process below us that is neither a worker nor the starter's."""
-        await end_all(self.strays)
+        await processes.end_all(self.strays)
 
     def strays(self) -> list[int]:
         """Return the living strays; reap those that have ended by themselves.
@@ -128,7 +121,8 @@ class Workers:
         because nothing else below the agent starts processes.
         """
         own = self._own_pids | self._starter.own_pids()
-        return [pid for pid in children() if pid not in own and reap(pid) is None]
+        here = processes.children()
+        return [pid for pid in here if pid not in own and processes.reap(pid) is None]
 
     # ---- one worker's life ---------------------------------------------------------------
 
@@ -143,7 +137,9 @@ class Workers:
         try:
             output = WorkerOutput(order, self._spec, self._log_dir, self._consoles, self._say)
         except (OSError, ValueError) as error:
-            self._report(WorkerExited(worker, EXIT_NOT_EXECUTABLE, f"cannot start: {error}"))
+            self._report(
+                WorkerExited(worker, processes.EXIT_NOT_EXECUTABLE, f"cannot start: {error}")
+            )
             return
         try:
             process = self._execute(order, output)

@@ -262,7 +262,7 @@ class LocalBackend(Backend):
             here = set(processes.children())  # before asking for those that are not orphans
             here -= self._starter.own_pids()
             for pid in here - {other.pid for other in self._agents.values()}:
-                if _session(pid) == agent.pid or processes.carries(pid, self._env):
+                if processes.stems_from(pid, agent.pid, self._env):
                     orphans.add(pid)
             return orphans
 
@@ -298,14 +298,6 @@ class LocalBackend(Backend):
 
 def _say(sentence: str) -> None:
     print(f"elasticrun: {sentence}", file=sys.stderr, flush=True)
-
-
-def _session(pid: int) -> int:
-    """Return the session of a child, ended or not; 0 if it was reaped meanwhile."""
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return 0
 
 
 def make_backend(job: BackendJob) -> LocalBackend:

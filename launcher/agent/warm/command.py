@@ -8,11 +8,11 @@ import ast
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_HARMLESS = frozenset("ObBqRsuP")  # the warm parent starts with them, and forks inherit them
-_WITH_VALUE = frozenset("WX")
+_HARMLESS = "ObBqRsuP"  # the warm parent starts with these flags, and forks inherit them
+_WITH_VALUE = "WX"
 _ENDING = {"c": "code", "m": "module"}
 
 _DYNAMIC = frozenset({"importlib", "runpy", "pkgutil", "code", "codeop"})
@@ -42,33 +42,25 @@ def parse(argv: Sequence[str], env: Mapping[str, str]) -> PythonCommand:
     if not argv:
         raise NotWarmable("the command is empty")
     _check_interpreter(argv[0], env)
-    rest = list(argv[1:])
-    while rest:
-        word = rest.pop(0)
+    words = iter(argv[1:])
+    for word in words:
         if not word.startswith("-"):
             return PythonCommand("script", word)
         if word == "-" or word.startswith("--"):
             raise NotWarmable(f"python's argument {word!r} needs a new interpreter")
-        ending = _read_flags(word[1:], rest)
-        if ending is not None:
-            return ending
+        for position, letter in enumerate(word[1:], 2):  # a cluster: `-uO`, `-Xdev`, `-mpkg`
+            if letter in _HARMLESS:
+                continue
+            if letter not in _WITH_VALUE and letter not in _ENDING:
+                raise NotWarmable(f"python's flag -{letter} needs a new interpreter")
+            value = word[position:] or next(words, "")
+            if letter in _ENDING and value:
+                return PythonCommand(_ENDING[letter], value)
+            if not value or value.startswith("importtime"):
+                flag = f"-{letter} {value}".rstrip()
+                raise NotWarmable(f"python's flag {flag} needs a new interpreter")
+            break
     raise NotWarmable("python is to read its program from the standard input")
-
-
-def _read_flags(letters: str, rest: list[str]) -> PythonCommand | None:
-    """Read one cluster of short flags (`-uO`, `-Xdev`, `-mpkg`); takes values out of `rest`."""
-    for position, letter in enumerate(letters):
-        if letter in _HARMLESS:
-            continue
-        if letter not in _WITH_VALUE and letter not in _ENDING:
-            raise NotWarmable(f"python's flag -{letter} needs a new interpreter")
-        value = letters[position + 1 :] or (rest.pop(0) if rest else "")
-        if letter in _ENDING and value:
-            return PythonCommand(_ENDING[letter], value)
-        if not value or value.startswith("importtime"):
-            raise NotWarmable(f"python's flag -{letter} {value} needs a new interpreter".rstrip())
-        return None
-    return None
 
 
 def _check_interpreter(name: str, env: Mapping[str, str]) -> None:
@@ -159,14 +151,12 @@ def _imports_of(file: str) -> set[str] | None:
             nodes = list(ast.walk(ast.parse(source.read())))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
-    if any(isinstance(node, ast.Name) and node.id in _COMPUTED for node in nodes):
-        return None
-    return {name.partition(".")[0] for node in nodes for name in _imported(node)}
-
-
-def _imported(node: ast.AST) -> Iterator[str]:
-    """Yield the modules a statement imports; those of `from . import c` are found as files."""
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-        yield node.module
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Name) and node.id in _COMPUTED:
+            return None
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module)  # those of `from . import c` are found as files
+    return {name.partition(".")[0] for name in names}

@@ -17,14 +17,8 @@ from elastic_driver.contract import TORCHRUN_NAMES
 from elastic_driver.core.documents import JobSpec
 from launcher.agent.environment import common_environment
 from launcher.agent.processes import ProcessSpec
-from launcher.agent.warm.command import (
-    NotWarmable,
-    first_path,
-    imports,
-    local_files,
-    only_standard_library,
-    parse,
-)
+from launcher.agent.warm import command as commands
+from launcher.agent.warm.command import NotWarmable
 
 DEFAULT_PRELOAD = ("torch",)
 
@@ -33,16 +27,8 @@ _OWN_PACKAGES = ("elastic_driver", "rendezvous", "launcher")
 
 # Variables in which workers may differ from their warm parent: they are read when something is
 # used, not when it is imported (OMP_NUM_THREADS is, and torch is called again for it).
-_LATE = frozenset(
-    (
-        *TORCHRUN_NAMES,
-        _THREADS,
-        "TF_CONFIG",
-        "CUDA_VISIBLE_DEVICES",
-        "HIP_VISIBLE_DEVICES",
-        "ROCR_VISIBLE_DEVICES",
-    )
-)
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_LATE = frozenset((*TORCHRUN_NAMES, _THREADS, "TF_CONFIG", *_DEVICES))
 _LATE_PREFIXES = ("ELASTIC_", "TORCHELASTIC_", "GLOO_", "NCCL_")
 
 
@@ -110,25 +96,20 @@ def plan(
     """
     if warm == 0:
         raise NotWarmable("warm workers are switched off (--warm 0)")
-    command = parse(argv, env)
-    used = imports(command, cwd)
-    if warm is None and tuple(preload) == DEFAULT_PRELOAD and only_standard_library(used):
+    command = commands.parse(argv, env)
+    used = commands.imports(command, cwd)
+    if warm is None and tuple(preload) == DEFAULT_PRELOAD and commands.only_standard_library(used):
         raise NotWarmable("the program imports nothing but the standard library")
-    path0 = first_path(command, cwd)
+    path0 = commands.first_path(command, cwd)
     modules = list(preload)
     if used is not None and "elastic_driver" in used and not _has_own(path0):
         # `elastic_driver` imports these as its names are used; they import all the rest.
         package = elastic_driver.worker
         found = pkgutil.iter_modules(package.__path__)
         modules += [f"{package.__name__}.{module.name}" for module in found]
+    spares, preloaded = 1 if warm is None else warm, tuple(dict.fromkeys(modules))
     return WarmPlan(
-        argv=tuple(argv),
-        env=early_variables(env),
-        cwd=cwd,
-        preload=tuple(dict.fromkeys(modules)),
-        path0=path0,
-        spares=1 if warm is None else warm,
-        rehearse=rehearse,
+        tuple(argv), early_variables(env), cwd, preloaded, path0, spares, rehearse=rehearse
     )
 
 
@@ -147,7 +128,7 @@ def _has_own(path0: str | None) -> bool:
     """Return whether the script brings modules of its own by the names of our packages."""
     home = os.path.dirname(elastic_driver.__path__[0])
     return path0 not in (None, home) and any(
-        local_files(str(path0), name) for name in _OWN_PACKAGES
+        commands.local_files(str(path0), name) for name in _OWN_PACKAGES
     )
 
 

@@ -214,11 +214,6 @@ class WorkerStarter:
         if self._parent is None or self._parent.digest != plan.digest():
             self._launch(plan)
 
-    @property
-    def warm(self) -> bool:
-        """True if the next `start` will be a fork, as far as is known without asking."""
-        return self._warm_parent() is not None
-
     async def ready(self) -> None:
         """Wait until the warm parent is warm, or given up; never longer than `WARM_UP_S`.
 

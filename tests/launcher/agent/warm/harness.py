@@ -51,6 +51,11 @@ class Agent:
         self.starter.launch(self.plan(*arguments, preload=preload))
         asyncio.run(self.starter.ready())
 
+    @property
+    def warm(self) -> bool:
+        """Whether the next start will be a fork, as far as is known without asking."""
+        return self.starter._warm_parent() is not None
+
     def spec(self, *arguments: str, out: int, err: int, **variables: str) -> ProcessSpec:
         argv = (sys.executable, *arguments)
         return ProcessSpec(argv, {**self.env, **variables}, str(self.cwd), out, err)

@@ -44,7 +44,7 @@ def both(host: Agent, *arguments: str, **variables: str) -> Outcome:
 
 def compare(host: Agent, *arguments: str, **variables: str) -> Outcome:
     fresh = host.run_fresh(*arguments, **variables)
-    assert host.starter.warm, host.said
+    assert host.warm, host.said
     warm = host.run(*arguments, **variables)
     assert host.said == [], "it was not a fork"
     assert without_addresses(warm) == without_addresses(fresh)

@@ -61,7 +61,7 @@ def test_whoever_does_not_wait_for_the_warm_parent_gets_a_fresh_worker(host: Age
         "import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)"
     )
     host.starter.launch(host.plan("job.py", preload=["preloaded"]))
-    assert not host.starter.warm
+    assert not host.warm
     assert host.run("job.py").stdout == FRESH
     (host.cwd / "go").touch()
     asyncio.run(host.starter.ready())
@@ -76,7 +76,7 @@ def test_several_can_wait_for_it_at_once(host: Agent) -> None:
         await asyncio.wait_for(asyncio.gather(*(host.starter.ready() for _ in range(3))), 30)
 
     asyncio.run(wait())
-    assert host.starter.warm
+    assert host.warm
 
 
 def test_a_warm_up_that_takes_too_long_is_given_up(
@@ -249,7 +249,7 @@ def test_spares_that_keep_dying_are_not_replaced_for_ever(host: Agent) -> None:
         socket.recv_fds = recv_fds
         """,
     )
-    assert eventually(lambda: not host.starter.warm)
+    assert eventually(lambda: not host.warm)
     assert "died, one after another" in host.said[0]
     assert host.run("job.py").stdout == FRESH
 

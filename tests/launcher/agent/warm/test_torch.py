@@ -31,7 +31,7 @@ def script(host: Agent, source: str) -> None:
 
 
 def run_warm(host: Agent, **variables: str) -> Outcome:
-    assert host.starter.warm, host.said
+    assert host.warm, host.said
     outcome = host.run("job.py", **variables)
     assert host.said == [], "it was not a fork"
     return outcome
