@@ -126,11 +126,11 @@ async def readable(fd: int, timeout: float | None = None) -> bool:
     return True
 
 
-async def wait_for_end(pid: int, timeout: float | None = None) -> None:
-    """Wait until a child has ended, at most `timeout` seconds; it is not reaped."""
+async def wait_for_end(pid: int) -> None:
+    """Wait until a child has ended; it is not reaped."""
     pidfd = os.pidfd_open(pid)
     try:
-        await readable(pidfd, timeout)
+        await readable(pidfd)
     finally:
         os.close(pidfd)
 

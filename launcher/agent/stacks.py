@@ -6,11 +6,11 @@ thread, taken without stopping the process; without it, or where it may not look
 the kernel has the process. Times are seconds.
 """
 
+import asyncio
 import contextlib
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,6 @@ import psutil
 from msgspec import Struct
 
 from elastic_driver.core.stack_location import SEEN_ELSEWHERE, SEEN_WAITING, waits_for_peers
-from launcher.agent.processes import wait_for_end
 
 LOOK_S = 5.0  # for py-spy; a big process takes about one
 
@@ -42,14 +41,17 @@ class _ThreadStack(Struct, frozen=True):
     os_thread_id: int | None = None
 
 
-async def look(pid: int, helpers: set[int]) -> Seen:
-    """Look at a process of ours. `helpers` holds the pid of py-spy while it runs."""
+async def look(pid: int) -> Seen:
+    """Look at a process of ours."""
     program = find_py_spy()
     if program is not None and state_of(pid) not in ("stopped", "gone"):
-        with contextlib.suppress(OSError):
-            argv = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
-            seen = seen_in(await _run(argv, helpers), pid)
-            if seen is not None:
+        argv = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            # The agent may reap py-spy first; its output is complete anyway.
+            done = await asyncio.to_thread(
+                subprocess.run, argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=LOOK_S
+            )
+            if (seen := seen_in(done.stdout, pid)) is not None:
                 return seen
     return Seen(f"no answer; its process is {state_of(pid)}")
 
@@ -81,20 +83,3 @@ def seen_in(output: bytes, pid: int) -> Seen | None:
     lines = (f'  File "{f.filename}", line {f.line}, in {f.name}\n' for f in reversed(frames))
     waits = waits_for_peers(frames[0].filename)
     return Seen(SEEN_WAITING if waits else SEEN_ELSEWHERE, "".join(lines))
-
-
-async def _run(argv: list[str], helpers: set[int]) -> bytes:
-    """Return what a program has printed when it ends or its time is over; raises OSError."""
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL
-        )
-        helpers.add(process.pid)
-        try:
-            await wait_for_end(process.pid, LOOK_S)
-        finally:
-            process.kill()  # nothing, where it has ended
-            process.wait()
-            helpers.discard(process.pid)
-        output.seek(0)
-        return output.read()

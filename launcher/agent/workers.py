@@ -51,7 +51,7 @@ class Workers:
         self._consoles, self._report, self._say = consoles, report, say
         self._inherited = dict(os.environ)
         self._log_dir = None if spec.log_dir is None else Path(spec.cwd, spec.log_dir)
-        self._own_pids: set[int] = set()  # of workers, and of programs that look at them
+        self._leaders: set[int] = set()  # pids of workers that are not reaped yet
         self._running: dict[str, tuple[WorkerProcess, WorkerOutput]] = {}
         self._lives: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
@@ -102,7 +102,7 @@ class Workers:
     async def _look(self, number: int) -> None:
         for worker, running in tuple(self._running.items()):
             if self._running.get(worker) is running:
-                seen = await look(running[0].pid, self._own_pids)
+                seen = await look(running[0].pid)
                 self._report(WorkerStack(worker, number, seen.where, seen.stack, own=False))
 
     async def all_ended(self) -> None:
@@ -117,10 +117,10 @@ class Workers:
     def strays(self) -> list[int]:
         """Return the living strays; reap those that have ended by themselves.
 
-        A stray is a process that lost its parent and came to us. All strays descend from workers,
-        because nothing else below the agent starts processes.
+        A stray is a process that lost its parent and came to us. Strays descend from workers,
+        because nothing else below the agent starts processes. A running py-spy counts as one too.
         """
-        own = self._own_pids | self._starter.own_pids()
+        own = self._leaders | self._starter.own_pids()
         here = processes.children()
         return [pid for pid in here if pid not in own and processes.reap(pid) is None]
 
@@ -150,7 +150,7 @@ class Workers:
         self._running[worker] = process, output
         self._report(WorkerStarted(worker, process.pid))
         code = await process.ended()
-        self._own_pids.discard(process.pid)
+        self._leaders.discard(process.pid)
         await output.drained(DRAIN_S)
         tail = output.finish(failed=code != 0)
         del self._running[worker]
@@ -165,5 +165,5 @@ class Workers:
         output.pid = pid = self._starter.start(spec)
         output.close_child_side()
         marks = {contract.RUN_ID: self._spec.run_id, contract.WORKER_ID: order.worker}
-        self._own_pids.add(pid)
+        self._leaders.add(pid)
         return WorkerProcess(pid, self.strays, marks)

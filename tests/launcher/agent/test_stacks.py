@@ -41,10 +41,7 @@ def py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 def at(process: subprocess.Popen[bytes]) -> Seen:
-    helpers: set[int] = set()
-    seen = asyncio.run(look(process.pid, helpers))
-    assert helpers == set()
-    return seen
+    return asyncio.run(look(process.pid))
 
 
 def test_py_spy_s_main_thread_is_shown_as_a_traceback_would() -> None:
