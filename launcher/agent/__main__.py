@@ -31,18 +31,14 @@ def parse(argv: Sequence[str]) -> AgentConfig:
     parser.add_argument("--address")
     parser.add_argument("--lifeline", action="store_true")
     parser.add_argument("--orphan-file", action="append", default=[], dest="orphan_files")
-    values = vars(parser.parse_args(argv))
-    return AgentConfig(**{**values, "orphan_files": tuple(values["orphan_files"])})
+    return AgentConfig(**vars(parser.parse_args(argv)))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run the agent; return its exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments == [SPARE_FLAG]:
-        received = receive_arguments(0)
-        if received is None:
-            return 0
-        arguments = received
+    arguments = sys.argv[1:]
+    if arguments == [SPARE_FLAG] and not (arguments := receive_arguments(0)):
+        return 0
     config = parse(arguments)
     inherited = inherit(os.environ)
     try:

@@ -58,7 +58,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     token_file: str  # path of the job's token
     address: str | None = None  # where other hosts reach this one; None: the way to the driver
     lifeline: bool = False  # our stdin is a pipe that closes when the driver dies
-    orphan_files: tuple[str, ...] = ()  # to be removed when it does
+    orphan_files: list[str] = []  # to be removed when it does
 
 
 class Ending(Struct, frozen=True):

@@ -43,15 +43,12 @@ def held_folder(folder: Path) -> Iterator[Path]:
 
 def holder_of(folder: Path) -> int | None:
     """Return the pid of the live process that holds this folder; None where there is none."""
-    try:
-        with (folder / _LOCK).open() as lock:
-            try:
-                # Shared: others may be asking the same, and are no holders.
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return int(lock.read() or 0) or None
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), (folder / _LOCK).open() as lock:
+        try:
+            # Shared: others may be asking the same, and are no holders.
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(lock.read() or 0) or None
     return None
 
 
@@ -89,13 +86,11 @@ def scratch_folder() -> Iterator[str | None]:
     sweep_scratch()
     folder = Path(tempfile.gettempdir(), _SCRATCH_PREFIX + secrets.token_hex(4))
     with contextlib.ExitStack() as stack:
-        made = len(str(folder)) <= _LONGEST
-        try:
-            if made:
-                stack.enter_context(held_folder(folder))
-        except OSError:
-            made = False
-        yield str(folder) if made else None
+        scratch = None
+        with contextlib.suppress(OSError):
+            if len(str(folder)) <= _LONGEST:
+                scratch = str(stack.enter_context(held_folder(folder)))
+        yield scratch
 
 
 def sweep_scratch() -> None:

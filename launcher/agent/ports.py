@@ -5,7 +5,6 @@ none is taken away between the test here and the moment when a worker listens on
 """
 
 import contextlib
-import errno
 import random
 import socket
 from itertools import islice
@@ -14,7 +13,6 @@ from pathlib import Path
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_RANGE = (32768, 60999)  # Linux's own default
 _USABLE = range(10240, 65536)  # below it many services have their registered ports
-_TAKEN = (errno.EADDRINUSE, errno.EACCES)
 
 
 def free_ports(wanted: int, range_file: Path = _RANGE_FILE) -> tuple[int, ...]:
@@ -34,15 +32,10 @@ def free_ports(wanted: int, range_file: Path = _RANGE_FILE) -> tuple[int, ...]:
 
 def _can_bind(port: int) -> bool:
     """Return whether the port is free on every interface, for IPv4 and, if there is one, IPv6."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        with socket.socket(socket.AF_INET) as four:
-            four.bind(("", port))
-            with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as six:
-                six.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                try:
-                    six.bind(("::", port))
-                except OSError as error:
-                    return error.errno not in _TAKEN
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
     except OSError:
         return False
     return True

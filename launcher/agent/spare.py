@@ -16,12 +16,12 @@ def send_arguments(lifeline: int, arguments: Sequence[str]) -> None:
     os.write(lifeline, json.dumps(list(arguments)).encode("ascii") + b"\n")
 
 
-def receive_arguments(stdin: int) -> list[str] | None:
-    """Wait for the arguments; None if the driver's process has ended, or needs no spare agent."""
+def receive_arguments(stdin: int) -> list[str]:
+    """Wait for the arguments; none come if the driver's process has ended or needs no spare."""
     received = bytearray()
     while not received.endswith(b"\n"):
         piece = os.read(stdin, 4096)
         if not piece:
-            return None
+            return []
         received += piece
     return [str(word) for word in json.loads(received)]

@@ -119,7 +119,13 @@ class WarmParent:
 
 
 def execute(plan: WarmPlan, marks: Mapping[str, str]) -> WarmParent:
-    """Start the plan's command with our `sitecustomize` in front of its own; may raise OSError."""
+    """Start the plan's command with our `sitecustomize` in front of its own; may raise OSError.
+
+    The order of its variables shows in `/proc/<pid>/environ`: a worker's own are written over
+    everything from ELASTIC_WARM_FDS on.
+    """
+    env = dict(plan.env)
+    path = env.pop("PYTHONPATH", None)
     with ExitStack() as on_error:
         queue, their_queue = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         status, their_status = socket.socketpair()
@@ -128,13 +134,15 @@ def execute(plan: WarmPlan, marks: Mapping[str, str]) -> WarmParent:
             on_error.callback(ours.close)
         with their_queue, their_status:
             fds = (their_queue.fileno(), their_status.fileno())
+            env["ELASTIC_WARM_FDS"] = f"{fds[0]},{fds[1]}"
+            env["PYTHONPATH"] = os.pathsep.join([_HOOK, path] if path else [_HOOK])
             process = subprocess.Popen(
                 plan.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd=plan.cwd,
-                env=_environment(plan, fds, marks),
+                env={**env, **marks, "ELASTIC_WARM_PAD": _PAD},
                 pass_fds=fds,
                 start_new_session=True,
             )
@@ -145,18 +153,6 @@ def execute(plan: WarmPlan, marks: Mapping[str, str]) -> WarmParent:
     with suppress(OSError):  # it has died already: `receive` will see it
         send_line(status, {**asdict(plan), "parent": os.getpid(), "digest": digest})
     return WarmParent(pid, pid, queue, status, log, digest)
-
-
-def _environment(plan: WarmPlan, fds: tuple[int, int], marks: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a warm parent, in an order that `/proc/<pid>/environ` keeps.
-
-    A worker's own variables are written over everything from ELASTIC_WARM_FDS on.
-    """
-    env = dict(plan.env)
-    path = env.pop("PYTHONPATH", None)
-    env["ELASTIC_WARM_FDS"] = f"{fds[0]},{fds[1]}"
-    env["PYTHONPATH"] = os.pathsep.join([_HOOK, path] if path else [_HOOK])
-    return {**env, **marks, "ELASTIC_WARM_PAD": _PAD}
 
 
 def inherit(environ: MutableMapping[str, str]) -> WarmParent | None:
