@@ -61,14 +61,6 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     orphan_files: list[str] = []  # to be removed when it does
 
 
-class Ending(Struct, frozen=True):
-    """The reason of the agent's end, and the exit status."""
-
-    reason: str
-    exit_code: int
-    driver_gone: bool = False
-
-
 class Agent:
     """Carries out the driver's orders on this host until it ends; `run` once."""
 
@@ -81,8 +73,8 @@ class Agent:
         self._starter = WorkerStarter(self._say, marks, inherited)
         self._events: asyncio.Queue[WireEvent] = asyncio.Queue()  # for the driver, in order
         self._tasks: list[asyncio.Task[None]] = []
-        self._ending = Ending("it was not asked to", ExitCode.OK)
-        self._ended = asyncio.Event()  # `_ending` holds from now on
+        self._ended = asyncio.Event()  # with these three:
+        self._reason, self._exit_code, self._driver_gone = "", 0, False
         self._signals = 0
         self._notice = 0.0  # for leaving in good order; 0: the driver is not to be told
         self._leave_timer: asyncio.TimerHandle | None = None  # the host's end was announced
@@ -113,8 +105,7 @@ class Agent:
             self._leave_timer.cancel()
         if self._workers is not None:
             await self._workers.all_ended()
-        ending = self._ending
-        if not ending.driver_gone:
+        if not self._driver_gone:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._events.join(), LAST_WORDS_S)
         for task in self._tasks:
@@ -122,18 +113,17 @@ class Agent:
         await asyncio.wait(self._tasks)
         if self._workers is not None:
             await self._workers.end_strays()
-        if ending.exit_code != ExitCode.OK:
-            self._say(f"{ending.reason}; stopped our workers and ended")
-        if ending.driver_gone:
+        if self._exit_code != ExitCode.OK:
+            self._say(f"{self._reason}; stopped our workers and ended")
+        if self._driver_gone:
             remove_orphan_files(self._config, self._token)
-        return ending.exit_code
+        return self._exit_code
 
     # ---- what can end it -----------------------------------------------------------------
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_bug)
-        loop.add_signal_handler(signal.SIGCHLD, self._on_child)
         for number in (signal.SIGINT, signal.SIGHUP, *ANNOUNCING):
             loop.add_signal_handler(number, self._on_signal, number)
         if self._config.lifeline:
@@ -169,10 +159,6 @@ class Agent:
                 asyncio.get_running_loop().remove_reader(0)
                 self._lose_driver("its pipe to us has closed")
 
-    def _on_child(self) -> None:
-        if self._workers is not None:
-            self._workers.strays()
-
     def _on_bug(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, BaseException):
@@ -189,7 +175,7 @@ class Agent:
         The first reason counts, unless the driver is gone.
         """
         if driver_gone or not self._ended.is_set():
-            self._ending = Ending(reason, int(exit_code), driver_gone)
+            self._reason, self._exit_code, self._driver_gone = reason, int(exit_code), driver_gone
         self._ended.set()
         if self._workers is not None:
             self._workers.stop_all(grace)
@@ -226,6 +212,7 @@ class Agent:
         workers = self._workers = Workers(
             spec, meeting, self._starter, consoles, report=self._report, say=self._say
         )
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, workers.strays)
         self._notice = spec.grace_period
         try:
             self._starter.launch(plan_for(spec, os.environ))

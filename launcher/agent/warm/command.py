@@ -10,6 +10,8 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 _HARMLESS = "ObBqRsuP"  # the warm parent starts with these flags, and forks inherit them
 _WITH_VALUE = "WX"
@@ -131,16 +133,10 @@ def _program_file(command: PythonCommand, cwd: str) -> str | None:
 
 def local_files(path0: str, name: str) -> list[str]:
     """Return the source files of a module or package beside the program."""
-    module = os.path.join(path0, f"{name}.py")
-    if os.path.isfile(module):
-        return [module]
-    files: list[str] = []
-    for folder, folders, names in os.walk(os.path.join(path0, name)):
-        folders.sort()
-        files += (os.path.join(folder, n) for n in sorted(names) if n.endswith(".py"))
-        if len(files) > _MOST_FILES:
-            break
-    return files
+    module = Path(path0, f"{name}.py")
+    if module.is_file():
+        return [str(module)]
+    return [str(file) for file in islice(Path(path0, name).rglob("*.py"), _MOST_FILES + 1)]
 
 
 def _imports_of(file: str) -> set[str] | None:
