@@ -72,12 +72,15 @@ def worker_environment(
         contract.RENDEZVOUS: meeting.endpoint,
         contract.TOKEN_FILE: meeting.token_file,
         contract.HEARTBEAT_TIMEOUT: spec.heartbeat_timeout,
+    }
+    optional = {
         contract.TF_CONFIG: order.tf_config,
         contract.SCRATCH: meeting.scratch,
         contract.HANG_TIMEOUT: spec.hang_timeout,
         contract.LEAVE_NOTICE: spec.grace_period or None,
     }
-    return {name: str(value) for name, value in values.items() if value is not None}
+    values.update((name, value) for name, value in optional.items() if value is not None)
+    return {name: str(value) for name, value in values.items()}
 
 
 def common_environment(inherited: Mapping[str, str], spec: JobSpec) -> dict[str, str]:
