@@ -1,10 +1,10 @@
 """Moves micro-batches away from slow ranks (`--balance`).
 
-The driver feeds in each rank's cost of a pass over one micro-batch and of the rest of a step,
-without waiting, and the shares in force. The answer is new shares with a reason, or none. Noise
-moves nothing: the step has to become clearly shorter by the earlier half of the samples and by the
-later half. After a move all is measured again. The sum of the shares never changes, so the batch
-and the result stay the same.
+The driver records, for each rank, the cost of one micro-batch and of the rest of a step (without
+the time it waited), and the shares in force. The decision is new shares with a reason, or None.
+Noise moves nothing: a step must become clearly shorter by the earlier half of the samples, and also
+by the later half. After a move, measuring begins again. The sum of the shares never changes, so the
+batch and the result of the training stay the same.
 
 Pure. Times are seconds.
 """
@@ -21,12 +21,12 @@ from elastic_driver.core.documents import Division
 from elastic_driver.policies.slow_ranks import usual
 
 GAIN = 0.15  # the part by which a step has to become shorter
-WINDOW = 20  # samples that are looked at, in two halves, about two seconds; fewer decide nothing
+WINDOW = 20  # samples of each rank, in two halves (about two seconds); fewer decide nothing
 _HALF = WINDOW // 2
 
 
 class Move(Struct, frozen=True):
-    """New micro-batches of a step by rank, the rank that was last before, and the reason."""
+    """A decision: micro-batches of a step by rank, the rank that came last before, the reason."""
 
     shares: tuple[int, ...]
     last: int
@@ -34,13 +34,13 @@ class Move(Struct, frozen=True):
 
 
 class Cost(Struct, frozen=True):
-    """The cost of a rank's step: `one_pass` for each micro-batch, and `rest` once."""
+    """The cost of one rank's step: `one_pass` for each micro-batch, and `rest` once."""
 
     one_pass: float
     rest: float = 0.0
 
     def of(self, share: int) -> float:
-        """Return the time of a step with so many micro-batches."""
+        """Return the time of a step with `share` micro-batches."""
         return share * self.one_pass + self.rest
 
 
@@ -72,17 +72,17 @@ def fastest_shares(virtual_workers: int, costs: Sequence[Cost]) -> list[int]:
 
 
 def step_time(shares: Sequence[int], costs: Sequence[Cost]) -> float:
-    """Return the time of a step, until the last rank is done with its share."""
+    """Return the time of a step: it ends when the last rank has done its share."""
     return max(cost.of(share) for share, cost in zip(shares, costs, strict=True))
 
 
 class Balancer:
-    """Decides for the ranks of one round; a new round gets a new one.
+    """Decides the shares of the ranks in one round; a new round gets a new balancer.
 
     Args:
         hosts: the host of each rank, for the reasons.
-        known: what a step cost each rank in an earlier round, where that is known; the first
-            decision is taken by it.
+        known: each rank's cost of a step in an earlier round, or None; the first decision uses
+            these costs.
     """
 
     def __init__(self, hosts: Sequence[str], known: Sequence[Cost | None] = ()) -> None:
@@ -99,11 +99,11 @@ class Balancer:
         return [now or before for now, before in zip(measured, self._known, strict=True)]
 
     def divided(self, rank: int, division: Division) -> None:
-        """Take in a rank's share."""
+        """Record a rank's share."""
         self._divisions[rank] = division
 
     def measured(self, rank: int, step: int, cost: Cost) -> None:
-        """Take in a rank's cost of a step, without waiting; repeated steps are ignored."""
+        """Record a rank's cost of a step, without the time it waited; ignore a repeated step."""
         if step > self._latest[rank] and cost.one_pass > 0:
             self._latest[rank] = step
             self._costs[rank].append(cost)
@@ -147,7 +147,7 @@ class Balancer:
         if best == self._given or not better:
             return None
         self._given = best
-        self._measure_anew()  # also while they are on their way
+        self._measure_anew()  # older samples belong to the older shares
         last = max(range(len(now)), key=lambda rank: costs[rank].of(now[rank]))
         passes = [cost.one_pass for cost in costs]
         return Move(

@@ -48,9 +48,9 @@ class ReadKeys(CausedDecision, frozen=True, tag="read_keys"):
 
 
 class KeysRead(Struct, frozen=True, tag="keys_read"):
-    """The entries under these keys; empty where there are none, or the store was too busy.
+    """The entries under these keys; it is empty if there are none, or if the store was too busy.
 
-    `seconds`: how long the reading took, and the machine's handling of the last answer.
+    `seconds`: the time for this read, and for the machine to handle the answer before it.
     """
 
     machine: MachineName

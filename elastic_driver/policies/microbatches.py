@@ -44,8 +44,8 @@ def sample_counts(samples: int, virtual_workers: int, micro_batch_size: int) -> 
     """Return the samples of each virtual worker in a step, none above `micro_batch_size`.
 
     In a full step each has a full micro-batch. The short last step of an epoch is spread evenly
-    over the first virtual workers, as few as can hold it: so micro-batches of a single sample,
-    which BatchNorm does not accept, are as rare as possible.
+    over the first virtual workers, and over as few as can hold it. So a micro-batch rarely has a
+    single sample, which BatchNorm does not accept.
 
     Raises `ValueError` for more samples than one step holds.
     """
@@ -57,12 +57,12 @@ def sample_counts(samples: int, virtual_workers: int, micro_batch_size: int) -> 
 
 
 class TreeSum(Generic[T]):
-    """Adds contiguous leaves of a fixed binary tree as they come, keeping O(log leaves) sums.
+    """Adds contiguous leaves of a fixed binary tree one by one; it keeps O(log leaves) sums.
 
-    The tree over leaves 0 … n−1 is the aligned one: node (level, index) is the sum of its two
-    children at level − 1. A rank that holds leaves [a, b) can finish exactly the nodes that lie
-    inside. So each addition of the whole tree has the same two operands, whichever rank makes it,
-    and floating-point sums have the same bits.
+    Node (level, index) of the tree over leaves 0 … n−1 is the sum of its two children, (level − 1,
+    2·index) and (level − 1, 2·index + 1). A rank that holds leaves [a, b) can finish exactly the
+    nodes that lie inside. So each addition of the whole tree has the same two operands, whichever
+    rank makes it, and floating-point sums have the same bits.
     """
 
     def __init__(self, first_leaf: int, add: Callable[[T, T], T]) -> None:
@@ -86,7 +86,7 @@ class TreeSum(Generic[T]):
 
 
 def tree_blocks(leaves: range) -> list[Block]:
-    """Return the nodes that `TreeSum` ends with for these leaves: peers know what will arrive."""
+    """Return the nodes that `TreeSum` ends with for these leaves, so that peers know them."""
     tree: TreeSum[None] = TreeSum(leaves.start, lambda _left, _right: None)
     for _ in leaves:
         tree.push(None)

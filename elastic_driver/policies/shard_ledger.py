@@ -3,11 +3,11 @@
 Fast workers come back for more, slow ones take fewer, and the shards of a lost worker go back to
 the front of the queue. Nothing here reads data or a clock; times are monotonic seconds.
 
-A shard is handed out with a *token*, larger than every token before it (a fencing token), so that
-a late report of a worker taken for dead differs from a report of the shard's present holder.
-A shard whose workers keep dying is put in quarantine by name, and the data set is then not
-complete. To do and done are not kept as sets: the source counts forward, so memory grows with the
-shards that are handed out, returned or in quarantine, and not with the data set.
+Each shard is handed out with a *token* that is larger than every token before it (a fencing token).
+It tells the late report of a worker that was taken for dead from a report of the present holder.
+A shard whose workers keep dying is put in quarantine by name; the data set is then not complete.
+The ledger keeps no set of what is to do or done, since the source counts forward. Its memory grows
+with the shards that are handed out, returned or in quarantine, not with the data set.
 """
 
 from collections import deque
@@ -29,11 +29,11 @@ class _Holder(Struct):
 
 
 class _Past(Struct):
-    """The history of a shard that was lost at least once and is not done."""
+    """The history of a shard that a worker has lost and none has done yet."""
 
-    losses: int = 0  # of them, how many workers died training it
-    progress: int = 0  # records that were trained nevertheless, where its holder lives on
-    tokens: set[int] = field(default_factory=set)  # all that may still come late
+    losses: int = 0  # workers that died while they trained it
+    progress: int = 0  # records that a holder which lives on has trained of it
+    tokens: set[int] = field(default_factory=set)  # earlier tokens, whose reports may still come
 
 
 class ShardLedger:
@@ -56,15 +56,17 @@ class ShardLedger:
             self.source = StreamSource(dataset)
         self._lease, self._max_held = lease, max_held
         self._holders: dict[str, _Holder] = {}
-        self._doing: dict[Shard, str] = {}  # invariant: the holders' shards, by shard
-        self._returned: deque[Shard] = deque()  # to do, before the source's next
+        self._doing: dict[Shard, str] = {}  # the holder of each shard in work
+        self._returned: deque[Shard] = deque()  # to do before the next shard of the source
         self._past: dict[Shard, _Past] = {}  # of shards that are returned, doing or quarantined
         self._quarantine: dict[Shard, Quarantined] = {}
-        self._poison: dict[tuple[str, int, int], Quarantined] = {}  # the same, for later epochs
+        self._poison: dict[
+            tuple[str, int, int], Quarantined
+        ] = {}  # their records, for later epochs
         self._last_done: dict[str, tuple[Shard, int]] = {}  # so that a repeated report is no error
         self._epoch = 0
         self._done = self._done_records = 0
-        self._first_token = self._next_token = 1  # first: of those that still count
+        self._first_token = self._next_token = 1  # _first_token: the first that still counts
 
     # ---- requests of workers ----------------------------------------------------------------
 
@@ -91,9 +93,9 @@ class ShardLedger:
         return m.Granted(shard, token, self._lease)
 
     def _take(self) -> Shard | None:
-        """Return the next shard to do: returned ones first, then the source's.
+        """Return the next shard to do: first those that came back, then the source's.
 
-        Records that were quarantined in an earlier epoch stay so: they would kill workers again.
+        Records in quarantine stay there in later epochs: they would kill workers again.
         """
         if self._returned:
             return self._returned.popleft()
@@ -115,7 +117,7 @@ class ShardLedger:
         return m.End(complete=not names, quarantined=names, reason=reason)
 
     def done(self, worker: str, shard: Shard, token: int, now: float) -> m.DoneAnswer:
-        """Take in that the worker has trained a shard. A repeated report gets the same answer."""
+        """Record that the worker has trained a shard. A repeated report gets the same answer."""
         holder, past = self._doing.get(shard), self._past.get(shard)
         late = holder is None and past is not None and token in past.tokens
         if holder == worker and self._holders[worker].tokens[shard] == token:
@@ -147,22 +149,23 @@ class ShardLedger:
     # ---- ends of workers -----------------------------------------------------------------
 
     def worker_lost(self, worker: str, reason: str) -> list[Quarantined]:
-        """Return a lost worker's shards to the front; blame its oldest one, which it was training.
+        """Move a lost worker's shards to the front of the queue, and blame its oldest one.
 
-        Its other shards were only prefetched. Returns the shards newly in quarantine.
+        The worker was training that one; its other shards were only prefetched. Returns the shards
+        that are now in quarantine because of this.
         """
         shards = self.worker_left(worker)
         return self._blame(shards[0], f"{worker}: {reason}") if shards else []
 
     def worker_left(self, worker: str) -> list[Shard]:
-        """Return a worker's shards to the front, oldest first, and remember their tokens."""
+        """Move a worker's shards to the front of the queue, oldest first; return them."""
         self._last_done.pop(worker, None)
         shards = list(self._holders[worker].tokens) if worker in self._holders else []
         self._return(shards)
         return shards
 
     def expire(self, now: float) -> list[Quarantined]:
-        """Take the shards of all workers whose lease is over; as `worker_lost` for each."""
+        """Treat every worker whose lease is over as lost; return what `worker_lost` returns."""
         over = sorted(worker for worker, held in self._holders.items() if held.expires <= now)
         reason = f"it has not renewed its lease of {self._lease:g} s"
         return [found for worker in over for found in self.worker_lost(worker, reason)]
@@ -172,10 +175,11 @@ class ShardLedger:
         return min((held.expires for held in self._holders.values()), default=None)
 
     def blame(self, worker: str, reason: str) -> list[Quarantined]:
-        """Blame the oldest shard of a holder that lives on for a loss; may quarantine it.
+        """Blame the oldest shard of a holder for a loss, though the holder lives on.
 
-        Such a holder is a world whose members train its shards together: it goes on where it was,
-        so only losses without progress between them count against a shard.
+        Such a holder is a world whose members train its shards together, and one member was lost.
+        The others go on, so only losses without progress between them count against a shard.
+        Returns the shard if it is now in quarantine.
         """
         held = self._holders.get(worker)
         if held is None:
@@ -185,9 +189,9 @@ class ShardLedger:
     def resume(self, worker: str, held: Mapping[int, int], now: float) -> list[int]:
         """Agree with `worker` on what it holds (token → records trained); return tokens it lost.
 
-        Those shards are with other workers, returned or in quarantine. Shards it holds but does not
-        name go back to the front, since the worker has forgotten them. A world that rolled back may
-        name a token that was reported done; it trains these records again.
+        The shards of lost tokens are with other workers, returned or in quarantine. Shards that the
+        worker holds but does not name go back to the front: it has forgotten them. A world that
+        rolled back may name a token that was reported done; it trains these records again.
         """
         self.renew(worker, now)
         mine = self._holders.get(worker, _Holder(expires=now)).tokens
@@ -215,7 +219,7 @@ class ShardLedger:
         return [entry]
 
     def _return(self, shards: list[Shard]) -> None:
-        """Take shards from their holders to the front of the queue; their tokens may come late."""
+        """Move shards from their holders to the front of the queue, and remember their tokens."""
         for shard in shards:
             self._past.setdefault(shard, _Past()).tokens.add(self._drop(shard))
         self._returned.extendleft(reversed(shards))
@@ -265,7 +269,7 @@ class ShardLedger:
     def checkpoint(self) -> m.ShardCheckpoint:
         """Return the progress as plain data, to be kept beside a model's checkpoint.
 
-        A shard that a worker holds may not be in that model: it counts as to do again.
+        A shard that a worker holds may not be in that model, so it is to do again.
         """
         tokens = {shard: t for held in self._holders.values() for shard, t in held.tokens.items()}
         state = m.LedgerState(

@@ -1,7 +1,7 @@
 """Sources of data shards: a data set of known length, or partitions that grow.
 
-A source cuts its records into shards one at a time, when the ledger asks for the next, so that
-10⁹ records in 10⁶ shards take no more memory than ten. A source only goes forward; `shard_ledger`
+A source makes one shard at a time, when the ledger asks for the next. So 10⁹ records in 10⁶ shards
+take no more memory than ten shards. A source only goes forward; `shard_ledger`
 keeps account of the shards. Counts and offsets are records.
 """
 
@@ -75,7 +75,7 @@ class StreamSource:
     """The shards of a `StreamDescription`, whose partitions grow while the job trains.
 
     Partitions take turns. The records between a partition's offset and its known end are cut
-    into shards; `extend` moves the end, `close` says that it is final. Raises `UsageError` for a
+    into shards; `extend` moves the end, or says that it is final. Raises `UsageError` for a
     description that makes no sense.
     """
 
@@ -108,7 +108,7 @@ class StreamSource:
         for partition, start in self._offsets.items():
             stop = min(self._ends[partition], start + self._shard_records)
             if stop > start:
-                del self._offsets[partition]  # behind the others: their turn comes first
+                del self._offsets[partition]  # it goes behind the others, whose turn comes first
                 self._offsets[partition] = stop
                 return Shard(epoch=0, partition=partition, start=start, stop=stop)
         return None

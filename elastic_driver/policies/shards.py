@@ -1,7 +1,7 @@
 """All data sets of a job, each with its ledger (a `Machine`).
 
-The first request that describes a data set opens it; a later one that describes it otherwise is
-rejected. A worker of the job keeps its shards as long as it lives; any other client must send a
+The first request that describes a data set opens it; a later one that describes it differently
+is rejected. A worker of the job keeps its shards as long as it lives; any other client must send a
 request within each `LEASE_S`. Pure. Times are monotonic seconds.
 """
 
@@ -23,8 +23,8 @@ from elastic_driver.policies.shard_sources import RangeSource
 
 LEASE_S = 60.0
 MAX_DATASETS = 256
-MAX_HELD = 1024  # shards of one worker; more is a loop that forgets to report
-MAX_GONE = 65536  # names of workers that must not be given anything any more
+MAX_HELD = 1024  # shards of one worker; a loop that holds more forgets to report them
+MAX_GONE = 65536  # names of ended workers, which get no shard any more
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 ShardEvent = (
@@ -50,7 +50,7 @@ class DataSets:
         self._alive: set[str] = set()  # workers that the job has started
         self._stopping: set[str] = set()  # workers that were ordered to stop
         self._gone: OrderedDict[str, None] = OrderedDict()  # workers that have ended
-        self._due: float | None = None  # when leases are looked at
+        self._due: float | None = None  # when the leases are checked next
         self._out: list[Reply | Announce] = []
 
     # ---- the door ------------------------------------------------------------------------
@@ -146,10 +146,10 @@ class DataSets:
         return None
 
     def _offer(self, ticket: int, waiting: _Waiting, now: float) -> bool:
-        """Answer a request for a shard; return False if it can wait for one."""
+        """Answer a request for a shard; return False, without an answer, if it can still wait."""
         worker = waiting.worker
         if worker in self._gone:
-            # It ended while this request waited, and could never train the shard.
+            # The worker ended while this request waited: it could not train the shard.
             gone = Rejection("worker_gone", f"{worker} is gone", "only its successor may ask")
             self._out.append(Reply(ticket, gone))
             return True
@@ -160,7 +160,7 @@ class DataSets:
         return True
 
     def _changed(self, name: str, now: float) -> None:
-        """Answer the requests that wait, if there may be something for them."""
+        """Answer the requests that wait, as far as there is an answer for them now."""
         ledger = self._ledgers[name]
         if not self._waiting or not ledger.may_have_news():
             return
@@ -175,7 +175,7 @@ class DataSets:
             self._ended(worker, reason, now)
 
     def _ended(self, worker: str, reason: str | None, now: float) -> None:
-        """Take a worker's shards back; `reason`: why it was lost; None: it ended as planned."""
+        """Take a worker's shards back; `reason`: of its loss, or None if its end was planned."""
         self._alive.discard(worker)
         self._stopping.discard(worker)
         self._gone[worker] = None
@@ -186,8 +186,8 @@ class DataSets:
                 ledger.worker_left(worker)
             else:
                 found = ledger.worker_lost(worker, reason)
-                # A world whose members train its shards together goes on without this member; yet
-                # the data may have killed it.
+                # A world that trains its shards together goes on without this member, but the data
+                # may have killed the member.
                 found += ledger.blame(m.WORLD, f"{worker}: {reason}")
                 self._announce(name, found)
             self._changed(name, now)
@@ -198,7 +198,7 @@ class DataSets:
         if self._due is None or now < self._due:
             return
         for name, ledger in self._ledgers.items():
-            for worker in ledger.workers():  # the job's workers have leases of their own
+            for worker in ledger.workers():  # the job renews the leases of its own workers
                 if worker in self._alive or worker == m.WORLD:
                     ledger.renew(worker, now)
             self._announce(name, ledger.expire(now))

@@ -1,14 +1,15 @@
 """Detection of hosts with a slow network link while the job trains.
 
-Ranks report how long their data has been under way to each host (`worker.world.connections`):
-seconds in which something sent was not yet acknowledged. Between two looks that makes one figure
-for each directed pair of hosts that exchange data, seconds a step. A slow link shows on every pair
-its host belongs to, in both directions, since acknowledgements too queue behind the data; on pairs
-without that host it does not. So a host's own figure is the *smallest* of its pairs', and it is
-slow where that is far above the usual pair's and a good part of a step. Looks are taken over two
-spans: a narrow link shows in any third of a second, one that loses packets stalls now and then.
+Ranks report how long their data has been under way to each host (`worker.world.connections`): the
+seconds in which something that was sent was not yet acknowledged. Between two *looks* at these
+reports, each directed pair of hosts that exchange data has one figure: seconds a step. A slow link
+shows on every pair of its host, in both directions, since acknowledgements also queue behind the
+data. It does not show on pairs without that host. So a host's own figure is the *smallest* of its
+pairs'. The host is slow if this figure is far above that of the usual pair, and a good part of a
+step. There are two series of looks: a narrow link shows in any third of a second, but a link that
+loses packets only stalls now and then.
 
-A host that exchanges data with one other only cannot be told from its partner, and is not judged.
+A host that exchanges data with only one other cannot be told from its partner, and is not judged.
 Pure. Times are seconds.
 """
 
@@ -20,15 +21,15 @@ from math import ceil
 from elastic_driver.core.documents import Links
 from elastic_driver.policies.slow_ranks import Change, Slowness, SlowRank, usual
 
-# The limits for calling a link slow; it takes about 15 steps, or two seconds.
-_FACTOR = 3.0  # slow: more than this many times the usual pair's time
-_RECOVERED = 2.0  # no longer slow: less than this many times
-_PART = 0.2  # and more than this part of a step: less hides behind computing
-_STEPS = 3  # that a look is taken over, at least
-_SPANS = (0.3, 1.2)  # and seconds these take, at least: for each its looks
+# The limits. A slow link is named after about 15 steps, or two seconds.
+_FACTOR = 3.0  # a link is slow above this many times the usual pair's time
+_RECOVERED = 2.0  # an alarm ends below this many times that time
+_PART = 0.2  # of a step; a link that takes less than this part hides behind computing
+_STEPS = 3  # the fewest steps between two looks
+_SPANS = (0.3, 1.2)  # the fewest seconds between two looks, for two series of looks
 CONFIRM = 3  # looks in a row that must agree
-_BRIEF = 15  # an alarm withdrawn within so many looks was a false one
-_TRAFFIC = 0.1  # of the busiest pair's bytes: less is no exchange of gradients
+_BRIEF = 15  # looks; an alarm that is withdrawn sooner was a false one
+_TRAFFIC = 0.1  # of the busiest pair's bytes; a pair with less exchanges no gradients
 
 _Pair = tuple[str, str]  # sender, receiver
 _Reports = dict[int, tuple[int, Links]]
@@ -37,18 +38,19 @@ _Reports = dict[int, tuple[int, Links]]
 
 @dataclass(slots=True)
 class _Span:
-    """Looks over so many seconds each."""
+    """A series of looks, at least `seconds` apart."""
 
     seconds: float
     before: _Reports = field(default_factory=dict)  # at the last look
     looks: int = 0
-    agree: Counter[str] = field(default_factory=Counter)  # by host, looks in a row that contradict
+    # By host: looks in a row that say the opposite of the present verdict.
+    agree: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
 class _Alarm:
     slow: SlowRank
-    span: _Span  # by whose looks it was raised, and will be withdrawn
+    span: _Span  # the series of looks that raised it and can withdraw it
     look: int
 
 
@@ -71,11 +73,11 @@ class LinkWatch:
         return tuple(sorted((a.slow for a in self._alarms.values()), key=lambda slow: slow.rank))
 
     def report(self, rank: int, step: int, links: Links) -> None:
-        """Take in the totals of a rank's connections by this step, since the round began."""
+        """Record the totals of a rank's connections at this step, since the round began."""
         self._now[rank] = step, links
 
     def look(self, step_time: float) -> tuple[Change, ...]:
-        """Return the changes once every rank has reported enough steps; `step_time`: of a step."""
+        """Return the changes once every rank has reported enough steps of `step_time` seconds."""
         if len(self._now) < len(self.hosts):
             return ()
         changes: list[Change] = []
@@ -93,7 +95,7 @@ class LinkWatch:
     # ---- one look ------------------------------------------------------------------------
 
     def _pair_seconds(self, since: _Reports) -> dict[_Pair, float]:
-        """Return the seconds a step that much data was under way between two hosts."""
+        """Return the seconds a step that data was under way, for pairs that exchange much."""
         address = {self._now[rank][1].address: host for rank, host in enumerate(self.hosts)}
         seconds: dict[_Pair, float] = {}
         carried: dict[_Pair, float] = {}

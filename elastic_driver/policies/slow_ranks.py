@@ -1,19 +1,21 @@
 """Detection of ranks that compute slowly while the job trains.
 
-Workers report the compute time of each step, without the time they waited for others: all ranks of
-a synchronous step *finish* together, so only the compute time shows the slow one. (`links` finds
-slow networks.)
+Workers report the compute time of each step, without the time they waited for other ranks. All
+ranks of a synchronous step *finish* together, so only the compute time shows the slow one.
+(`slow_links` finds slow networks.)
 
-A rank's time is the median of its last reports; it is compared with the usual time of all ranks
-(`usual`). Hysteresis and a number of looks that must agree keep jitter from raising an
-alarm. Half a second in which a neighbour took the processor makes a rank half as slow again, hardly
-ever several times as slow, so a slight difference must last longer; and where most ranks would be
-slow, it must be larger. Pure: the driver feeds reports in and passes the alarms on. Times are
-seconds.
+A rank's time is the median of its last reports. At each *look* (all ranks have reported a step) it
+is compared with the usual time of all ranks. An alarm needs several looks in a row that agree, and
+ends at a lower limit than it begins, so that jitter raises none. Another process that takes the
+processor for half a second makes a rank half as slow again, hardly ever several times as slow: a
+slight difference must therefore last longer. If most ranks would be slow, the difference must be
+larger.
 
-A report may stand for several short steps, whose mean is steadier than each of them: then fewer
-reports are needed, for about as many steps. Long steps are reported one by one, and a
-quota may stop a process in each second one: of those, the mean of two neighbours is taken.
+A report may stand for several short steps. Their mean is steadier than one step, so fewer reports
+are needed. Long steps are reported one by one; a processor quota may stop a process in every second
+one of them, so the mean of two neighbours is taken.
+
+Pure: the driver hands reports in and passes the alarms on. Times are seconds.
 """
 
 from collections import deque
@@ -25,23 +27,23 @@ from statistics import median
 
 from msgspec import Struct
 
-# The limits for calling a rank slow; it takes about 20 steps. If a report stands for several
-# steps, fewer reports are needed, but never fewer than _REPORTS and _LOOKS.
-_FACTOR = 1.5  # slow: more than this many times the usual time
-_SLIGHT = 1.75  # only slightly: less than this many times,
-_LONGER = 3  # which must last for so many times as many looks
-_PART = 0.1  # and longer by more than this part of a step: less does no harm
-_RECOVERED = 1.25  # no longer slow: less than this many times
-_WINDOW = 20  # steps whose median is a rank's time
-_LEAST = 10  # steps a rank must have reported before it is judged
-_CONFIRM = 5  # steps in a row that must agree, and themselves be as slow
-_REPORTS = 9  # at least, of a window; half as many before a rank is judged
-_LOOKS = 3  # at least, that must agree
-_BRIEF = 50  # an alarm withdrawn within so many looks was a false one
+# The limits. A slow rank is named after about 20 steps. If a report stands for several steps, fewer
+# reports are needed, but never fewer than _REPORTS, and never fewer looks than _LOOKS.
+_FACTOR = 1.5  # a rank is slow above this many times the usual time
+_SLIGHT = 1.75  # below this many times it is only slightly slow
+_LONGER = 3  # a slight slowness must last this many times as many looks
+_PART = 0.1  # of a step; a rank that takes less than this part longer does no harm
+_RECOVERED = 1.25  # an alarm ends below this many times the usual time
+_WINDOW = 20  # steps; their median is a rank's time
+_LEAST = 10  # steps that each rank must have reported before any is judged
+_CONFIRM = 5  # steps in a row that must agree, and be as slow themselves
+_REPORTS = 9  # the fewest reports of a window; half as many before a rank is judged
+_LOOKS = 3  # the fewest looks that must agree
+_BRIEF = 50  # looks; an alarm that is withdrawn sooner was a false one
 
-_OPEN_STEPS = 256  # steps that are remembered while a rank has not reported them
-_ANCHOR = 4  # the lower quartile: for up to four values the smallest of them
-_NEIGHBOURS = 4  # reports from whose distance it follows for how many steps each stands
+_OPEN_STEPS = 256  # steps that wait for the reports of more ranks; older ones are dropped
+_ANCHOR = 4  # the lower quartile; of up to four values it is the smallest
+_NEIGHBOURS = 4  # reports; the distance between them is the number of steps in each
 
 
 class Slowness(str, Enum):
@@ -52,7 +54,7 @@ class Slowness(str, Enum):
 
 
 class SlowRank(Struct, frozen=True):
-    """A rank that holds the others up."""
+    """A rank that delays the others."""
 
     rank: int
     host: str
@@ -61,7 +63,7 @@ class SlowRank(Struct, frozen=True):
     step: int  # the step at which it was raised
 
     def describe(self) -> str:
-        """One line for the event log."""
+        """Return one line for the event log."""
         return (
             f"rank {self.rank} on {self.host} is slow ({self.kind.value}): "
             f"{self.ratio:.1f} times the usual time"
@@ -77,12 +79,12 @@ class Change(Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Track:
-    """One rank's times."""
+    """The times and the alarm of one rank."""
 
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    agree: int = 0  # looks in a row that contradict the present verdict
+    agree: int = 0  # looks in a row that say the opposite of the present verdict
     alarm: SlowRank | None = None
-    raised: int = 0  # the look at which it was
+    raised: int = 0  # the number of the look at which the alarm was raised
 
 
 class StragglerWatch:
@@ -91,8 +93,8 @@ class StragglerWatch:
     Args:
         hosts: the host of each rank.
         first_step: reports of earlier steps are ignored.
-        step_time: what a whole step takes, waiting included; the caller keeps it up to date.
-            0: it is not known, then every difference counts.
+        step_time: seconds of a whole step, waiting included; the caller keeps it up to date.
+            0: it is not known, and every difference counts.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class StragglerWatch:
         self._reported: dict[int, dict[int, float]] = {}
         self._latest = [first_step - 1] * len(hosts)
         self._seen: deque[int] = deque(maxlen=_NEIGHBOURS)  # the last steps that all have reported
-        self._each = 1  # for how many steps a report stands
+        self._each = 1  # the number of steps that one report stands for
         self._looks = 0
 
     @property
@@ -113,12 +115,12 @@ class StragglerWatch:
         return tuple(track.alarm for track in self._tracks if track.alarm)
 
     def report(self, rank: int, step: int, compute: float) -> tuple[Change, ...]:
-        """Take in one rank's step; return the changes once every rank has reported it.
+        """Record one rank's step; return the changes once every rank has reported this step.
 
         Args:
             rank: the reporting rank; unknown ranks and repeated steps are ignored.
             step: the finished step.
-            compute: seconds it computed, waiting left out.
+            compute: seconds that it computed, without the time it waited.
         """
         if not 0 <= rank < len(self.hosts) or step <= self._latest[rank]:
             return ()
@@ -150,7 +152,7 @@ class StragglerWatch:
         if normal <= 0:
             return []
         if 2 * sum(time > factor * normal for time in times) > len(times):
-            factor *= factor  # rather are a few fast: they have a processor to themselves
+            factor *= factor  # most are not slow; a few are fast, with a processor of their own
         changes = []
         for rank, time in enumerate(times):
             found = SlowRank(rank, self.hosts[rank], Slowness.COMPUTE, time / normal, step)
@@ -168,7 +170,7 @@ class StragglerWatch:
         return [median(times) for times in newest]
 
     def _reports(self, steps: int, least: int) -> int:
-        """Return the number of reports that cover so many steps."""
+        """Return the number of reports that cover `steps` steps, but no fewer than `least`."""
         return min(max(least, -(-steps // self._each)), steps)
 
     def _judge(self, found: SlowRank, factor: float, *, harms: bool) -> Change | None:
@@ -197,8 +199,8 @@ def usual(values: Iterable[float], factor: float) -> float:
     """Return the median of the values up to `factor` times the lower quartile.
 
     A plain median fails if many nodes are slow: among 1, 3 it is 2, and among 1, 3, 3 it is 3. The
-    lower quartile is a good node's value as long as at most three quarters are slow; unlike the
-    minimum it is not spoiled by one clock that ran too fast in a large cluster.
+    lower quartile is a good node's value as long as at most three quarters are slow. One clock that
+    runs too fast spoils a minimum, but not this value, in a large cluster.
     Raises ValueError for no values.
     """
     ordered = sorted(values)

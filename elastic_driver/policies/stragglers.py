@@ -1,9 +1,9 @@
-"""The watch over a running job's ranks: which are slow, and who gets how much work (a `Machine`).
+"""The watch over a running job's ranks: it finds slow ranks and moves work (a `Machine`).
 
-At each look the machine has the workers' progress keys read (`ReadKeys`), compares the times that
-they report (`slow_ranks`, `slow_links`) and moves work away from slow ranks (`balance`). Ranks that
-compute slowly become events for the job, which may replace their workers. With `--balance`, ranks
-report their share of a step; until all of them do, no work is moved.
+At each *look* the machine reads the workers' progress (`ReadKeys`), compares the times in it
+(`slow_ranks`, `slow_links`) and moves work away from slow ranks (`balance`). A rank that computes
+slowly becomes an event for the job, which may replace its worker. With `--balance`, ranks report
+their share of a step; until all of them do, no work is moved.
 
 A look takes at most a twentieth of the driver's time. Pure. Times are seconds.
 """
@@ -25,8 +25,8 @@ from elastic_driver.policies.messages import KeysRead, MachineName, PublishKey, 
 from elastic_driver.policies.slow_links import LinkWatch
 from elastic_driver.policies.slow_ranks import Change, Slowness, StragglerWatch
 
-LOOK_S = 0.25  # as often as the workers of a small world send heartbeats
-SHARE = 20.0  # after a look, the wait is at least so many times as long as the look took
+LOOK_S = 0.25  # seconds between looks; workers of a small world send heartbeats as often
+SHARE = 20.0  # the wait after a look is at least this many times as long as the look
 
 
 class RoundPublished(Struct, frozen=True, tag="round_published"):
@@ -56,7 +56,7 @@ class Stragglers:
     # ---- the door ------------------------------------------------------------------------
 
     def handle(self, event: RoundPublished | KeysRead | Tick, now: float) -> list[Decided]:
-        """Take in a new round, what was read, or the time for a look."""
+        """Take in a new round, the progress that was read, or the time for a look."""
         match event:
             case RoundPublished(world):
                 self._enter(world)
@@ -86,7 +86,7 @@ class Stragglers:
 
     @property
     def false_alarms(self) -> int:
-        """Alarms of the whole job that were withdrawn so soon that nothing was wrong."""
+        """The number of false alarms in the whole job: alarms that were soon withdrawn."""
         return self._false_alarms + self._watch.false_alarms + self._links.false_alarms
 
     def status(self) -> tuple[SlowStatus, ...]:
@@ -133,7 +133,7 @@ class Stragglers:
         return [*events, *map(self._announce, changes), *self._balance()]
 
     def _progress(self, event: KeysRead) -> dict[int, Progress]:
-        """Return what is new of the ranks' progress in this round."""
+        """Return the ranks' new progress in this round, by rank."""
         seen, self._seen = self._seen, max([self._seen, *(e[1] for e in event.entries.values())])
         found: dict[int, Progress] = {}
         for rank, member in enumerate(self._world.members):
@@ -161,7 +161,7 @@ class Stragglers:
         return self._about_rank("rank_slow", slow.describe(), slow.rank, detail)
 
     def _balance(self) -> list[PublishKey | Announce]:
-        """Publish new shares if there are any; announce them with the rank that was last."""
+        """Publish new shares, if there are any, and announce them with the rank that came last."""
         move = self._balancer.decide()
         if move is None:
             return []

@@ -52,8 +52,8 @@ class _Tag:
 class Meetings:
     """All barriers and exchanges of one generation, identified by their tags.
 
-    A tag may be used repeatedly: each member's n-th call belongs to the n-th meeting of that tag. A
-    meeting that fails, fails for all members: those that wait are answered at once, the others
+    A tag may be used repeatedly: each member's n-th call belongs to the n-th meeting of that tag.
+    If a meeting fails, it fails for all members: those that wait are answered at once, the others
     when they come. `members` are in the order of their indices.
     """
 
@@ -64,7 +64,7 @@ class Meetings:
         self._held = 0  # bytes
 
     def arrive(self, ticket: int, request: tf.BarrierRequest, deadline: float) -> list[Answer]:
-        """Take in that a member has come to a tag, or why it does not; return the answers."""
+        """Record that a member has come to a tag, or has failed; return the answers to give."""
         member, tag = request.address, request.tag
         value = request.value if isinstance(request, tf.SynchronizeRequest) else b""
         refused = self._broken
@@ -99,7 +99,7 @@ class Meetings:
         return answers
 
     def gone(self, member: str, why: str) -> list[Answer]:
-        """Fail every meeting, now and later: this member will never come again."""
+        """Fail every meeting from now on: this member will not come again."""
         problem = f"{member} {why}, generation {self._generation} cannot meet any more"
         self._broken = Rejection("member_gone", problem, _ANEW)
         answers = [a for _, m in self._open() for a in self._answer(m, self._broken)]
@@ -153,9 +153,11 @@ class TfCluster:
 
     def __init__(self, lease: float) -> None:
         self._lease = lease
-        self._leases: dict[str, float] = {}  # until when
+        self._leases: dict[str, float] = {}  # node → the end of its lease
         self._waiting: dict[str, _Call] = {}  # in the order of their arrival
-        self._wished: tf.ClusterSpecRequest | None = None  # has the numbers of all that wait
+        self._wished: tf.ClusterSpecRequest | None = (
+            None  # the numbers that all waiting nodes have asked for
+        )
         self._window: float | None = None  # the end of the time in which others may still join
         self._generation = 0
         self._tasks: dict[str, Task] = {}  # of the newest generation, the oldest member first
@@ -169,7 +171,7 @@ class TfCluster:
     # ---- the door ------------------------------------------------------------------------
 
     def handle(self, event: tf.TfRequest | RequestDropped | Tick, now: float) -> list[Reply]:
-        """Take in a request, the end of one, or the time."""
+        """Take in a request, the loss of a request's client, or the time."""
         match event:
             case tf.TfRequest(ticket, request):
                 self._take(ticket, request, now)
@@ -180,7 +182,7 @@ class TfCluster:
                         self._leases[node] = now + self._lease
             case Tick():
                 due = self.deadline()
-                if due is not None and now - due > HELD_UP_S:  # no node could be heard
+                if due is not None and now - due > HELD_UP_S:  # meanwhile no renewal was read
                     late = now - due + RENEWAL_S
                     self._leases = {node: until + late for node, until in self._leases.items()}
                 self._expire(now)
@@ -233,7 +235,7 @@ class TfCluster:
                 self._answer(self._meetings.arrive(ticket, tagged, deadline), now)
 
     def _join(self, ticket: int, request: tf.ClusterSpecRequest, now: float) -> None:
-        """Take a node in for the next generation; it leaves the one that it is in."""
+        """Add a node to those that wait for the next generation; it leaves the present one."""
         node = request.address
         if node in self._unaware:
             self._unaware.discard(node)
@@ -342,7 +344,7 @@ class TfCluster:
         return Rejection("timed_out", f"no cluster yet: {problem}", hint)
 
     def _answer(self, answers: Iterable[Answer], now: float) -> None:
-        """Give answers; renew the lease of each node that is answered, unless it still waits."""
+        """Send answers; renew the lease of each node that gets one, unless it still waits."""
         for ticket, node, reply in answers:
             self._out.append(Reply(ticket, reply))
             call = self._waiting.get(node)

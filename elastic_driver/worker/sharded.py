@@ -18,13 +18,13 @@ rank 0 asks the driver and broadcasts the answer, once for many steps. Every ste
 records, each rank its part of them, and the end comes for all ranks after the same step.
 
 **A record is trained when the optimizer steps with it.** The progress in each shard is part of the
-state: rolled back with it, sent to newcomers, never lost with a worker. A shard is reported done
-when all of its records are in a *committed* step, never because it was read ahead. So after a
-kill no record is trained twice and none is left out. Where a step has fewer records than ranks
-can share evenly, some are repeated, and counted in `replayed`.
+state: it is rolled back with the state and sent to newcomers, and is never lost with a worker. A
+shard is reported done when all of its records are in a *committed* step, not when it was read. So
+after a kill no record is trained twice and none is left out. If the ranks cannot share the records
+of a step evenly, some records are repeated, and counted in `replayed`.
 
-`together=False` is for workers that train nothing in common: each takes shards of its own, and
-the unfinished shards of a lost one go to the others from their beginning.
+`together=False` is for workers that train nothing in common: each takes shards of its own. If a
+worker is lost, others train its unfinished shards from the beginning.
 """
 
 from collections.abc import Iterator, Mapping

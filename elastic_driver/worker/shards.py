@@ -7,10 +7,10 @@
         train(records(granted.shard.start, granted.shard.stop))
         clicks.done(granted)
 
-The first worker to ask opens the data set; all must describe it alike. While others hold the last
-shards `next` waits, for they may come back. It also waits for a driver that does not answer.
-A process that `elasticrun` did not start hands out the shards itself, so that a script can be
-tried alone. Each client belongs to one thread. Times are seconds.
+The first worker that asks opens the data set; all workers must describe it alike. While other
+workers hold the last shards, `next` waits, since these shards may come back. It also waits for a
+driver that does not answer. A process that `elasticrun` did not start hands out the shards itself,
+so that a script can be tried alone. Each client belongs to one thread. Times are seconds.
 """
 
 import threading
@@ -32,7 +32,7 @@ from rendezvous.errors import UnreachableError
 
 __all__ = ["IncompleteDataError", "ShardClient"]
 
-SLICE_S = 2.0  # of a wait, so that the driver is not left with waits of dead workers
+SLICE_S = 2.0  # the longest wait of one request, so that the driver keeps no waits of dead workers
 LONGEST_S = 24 * 3600.0  # the default bound of a wait
 
 

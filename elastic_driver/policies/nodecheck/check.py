@@ -2,12 +2,12 @@
 
 Round 1 runs the task in pairs (an odd node joins the last pair). If nothing failed and the
 times agree, the check is over. Otherwise every suspect is paired with a node *proved good*,
-the slowest suspect with the fastest of those, until all is known or the rounds are used up. A
+the slowest suspect with the fastest good node, until all is known or the rounds are used up. A
 suspect is never judged by what happened beside another suspect, as long as a good node exists.
 
-A node is good or slow by its own best time, computing and network apart. In a group of three the
-task times each pair by itself and a node reports its best, so that two fast ones are not held
-to be slow for the third.
+A node is good or slow by its own best times, one for computing and one for the network. In a group
+of three the task times each pair by itself and a node reports its best time, so that a slow third
+node does not make the other two look slow.
 
 `NodeCheck.plan()` returns the next groups, `report()` takes their results, `verdicts()` judges.
 Pure: `checker` (or the simulation) runs the tasks. Times are seconds.
@@ -40,7 +40,7 @@ class NodeVerdict(Struct, frozen=True):
     node: str
     verdict: Verdict
     reason: str
-    compute: float | None  # its best times; None: it never got that far
+    compute: float | None  # its best times; None: not measured
     network: float | None
     history: tuple[Measurement, ...]  # one for each round it took part in
 
@@ -50,7 +50,7 @@ class NodeCheck:
 
     Args:
         nodes: names, without repeats, in the order of the first round's pairs.
-        stragglers: whether slow nodes are looked for (further rounds are run for them).
+        stragglers: look for slow nodes too, which takes further rounds.
         known: verdicts of an earlier check of the same cluster. The times of its good nodes count
             in what is usual; with them a node that is checked alone can be slow.
     """
@@ -110,7 +110,7 @@ class NodeCheck:
         self._next = None
 
     def give_up(self, node: str, reason: str) -> None:
-        """Call a node faulty that cannot take part any more; failures beside it are explained.
+        """Call a node faulty that cannot take part any more; this explains failures beside it.
 
         A planned round stays as it is. Raises ValueError for a node that is not checked.
         """
@@ -172,7 +172,7 @@ class NodeCheck:
         return Verdict.GOOD, ""
 
     def _verdict_on_suspect(self, evidence: Evidence, node: str) -> tuple[Verdict, str]:
-        """Judge by the partners' results, if no node proved good was left to test it with."""
+        """Judge a suspect by its partners' results: no good node was left to test it with."""
         if not self.plan() and node in evidence.likely:
             return Verdict.FAULTY, evidence.likely[node]
         partners = evidence.unexplained_partners(node)
@@ -183,7 +183,7 @@ class NodeCheck:
 
 
 def _slow_with_fast(doubtful: Sequence[str], evidence: Evidence) -> tuple[list[Group], list[str]]:
-    """Pair the slowest with the fastest good node and so on; return the nodes left over too.
+    """Pair the slowest node with the fastest good one, and so on; also return the nodes left over.
 
     A failed task counts as FAILED_S, so failed nodes come first.
     """
@@ -204,7 +204,7 @@ def _slow_with_fast(doubtful: Sequence[str], evidence: Evidence) -> tuple[list[G
 
 
 def _pair_anew(suspects: Sequence[str], evidence: Evidence) -> tuple[Group, ...]:
-    """Pair suspects with suspects they were not alone with before; the others run alone, once."""
+    """Pair suspects that have not been a pair before; the others run alone, once."""
     waiting = sorted(suspects, key=lambda n: len(evidence.partners_of(n, in_pairs=True)))
     groups: list[Group] = []
     while waiting:

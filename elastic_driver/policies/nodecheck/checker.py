@@ -4,7 +4,7 @@ In each round that `check.NodeCheck` plans, the processes of a group meet throug
 run `worker.nodecheck.task` and report. A task that fails, falls silent or runs out of time has
 failed; `NodeCheck` decides what that means. A process stays for the tasks of later rounds, unless
 it failed. Agents, workers and tasks of a check have numbers from `contract.FIRST_OF_CHECKS`
-on, so that they never meet those of the job.
+on, so that they differ from those of the job.
 
 Pure. Times are monotonic seconds.
 """
@@ -68,7 +68,7 @@ class NodeChecker:
     """Checks nodes; the first `Tick` begins.
 
     Args:
-        hosts: (host, processes): as many processes as the host has devices to check.
+        hosts: (host, processes); a process for each device of the host that is to be checked.
         number: of this check in its run, from 0.
         limits: how to judge, and how long to wait.
         known: verdicts of earlier checks of the same cluster.
@@ -154,7 +154,7 @@ class NodeChecker:
         return msgspec.json.encode((self._phase, agents, self._last_task, self._check.verdicts()))
 
     def report(self, now: float) -> CheckReport:
-        """Return what is known so far."""
+        """Return the report of what is known so far."""
         return CheckReport(
             state="done" if self._phase is Phase.OVER else "checking",
             rounds=len(self._check.rounds),
@@ -178,7 +178,7 @@ class NodeChecker:
                 self._show(f"agents are up on {len(self._agents)} of {len(self._slots)} nodes", now)
                 self._next_round(now)
             case Phase.GATHERING if late or self._is_gate_open(now):
-                # All begin at once, so that none times how another one starts.
+                # All begin at once: the start of one would disturb the times of another.
                 self._show("measuring", now)
                 for task in self._tasks:
                     self._out.append(PublishKey(messages.go_key(task.number), b"", "all are up"))
@@ -257,7 +257,7 @@ class NodeChecker:
         return task
 
     def _start(self, task: GroupTask) -> None:
-        """Start the task's processes; those that wait from a round before are assigned to it."""
+        """Start the task's processes; those that wait since an earlier round get an assignment."""
         first = self._agents.get(task.group[0])
         address = first.address if first is not None else "127.0.0.1"
         port = first.ports[0] if first is not None and first.ports else 0
@@ -283,7 +283,7 @@ class NodeChecker:
             self._out.append(do.GiveOrder(host, self._incarnation, order, reason))
 
     def _failed(self, process: Process, reason: str) -> None:
-        """Note that a process has failed, and stop its partners: they would wait in vain."""
+        """Record that a process has failed, and stop its partners, which would wait in vain."""
         process.failure = process.failure or reason
         if process.host not in self._agents:
             process.ended = True
@@ -341,7 +341,7 @@ class NodeChecker:
                 self._failed(process, "its agent was lost")
 
     def _give_up(self, host: str, reason: str) -> None:
-        """Use a host's agent no more; its node has failed the check, unless that is over."""
+        """Use a host's agent no more; its node has failed the check, unless the check is over."""
         self._agents.pop(host, None)
         if host not in self._slots or self._phase in (Phase.CLOSING, Phase.OVER):
             return

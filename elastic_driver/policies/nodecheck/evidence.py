@@ -3,10 +3,10 @@
 `check` builds an `Evidence` from all rounds and decides from it what runs next. Times are seconds.
 
 The rules. A node is *proved good* when a task it shared with another node has passed. It is
-*faulty* when it failed alone, or beside a node proved good in an earlier round. A partner that
-proves good only later makes it *likely* faulty: it is tried once more, because the first failure
-may have been an accident. A failure beside a node that is faulty is *explained* and says nothing.
-Where two nodes proved good fail together, one of them has changed since: both are suspects again.
+*faulty* when it failed alone, or beside a node proved good in an earlier round. If its partner
+proves good only later, it is *likely* faulty: it is tried once more, because the first failure may
+have been an accident. A failure beside a faulty node is *explained* and says nothing. If two nodes
+proved good fail together, one of them has changed: both are suspects again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from msgspec import Struct
 
 from elastic_driver.policies.slow_ranks import usual
 
-SLOW_FACTOR = 2.0  # slow: needs more than this many times the usual time
-FAILED_S = 3600.0  # what a task that failed or ran out of time counts as
-_MEASUREMENTS = 2  # that have to agree before a node is called slow
+SLOW_FACTOR = 2.0  # a node is slow above this many times the usual time
+FAILED_S = 3600.0  # the time that a failed task counts as, in seconds
+_MEASUREMENTS = 2  # measurements that must agree before a node is called slow
 
 
 class Measurement(Struct, frozen=True):
@@ -26,7 +26,7 @@ class Measurement(Struct, frozen=True):
     node: str
     compute: float  # seconds for the matrix multiplications
     network: float  # seconds for the exchange with its (fastest) partner
-    failure: str = ""  # why the task failed; empty: it passed
+    failure: str = ""  # the reason why the task failed; empty: it passed
     bandwidth: float | None = None  # bytes a second of the exchange's payload
     latency: float | None = None  # seconds for the smallest exchange
     linked: bool = True  # False: both on one network stack, so `network` is no link's time
@@ -96,7 +96,7 @@ class Evidence:
         self._slow_network = {node for node, time in self.network.items() if time > slow}
 
     def _take_in(self, groups: Sequence[GroupResult]) -> None:
-        """Take in a round: which nodes it proves good, and which are suspects again."""
+        """Record a round: the nodes that it proves good, and those that are suspects again."""
         before = frozenset(self.good)
         for group in groups:
             if len(group.members) > 1 and group.passed:
@@ -154,8 +154,8 @@ class Evidence:
     def _network_times(self, node: str) -> list[float]:
         """Return its times in groups that passed, over real links.
 
-        The time between two names on one network stack is that of memory: compared with it every
-        link would be slow.
+        Data between two names on one network stack only goes through memory: compared with that,
+        every link would be slow.
         """
         groups = [g for g in self._groups[node] if g.passed and len(g.members) > 1]
         return [m.network for g in groups for m in g.members if m.node == node and m.linked]
@@ -173,7 +173,7 @@ class Evidence:
     def timed_too_little(self, node: str) -> bool:
         """Return True if fewer than two measurements show that the node itself is slow.
 
-        One may have been disturbed by chance, and beside a slow partner every network is slow.
+        One measurement may be disturbed by chance, and beside a slow partner every network is slow.
         """
         beside_fast = [
             group

@@ -1,7 +1,7 @@
 """The messages between a node check and its tasks, in the store. Pure data, JSON by msgspec.
 
-The driver publishes `TaskSettings` once, and each process's further places as `Assignment`s;
-each process writes its `TaskResult` and posts `TaskEnded`. Times are seconds, sizes bytes.
+The driver publishes `TaskSettings` once, and an `Assignment` for each further task of a process.
+Each process writes its `TaskResult` and posts `TaskEnded`. Times are seconds, sizes bytes.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -39,12 +39,12 @@ class TaskSettings(Struct, frozen=True, kw_only=True):
 
     timeout: float = 60.0  # for meeting the partner, and for each exchange
     matrix: int | None = None  # rows of the square matrices; None: by kind of device
-    products: int = 60  # matrix products that `compute` is the time of
+    products: int = 60  # matrix products; `compute` is their time
     payload: int = 4 * 1024 * 1024  # bytes each process gives into an exchange
-    exchanges: int = 10  # all-gathers that `network` is the time of
+    exchanges: int = 10  # all-gathers; `network` is their time
     performance: bool = False  # also measure the all-reduce's bandwidth and latency
     model: bool = False  # also train a transformer on made-up data
-    model_steps: int = 4  # of its passes, in `compute`
+    model_steps: int = 4  # passes of the model, part of `compute`
 
     @property
     def summary(self) -> str:
@@ -59,18 +59,18 @@ class TaskSettings(Struct, frozen=True, kw_only=True):
 class Assignment(Struct, frozen=True, kw_only=True):
     """A process's place in its next task."""
 
-    task: int  # names the round whose prefix the group meets under
+    task: int  # its number, also of the round in which the group meets
     rank: int
     size: int  # processes in the group
-    node: int  # which of the group's hosts this is
+    node: int  # the number of the host in the group
 
 
 class Place(Struct, frozen=True, kw_only=True):
     """The host and machine of a task's process."""
 
-    node: int  # which of the group's hosts
-    machine: str  # what all processes on one kernel have in common; empty: not known
-    stack: str  # the same for one network stack
+    node: int  # the number of the host in the group
+    machine: str  # the same for all processes on one kernel; empty: not known
+    stack: str  # the same for all processes on one network stack
 
 
 class TaskEnded(Struct, frozen=True, tag="task_ended", forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ KEPT = 20  # checks of a node; the oldest are dropped
 MOST_NODES = 5000  # those not checked for longest are dropped
 SHOWN = 5  # checks of a node in `remark`
 _REASON_CHARS = 300
-_COMPARABLE = 3  # good checks, to compare with
+_COMPARABLE = 3  # the fewest good checks to compare with
 _SHOWN_NODES = 8
 
 
@@ -28,19 +28,21 @@ class CheckReport(Struct, frozen=True, kw_only=True):
 
     state: str = "done"  # checking | done
     rounds: int
-    seconds: float  # how long it has taken
-    task_seconds: float = 0.0  # of these, the tasks' own: from all are up to the last one's end
+    seconds: float  # that the check has taken
+    task_seconds: float = (
+        0.0  # of these, the time from the common start of the tasks to the last end
+    )
     nodes: tuple[NodeVerdict, ...]
     checked_at: float | None = None  # unix seconds at its end
-    task: str = ""  # what was run; times of the same task compare
-    before: dict[str, str] = {}  # node → what earlier checks make remarkable about it
+    task: str = ""  # describes the task; times of the same task compare
+    before: dict[str, str] = {}  # node → remark on its earlier checks
 
     def named(self, *verdicts: Verdict) -> tuple[str, ...]:
         """Return the nodes with one of these verdicts."""
         return tuple(node.node for node in self.nodes if node.verdict in verdicts)
 
     def excluded(self, *, stragglers: bool) -> dict[str, str]:
-        """Return the nodes that must not train, with reasons: the faulty and, if asked, stragglers.
+        """Return the nodes that must not train, with reasons: the faulty and, if asked, slow ones.
 
         An undecided node is never excluded.
         """
@@ -182,8 +184,8 @@ def remark(past: tuple[PastCheck, ...]) -> str:
 def pace(found: NodeVerdict, task: str, past: tuple[PastCheck, ...]) -> str:
     """Describe how much slower a node is than in its own good checks of the same task.
 
-    Only this shows two nodes that are equally slow, or the slow link of two. Empty up to
-    SLOW_FACTOR times, or if too few checks are known.
+    Only this shows two nodes that are equally slow, or the slow link of two nodes. The result is
+    empty up to SLOW_FACTOR times, or if too few checks are known.
     """
     good = [check for check in past if check.verdict is Verdict.GOOD and check.task == task]
     said = []

@@ -17,8 +17,8 @@ class StartingGate:
     """Opens when every process of the round has arrived or ended, or patience is over.
 
     Importing torch keeps a processor busy for seconds. If hosts share a machine, the first process
-    would measure how the others start. So all wait for all, but not for ever: a process that hangs
-    or is very slow must not make the others run out of time.
+    would measure how the others start. So all processes wait for each other, but not for ever: one
+    that hangs or is very slow must not make the others run out of time.
     """
 
     def __init__(self, workers: Iterable[str]) -> None:
@@ -28,7 +28,7 @@ class StartingGate:
         self.opens_at: float | None = None
 
     def passed(self, worker: str, now: float) -> None:
-        """Note that a process is up or has ended: the others wait for it no longer."""
+        """Record that a process is up or has ended: the others wait for it no longer."""
         self._awaited.discard(worker)
         if self.opens_at is None and len(self._awaited) < self._half:
             self.opens_at = now + PATIENCE_S
@@ -49,7 +49,7 @@ class Process:
     done: int = 0  # tasks before this one
     result: TaskResult | None = None
     failure: str = ""
-    ended: bool = False  # this task, or the process itself
+    ended: bool = False  # True once this task or the process has ended
 
 
 @dataclass(slots=True)
