@@ -5,7 +5,7 @@ write their progress; the launcher writes the job's specification. The keys are 
 `elastic_driver.contract`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
@@ -35,7 +35,7 @@ class World(Struct, frozen=True):
         return len(self.members)
 
     def member(self, worker: str) -> Member | None:
-        """The entry of one worker, or None where it does not take part."""
+        """Return the entry of one worker, or None if it does not take part."""
         if isinstance(self.members, Members):
             return self.members.named(worker)
         return next((m for m in self.members if m.worker == worker), None)
@@ -50,12 +50,12 @@ class WorldDocument(Struct, frozen=True):
 
 
 def encode_world(world: World) -> bytes:
-    """The bytes of `job/world`."""
+    """Return the bytes of `job/world`."""
     return encode(WorldDocument(world.round, world.reason, roster_of(world.members)))
 
 
 def decode_world(data: bytes) -> World:
-    """The world in these bytes; raises `ValueError` where they hold none."""
+    """Return the world in these bytes; raises `ValueError` if they hold none."""
     document = decode(WorldDocument, data)
     return World(document.round, Members(document.roster), document.reason)
 
@@ -255,32 +255,21 @@ class Failure(Struct, frozen=True):
     log_tail: str = ""
 
 
-_encoder = msgspec.json.Encoder()
 T = TypeVar("T")
-
-
-def encode(document: Struct | JobSpec) -> bytes:
-    """JSON bytes of any document or order here."""
-    return _encoder.encode(document)
+encode: Callable[[Struct | JobSpec], bytes] = msgspec.json.Encoder().encode
+"""Return any document or order here as JSON."""
+decode_order: Callable[[bytes], Order] = msgspec.json.Decoder(Order).decode
+"""Return an agent's order; raises `msgspec.ValidationError` for anything else."""
 
 
 def decode(kind: type[T], data: bytes) -> T:
-    """The document in `data`; raises `msgspec.ValidationError` where it is not one."""
+    """Return the document in `data`; raises `msgspec.ValidationError` for anything else."""
     return msgspec.json.decode(data, type=kind)
 
 
 def decode_progress(data: bytes) -> Progress | None:
-    """A worker's word on how far it is; None where it wrote something else."""
+    """Return a worker's progress; None if it wrote something else."""
     try:
         return decode(Progress, data)
     except msgspec.DecodeError:
         return None
-
-
-_order_decoder = msgspec.json.Decoder(Order)
-
-
-def decode_order(data: bytes) -> Order:
-    """An agent's order; raises `msgspec.ValidationError` where it is not one."""
-    order: Order = _order_decoder.decode(data)
-    return order

@@ -69,17 +69,6 @@ class StopRequest(Struct, frozen=True, forbid_unknown_fields=True):
     reason: ev.Reason = ev.ASKED
 
 
-class _HostSeen(Struct, frozen=True):
-    host: str
-    state: str
-
-
-class _HostsSeen(Struct, frozen=True):
-    """The hosts of the status document."""
-
-    hosts: tuple[_HostSeen, ...]
-
-
 class DriverPort(Protocol):
     """The driver, as the routes use it; every method may be called by any thread."""
 
@@ -184,10 +173,10 @@ class DriverRoutes:
                     problem = f"host {host} is not drained, it is {state}"
                     raise Problem(409, "not_drained", problem, "GET /v1/status shows the hosts")
 
-    async def _state_of(self, host: str) -> str:
+    async def _state_of(self, host: str) -> Any:
         """Return the state of a host; raises Problem for an unknown one."""
-        seen = msgspec.json.decode(await self._status(), type=_HostsSeen).hosts
-        states = {each.host: each.state for each in seen if each.state != "removed"}
+        seen = msgspec.json.decode(await self._status())["hosts"]
+        states = {each["host"]: each["state"] for each in seen if each["state"] != "removed"}
         if host not in states:
             known = ", ".join(list(states)[:8]) or "none"
             problem = f"the job knows no host {host[:80]!r}"

@@ -86,19 +86,17 @@ class HostfileDiscovery:
         self._cancelled.set()
 
     def _read(self) -> str:
+        name = f"hostfile {self._path}"
         try:
-            # Non-blocking, so that a pipe without a writer does not block before the check.
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(descriptor, "rb") as file:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise DiscoveryError(f"hostfile {self._path} is not a regular file")
-                data = file.read(MAX_TEXT_BYTES + 1)
+            status = self._path.stat()
+            # A pipe without a writer would block; reading a folder raises.
+            if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+                raise DiscoveryError(f"{name} is not a regular file")
+            if status.st_size > MAX_TEXT_BYTES:
+                raise DiscoveryError(f"{name} is larger than {MAX_TEXT_BYTES} bytes")
+            return self._path.read_bytes().decode("utf-8", "backslashreplace")
         except OSError as error:
-            problem = error.strerror or str(error)
-            raise DiscoveryError(f"hostfile {self._path}: {problem}") from error
-        if len(data) > MAX_TEXT_BYTES:
-            raise DiscoveryError(f"hostfile {self._path} is larger than {MAX_TEXT_BYTES} bytes")
-        return data.decode("utf-8", "backslashreplace")
+            raise DiscoveryError(f"{name}: {error.strerror or error}") from error
 
 
 class ScriptDiscovery:
@@ -108,15 +106,18 @@ class ScriptDiscovery:
         """Raises UsageError if the file is no program that can be run."""
         self._path = Path(path).absolute()  # a later change of the working folder changes nothing
         self._default_slots = default_slots
+        problem = None
         if not self._path.exists():
-            raise UsageError(f"the discovery script {path} does not exist")
-        if self._path.is_dir():
-            raise UsageError(f"the discovery script {path} is a folder, not a file")
-        if not os.access(self._path, os.R_OK | os.X_OK):
-            raise UsageError(
-                f"the discovery script {path} is not executable; try chmod +x, and check that its "
-                "first line names its interpreter (#!/bin/sh)"
+            problem = "does not exist"
+        elif self._path.is_dir():
+            problem = "is a folder, not a file"
+        elif not os.access(self._path, os.R_OK | os.X_OK):
+            problem = (
+                "is not executable; try chmod +x, and check that its first line names its "
+                "interpreter (#!/bin/sh)"
             )
+        if problem is not None:
+            raise UsageError(f"the discovery script {path} {problem}")
         self._probe = ScriptProbe(self._path, timeout=timeout, max_output=MAX_TEXT_BYTES)
 
     def find(self) -> Hosts:
@@ -149,20 +150,19 @@ class DiscoveryThread:
         """Start nothing. `post` is called in this object's thread and must not block."""
         self._source, self._interval, self._post = source, interval, post
         self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
         self._posted: Hosts | None = None
         self._last_reason: str | None = None
 
     def start(self) -> None:
         """Start the thread; the first answer is always posted, even an empty one."""
-        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
         """Cancel a running `find()` and wait up to `timeout` for the thread. Idempotent."""
         self._stopping.set()
         self._source.cancel()
-        if self._thread is not None:
+        if self._thread.ident is not None:  # it was started
             self._thread.join(timeout)
 
     def _run(self) -> None:

@@ -7,6 +7,7 @@ different traceback is shown once; when it fails, the first failure's traceback 
 Called by the driver's thread only. Nothing here prints.
 """
 
+import contextlib
 import re
 import signal
 from dataclasses import dataclass, field
@@ -84,10 +85,14 @@ def describe_exit(exit_code: int) -> str:
     """Return `exit code 3`, or `exit code -9 (SIGKILL)` for a signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
-    try:
-        return f"exit code {exit_code} ({signal.Signals(-exit_code).name})"
-    except ValueError:
-        return f"exit code {exit_code} (signal {-exit_code})"
+    return f"exit code {exit_code} ({signal_name(-exit_code)})"
+
+
+def signal_name(number: int) -> str:
+    """Return `SIGKILL`, or `signal 40` for one without a name."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def last_words(failure: Failure) -> list[str]:

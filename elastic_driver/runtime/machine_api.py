@@ -85,9 +85,7 @@ class OpenRequests:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def begin(
-        self,
-        make: Callable[[int], Asking],
-        done: Callable[[Answer], None],
+        self, make: Callable[[int], Asking], done: Callable[[Answer], None]
     ) -> Callable[[], None] | None:
         """Post a request; call `done` with its answer.
 

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic_driver.runtime.failures import signal_name
+
 _CHUNK_BYTES = 65536
 _REAP_S = 1.0  # a killed process is gone in milliseconds, unless the kernel holds it
 _STDERR_BYTES = 4096  # the end of it, to explain a failure
@@ -146,13 +148,9 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def _describe_exit(code: int, errors: bytearray) -> str:
     """Describe the program's exit, with the last line of its stderr."""
+    how = f"exited with status {code}"
     if code < 0:
-        try:
-            how = f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            how = f"was killed by signal {-code}"
-    else:
-        how = f"exited with status {code}"
+        how = f"was killed by {signal_name(-code)}"
     lines = errors.decode("utf-8", "backslashreplace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f"{how}: {last[:200]!r}" if last else how

@@ -124,22 +124,24 @@ class Reporter:
 
     def worker_raised(self, worker: str, text: str) -> None:
         """Show a failed worker's traceback; the job goes on."""
-        if self._json:
-            self._write([_json(event="traceback", worker=worker, text=text)])
-        else:
-            self._write([f"{NAME}: worker {worker} failed with:", *text.split("\n")])
+        lines = [f"{NAME}: worker {worker} failed with:", *text.split("\n")]
+        self._show(lines, event="traceback", worker=worker, text=text)
 
     def job_ended(self, reason: str, failure: Failure | None, exit_code: int) -> None:
         """Show the job's end: its reason, and the first failure if it has failed."""
         if exit_code == 0:
             self.note(f"job succeeded ({reason})", level=Level.VERBOSE)
-        elif self._json:
-            first = None if failure is None else msgspec.to_builtins(failure)
-            facts = {"reason": reason, "exit_code": exit_code, "first_failure": first}
-            self._write([_json(event="job_ended", **facts)])
-        else:
-            verb = "stopped" if exit_code in _STOPPED else "failed"
-            self._write([*_first_failure(failure), f"{NAME}: job {verb}: {reason}"])
+            return
+        lines = []
+        if failure is not None:
+            words = last_words(failure)
+            if words:
+                heading = f"last words of rank {failure.rank} ({failure.worker}):"
+                lines += [f"{NAME}: {heading}", *words]
+            lines.append(f"{NAME}: first failure: {describe_failure(failure)}")
+        lines.append(f"{NAME}: job {'stopped' if exit_code in _STOPPED else 'failed'}: {reason}")
+        facts = {"reason": reason, "exit_code": exit_code, "first_failure": failure}
+        self._show(lines, event="job_ended", **facts)
 
     def bug(self, trace: str) -> None:
         """Show a traceback of the driver itself and ask for a report."""
@@ -147,7 +149,11 @@ class Reporter:
         self._say("the driver met a bug of its own, not of your script; please report the above")
 
     def _say(self, text: str) -> None:
-        self._write([_json(event="note", text=text) if self._json else f"{NAME}: {text}"])
+        self._show([f"{NAME}: {text}"], event="note", text=text)
+
+    def _show(self, lines: list[str], **facts: object) -> None:
+        """Write the lines, or the facts as one line of JSON."""
+        self._write([msgspec.json.encode(facts).decode()] if self._json else lines)
 
     def _write(self, lines: list[str]) -> None:
         """Write whole lines, or count them as dropped."""
@@ -206,28 +212,11 @@ def warnings_shown(reporter: Reporter, *loggers: str) -> Iterator[None]:
             logging.getLogger(name).removeHandler(handler)
 
 
-def _first_failure(failure: Failure | None) -> list[str]:
-    """Return the first failure's last lines of stderr, then its description."""
-    if failure is None:
-        return []
-    words = last_words(failure)
-    heading = [f"{NAME}: last words of rank {failure.rank} ({failure.worker}):"] if words else []
-    return [*heading, *words, f"{NAME}: first failure: {describe_failure(failure)}"]
-
-
 def _describe_world(event: Announce) -> str:
     """Return `3 workers on 2 hosts`, without a number that the event lacks."""
-    size, hosts = event.detail.get("size"), event.detail.get("hosts")
-    parts = [
-        f"{count} {noun}{'' if count == 1 else 's'}"
-        for count, noun in ((size, "worker"), (hosts, "host"))
-        if count is not None
-    ]
+    counts = {"worker": event.detail.get("size"), "host": event.detail.get("hosts")}
+    parts = [f"{n} {noun}{'' if n == 1 else 's'}" for noun, n in counts.items() if n is not None]
     return " on ".join(parts)
-
-
-def _json(**facts: object) -> str:
-    return msgspec.json.encode(facts).decode()
 
 
 def _printable(line: str) -> str:
