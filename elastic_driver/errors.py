@@ -14,7 +14,7 @@ RendezvousError = rendezvous_errors.RendezvousError
 
 
 class ExitCode(IntEnum):
-    """Exit statuses of `elasticrun` (sysexits.h names where they exist)."""
+    """Exit statuses of `elasticrun` (names of sysexits.h, if it has one)."""
 
     OK = 0
     USAGE = 64  # EX_USAGE

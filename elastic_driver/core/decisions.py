@@ -56,14 +56,14 @@ class GiveOrder(CausedDecision, frozen=True, tag="give_order"):
 
 
 class PublishWorld(CausedDecision, frozen=True, tag="publish_world"):
-    """A round is complete: tell every worker its rank and peers."""
+    """A round is complete: give every worker its rank and its peers."""
 
     world: World
     reason: str
 
 
 class AskProgress(CausedDecision, frozen=True, tag="ask_progress"):
-    """Ask these members of a round how far they are; the answer is `ProgressReported`."""
+    """Ask these members of a round for their progress; the answer is `ProgressReported`."""
 
     number: int  # of the question; the answer repeats it
     round: int
@@ -80,7 +80,7 @@ class PublishNotice(CausedDecision, frozen=True, tag="publish_notice"):
 
 
 class PublishSave(CausedDecision, frozen=True, tag="publish_save"):
-    """Ask those who leave last to put the state on disk; the answer is `WorkerSaved`."""
+    """Ask the workers that leave last to write the state to disk; the answer is `WorkerSaved`."""
 
     request: SaveRequest
     reason: str
@@ -94,7 +94,7 @@ class SealRound(CausedDecision, frozen=True, tag="seal_round"):
 
 
 class CheckHosts(CausedDecision, frozen=True, tag="check_hosts"):
-    """Check these hosts, (host, slots), by themselves; the answer is `HostsChecked`."""
+    """Check these hosts, (host, slots), beside the job; the answer is `HostsChecked`."""
 
     hosts: tuple[tuple[str, int], ...]
     reason: str
@@ -102,19 +102,19 @@ class CheckHosts(CausedDecision, frozen=True, tag="check_hosts"):
 
 
 class AskStacks(CausedDecision, frozen=True, tag="ask_stacks"):
-    """Ask every worker where its training thread stands; the answers are `WorkerStack`."""
+    """Ask every worker for the stack of its training thread; the answers are `WorkerStack`."""
 
     number: int
     reason: str
 
 
 class StackGroup(Struct, frozen=True):
-    """Ranks that stand at the same place."""
+    """Ranks with their training threads at the same place."""
 
     ranks: tuple[int, ...]
     where: str
-    stack: str  # innermost last; empty where it is unknown
-    odd: bool = False  # apart from the others, who may wait for them
+    stack: str  # innermost last; empty: unknown
+    odd: bool = False  # at another place than the others, which may wait for these ranks
 
 
 Detail = str | int | float | bool | None | tuple[StackGroup, ...]

@@ -23,7 +23,7 @@ Text = Annotated[str, Meta(max_length=65536)]
 
 
 class World(Struct, frozen=True):
-    """A complete round: who takes part, ordered by rank. Travels as a `WorldDocument`."""
+    """A complete round: its members, ordered by rank. It travels as a `WorldDocument`."""
 
     round: int
     members: Sequence[Member]
@@ -69,15 +69,15 @@ class Notice(Struct, frozen=True):
 
 
 class SaveRequest(Struct, frozen=True):
-    """Put the state after `step` committed steps on disk: all who hold it are about to go.
+    """Write the state after `step` committed steps to disk: all workers that hold it have to leave.
 
-    `members` write together, each the share of its place here; `number` tells requests apart.
+    `members` write together, each the part of its position here; `number` tells requests apart.
     """
 
     number: int
     step: int
     members: tuple[str, ...]
-    seconds: float  # that there are for it
+    seconds: float  # in which it has to be written
     reason: str
 
 
@@ -90,9 +90,9 @@ class Sample(Struct, frozen=True, array_like=True):
     """The cost of a committed step for a rank, without waiting for others; the mean over the steps
     since the sample before, where those are short.
 
-    `compute` is all of its computing, with one forward-backward pass in place of several;
-    `one_pass` that pass alone. `exchange` is not in `compute`: what exchanging the gradients cost
-    it, reckoned from its processor's time, as the clock cannot tell it from waiting.
+    `compute` is the time of all computing, with one forward-backward pass in place of several;
+    `one_pass` is the time of that pass alone. `exchange` is not in `compute`: it is the processor
+    time of exchanging the gradients, because the clock also counts waiting.
     """
 
     step: Annotated[int, Meta(ge=0)]
@@ -112,8 +112,10 @@ MAX_LINKS = 16  # in one message
 
 
 class LinkUse(Struct, frozen=True, array_like=True):
-    """The use of the connections to one peer's address since the round began: seconds in which
-    something was under way, and bytes that arrived."""
+    """The use of the connections to one peer's address since the round began.
+
+    `seconds` in which data was under way, `carried`: bytes that arrived.
+    """
 
     peer: Host
     seconds: Seconds
@@ -130,9 +132,9 @@ class Links(Struct, frozen=True, array_like=True):
 class Progress(Struct, frozen=True):
     """A worker's progress: `step` committed steps in all, seconds for one, in round `round`.
 
-    `samples` are its last measured steps, oldest first, each told several times. `division`: how it
-    takes part in a fixed batch, where shares are the driver's to give. `links`: its connections
-    to other hosts, where it has any.
+    `samples` are its last measured steps, oldest first; each is sent several times. `division`: its
+    part of a fixed batch, if the driver gives the shares. `links`: its connections to other hosts,
+    if it has any.
     """
 
     round: int
@@ -144,7 +146,7 @@ class Progress(Struct, frozen=True):
 
 
 class Allocation(Struct, frozen=True):
-    """The micro-batches of each rank of round `round`, as soon as they have agreed on a step."""
+    """The micro-batches of each rank of round `round`, from the step on which the ranks agree."""
 
     round: int
     shares: tuple[int, ...]
@@ -205,12 +207,12 @@ class StartWorkerOrder(Struct, frozen=True, tag="start_worker"):
     """Start a process for `worker` with these ranks in its environment."""
 
     worker: str
-    place: SlotInfo  # for an elastic newcomer: the place it would have, if let in now
+    place: SlotInfo  # for an elastic newcomer: the place it would have in a round now
     round: int
     restart_count: int
     master_addr: str
     master_port: int
-    tf_config: str | None = None  # the worker's TF_CONFIG, where the job has one
+    tf_config: str | None = None  # the worker's TF_CONFIG, if the job uses it
 
 
 class StopWorkerOrder(Struct, frozen=True, tag="stop_worker"):
@@ -236,7 +238,7 @@ class ShutdownOrder(Struct, frozen=True, tag="shutdown"):
 
 
 class StacksOrder(Struct, frozen=True, tag="stacks"):
-    """Say where every worker of this host stands, as seen from outside (`core.rules.hangs`)."""
+    """Report the stack of every worker of this host, as seen from outside (`core.rules.hangs`)."""
 
     number: int  # of the question; the answer repeats it
 
@@ -245,7 +247,7 @@ Order = StartWorkerOrder | StopWorkerOrder | RanksOrder | ShutdownOrder | Stacks
 
 
 class Failure(Struct, frozen=True):
-    """The failure a job is judged by: the first of its round."""
+    """The failure that decides a job's exit status: the first of its round."""
 
     worker: str
     rank: int

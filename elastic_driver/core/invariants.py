@@ -1,4 +1,4 @@
-"""The invariants of a job after every event; each breach is one sentence.
+"""The invariants of a job after every event; each violation is one sentence.
 
 Checked by every test, by the simulation after each event, and by `elasticrun --debug`. Only
 reads; O(hosts + workers).
@@ -17,7 +17,7 @@ from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, RUNNING, STARTI
 
 
 def violations(job: JobParts, decided: Sequence[Decision]) -> list[str]:
-    """Return every sentence that is violated; `decided`: upon the last event."""
+    """Return every violation; `decided` are the decisions on the last event."""
     sizes = (_round, _ranks, _sizes, _units)
     checks = (_workers, _slots, *sizes, _replacement, _finishing, _waiting)
     return [*_decisions(job, decided), *chain.from_iterable(check(job) for check in checks)]
@@ -44,7 +44,7 @@ def _world(job: JobParts, world: World) -> Iterator[str]:
     if ranks != list(range(world.size)) or any(m.place.size != world.size for m in world.members):
         yield f"the ranks of {name} are {ranks}, not 0 to {world.size - 1}"
     members = [worker for m in world.members if (worker := job.workers.workers.get(m.worker))]
-    complete = len(members) == world.size  # one that ended at once may be forgotten already
+    complete = len(members) == world.size  # a member that ended at once may be forgotten already
     oldest = min(members, key=lambda worker: worker.age) if members and complete else None
     if oldest is not None and oldest.place.rank != 0:
         yield f"the oldest member of {name}, {oldest.id}, is rank {oldest.place.rank}"
@@ -143,7 +143,7 @@ def _replacement(job: JobParts) -> Iterator[str]:
         return
     worker = job.workers.workers.get(replacement.worker)
     if worker is None or worker.state not in ACTIVE or not worker.leaving:
-        yield f"{replacement.worker} is being replaced but is not one that leaves"
+        yield f"{replacement.worker} is being replaced but does not leave"
     if job.rounds.current.number != replacement.round:
         yield f"{replacement.worker} is being replaced in round {replacement.round}, which is over"
     if replacement.target in job.hosts.distrusted:
@@ -170,6 +170,6 @@ def _waiting(job: JobParts) -> Iterator[str]:
     if not complete and deadline is None and not runs_out:
         yield f"round {current.number} is {current.state.value} without a deadline"
     if complete and not job.workers.count(*ACTIVE):
-        yield f"round {current.number} is complete but nobody is in it"
+        yield f"round {current.number} is complete but has no worker"
     if elastic and job.placement.unsettled:
-        yield "slots have changed but nobody has looked at them"
+        yield "slots have changed but placement has not looked at them"

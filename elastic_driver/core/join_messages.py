@@ -2,7 +2,7 @@
 
 A node reports to the driver with one route (`NODES_PATH`) and is answered with `Joined`. From then
 on it is a client of the ordinary store: it renews `node_lease` and waits for `node_order` to
-change. Pure data (JSON by msgspec), bounded where it comes over the wire. Times are seconds.
+change. Pure data (JSON by msgspec); what a node sends has bounds. Times are seconds.
 """
 
 from typing import Annotated
@@ -20,9 +20,9 @@ Text = Annotated[str, Meta(max_length=2000)]
 class NodeReport(Struct, frozen=True, forbid_unknown_fields=True):
     """A node's report: it is there, its agent has ended, or it leaves.
 
-    `machine` tells machines of one name apart. `session` is random and new for each time a node
-    joins. `slots` None: as many as the server says. `ended` is the incarnation of an agent that
-    has ended, for this `reason`; 0: none has. With `leaves` the node goes, for this `reason`.
+    `machine` tells machines of one name apart. `session` is random and new each time a node joins.
+    `slots` None: the server's default. `ended` is the incarnation of an agent that has ended, for
+    this `reason`; 0: none has. With `leaves` the node leaves, for this `reason`.
     """
 
     name: Name
@@ -36,7 +36,7 @@ class NodeReport(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Joined(Struct, frozen=True):
-    """The driver's answer to a report: what the job calls the node, and what its agents need."""
+    """The driver's answer to a report: the node's name in the job, and data for its agents."""
 
     name: str
     run_id: str

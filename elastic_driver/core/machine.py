@@ -7,7 +7,7 @@ or does I/O, so that the same events at the same times give the same decisions, 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NoReturn, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -41,8 +41,3 @@ class Machine(Protocol[Event_contra, Decision_co]):
 def stamped(decisions: Iterable[AnyDecision], cause: int) -> list[AnyDecision]:
     """Return the decisions with the number of the event that caused them."""
     return [replace(decision, cause=cause) for decision in decisions]
-
-
-def assert_never(value: NoReturn) -> NoReturn:
-    """Let mypy prove that a `match` names every kind of event."""
-    raise AssertionError(f"unexpected {value!r}")

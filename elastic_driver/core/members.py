@@ -1,9 +1,9 @@
-"""The members of a round: their places, and the short form in which all of them travel.
+"""The members of a round: their places, and the short form in which they travel.
 
 Ranks of a host are contiguous, and everything else about a place follows from the slots in use.
-So a `World` goes over the wire as hosts with runs of slots: 1 kB for a thousand members, 10 kB for
-ten thousand, where a place for each member is a hundred times that, and every member receives all
-of it. `Members` is that form, and works a place out when it is asked for. Pure data.
+So a `World` is sent as hosts with runs of slots: 1 kB for a thousand members, 10 kB for ten
+thousand. A place for each member would be a hundred times as long, and every member receives all of
+it. `Members` holds the short form and computes a place when it is asked for. Pure data.
 """
 
 from bisect import bisect_right
@@ -25,7 +25,7 @@ class SlotInfo(Struct, frozen=True, array_like=True):
     """One worker's place in a round (meaning of the six numbers as in Horovod)."""
 
     host: str
-    slot: int  # names the device; never changes in a process's life
+    slot: int  # the device; it never changes while the process lives
     rank: int
     local_rank: int  # counted anew each round, 0 … local_size − 1
     cross_rank: int  # index of this host among the hosts that have this local_rank
@@ -37,7 +37,7 @@ class SlotInfo(Struct, frozen=True, array_like=True):
 
 
 class Member(Struct, frozen=True, array_like=True):
-    """A worker of a complete round, with the state it brought along."""
+    """A worker of a complete round, with the version of its state."""
 
     worker: str
     place: SlotInfo
@@ -61,7 +61,7 @@ class HostGroup(Struct, frozen=True, array_like=True):
 
 
 class Standings(Struct, frozen=True, array_like=True):
-    """A run of `count` ranks that brought the same state along."""
+    """A run of `count` ranks that have the same version of the state."""
 
     count: Count
     version: int
@@ -76,7 +76,7 @@ class Roster(Struct, frozen=True, array_like=True):
 
 
 class _HostBlock(NamedTuple):
-    """The hosts of one group, with the slots in use on each, and where they begin."""
+    """The hosts of one group, the slots in use on each, and their first ranks."""
 
     number: int  # among the blocks
     hosts: tuple[str, ...]
@@ -173,7 +173,7 @@ class Members(Sequence[Member]):
 
 
 def roster_of(members: Sequence[Member]) -> Roster:
-    """The short form of these members; raises `ValueError` where they cannot be a round."""
+    """Return the short form of these members; raises `ValueError` if they cannot be a round."""
     by_host = groupby(members, key=lambda member: member.place.host)
     in_use = [(host, _runs(those)) for host, those in by_host]
     groups = [

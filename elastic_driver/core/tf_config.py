@@ -1,10 +1,10 @@
 """`TF_CONFIG`: the TensorFlow task of each worker, and the addresses of the others.
 
-A task is a role (`chief`, `worker`, `ps`, `evaluator`) and an index. `assign` hands tasks out
-anew each time the members change, and moves as few of them as it can; `TfLayout` remembers them,
-and each task's address, from one round to the next. Members are known by host and slot, for that
-is what stays when the processes are started again. Pure: called by `core.rules.placement` and, for
-clusters that form over HTTP, by `policies.tf_cluster`.
+A task is a role (`chief`, `worker`, `ps`, `evaluator`) and an index. `assign` gives the tasks out
+each time the members change, and moves as few of them as it can. `TfLayout` keeps them, and each
+task's address, from one round to the next. It knows members by host and slot, because these stay
+when the processes are started again. Pure: called by `core.rules.placement` and, for clusters that
+form over HTTP, by `policies.tf_cluster`.
 
 The form of TF_CONFIG: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG
 """
@@ -41,16 +41,16 @@ class PortOffer(NamedTuple):
 
 
 def assign(members: Sequence[K], roles: TfRoles, previous: Mapping[K, Task]) -> dict[K, Task]:
-    """Each member's task.
+    """Return each member's task.
 
-    A member whose task still exists keeps it. The chief, and worker 0, is the oldest worker: where
-    that task is free, the oldest takes it. Other free tasks go to members without one, the oldest
-    first, in the order in which the roles are listed.
+    A member keeps its task if that still exists. The chief, and worker 0, is the oldest worker: if
+    that task is free, the oldest worker takes it. Other free tasks go to members without one, the
+    oldest first, in the order of the roles.
 
     Args:
         members: all that take part, the oldest first.
-        roles: (role, how many); None stands for all the others.
-        previous: the tasks before; those not among `members` any more have left.
+        roles: (role, number of members); None: all others.
+        previous: the tasks before, also of members that have left.
     """
     fixed = sum(count for _, count in roles if count is not None)
     rest = max(0, len(members) - fixed)
@@ -71,7 +71,7 @@ def assign(members: Sequence[K], roles: TfRoles, previous: Mapping[K, Task]) -> 
 def _promote(
     members: Sequence[K], tasks: Sequence[Task], previous: Mapping[K, Task], held: dict[Task, K]
 ) -> None:
-    """Give a free chief or worker 0 to the oldest of those who were workers."""
+    """Give a free chief or worker 0 to the oldest member that was a worker."""
     for lead in (Task(CHIEF, 0), Task(WORKER, 0)):
         if lead not in tasks or lead in held:
             continue
@@ -86,7 +86,7 @@ def _promote(
 
 
 def cluster_of(tasks: Mapping[K, Task], addresses: Mapping[K, str]) -> dict[str, list[str]]:
-    """The "cluster" of TF_CONFIG: `host:port` by role and index; an evaluator is not in it."""
+    """Return the "cluster" of TF_CONFIG: `host:port` by role and index, without evaluators."""
     cluster: dict[str, list[str]] = {}
     for member in sorted(tasks, key=lambda member: tasks[member]):
         role = tasks[member].type
@@ -96,13 +96,13 @@ def cluster_of(tasks: Mapping[K, Task], addresses: Mapping[K, str]) -> dict[str,
 
 
 def tf_config(cluster: Mapping[str, Sequence[str]], task: Task) -> str:
-    """The value of the variable TF_CONFIG."""
+    """Return the value of the variable TF_CONFIG."""
     hosts = {role: list(addresses) for role, addresses in cluster.items()}
     return json.dumps({"cluster": hosts, "task": {"type": task.type, "index": task.index}})
 
 
 class TfLayout:
-    """The tasks of a job's slots, and where they listen, over all its rounds."""
+    """The tasks of a job's slots and their addresses, over all rounds."""
 
     def __init__(self, roles: TfRoles) -> None:
         self._roles = roles
@@ -111,7 +111,7 @@ class TfLayout:
         self._listening: dict[Where, tuple[str, int]] = {}
 
     def settle(self, present: Mapping[Where, PortOffer]) -> dict[Where, str]:
-        """TF_CONFIG of each member, now that these take part; newcomers in this order.
+        """Return TF_CONFIG of each member of a new round; newcomers follow in the order given.
 
         A slot keeps its port as long as its agent offers the same ones.
         """

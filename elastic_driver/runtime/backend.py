@@ -95,7 +95,7 @@ class Backend(Protocol):
         return
 
     def find_problems(self, hosts: Hosts) -> dict[str, str]:  # noqa: ARG002
-        """Ask hosts whether an agent can run there; return why for those where it cannot."""
+        """Ask hosts if an agent can run there; return a problem for each that cannot run one."""
         return {}
 
     def look_up(self, host: str) -> str:

@@ -127,7 +127,7 @@ class NodeChecks:
         self._server, self._token = server, token
 
     def begin(self, hosts: Hosts, answer: CheckAnswer) -> NodeChecker:
-        """Return the machine of a new check, whose agents can be started from now on.
+        """Return the machine of a new check; its agents can be started from now on.
 
         `answer` is later called with the report, in another thread. Raises ElasticError if the
         check cannot be made, and while another check is going on: both would use the same folder,

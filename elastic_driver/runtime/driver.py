@@ -1,8 +1,8 @@
-"""The driver of one run: its files, its rendezvous server, its loop, from the first to the last.
+"""The driver of one run: opens its files and its server, runs its loop, and closes everything.
 
 `elasticrun` makes one per job: `ElasticDriver(…).run()`. With a node check, `open` and `check` come
 first. The driver's thread runs the loop (`runtime.loop`); all other threads (server, discovery,
-backends, whoever calls `request_stop`) only put messages into the mailbox. The constructor
+backends, callers of `request_stop`) only put messages into the mailbox. The constructor
 starts nothing. Times are seconds.
 """
 
@@ -41,7 +41,7 @@ from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Set
 
-MAX_MAIL = 100_000  # waiting messages; with more, senders are told to come back later
+MAX_MAIL = 100_000  # waiting messages; beyond that, requests are refused with 503
 SIGNAL_SLICE_S = 0.5  # the longest time until a signal is handled
 
 

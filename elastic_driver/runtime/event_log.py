@@ -1,7 +1,7 @@
 """The event log of a job: one JSON object per line, for people and programs.
 
 The driver appends the announced events; `runtime.api` reads the newest ones from memory. A broken
-log never harms the job: when a write fails (disk full, folder gone), the user is told once, and
+log never harms the job: when a write fails (disk full, folder gone), the user sees one line, and
 events are kept in memory only.
 
 A line: `{"n": 7, "t": 1718000000.25, "event": "worker_exited", "round": 2, "host": "a",

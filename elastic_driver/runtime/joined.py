@@ -3,7 +3,7 @@
 A node reports that it is there, and is a host like any other from then on: `find` lists it, and
 `start` writes the wanted incarnation into the store, where the node waits for it. The node lives as
 long as it renews its lease in the store. When the lease expires, or the node leaves or joins
-again, it is no host any more and its agents are lost. The server's own node, where it trains too,
+again, it is no longer a host and its agents are lost. If the server's own node trains too, it
 is the first host; an ordinary backend starts its agents.
 
 A lock guards the table: routes and leases run on the server's thread, `find` on the discovery
@@ -174,7 +174,7 @@ class JoinedNodes(Backend):
         return json_answer(answer)
 
     def lease_expired(self, key: str) -> None:
-        """Give up the node whose lease this was, if it is one; called by the server's thread."""
+        """Give up the node that owned this lease; called by the server's thread for every lease."""
         with self._lock:
             node = self._nodes.get(key.removeprefix(join.NODES_PREFIX).removesuffix("/lease"))
             if node is not None:

@@ -1,8 +1,8 @@
-"""The one loop of a driver: an event comes out of the mailbox, its machine decides, we carry out.
+"""The loop of a driver: it takes an event out of the mailbox and hands it to its machine.
 
-Each event is numbered, timed and handed to the machine that it is for; the executor carries out
-the decisions, in their order, before the next event. Events of kinds that many senders send at
-about the same time are handled together. Runs in the driver's thread. Times are seconds.
+Each event gets a number and the time. The executor carries out the machine's decisions, in their
+order, before the next event. Events that many senders send at about the same time are handled
+together. Runs in the driver's thread. Times are seconds.
 """
 
 import queue
@@ -14,7 +14,7 @@ from typing import Any
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, CheckHosts, EndJob
 from elastic_driver.core.job import Job
-from elastic_driver.core.machine import stamped
+from elastic_driver.core.machine import Machine, stamped
 from elastic_driver.errors import ElasticError, ExitCode
 from elastic_driver.policies.messages import KeysRead, MachineName, Reply
 from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
@@ -55,14 +55,14 @@ class DriverLoop:
             lease: seconds that a member of TensorFlow's cluster may be silent.
             checks: how nodes are checked; None: never.
             status: returns the status document.
-            answer: answers the requests whose machines have replied.
+            answer: sends the machines' replies to their clients.
             debug: whether the machines' invariants are checked after each event.
         """
         self.end: EndJob | None = None  # the job is over: the agents shut down
         self.job: Job | None = None  # None: not begun yet
         self.stragglers = Stragglers()
         self.checker: NodeChecker | None = None
-        self._machines: dict[MachineName, Any] = {
+        self._machines: dict[MachineName, Machine[Any, Any]] = {
             "stragglers": self.stragglers,
             "shards": DataSets(),
             "tf": TfCluster(lease),

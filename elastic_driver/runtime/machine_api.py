@@ -1,4 +1,4 @@
-"""The HTTP routes whose requests a machine answers: data shards, and TensorFlow's cluster.
+"""The HTTP routes of data shards and of TensorFlow's cluster: a machine answers each request.
 
 | route | answer |
 |---|---|

@@ -75,7 +75,7 @@ _WORDS: dict[str, tuple[Level, str]] = {
     "state_saved": (Level.NORMAL, "last checkpoint written"),
     "state_not_saved": (Level.NORMAL, "no last checkpoint"),
     "grace_period_passed": (Level.NORMAL, "grace period over"),
-    "scale_requested": (Level.NORMAL, "another size is wished"),
+    "scale_requested": (Level.NORMAL, "another size was requested"),
     "state_synced": (Level.VERBOSE, "state synced in round {round}"),
     "driver_resumed": (Level.NORMAL, "driver resumed"),
 }
@@ -159,7 +159,10 @@ class Reporter:
         """Write whole lines, or count them as dropped."""
         with self._lock:
             if self._dropped and self._has_room(0.0):
-                lines = [f"{NAME}: {self._dropped} lines were dropped, nobody read them", *lines]
+                lines = [
+                    f"{NAME}: {self._dropped} lines were dropped: the terminal did not take them",
+                    *lines,
+                ]
                 self._dropped = 0
             data = "".join(f"{_printable(line)}\n" for line in lines)
             if not self._put(data):
