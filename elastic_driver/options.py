@@ -160,10 +160,8 @@ def _seconds_range(shortest: str, longest: str) -> tuple[float, float]:
 
 
 def _node_range(word: str) -> tuple[int, int]:
-    low, colon, high = word.partition(":")
-    if not (_WHOLE.match(low) and (_WHOLE.match(high) if colon else True)):
-        raise ValueError(f"needs N or MIN:MAX, got {word!r}")
-    least, most = int(low), int(high if colon else low)
+    low, _, high = word.partition(":")
+    least, most = int(low), int(high or low)
     if not 1 <= least <= most:
         raise ValueError(f"needs 1 <= MIN <= MAX, got {word}")
     return least, most
@@ -218,7 +216,9 @@ FLAG = ValueKind(_flag, words=0)  # in the environment and in files: 1/true/yes/
 SECONDS = ValueKind(_seconds, "SECONDS")
 SECONDS_OR_0 = ValueKind(lambda word: _seconds(word, zero=True), "SECONDS")
 SECONDS_RANGE = ValueKind(_seconds_range, "MIN MAX", words=2)
-NODE_RANGE = ValueKind(_node_range, "MIN[:MAX]")  # torchrun's --nnodes
+NODE_RANGE = matching(  # torchrun's --nnodes
+    "MIN[:MAX]", r"[0-9]{1,9}(:[0-9]{1,9})?", "needs N or MIN:MAX", _node_range
+)
 NODE_WORKERS = ValueKind(_node_workers, "N|auto|cpu|gpu")  # torchrun's --nproc-per-node
 ENDPOINT = ValueKind(_endpoint, "HOST:PORT")  # IPv6 in brackets; without a port: port 0
 VARIABLES = ValueKind(_variables, "NAME[=VALUE]", repeat=True)  # NAME alone: value None

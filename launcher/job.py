@@ -30,8 +30,6 @@ from launcher.launch.workers import worker_command
 from launcher.options.help import render_help
 from launcher.options.values import CommandLine, resolve
 
-ANY_HOST = "HOST"  # in a dry run, for hosts that a discovery finds later
-
 
 def render_version() -> str:
     """Return the line of `--version`."""
@@ -83,7 +81,7 @@ def describe_agents(plan: LaunchPlan) -> list[tuple[str, str]]:
     if isinstance(plan.hosts, JoinedHosts):
         return []
     backend, described = make_backend(plan.backend, plan.agents), []
-    for host in [host for host, slots in plan.agents.hosts if slots] or [ANY_HOST]:
+    for host in [host for host, slots in plan.agents.hosts if slots] or ["HOST"]:
         try:
             described.append((host, backend.describe(host)))
         except ClusterError as error:
@@ -113,7 +111,7 @@ def join_job(line: CommandLine, role: where.Join) -> int:
     slots = slots_of_a_host(options, facts.machine)
     plan = JoinPlan(role, slots, options, line.fill(Settings), Path(facts.state_dir), command)
     if options.dry_run:
-        print(plan.render(), flush=True)
+        print(f"joins       {plan.place}\nworkers     {slots or 'as many as the server says'}")
         return int(ExitCode.OK)
     return join(plan)
 

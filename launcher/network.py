@@ -1,8 +1,8 @@
 """The address at which other hosts reach this machine, and its interface.
 
 The routing table knows: a UDP socket that is connected towards a host (no packet is sent) has
-the address the host will see. The launcher asks for the rendezvous' address, each agent for the
-address and the interface its workers are to use.
+the address that the host will see. The launcher finds the rendezvous' address with it, each agent
+the address and the interface of its workers.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of(interfaces: Iterable[str]) -> tuple[str, str] | None:
-    """Return the first of these interfaces here, as (name, address): IPv4 if it has one."""
+    """Return (address, name) of the first of these interfaces that is here: IPv4 if it has one."""
     known = psutil.net_if_addrs()
     for name in interfaces:
         entries = known.get(name, [])
@@ -63,19 +63,18 @@ def address_of(interfaces: Iterable[str]) -> tuple[str, str] | None:
             for entry in entries:
                 parsed = _parse(entry.address) if entry.family == family else None
                 if parsed is not None and not parsed.is_link_local:
-                    return name, str(parsed)
+                    return str(parsed), name
     return None
 
 
 def meeting_point(endpoint: str, wanted: Sequence[str]) -> tuple[str | None, str | None]:
     """Return (address, interface) at which workers of other hosts reach those of this one.
 
-    That of the first of the `wanted` interfaces there is here; else the one that leads to the
-    rendezvous at `endpoint`, a URL.
+    These are of the first of the `wanted` interfaces that is here, else of the one that leads to
+    the rendezvous at `endpoint`, a URL.
     """
-    named = address_of(wanted)
-    if named is not None:
-        return named[1], named[0]
+    if named := address_of(wanted):
+        return named
     parts = urlsplit(endpoint)
     address = address_towards(parts.hostname or "", parts.port or _ANY_PORT)
     return address, None if address is None else interface_of(address)

@@ -102,14 +102,10 @@ def config(words: list[str]) -> int:
     if not words or words[0] != "show":
         raise UsageError(f"config needs the word show; {_CONFIG_USAGE}")
     line = resolve(words[1:], os.environ)
-    given = line.origins()
-    names = {name for name, _, _ in given}
-    others = [
-        (option.long, option.default_text or ("no" if option.kind is FLAG else "-"), "default")
-        for option in OPTIONS
-        if option.long not in names
-    ]
-    print(table(("OPTION", "VALUE", "FROM"), [*given, *others]))
+    found = [(option, line.settings[option.field]) for option in OPTIONS]
+    found.sort(key=lambda pair: pair[1].level == 0)
+    rows = [(o.long, s.text or ("no" if o.kind is FLAG else "-"), s.source) for o, s in found]
+    print(table(("OPTION", "VALUE", "FROM"), rows))
     for warning in line.warnings:
         print(f"note: {warning}")
     return 0

@@ -76,11 +76,6 @@ class JoinPlan:
         """The server's address as it is written in a URL."""
         return f"{bracketed(self.server.host)}:{self.server.port}"
 
-    def render(self) -> str:
-        """Return the plan as text for people."""
-        slots = "as many as the server says" if self.slots is None else str(self.slots)
-        return f"joins       {self.place}\nworkers     {slots}"
-
     def say(self, sentence: str) -> None:
         """Show a sentence on stderr, unless --quiet was given."""
         if not self.options.quiet:

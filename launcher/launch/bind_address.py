@@ -44,7 +44,7 @@ def choose_bind_host(
                 f"--network-interfaces: none of {', '.join(interfaces)} has an address here; "
                 f"there are {there}"
             )
-        return named[1]
+        return named[0]
     with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:
         found = set(filter(None, pool.map(lambda host: find_address(host, look_up), remote)))
     if not found:  # `Backend.find_problems` says what is wrong with each of them

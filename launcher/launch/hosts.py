@@ -202,8 +202,9 @@ def choose_allocation(line: CommandLine, environ: Mapping[str, str]) -> SlurmAll
     UsageError if there is no allocation for --backend slurm, or if mpirun or srun has started us
     several times, each of which would be a job.
     """
-    backend, elsewhere = line.options.backend, _same_command_on_nodes(line)
-    ranks = started_ranks(environ)
+    backend, ranks = line.options.backend, started_ranks(environ)
+    # With torchrun's options the same command is meant to run on several nodes.
+    elsewhere = line.level("nnodes") and line.level("rdzv_endpoint")
     if ranks > 1 and backend != "mpi" and not elsewhere:
         raise UsageError(
             f"mpirun has started elasticrun {ranks} times, which would be {ranks} jobs; use "
@@ -233,11 +234,6 @@ def _check_nodes(allocation: SlurmAllocation, source: FixedHosts | DiscoveredHos
             raise UsageError(
                 f"{host} ({source.source}) is not in {allocation.source}, whose nodes are {nodes}"
             )
-
-
-def _same_command_on_nodes(line: CommandLine) -> bool:
-    """Return whether the same command is meant to run on several nodes, as with torchrun."""
-    return bool(line.level("nnodes") and line.level("rdzv_endpoint"))
 
 
 # ---- nodes that start by themselves ------------------------------------------------------

@@ -49,7 +49,10 @@ _SIGNALS = {
 def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     """Run the job; return its exit status. Raises ElasticError if it cannot be started."""
     discovery = source = make_discovery(plan.hosts)
-    hosts = hosts_now(plan, discovery)
+    hosts: Hosts = ()
+    if plan.backend != "local" or plan.hosts.hosts is not None:
+        with contextlib.suppress(ElasticError):  # no mistake yet: the driver asks again
+            hosts = discovery.find()
     plan, job = bound(plan, hosts)
     problems = make_backend(plan.backend, job).find_problems(hosts)
     for problem in problems.values():
@@ -109,19 +112,6 @@ def run_driver(driver: ElasticDriver, plan: LaunchPlan, discovery: HostDiscovery
     notice = plan.settings.grace_period
     with warnings_shown(driver.reporter, "rendezvous"), stop_on_signals(driver, notice=notice):
         return driver.run(plan.settings, discovery).exit_code
-
-
-def hosts_now(plan: LaunchPlan, discovery: HostDiscovery) -> Hosts:
-    """Return the hosts before the driver asks for them; none if they are not needed yet.
-
-    A discovery that fails now is no mistake: the driver asks again.
-    """
-    if plan.backend == "local" and plan.hosts.hosts is None:
-        return ()
-    try:
-        return discovery.find()
-    except ElasticError:
-        return ()
 
 
 def bound(plan: LaunchPlan, hosts: Hosts) -> tuple[LaunchPlan, BackendJob]:

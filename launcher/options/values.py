@@ -42,7 +42,7 @@ class Setting(NamedTuple):
     """The value of an option, and its source."""
 
     value: Any
-    text: str = ""  # the words that were given; of variables only the names
+    text: str  # the words that were given; of variables only the names
     source: str = "default"  # or `command line`, a variable, `FILE line N`
     level: int = 0  # of the source: 0 default, 1 file, 2 environment, 3 command line
 
@@ -101,7 +101,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     config = _BY_NAME["config-file"]
     named = from_argv.get(config) or from_environment.get(config)
     from_file = {} if named is None else _from_file(Path(_read(config, *named).value))
-    settings = {option.field: Setting(option.default) for option in OPTIONS}
+    settings = {option.field: Setting(option.default, option.default_text) for option in OPTIONS}
     for level, layer in enumerate((from_file, from_environment, from_argv), start=1):
         for option, (words, source) in layer.items():
             settings[option.field] = _read(option, words, source)._replace(level=level)

@@ -18,7 +18,7 @@ def test_a_name_without_an_address_leads_nowhere() -> None:
 
 
 def test_the_first_interface_that_is_here_counts() -> None:
-    assert network.address_of(["nosuch0", "lo"]) == ("lo", "127.0.0.1")
+    assert network.address_of(["nosuch0", "lo"]) == ("127.0.0.1", "lo")
     assert network.address_of(["nosuch0"]) is None
 
 
