@@ -1,6 +1,6 @@
 """The edge of our commands: errors become a line and an exit status, signals are handled.
 
-A traceback is shown for a bug of ours only. `launcher.cli` and `launcher.ctl` call `run_command`.
+Only a bug in our code shows a traceback. `launcher.cli` and `launcher.ctl` call `run_command`.
 
 `rendezvous` and `elastic_driver` are names that a user's files may have too. Python looks into the
 current folder (with `-m`), the script's folder and PYTHONPATH first, and would import such a file
@@ -24,7 +24,7 @@ NAMES = ("elastic_driver", "rendezvous")
 
 
 def run_command(name: str, act: Callable[[], int]) -> int:
-    """Run the command `name`, which is `act`; return its exit status."""
+    """Call `act`, the body of the command `name`; return the exit status."""
     _pin_packages()
     from elastic_driver.errors import ElasticError, ExitCode  # noqa: PLC0415 - ours from here on
 
@@ -62,7 +62,7 @@ def _pin_packages() -> None:
 
 
 def find_shadow(folders: Iterable[Path]) -> Path | None:
-    """Return the first file or package in these folders that would be imported for one of ours."""
+    """Return the first file in these folders that Python would import in place of our packages."""
     for folder in folders:
         if folder.resolve() == ROOT:
             return None  # ours is found here, before anything in a later folder

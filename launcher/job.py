@@ -104,9 +104,9 @@ def join_job(line: CommandLine, role: where.Join) -> int:
     from launcher.join.node import JoinPlan, join  # noqa: PLC0415 - see `run`
 
     options, facts = line.options, collect_facts(line, os.environ)
-    RunDir(Path(facts.state_dir), facts.run_id)  # raises for a name that cannot be one
+    RunDir(Path(facts.state_dir), facts.run_id)  # raises for a name that is not usable
     if options.token_file is not None:
-        read_secret(options.token_file)  # raises now, and not when a server is found
+        read_secret(options.token_file)  # raises now, before a server is found
     command = worker_command(line.command, facts.python) if line.command else ()
     slots = slots_of_a_host(options, facts.machine)
     plan = JoinPlan(role, slots, options, line.fill(Settings), Path(facts.state_dir), command)
@@ -186,7 +186,7 @@ def _backend_line(name: str) -> str:
 
 def _collectives() -> list[str]:
     try:
-        import torch  # noqa: PLC0415 - a second's import that no other command pays for
+        import torch  # noqa: PLC0415 - the import takes a second
         import torch.distributed as dist  # noqa: PLC0415
     except ImportError as error:
         return [_line(False, f"torch ({error}); install it: pip install 'elastic-driver[torch]'")]

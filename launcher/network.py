@@ -29,7 +29,7 @@ def address_towards(address: str, port: int = _ANY_PORT) -> str | None:
 
 
 def addresses_of(host: str) -> list[str]:
-    """Return the addresses of a host's name, the best first; none if it has none here."""
+    """Return the addresses of a host's name, the best first; empty if it has none."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -37,7 +37,7 @@ def addresses_of(host: str) -> list[str]:
 
 
 def default_address() -> str | None:
-    """Return our address on the default route, or without one our first IPv4 address."""
+    """Return our address on the default route; without such a route our first IPv4 address."""
     entries = [entry for found in psutil.net_if_addrs().values() for entry in found]
     four = [entry.address for entry in entries if entry.family == socket.AF_INET]
     return address_towards(SOMEWHERE) or next((a for a in four if not is_loopback(a)), None)

@@ -57,7 +57,7 @@ def check(words: list[str]) -> int:
     if line.options.help:
         print(_HELP, end="")
         return 0
-    hosts, line = ",".join(line.command), replace(line, command=("true",))  # which is not run
+    hosts, line = ",".join(line.command), replace(line, command=("true",))  # it is not run
     if _HISTORY in words:
         return _show_history(line, [name for name, _slots in parse_hosts(hosts)] if hosts else [])
     line = line.having("network_check", Setting(True, "true", "elasticctl check", 3))

@@ -1,8 +1,8 @@
-"""The name of a node that joins, the choice of the process here that serves, and the secret.
+"""The name of a node that joins, the claim to serve a port, and the secret.
 
 The first node of a machine has the machine's name, a second one at the same server `name-2`. A
-process holds a name through an abstract socket, which the kernel frees however the process ends. So
-the next process that holds the name follows the one before it, and keeps its name.
+process holds a name through an abstract socket, which the kernel frees when the process ends. The
+next process that holds the name is the successor of the one before, and the node keeps its name.
 
 Server and node both have the secret, and it is in no argument. It is one of three, in this order:
 the text of --token-file; the run's own token, if node and server share a state directory; a key

@@ -51,8 +51,8 @@ from rendezvous.errors import RendezvousError
 from rendezvous.wire import MAX_WAIT_S, Entries, Entry, Set, Watch, Written, expect
 
 FOLDER_PREFIX = "elastic-join-"
-ORPHANS_S = 5.0  # the time for processes whose agent is gone to end too
-GOODBYE_S = 2.0  # the time for the server to take note that we leave
+ORPHANS_S = 5.0  # the time for the processes of a dead agent to end
+GOODBYE_S = 2.0  # the time to tell the server that we leave
 ATTEMPT_S = 3.0  # the time for one address of the server to answer
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -69,7 +69,7 @@ class JoinPlan:
     options: LaunchOptions
     settings: Settings
     state_dir: Path
-    command: tuple[str, ...] = ()  # the command typed here; the server's is the one that runs
+    command: tuple[str, ...] = ()  # the command typed here; the server's command runs
 
     @property
     def place(self) -> str:
@@ -83,7 +83,7 @@ class JoinPlan:
 
 
 def join(plan: JoinPlan) -> int:
-    """Take part in the job until it ends or this node is told to leave; return the exit status.
+    """Take part in the job until it ends or a signal ends this node; return the exit status.
 
     Raises ElasticError for a problem that the user has to solve.
     """

@@ -24,13 +24,12 @@ from launcher.launch.submit import make_driver, run_driver
 def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
     """Hold the job until it ends; return its exit status.
 
-    Raises UsageError for options that need hosts which are known beforehand, and ElasticError where
-    the job cannot begin.
+    Raises UsageError for options that need a list of hosts, ElasticError if the job cannot begin.
     """
     if plan.options.checks_nodes:
         raise UsageError(
-            "the node check needs hosts that are known beforehand, and these join by themselves; "
-            "check them with: elasticctl check HOSTS"
+            "the node check needs a list of hosts, but these nodes join by themselves; check them "
+            "with: elasticctl check HOSTS"
         )
     rules = NodeRules(
         run_id=plan.spec.run_id,

@@ -32,7 +32,7 @@ def choose_bind_host(
     Raises UsageError if `bind` has no address here, or none of the interfaces has one.
     """
     given = numeric_address(bind)
-    # Its own name may mean loopback here (Debian's 127.0.1.1), which other hosts cannot use.
+    # A machine's own name may be loopback (Debian's 127.0.1.1), which other hosts cannot use.
     remote = [host for host, slots in hosts if slots and not is_this_machine(host)]
     if not ipaddress.ip_address(given).is_loopback or not remote:
         return given
@@ -47,7 +47,7 @@ def choose_bind_host(
         return named[0]
     with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:
         found = set(filter(None, pool.map(lambda host: find_address(host, look_up), remote)))
-    if not found:  # `Backend.find_problems` says what is wrong with each of them
+    if not found:  # `Backend.find_problems` tells the user about each host
         return given
     if len(found) == 1:
         return found.pop()
@@ -55,7 +55,7 @@ def choose_bind_host(
 
 
 def numeric_address(host: str) -> str:
-    """Return the address to bind for a host's name; the server itself looks no names up."""
+    """Return the numeric address to bind for a host's name; raises UsageError if it has none."""
     for address in addresses_of(host):
         return address
     raise UsageError(f"--rdzv-endpoint: the name {host} has no address here")
@@ -67,7 +67,7 @@ def numeric_address(host: str) -> str:
 def can_serve(host: str, port: int) -> bool:
     """Return whether a name or address is this machine's, and the port is free here now.
 
-    A name server is asked too.
+    This may ask a name server.
     """
     if not is_this_machine(host) and not any(map(is_this_machine, addresses_of(host))):
         return False
@@ -81,8 +81,8 @@ def can_serve(host: str, port: int) -> bool:
 def bind_address(host: str) -> str:
     """Return the numeric address to listen on for nodes that know the server by this name.
 
-    That is every address for a name that leads elsewhere (a service's), or to loopback though it
-    is not `localhost` (Debian gives a machine's own name 127.0.1.1).
+    It is the wildcard for a name that belongs to another machine (a service's name), and for a name
+    with a loopback address other than `localhost` (Debian gives a machine's own name 127.0.1.1).
     """
     if host in ANYWHERE or is_loopback(host):
         return "127.0.0.1" if host == "localhost" else host

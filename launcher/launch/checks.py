@@ -94,7 +94,7 @@ def _check_file(what: str, cwd: Path, name: str, mode: int, hint: str) -> None:
 
 
 def is_python(program: str) -> bool:
-    """Return whether a command is a Python interpreter: then a script or -m follows."""
+    """Return whether a command is a Python interpreter, with a script or -m after it."""
     return program == sys.executable or Path(program).name.startswith("python")
 
 
@@ -107,7 +107,7 @@ def _check_module(module: str, cwd: Path, environ: Mapping[str, str]) -> None:
 
 
 def _check_shadows(command: tuple[str, ...], cwd: Path, environ: Mapping[str, str]) -> None:
-    """Refuse a user's rendezvous.py beside the script: workers would import it in place of ours."""
+    """Raise UsageError if workers would import a user's `rendezvous.py` in place of our package."""
     if not is_python(command[0]) or len(command) < 2:
         return
     script = command[1]

@@ -19,26 +19,26 @@ from launcher.options.values import CommandLine, Setting
 THIS_MACHINE = "localhost"
 RENDEZVOUS_PORT = 29400  # torchrun's default, and ours for --serve and --join
 MASTER_PORT = 29500  # torch's default for MASTER_PORT
-ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what a user may name, nothing is bound here
-HOSTFILE, SCRIPT = "hostfile", "script"  # discoveries that have an option of their own
+ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - names that a user may give; nothing is bound here
+HOSTFILE, SCRIPT = "hostfile", "script"  # discoveries with an option of their own
 # The options that name hosts, by field.
 _HOST_OPTIONS = ("standalone", "host_discovery", "host_discovery_script", "hosts", "hostfile")
-_SHOWN = 8  # of a long list
+_SHOWN = 8  # entries of a long list in a message
 
 
 @dataclass(frozen=True)
 class Serve:
-    """Hold the job at this address; `own`: workers run on this node too."""
+    """The role of the node that holds the job; `own`: workers run on this node too."""
 
     host: str
     port: int
     own: bool
-    by_name: bool = False  # HOST is this machine: another process here may serve already
+    by_name: bool = False  # this node serves because HOST is its name: another process may do so
 
 
 @dataclass(frozen=True)
 class Join:
-    """Join the job that is served at this address."""
+    """The role of a node that joins the job at this address."""
 
     host: str
     port: int
@@ -65,7 +65,7 @@ class Facts:
     environ: Mapping[str, str] = field(default_factory=dict)
     ranks: Hosts | None = None  # if mpirun has started us: a slot for each rank
     role: Serve | None = None  # this node serves a job whose nodes join by themselves
-    name: str = THIS_MACHINE  # this node's name among them
+    name: str = THIS_MACHINE  # this node's name among the nodes of such a job
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class FixedHosts:
 
 @dataclass(frozen=True)
 class DiscoveredHosts:
-    """Hosts that a discovery finds again and again; `hosts` are those known now, if any are."""
+    """Hosts that a discovery finds, again and again; `hosts`: those that are known now."""
 
     discovery: str  # a registered name
     argument: str
@@ -101,7 +101,7 @@ class JoinedHosts:
     role: Serve
     own: Hosts
     default_slots: int  # of a node that does not name a number
-    hosts: None = None  # unknown beforehand
+    hosts: None = None  # no host is known before it joins
 
 
 HostSource: TypeAlias = FixedHosts | DiscoveredHosts | JoinedHosts
@@ -171,9 +171,10 @@ def _host_options(line: CommandLine) -> list[str]:
 
 
 def choose_host_option(line: CommandLine) -> str | None:
-    """Return the option that names the hosts, by the nearest source; None: no option does.
+    """Return the option that names the hosts; None: no option does.
 
-    Raises UsageError if two of the same source contradict each other.
+    An option of the command line wins over a variable, and a variable over the file. Raises
+    UsageError for two options of the same source.
     """
     named = sorted(_host_options(line), key=line.level, reverse=True)
     if len(named) > 1 and line.level(named[0]) == line.level(named[1]):
@@ -183,7 +184,7 @@ def choose_host_option(line: CommandLine) -> str | None:
 
 
 def choose_discovery(line: CommandLine) -> tuple[str, str] | None:
-    """Return the name and the argument of the discovery that finds the hosts; None: none does."""
+    """Return the name and the argument of the discovery of the hosts; None: there is none."""
     chosen = choose_host_option(line) or ""
     if chosen == "host_discovery":
         name, _, argument = str(line.options.host_discovery).partition(":")
@@ -267,7 +268,7 @@ def decide_role(
         rank = _rank(environ) if rank is None else rank
         master = options.master_addr or environ.get("MASTER_ADDR")
         if master is None and options.node_rank is None:
-            return None  # nothing mentions a node 0
+            return None  # no option and no variable names node 0
         host, port = (master or "127.0.0.1").strip("[]"), options.master_port or MASTER_PORT
         if options.master_port is None and "MASTER_PORT" in environ:
             port = _number(environ, "MASTER_PORT")

@@ -4,8 +4,8 @@
 `LaunchPlan.render()` for --dry-run. The values of `--env` are in the job's specification, and are
 not rendered: they may be secrets.
 
-The rules for the number of workers are horovodrun's (-np, --min-np, --max-np) and torchrun's
-(--nnodes, --nproc-per-node), as far as these have rules:
+The rules for the number of workers follow horovodrun (-np, --min-np, --max-np) and torchrun
+(--nnodes, --nproc-per-node):
 
 * -np N: the first round waits for N. Then the job continues with the workers that are left, down to
   --min-np (default 1). With --min-np M, M are enough when --start-timeout is over.
@@ -44,7 +44,7 @@ class LaunchPlan:
     agents: BackendJob  # for the backend, before the rendezvous is up
     state_dir: str
     gpus: bool  # the hosts have GPUs: a node check tests every slot, not every host
-    forwarded: tuple[str, ...]  # variables of this shell that other hosts' workers get
+    forwarded: tuple[str, ...]  # the variables of this shell that workers on other hosts get
     notes: tuple[str, ...]
 
     @property
@@ -110,7 +110,7 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     wanted = wish.most or wish.asked or wish.least
     hosts = where.choose_hosts(line, facts, slots, wanted, allocation)
     if role and slots is None and not role.own and line.level("nnodes"):
-        wish = wish._replace(most=None)  # the nodes bring their number of workers
+        wish = wish._replace(most=None)  # each node brings its own number of workers
     settings, size_note = _settings(line, wish, hosts)
     backend = "slurm" if allocation is not None else _backend(options, hosts)
     spec, passed_on, unset = job_spec(line, settings, facts, shares=backend in ("local", "join"))

@@ -1,4 +1,4 @@
-"""Carries out a launch plan: puts a driver and its parts together and runs the job to its end.
+"""Carries out a launch plan: makes the driver and its parts, and runs the job to its end.
 
 `launcher.job` calls `submit` last. Signals become requests to the driver here: the first one asks
 for an orderly end, a second one kills at once; a notice asks for an end at a step boundary. The
@@ -35,8 +35,8 @@ from launcher.launch.checks import make_discovery
 from launcher.launch.plan import LaunchPlan
 
 REPORT_FILE = "node_check.json"
-_CHECK_FOLDER = "node-check"  # below the run's own; for the check's token and address
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # of an end to come, as Slurm's --signal gives
+_CHECK_FOLDER = "node-check"  # in the run's folder; for the token and address of the check
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # they announce the end, as Slurm's --signal does
 _SIGNALS = {
     signal.SIGINT: ("interrupted by Ctrl-C", ExitCode.INTERRUPTED),
     signal.SIGTERM: ("told to stop by SIGTERM", ExitCode.TERMINATED),
@@ -51,7 +51,7 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     discovery = source = make_discovery(plan.hosts)
     hosts: Hosts = ()
     if plan.backend != "local" or plan.hosts.hosts is not None:
-        with contextlib.suppress(ElasticError):  # no mistake yet: the driver asks again
+        with contextlib.suppress(ElasticError):  # no error yet: the driver asks again
             hosts = discovery.find()
     plan, job = bound(plan, hosts)
     problems = make_backend(plan.backend, job).find_problems(hosts)
@@ -106,8 +106,8 @@ def make_driver(
 def run_driver(driver: ElasticDriver, plan: LaunchPlan, discovery: HostDiscovery) -> int:
     """Run a driver to the job's end; return its exit status.
 
-    The driver may be open already; the job's settings and its discovery may be others than those
-    that the driver was made with.
+    The driver may be open already. The settings and the discovery replace those that the driver was
+    made with.
     """
     notice = plan.settings.grace_period
     with warnings_shown(driver.reporter, "rendezvous"), stop_on_signals(driver, notice=notice):
@@ -115,7 +115,7 @@ def run_driver(driver: ElasticDriver, plan: LaunchPlan, discovery: HostDiscovery
 
 
 def bound(plan: LaunchPlan, hosts: Hosts) -> tuple[LaunchPlan, BackendJob]:
-    """Return the plan with the address that the rendezvous listens on, and the backend's job."""
+    """Return the plan with the address of the rendezvous, and the job for the backend."""
     job = replace(plan.agents, hosts=hosts)
     look_up = make_backend(plan.backend, job).look_up
     interfaces = plan.options.network_interfaces or ()

@@ -19,7 +19,7 @@ from elastic_driver.settings import Settings
 from launcher.launch.hosts import Facts
 from launcher.options.values import CommandLine
 
-TF_PORTS = 128  # free ports that each agent looks for: more than a host has slots
+TF_PORTS = 128  # free ports that each agent finds: more than a host has slots
 
 PASSED_ON = (
     *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG", "LC_*", "TZ"),
@@ -38,7 +38,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|KEY|PASS|CREDENTIAL|AUTH")
 
 
 def worker_command(command: tuple[str, ...], python: str) -> tuple[str, ...]:
-    """Return a worker's argv: scripts and modules run by `python`, everything else unchanged."""
+    """Return a worker's argv: `python` runs scripts and modules, other commands stay."""
     if not command:
         raise UsageError("no command to run; use elasticrun [OPTIONS] -- script.py [ARGS…]")
     if command[0] == "-m":

@@ -1,4 +1,4 @@
-"""The text of `elasticrun --help`, drawn from the table of options."""
+"""The text of `elasticrun --help`, made from the records of the options."""
 
 import textwrap
 
@@ -31,7 +31,7 @@ Examples
 
 Exit status
   0 success; the failing worker's own status, or 128+N for its signal, when training failed;
-  64 wrong usage; 70 a bug of ours; 75 not enough hosts, or started too late; 130/143 interrupted.
+  64 wrong usage; 70 a bug of elasticrun; 75 not enough hosts, or not in time; 130/143 interrupted.
 """
 
 

@@ -90,7 +90,7 @@ class LaunchOptions:
         "slurm inside an allocation without named hosts. NAME: your own (docs/starters.md).")
     network_interfaces: tuple[str, ...] | None = option(START, o.names("eth0,eth1"), None,
         "Interfaces for the workers (sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME) and for the "
-        "rendezvous. By default the one that leads to the other hosts.",
+        "rendezvous. Default: the interface that leads to the other hosts.",
         aliases=("--network-interface", "--nics"))
     env: tuple[tuple[str, str | None], ...] = option(START, o.VARIABLES, (),
         "A variable for the workers; NAME alone passes on its value here. May be repeated. Workers "
@@ -132,12 +132,12 @@ class LaunchOptions:
 
     @property
     def looks_for_stragglers(self) -> bool:
-        """Whether the node check looks for slow nodes."""
+        """True if the node check also looks for slow nodes."""
         return self.straggler_detection or self.exclude_straggler
 
     @property
     def checks_nodes(self) -> bool:
-        """Whether one of the four flags asks for a node check."""
+        """True if one of the four flags asks for a node check."""
         return self.network_check or self.comm_perf_test or self.looks_for_stragglers
 
 
@@ -188,7 +188,7 @@ OPTIONS = tuple(
     if field.metadata.get("heading") is heading
 )
 
-# Options of torchrun, horovodrun and mpirun without a counterpart → what to do instead.
+# Options of torchrun, horovodrun and mpirun that do not exist here → the advice to the user.
 FOREIGN: dict[str, str] = {
     "--rdzv-conf": "use --start-timeout, --elastic-timeout and --last-call",
     "--mpi": "use --backend mpi",
@@ -199,8 +199,7 @@ FOREIGN: dict[str, str] = {
     "--fusion-threshold-mb": "DistributedDataParallel has bucket_cap_mb: elastic.wrap(model, ...)",
 }
 
-# Options that are not needed → the number of their values, and the reason; they are ignored with a
-# remark.
+# Options of other launchers that are ignored with a remark → (number of values, reason).
 NEEDLESS: dict[str, tuple[int, str]] = {
     "--monitor-interval": (1, "a worker's end is noticed at once"),
     "--no-python": (0, "a COMMAND that does not end in .py runs as it is"),
@@ -217,8 +216,8 @@ NEEDLESS: dict[str, tuple[int, str]] = {
     "--map-by": (1, "workers fill the hosts in their order"),
 }
 
-# torchrun reads each of these from PET_<NAME> too; a launcher above us may set them (Kubeflow's
-# PyTorchJob does, for elastic jobs).
+# torchrun also reads these from variables PET_<NAME>. A program that starts us may set them, as
+# Kubeflow's PyTorchJob does for elastic jobs.
 PET_OPTIONS = (
     *("--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--standalone", "--max-restarts"),

@@ -67,7 +67,7 @@ class CommandLine:
         return self.fill(LaunchOptions)
 
     def level(self, field: str) -> int:
-        """Return the level of the option's source: 0 default, 1 file, 2 environment, 3 argv."""
+        """Return the level of the option's source: see `Setting`."""
         return self.settings[field].level
 
     def having(self, field: str, setting: Setting) -> "CommandLine":
@@ -183,7 +183,7 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
 
 
 def _words(option: Option, text: str, source: str) -> Words:
-    """Return a text as the words it would be on the command line."""
+    """Split a text into words as the shell does, if the option takes several words."""
     if not option.kind.repeat and option.kind.words <= 1:
         return (text,)
     try:
