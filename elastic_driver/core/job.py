@@ -47,7 +47,7 @@ def handlers_of(parts: Iterable[object]) -> dict[type, Callable[..., None]]:
 
 
 class NotAtRestError(AssertionError):
-    """The rules went on changing the job; names those that still moved."""
+    """The rules did not stop changing the job; the message names the rules that still did."""
 
 
 class Job(JobParts):
@@ -72,9 +72,8 @@ class Job(JobParts):
                 if self.outcome.end is None:
                     self._take_in(one, now)
             self._draw_consequences(now)
-        decisions = self.effects.take()
-        self._decided = tuple(decisions)
-        return decisions
+        self._decided = tuple(self.effects.take())
+        return list(self._decided)
 
     def deadline(self) -> float | None:
         """Return when to send a `Tick` if nothing happens before; None if only an event helps."""

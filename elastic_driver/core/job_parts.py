@@ -1,7 +1,7 @@
 """The parts of a job: tables of what is known, and the rules that decide.
 
-Each part owns its state and alone writes it; others read it, or call one of its methods
-(tests/core/test_ownership.py). A part's first fields name the parts it works with.
+Each part owns its state and alone writes it; other parts read it, or call methods of its owner
+(tests/core/test_ownership.py). The fields of a part that have no default name the parts it needs.
 """
 
 from dataclasses import MISSING, fields, is_dataclass
@@ -32,7 +32,7 @@ Part = TypeVar("Part")
 
 
 class JobParts:
-    """Every part of one job; those further down work with those above them."""
+    """Every part of one job; each needs only parts above it."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -60,18 +60,18 @@ class JobParts:
         self.membership = self._make(Membership)
 
     def snapshot(self) -> bytes:
-        """Return the own state of every part as bytes; equal for jobs that heard the same."""
+        """Return the own state of every part as bytes; equal for jobs with the same events."""
         parts = {name: _own(part) for name, part in vars(self).items() if not name.startswith("_")}
         return msgspec.msgpack.encode(parts, enc_hook=vars, order="deterministic")
 
     def _make(self, part: type[Part]) -> Part:
-        """Make a part with the parts that its fields without a default name."""
+        """Create a part with the parts that it needs."""
         needed = (f.name for f in fields(part) if f.default is f.default_factory is MISSING)  # type: ignore[arg-type]
         return part(**{name: getattr(self, name) for name in needed})
 
 
 def _own(part: object) -> object:
-    """Return the fields of a part but for the other parts, which have no default there."""
+    """Return the fields of a part without the other parts, which have no default."""
     if not is_dataclass(part):
         return part
     own = (f.name for f in fields(part) if not f.default is f.default_factory is MISSING)

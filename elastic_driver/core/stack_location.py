@@ -1,7 +1,7 @@
-"""The place of a thread, told by the file its innermost Python frame is in.
+"""The place of a thread, found by the file of its innermost Python frame.
 
-`worker.heartbeat.watch` asks for its own training thread, the agent for one that it sees from
-outside. Pure.
+`worker.heartbeat.stall_watch` asks for its own training thread, the agent for a thread that py-spy
+sees from outside. Pure.
 """
 
 # Where Python stands while torch, or one of our own exchanges, waits for peers.
@@ -13,7 +13,7 @@ _WAITS_IN = (
     "/elastic_driver/worker/",
 )
 
-# What an agent says of a worker that does not speak for itself.
+# The agent's answers for a worker that does not answer itself.
 SEEN_WAITING = "in a collective, seen by py-spy"
 SEEN_ELSEWHERE = "outside of collectives, seen by py-spy"
 
@@ -21,6 +21,6 @@ SEEN_ELSEWHERE = "outside of collectives, seen by py-spy"
 def waits_for_peers(filename: str) -> bool:
     """Return whether a thread whose innermost frame is in this file waits for peers.
 
-    A script that calls `wait()` of a torch work object itself looks like one that waits elsewhere.
+    A script that calls `wait()` of a torch work object itself seems to wait elsewhere.
     """
     return any(part in filename for part in _WAITS_IN)

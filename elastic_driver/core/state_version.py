@@ -1,7 +1,7 @@
 """The state that wins when a round forms, and the ranks that have to receive it.
 
-The workers apply this rule to the World document, each for itself and without exchanging a word;
-the driver applies it to its own records, for the event log. Pure.
+Each worker applies this rule to the World document by itself, so that no messages are needed; the
+driver applies it to its own records, for the event log. Pure.
 """
 
 from collections.abc import Sequence

@@ -66,8 +66,7 @@ class Agents(Rule):
     def advance(self, now: float) -> None:
         """Give up an agent that takes longer than `start_timeout` to come up."""
         for agent in tuple(self.fleet.starting.values())[:1]:
-            timeout = self.settings.start_timeout
-            waiting = f"the agent on {agent.host} starts"
+            timeout, waiting = self.settings.start_timeout, f"the agent on {agent.host} starts"
             if self.effects.due_or_set_alarm(agent.asked_at + timeout, now, waiting):
                 self.placement.stop_agent(agent, "it did not come up in time")
                 late = f"agent not up within {timeout:g} s"

@@ -58,7 +58,7 @@ class Boundary(Rule):
         """Name the step after which the members leave."""
         asked_at, current = self._asked_at, self.rounds.current
         if asked_at is None or event.number != self.asked or not current.at_boundary:
-            raise ev.StaleEvent("progress was reported that nobody waits for")
+            raise ev.StaleEvent("progress was reported for a question that is not open")
         self._asked_at, waited = None, now - asked_at
         ages = {True: waited, False: waited + min(self.settings.heartbeat_timeout / 3, STALE_S)}
         readings = [Reading(r.step, r.step_time, ages[r.answered]) for r in event.readings]

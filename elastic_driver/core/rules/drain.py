@@ -139,8 +139,7 @@ class Drains(Rule):
         worker = self.workers.workers.get(event.worker)
         here = worker is not None and worker.state in (READY, RUNNING)
         if event.round != self.rounds.current.number or not here:
-            late = f"{event.worker} was slow in round {event.round}, which is over for it"
-            raise ev.StaleEvent(late)
+            raise ev.StaleEvent(f"{event.worker} was slow in round {event.round}, which is over")
         self.slow.setdefault(event.worker, SlowVerdict(event.ratio, now))
 
     def on_recovered(self, event: ev.RankRecovered, now: float) -> None:

@@ -1,15 +1,18 @@
-"""The effects of one event: decisions, orders to agents, the next deadline, what the job waits for.
+"""The effects of one event: decisions, orders to agents, the next deadline, the job's wait.
 
 Every rule writes here through these methods. Times are monotonic seconds.
 """
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from elastic_driver.core.decisions import Announce, Decision, Detail, GiveOrder
 from elastic_driver.core.documents import Order, StopWorkerOrder
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.workers import Worker, WorkerNews, WorkerStateRegistry
 from elastic_driver.settings import Settings
+
+About: TypeAlias = Worker | str | None  # a worker, the name of a host, or the round
 
 
 @dataclass(slots=True)
@@ -30,10 +33,8 @@ class Effects:
         """Add a decision."""
         self.decisions.append(decision)
 
-    def announce(
-        self, event: str, reason: str, about: Worker | str | None = None, **detail: Detail
-    ) -> None:
-        """Add a line for the event log about a worker, a host (by its name) or the round."""
+    def announce(self, event: str, reason: str, about: About = None, **detail: Detail) -> None:
+        """Add a line for the event log."""
         if isinstance(about, Worker):
             place = (about.host, about.slot, about.place.rank, about.pid or None, about.id)
             self.decide(Announce(event, reason, self.round, *place, detail))
@@ -66,7 +67,7 @@ class Effects:
         self.round = number
 
     def take(self) -> list[Decision]:
-        """Return the decisions of this event, and begin with none for the next."""
+        """Return the decisions of this event, and forget them."""
         taken, self.decisions = self.decisions, []
         return taken
 
@@ -85,5 +86,5 @@ class Effects:
             self.give(worker.host, StopWorkerOrder(worker.id, grace, reason), reason)
 
     def kill(self, worker: Worker, reason: str) -> None:
-        """Have a worker killed at once that does not answer any more."""
+        """Have a worker that does not answer any more killed at once."""
         self.give(worker.host, StopWorkerOrder(worker.id, 0.0, reason), reason)

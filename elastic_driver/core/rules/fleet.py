@@ -1,7 +1,7 @@
 """The agents: one for each host in use; each start is a new incarnation.
 
-`placement` decides which hosts get one, `agents` what follows from their news. The transition table
-is the specification. Times are monotonic seconds.
+`placement` decides which hosts get an agent, `agents` what follows from its news. The transition
+table is the specification. Times are monotonic seconds.
 """
 
 from dataclasses import dataclass, field
@@ -67,7 +67,7 @@ class Fleet:
         return agent
 
     def apply(self, agent: HostAgent, news: AgentNews) -> bool:
-        """Change the agent's state by the table; return False if the table does not list `news`."""
+        """Change the agent's state by the table; return False if it does not list `news`."""
         after = AGENT_TRANSITIONS[agent.state].get(news)
         if after is None:
             return False

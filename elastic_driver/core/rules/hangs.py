@@ -85,7 +85,7 @@ class Stacks(Rule):
         """Record an answer."""
         stale = self._asked_at is None or event.number != self.asked
         if stale or event.worker not in self.workers.workers:
-            raise ev.StaleEvent(f"a stack of {event.worker} that nobody waits for")
+            raise ev.StaleEvent(f"a stack of {event.worker} for a question that is not open")
         self.note(event.worker, StackAnswer(event.where, event.stack, event.own))
 
     def note(self, worker: str, answer: StackAnswer) -> None:

@@ -72,7 +72,7 @@ class Host:
 
 
 class HostChanges(NamedTuple):
-    """What a discovery changed: (host, slots), host, (host, slots before, slots now)."""
+    """The changes of a discovery: (host, slots), host, (host, slots before, slots now)."""
 
     added: tuple[tuple[str, int], ...]
     removed: tuple[str, ...]
@@ -194,9 +194,8 @@ class HostManager:
         if kind is None:
             return "slow: the last choice" if name in self.distrusted else ""
         host = self._hindered[kind][name]
-        if kind is Hindrance.DRAINED and host.drain is not None:
-            return host.drain.reason
-        return host.check if kind is Hindrance.UNCHECKED else host.reason
+        drain = host.drain.reason if host.drain else ""
+        return {Hindrance.DRAINED: drain, Hindrance.UNCHECKED: host.check}.get(kind, host.reason)
 
     def next_resurrection(self) -> float | None:
         """Return when the first cool-down ends."""

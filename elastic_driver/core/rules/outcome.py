@@ -16,11 +16,11 @@ from elastic_driver.core.rules.effects import Effects
 from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings
 
-KILLED = -9  # the status of a worker that died with its agent, or is killed for hanging
+KILLED = -9  # the status of a worker that ended with its agent, or is killed for hanging
 
 
 class ScriptKind(str, Enum):
-    """The kind of the script, told by what it does."""
+    """The kind of the script, found by what it does."""
 
     UNDECLARED = "undeclared"
     ELASTIC = "elastic"
@@ -32,9 +32,9 @@ class Cause(str, Enum):
 
     OWN = "own"  # a non-zero exit status of its own
     SIGNAL = "signal"
-    VICTIM = "victim"  # it fell because a peer was lost
+    VICTIM = "victim"  # it failed because a peer was lost
     HUNG = "hung"
-    AGENT = "agent"  # its agent was lost, and it died with it
+    AGENT = "agent"  # its agent was lost, and it ended with it
 
     @classmethod
     def of(cls, exit_code: int, *, victim: bool) -> "Cause":
@@ -68,9 +68,9 @@ def first_failure(losses: Sequence[Loss]) -> Failure | None:
 def failed_by_itself(losses: Sequence[Loss], *, kind: ScriptKind, has_progress: bool) -> bool:
     """Return whether losing all members this way means that the script fails, not the machines.
 
-    An elastic job of which no worker ever finished a step has failed when every worker died,
-    however, unless all of them died with their agents. Any other job has failed when every
-    member exited non-zero by itself.
+    An elastic job in which no worker ever finished a step has failed when all its members ended in
+    any way, unless all of them ended with their agents. Any other job has failed when every member
+    exited non-zero by itself.
     """
     members = [loss for loss in losses if loss.member]
     if kind is ScriptKind.ELASTIC and not has_progress:
@@ -134,13 +134,13 @@ class JobOutcome:
     effects: Effects
     budget: Budget
     kind: ScriptKind = ScriptKind.UNDECLARED
-    steps_reported: int = 0  # first steps of workers in their rounds
+    steps_reported: int = 0  # the first steps of workers in their rounds
     has_progress: bool = False  # a worker has finished a step in this job
     restart_count: int = 0  # how often workers were started again
     losses: list[Loss] = field(default_factory=list)  # since the last round was completed
     last_loss_at: float | None = None  # in the whole job
     first_success: float | None = None  # when the first member finished its script
-    departure: Departure | None = None  # the whole job was told to go
+    departure: Departure | None = None  # the whole job has to go
     end: EndJob | None = None
 
     @property
@@ -154,22 +154,22 @@ class JobOutcome:
         return self.first_success is not None or self.departure is not None
 
     def declare(self, kind: ScriptKind) -> None:
-        """Note what kind of script this is."""
+        """Record the kind of the script."""
         self.kind = kind
 
     def step_finished(self) -> None:
-        """Note progress: failures in a row begin anew."""
+        """Record progress: the row of failures ends."""
         self.steps_reported += 1
         self.has_progress = True
         self.budget.step_finished()
 
     def succeeded(self, now: float) -> None:
-        """Note that a member has finished its script: from now on nothing is started any more."""
+        """Record that a member has finished its script: nothing is started any more."""
         if self.first_success is None:
             self.first_success = now
 
     def depart(self, departure: Departure) -> None:
-        """Note that the whole job was told to go."""
+        """Record that the whole job has to go."""
         self.departure = departure
 
     def restarted(self) -> None:
@@ -182,11 +182,11 @@ class JobOutcome:
         self.last_loss_at = loss.at
 
     def forget_losses(self) -> None:
-        """Forget the losses so far; the next one is a first one again."""
+        """Forget the losses so far; the next one counts as the first."""
         self.losses.clear()
 
     def count_failure(self, now: float, *, fruitless: bool, whole_round: bool = False) -> bool:
-        """Take one failure from the budget; False, and the end of the job, where it is used up."""
+        """Count one failure; if the budget is used up, end the job and return False."""
         self.budget.count(now, fruitless=fruitless, whole_round=whole_round)
         exceeded = self.budget.exceeded()
         if exceeded is not None:
@@ -194,11 +194,11 @@ class JobOutcome:
         return exceeded is None
 
     def on_stop_requested(self, event: StopRequested, now: float) -> None:
-        """End the job, as a user wishes."""
+        """End the job, because a user wants it."""
         self.finish(event.exit_code, event.reason or "it was asked to stop")
 
     def finish(self, exit_code: int, reason: str, failure: Failure | None = None) -> None:
-        """End the job, once; everything after is ignored."""
+        """End the job; only the first call has an effect."""
         if self.end is None:
             self.effects.announce("job_succeeded" if exit_code == 0 else "job_failed", reason)
             self.end = EndJob(exit_code, reason, failure)
@@ -206,7 +206,7 @@ class JobOutcome:
             self.effects.begin_pass()
 
     def fail(self, reason: str) -> None:
-        """End the job with the first failure of this round, and say why it goes no further."""
+        """End the job with the first failure of this round; `reason`: why it does not go on."""
         failure = first_failure(self.losses)
         if failure is not None:
             code = failure.exit_code

@@ -1,6 +1,6 @@
-"""Rounds of a job whose workers never speak to us: every change restarts them all.
+"""Rounds of a job whose script does not call `elastic.init()`: every change restarts all workers.
 
-Also the first round of a job whose kind is not known yet. Ranks are given at birth;
+Also the first round of a job whose kind is not known yet. A worker gets its rank at its start, and
 a round is complete when all its processes were started. Times are monotonic seconds.
 """
 
@@ -22,7 +22,7 @@ class Plain(Rule):
     placement: Placement
 
     def advance(self, now: float) -> None:
-        """Do what the present state asks for."""
+        """Form, complete or restart the round as the present state requires."""
         if self.outcome.elastic:
             return
         if self.rounds.current.state is CLOSING:

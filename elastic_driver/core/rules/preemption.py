@@ -90,10 +90,10 @@ class FinalSaves(Rule):
         """Record the result: the first member reports success, any member reports a problem."""
         known = self.save
         if known is None or known.done or known.request.number != event.number:
-            raise ev.StaleEvent(f"{event.worker} has saved what nobody asks for (any more)")
+            raise ev.StaleEvent(f"{event.worker} reports a save that is not requested (any more)")
         members, step = known.request.members, known.request.step
         if event.worker not in members or (event.worker != members[0] and not event.problem):
-            raise ev.StaleEvent(f"{event.worker} is not the one to say that step {step} is saved")
+            raise ev.StaleEvent(f"{event.worker} does not report the save of step {step}")
         self._finish(known, folder=event.folder, problem=event.problem)
 
     def _until(self, holders: list[Worker], now: float) -> float:

@@ -45,8 +45,7 @@ class Reports(Rule):
                 self.rounds.leave(now, f"{lost.failure.worker} {lost.reason}")
         running, current = worker.state is RUNNING, self.rounds.current
         if running and event.round != current.number:
-            other = f"{worker.id} speaks of round {event.round}, it is in {current.number}"
-            raise ev.StaleEvent(other)
+            raise ev.StaleEvent(f"{worker.id} left round {event.round}, it is in {current.number}")
         self.workers.ready(worker, event)
         self.effects.announce("worker_ready", event.reason or "waits for a round", worker)
         if running and current.state is COMPLETE:

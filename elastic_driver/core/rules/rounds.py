@@ -1,4 +1,4 @@
-"""Membership rounds: the barrier through which workers become one process group.
+"""Rounds: in each, workers become one process group.
 
     FORMING → COMPLETE → CLOSING → CLOSED, then the next round is FORMING
 
@@ -184,8 +184,8 @@ class Rounds:
     def close(self, now: float, reason: str, *, at_boundary: bool) -> bool:
         """Begin to close the round; return False, and end the job, at the reset limit.
 
-        The limit is checked here, not at the next completion: no worker should stop
-        training for a round that may not come.
+        The limit is checked here, not at the next completion, so that no worker stops training for
+        a round that cannot come.
         """
         limit = self.settings.reset_limit
         if limit is not None and self.current.number > limit and not self.outcome.finishing:
@@ -240,7 +240,7 @@ class Rounds:
 
 @dataclass(slots=True)
 class Rule:
-    """A part of the job that decides; reads these, and writes only its own fields."""
+    """A part of the job that decides; it reads these parts, and writes only its own fields."""
 
     settings: Settings
     effects: Effects
@@ -252,4 +252,4 @@ class Rule:
     rounds: Rounds
 
     def advance(self, now: float) -> None:
-        """Do what follows from the present state; called again until nothing changes."""
+        """Draw the consequences of the present state; called again until nothing changes."""

@@ -1,9 +1,9 @@
 """The hosts that may make up a world: whole units (`--node-unit`), within `--nnodes MIN:MAX`.
 
-Pure. Called where a round is placed or completed, and where a change is considered. Hosts that
-are there and do not fit are a reserve: workers there are started, wait as standbys, and are let
-in when they make up another unit or replace a host that went. Fewer hosts than are needed make
-no world, and the job waits. A host counts as long as it has one worker in the world.
+Called when a round is placed or completed, and when a change is considered. Hosts that do not make
+up a unit are a reserve: their workers are started and wait, and join when they make up another unit
+or replace a host that is gone. With too few hosts there is no world, and the job waits. A host
+counts as long as it has one worker in the world.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,12 +14,12 @@ from elastic_driver.settings import Settings
 
 
 def limited(settings: Settings) -> bool:
-    """Return whether the number of hosts matters at all."""
+    """Return whether the number of hosts is limited in any way."""
     return settings.node_unit > 1 or settings.min_hosts > 1 or settings.max_hosts is not None
 
 
 def width(settings: Settings) -> int:
-    """The fewest hosts a world can have: they share its workers evenly."""
+    """Return the fewest hosts that a world can have; they share its workers evenly."""
     return -(-max(1, settings.min_hosts) // settings.node_unit) * settings.node_unit
 
 
@@ -31,17 +31,17 @@ def one_more(hosts: int, settings: Settings, *, slots_needed: bool) -> bool:
 
 
 def whole(hosts: Sequence[str], settings: Settings) -> Sequence[str]:
-    """As many of these hosts, from the first, as make up whole units; none where too few."""
+    """Return the first of these hosts that make up whole units; none if they are too few."""
     count = len(hosts) if settings.max_hosts is None else min(len(hosts), settings.max_hosts)
     count -= count % settings.node_unit
     return hosts[:count] if count >= settings.min_hosts else hosts[:0]
 
 
 def fit(workers: Iterable[Worker], settings: Settings) -> list[Worker]:
-    """Those of the workers who may be in one world, in the order given.
+    """Return the workers that may be in one world, in the order given.
 
-    Hosts that train now are kept; then come those that hold the newest state, so that no finished
-    step is lost to a choice; then the oldest.
+    Hosts that train now come first, then hosts that hold the newest state, so that the choice loses
+    no finished step, then the hosts of the oldest workers.
     """
     there = list(workers)
     if not limited(settings):
@@ -59,10 +59,10 @@ def fit(workers: Iterable[Worker], settings: Settings) -> list[Worker]:
 def shares(
     workers: Iterable[Worker], settings: Settings, first: Sequence[Worker] = ()
 ) -> list[Worker]:
-    """The workers in the order in which to keep them, when fewer are wanted: oldest first.
+    """Return the workers in the order in which to keep them if fewer are wanted: oldest first.
 
-    `first` come before all others. Where a world needs several hosts, one worker of each comes
-    before the second of any.
+    `first` come before all others. If a world needs several hosts, one worker of each host comes
+    before the second of any host.
     """
     by_age = [*first, *sorted(workers, key=lambda worker: worker.age)]
     if width(settings) == 1:
@@ -77,7 +77,7 @@ def shares(
 
 
 def shortage(hosts: int, settings: Settings) -> str:
-    """Say why so many hosts are not enough; empty where their number is not to blame."""
+    """Return why this number of hosts is not enough; empty if it is."""
     if not limited(settings) or whole([""] * hosts, settings):
         return ""
     unit = settings.node_unit

@@ -1,7 +1,7 @@
 """The state of every worker process, and the news that may change it.
 
 The transition table is the specification: news that the table does not list for a worker's state
-changes nothing and is counted (`docs/states.md` is written from the same table). Decides nothing
+changes nothing (`docs/states.md` is written from the same table). Decides nothing
 about rounds, hosts or budgets.
 """
 
@@ -19,7 +19,7 @@ from elastic_driver.core.rules.ranks import Seat
 class WorkerState(str, Enum):
     """The stages of a worker process's life."""
 
-    STARTING = "starting"  # ordered; the process may be up, it has not spoken yet
+    STARTING = "starting"  # ordered; the process may be up, it has not reported yet
     READY = "ready"  # in no process group, waits for the next round
     RUNNING = "running"  # a member of the current round that has not left it
     STOPPING = "stopping"  # told to stop; its exit, whatever the code, is expected
@@ -30,7 +30,7 @@ class WorkerState(str, Enum):
 
 
 class WorkerNews(str, Enum):
-    """News of a worker: something that it did, or that was done to it."""
+    """News of a worker, from itself, its agent or the core."""
 
     READY = "ready"
     ADMITTED = "admitted"  # the core made it a member of a round
@@ -89,7 +89,7 @@ class Worker:
 
     @property
     def seat(self) -> Seat:
-        """The worker as the assignment of ranks sees it."""
+        """The worker's part in the assignment of ranks."""
         return Seat(self.id, self.host, self.slot, self.age)
 
     @property
@@ -157,8 +157,7 @@ class WorkerStateRegistry:
         """Return the worker that an event is about; raise `ev.StaleEvent` if it has no process."""
         worker = self.workers.get(name)
         if worker is None or worker.state not in OCCUPYING:
-            what = type(event).__name__
-            raise ev.StaleEvent(f"{what} of {name}, which is gone or was never started")
+            raise ev.StaleEvent(f"{type(event).__name__} of {name}, which is gone or unknown")
         return worker
 
     def process_started(self, worker: Worker, pid: int) -> None:
@@ -180,7 +179,7 @@ class WorkerStateRegistry:
         worker.leaving = reason
 
     def forget_founders(self) -> None:
-        """Record that the round is complete for which workers were started and awaited."""
+        """Record that the round is complete: no worker is its founder or awaited any more."""
         for worker in self.workers.values():
             worker.founder = worker.awaited = False
 
