@@ -24,9 +24,8 @@ from aiohttp import web
 
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
 from rendezvous.fast_path import FastConnection, FastPath, Post
-from rendezvous.routes import KVRoutes
 from rendezvous.service import Results, StoreService
-from rendezvous.web import PostsOnce, guard
+from rendezvous.web import KVRoutes, PostsOnce, guard
 from rendezvous.wire import MAX_BODY_BYTES, Operation
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """The store on an event loop: batches are answered by callback, deadlines become a timer.
 
 `RendezvousServer` owns one service, on its thread; everything here runs on that loop. It decides
-nothing about keys (`store` does) and knows nothing about HTTP (`web` and `routes` do).
+nothing about keys (`store` does) and knows nothing about HTTP (`web` does).
 """
 
 import asyncio

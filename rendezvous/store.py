@@ -15,19 +15,24 @@ comes in between; when that wait is over, the batch goes on.
   there, and deletions have nothing to delete.
 """
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Generic, TypeVar
 
 from msgspec import Struct
 
 from rendezvous import wire
-from rendezvous.deadlines import Deadlines
+
+T = TypeVar("T", bound=Hashable)
 
 _COUNTER_LIMIT = 2**63  # counters are what torch's stores hold: signed 64-bit
 _LONG_WAIT_S = 1.0
 _TICK_S = 0.125  # long waits end on common ticks, because ending many at once is cheaper
+_SWEEP_ABOVE = 64  # below this many stale entries a sweep costs more than it frees
 _SHARED_ANSWERS = 256  # answers kept between two changes, because many clients ask the same
 
 
@@ -61,6 +66,58 @@ class _RunningBatch:
     results: list[wire.Result] = field(default_factory=list)
     thresholds: dict[str, int] = field(default_factory=dict)
     unmet: int = 0
+
+
+class Deadlines(Generic[T]):
+    """Items with one deadline each; `due` takes out those whose time has come.
+
+    A heap for times that change far more often than they come due: leases are renewed, waits are
+    answered. Stale heap entries are dropped when they reach the top, and all at once when they
+    outnumber the valid ones.
+    """
+
+    def __init__(self) -> None:
+        self._at: dict[T, float] = {}
+        self._heap: list[tuple[float, int, T]] = []  # stale times included
+        self._order = count()  # ties: first set, first out
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def set(self, item: T, at: float) -> None:
+        """Set the deadline of `item`, in place of any it had."""
+        self._at[item] = at
+        heapq.heappush(self._heap, (at, next(self._order), item))
+        if len(self._heap) > 2 * len(self._at) + _SWEEP_ABOVE:
+            self.postpone(0.0)
+
+    def discard(self, item: T) -> None:
+        """Remove `item` if it is there."""
+        self._at.pop(item, None)
+
+    def postpone(self, seconds: float) -> None:
+        """Move every deadline, and drop stale entries."""
+        self._at = {item: at + seconds for item, at in self._at.items()}
+        self._heap = [(at, next(self._order), item) for item, at in self._at.items()]
+        heapq.heapify(self._heap)
+
+    def next(self) -> float | None:
+        """Return the earliest deadline, or None if there is none."""
+        while self._heap:
+            at, _, item = self._heap[0]
+            if self._at.get(item) == at:
+                return at
+            heapq.heappop(self._heap)
+        return None
+
+    def due(self, now: float) -> list[T]:
+        """Take out and return the items with a deadline at or before `now`, earliest first."""
+        ready: list[T] = []
+        while (at := self.next()) is not None and at <= now:
+            item = heapq.heappop(self._heap)[2]
+            del self._at[item]
+            ready.append(item)
+        return ready
 
 
 class KVStore:

@@ -25,7 +25,7 @@ def test_the_number_of_ranks_is_what_mpirun_says(environ: dict[str, str], ranks:
 
 def test_a_host_has_a_slot_for_each_rank_in_the_order_of_ranks() -> None:
     assert count_ranks(["b", "a", "b"]) == (("b", 2), ("a", 1))
-    with pytest.raises(UsageError, match="is no name"):
+    with pytest.raises(UsageError, match="an invalid name"):
         count_ranks(["a", "-x"])
 
 
