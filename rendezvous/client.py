@@ -4,8 +4,8 @@ A call is repeated under the same request id until its deadline, whenever the co
 or the server says that it is stopping; every other answer is final. Any number of threads may
 call at once: each call has a connection of its own, which later calls use again. Code on an
 asyncio loop calls through `asyncio.to_thread` and ends pending calls with `abort`. After a fork
-the child opens connections of its own. A client never uses a proxy, and looks no name up if
-the address is a number. Times are seconds.
+the child opens connections of its own. A client never uses a proxy, and does not resolve a
+numeric address. Times are seconds.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ R = TypeVar("R")
 class RendezvousClient:
     """Connections to one driver.
 
-    `timeout` is how long a call may take besides the waits in it; with `repeats=False` a call
-    is tried once. Every call raises, besides what its own description says: UnreachableError
-    when there is no answer before the deadline, UnauthorizedError for a wrong token,
-    RequestError when the server refuses the request, AbortedError after `abort`.
+    `timeout` is the time for a call, without the waits that it contains; with `repeats=False` a
+    call is tried once. Every call may raise UnreachableError (no answer before the deadline),
+    UnauthorizedError (wrong token), RequestError (the server refuses the request), AbortedError
+    (after `abort`), and the errors in its own description.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class RendezvousClient:
                     self._idle.append(connection)
 
     def _connect(self, connection: http.client.HTTPConnection, until: float) -> None:
-        """Connect as `http.client` does, but so that `abort` finds the socket meanwhile."""
+        """Connect as `http.client` does; meanwhile `abort` finds the socket and can end it."""
         problem = OSError(f"{self._host} has no address")
         for family, kind, protocol, _, address in socket.getaddrinfo(
             self._host, self._port, type=socket.SOCK_STREAM

@@ -1,8 +1,8 @@
 """The errors of the rendezvous, named by what the caller can do about them.
 
-Clients and server raise these and nothing else on purpose. Each message says what happened, to
-whom, and what to try. `exit_code` is what a command that gives up should return (sysexits.h:
-75, the same command may succeed later; 64, the command is wrong; 70, a bug).
+Clients and server raise only these on purpose. Each message says what happened, to which process,
+and what to try. `exit_code` is the status of a command that ends with the error (sysexits.h: 75,
+the same command may succeed later; 64, the command is wrong; 70, a bug).
 
 The base of all the project's errors is here too, because imports point this way;
 `elastic_driver.errors` exports it again.
@@ -10,7 +10,7 @@ The base of all the project's errors is here too, because imports point this way
 
 
 class ElasticError(Exception):
-    """Base of everything this project raises on purpose; a command shows it as one line."""
+    """Base of all errors that this project raises on purpose; a command shows one line of it."""
 
     exit_code: int = 70
 
@@ -32,7 +32,7 @@ class TokenError(RendezvousError):
 
 
 class UnreachableError(RendezvousError):
-    """There was no answer before the deadline; `cause` is what happened to the last attempt."""
+    """There was no answer before the deadline; `cause` is the problem of the last attempt."""
 
     def __init__(self, url: str, waited: float, cause: object) -> None:
         self.cause = cause or type(cause).__name__
@@ -47,7 +47,7 @@ class UnauthorizedError(RendezvousError):
 
 
 class RequestError(RendezvousError):
-    """The server refused a request: `status` (4xx or 5xx), `code` for programs, and its words."""
+    """The server refused a request: `status` (4xx or 5xx), `code` for programs, and a text."""
 
     def __init__(self, url: str, status: int, code: str, message: str, hint: str = "") -> None:
         advice = f"; {hint}" if hint else ""
@@ -64,7 +64,7 @@ class RefusedError(RendezvousError):
 
 
 class SealedError(RefusedError):
-    """The keys belong to something that is over (a closed round); look for its successor."""
+    """The keys belong to a closed round; wait for the next one."""
 
 
 class AbortedError(RendezvousError):

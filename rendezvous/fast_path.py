@@ -2,13 +2,13 @@
 
 Every connection begins here. A plain POST to one of a few paths is carried out and answered
 without aiohttp, which would take several times as long as the store
-(docs/adr/0010-a-short-way-for-hot-requests.md). Everything else, and everything that has to be
-refused (no token, a body that is no batch), goes to aiohttp with the bytes as they came, for the
-rest of the connection's life: one place refuses, and this one only says yes.
+(docs/adr/0010-a-short-way-for-hot-requests.md). If a request is of another kind or has to be
+refused (no token, a body that is not a batch), aiohttp gets the bytes as they came, and the
+connection from then on. So only aiohttp's handlers refuse requests.
 
-A client that does not read costs little memory: an answer is written in pieces, the next one
-when the last has gone, and clients that get the same answer share its bytes. A client that
-takes nothing for `STUCK_S` seconds, or leaves a request half sent for as long, is cut off.
+A client that does not read costs little memory: an answer is written in pieces, each after the one
+before has gone, and clients that get the same answer share its bytes. The server closes the
+connection of a client that reads nothing, or leaves a request half sent, for `STUCK_S` seconds.
 Everything runs on the server's loop.
 """
 
@@ -22,17 +22,19 @@ import msgspec
 from msgspec import Struct
 
 from rendezvous import wire
-from rendezvous.auth import AUTHORIZATION, is_authorized
+from rendezvous.auth import is_authorized
 from rendezvous.service import Results, StoreService
 from rendezvous.web import PostsOnce
 
-PIECE_BYTES = 64 * 1024  # of an answer in the memory of one connection, at most
+PIECE_BYTES = 64 * 1024  # the most of an answer in the memory of one connection
 STUCK_S = 60.0
-IDLE_S = 600.0  # without a request; a client's next one opens a new connection
+IDLE_S = 600.0  # without a request; then the client has to connect again
 SWEEP_S = 15.0
 MAX_HEAD_BYTES = 8192  # as in aiohttp
 MAX_BODY_BYTES = 256 * 1024  # larger ones are rare, and need not be quick
-_AHEAD_BYTES = MAX_HEAD_BYTES + MAX_BODY_BYTES  # that may arrive while a request is answered
+_AHEAD_BYTES = (
+    MAX_HEAD_BYTES + MAX_BODY_BYTES
+)  # the most that may arrive while a request is answered
 _END = b"\r\n\r\n"
 
 Answer = Callable[[int, bytes], None]
@@ -46,15 +48,13 @@ Returns a function to call when the client goes away; None: nothing was done, ai
 
 # ---- heads -------------------------------------------------------------------------------
 
-_LENGTH, _CONNECTION, _TOKEN, _ID = (
-    name.lower() for name in ("Content-Length", "Connection", AUTHORIZATION, wire.REQUEST_ID_HEADER)
-)
+_NEEDED = ("authorization", "connection", "content-length", "x-request-id")
 _IGNORED = ("host", "content-type", "accept", "accept-encoding", "user-agent")
-_KNOWN = frozenset((_LENGTH, _CONNECTION, _TOKEN, _ID, *_IGNORED))
+_KNOWN = frozenset((*_NEEDED, *_IGNORED))
 
 
 class PlainHead(Struct, frozen=True):
-    """The head of a plain POST, as far as it matters."""
+    """The parts of a plain POST's head that the fast path needs."""
 
     path: str
     authorization: str | None
@@ -70,9 +70,8 @@ def may_be_plain(start: bytes, lines: Mapping[bytes, str]) -> bool:
 def read_head(head: bytes, lines: Mapping[bytes, str]) -> PlainHead | None:
     """Return a request's head (given without its final empty line), or None if it is not plain.
 
-    A plain head has one of the request lines in `lines` (values are their paths), or begins with
-    one that ends in "/", and the headers that our clients send. None for anything unusual: aiohttp
-    knows what to do about it.
+    A plain head has one of the request lines in `lines` (their values are paths), or begins with a
+    line that ends in "/". It has only headers that our clients send; aiohttp handles all others.
     """
     if not head.isascii() or b"\0" in head:
         return None
@@ -91,12 +90,13 @@ def read_head(head: bytes, lines: Mapping[bytes, str]) -> PlainHead | None:
         if not colon or name not in _KNOWN or name in headers:
             return None
         headers[name] = value.strip(" \t")
-    length = headers.get(_LENGTH, "")
+    length = headers.get("content-length", "")
     if not length.isdigit() or len(length) > 9 or int(length) > MAX_BODY_BYTES:
         return None
-    if headers.get(_CONNECTION, "keep-alive").lower() != "keep-alive":
+    if headers.get("connection", "keep-alive").lower() != "keep-alive":
         return None
-    return PlainHead(path, headers.get(_TOKEN), headers.get(_ID) or None, int(length))
+    request_id = headers.get("x-request-id") or None
+    return PlainHead(path, headers.get("authorization"), request_id, int(length))
 
 
 # ---- connections -------------------------------------------------------------------------
@@ -105,8 +105,8 @@ def read_head(head: bytes, lines: Mapping[bytes, str]) -> PlainHead | None:
 class FastPath:
     """The state that all connections share; create it on a running loop.
 
-    `posts` answers other rooms' POSTs, by path; one that ends in "/" stands for all directly below
-    it. `general()` makes the protocol that takes over everything else.
+    `posts` answers other modules' POSTs, by path; a path that ends in "/" stands for all paths
+    directly below it. `general()` makes the protocol that handles every other request.
     """
 
     def __init__(
@@ -161,12 +161,14 @@ class FastConnection(asyncio.Protocol):
 
     def __init__(self, shared: FastPath) -> None:
         self._shared = shared
-        self._inbox = b""  # received, and not carried out yet
-        self._waits = False  # for the results of a request
-        self._leave: Callable[[], object] | None = None  # gives up that wait
-        self._rest: memoryview | None = None  # of the answer, not written yet
-        self._paused = False  # what was written has not all gone
-        self._moved = shared.loop.time()  # when bytes last came or went
+        self._inbox = b""  # bytes received and not carried out yet
+        self._waits = False  # a request waits for its answer
+        self._leave: Callable[[], object] | None = (
+            None  # to call if the client leaves during that wait
+        )
+        self._rest: memoryview | None = None  # the part of the answer that is not written yet
+        self._paused = False  # the client has not taken all that was written
+        self._moved = shared.loop.time()  # the last time that bytes came or went
 
     # ---- called by asyncio ---------------------------------------------------------------
 
@@ -245,7 +247,7 @@ class FastConnection(asyncio.Protocol):
         leave = post(path, body, partial(self._answer, key))
         if leave is None:
             self._waits = False
-        elif self._waits and key:  # its client may repeat it, so nothing ends it
+        elif self._waits and key:  # its client may repeat it, so it goes on
             shared.posts_once.begin(key)
         elif self._waits:
             self._leave = leave

@@ -1,10 +1,10 @@
 """The rendezvous server: aiohttp on a thread of its own, around the key-value store.
 
-The driver starts one and publishes with `post` and `apply`, without HTTP; agents and workers use
-HTTP. Other rooms mount their routes with `routes`, behind the same token check. The constructor
+The driver starts a server and writes with `post` and `apply`, without HTTP; agents and workers use
+HTTP. Other modules mount their routes with `routes`, behind the same token check. The constructor
 starts nothing; `start` binds in the caller's thread, so a port in use is an error there.
 
-Nothing here resolves names: the address is a number, and peers are never looked up.
+The server resolves no names: its address is a number, and it never looks up its clients.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ from rendezvous.wire import MAX_BODY_BYTES, Operation
 log = logging.getLogger(__name__)
 
 START_S = 10.0  # for the thread to come up, and to go down
-_TURNS = 4  # of the loop: accept, make the transport, tell the protocol, close
-LINGER_S = 1.0  # for handlers of other rooms to end when the server stops
+_TURNS = 4  # of the loop: accept, make the transport, call the protocol, close
+LINGER_S = 1.0  # for handlers of other modules to end when the server stops
 BACKLOG = 4096  # connections that may arrive together while the loop is busy
 FILES = 65536  # open files of the process, connections included
 KEEPALIVE_S = 600.0  # idle connections stay open: a client's next request finds one
@@ -46,11 +46,11 @@ _BIND_HINTS = {
 class RendezvousServer:
     """The HTTP server of one job's rendezvous.
 
-    `host` is a numeric address, `port` 0 means any free one. `others` are accepted like the
-    token: secrets of nodes that do not know it yet. `on_lease_expired(key)` is called on the
-    server's thread and must not block. `routes(app)` may add routes to the application; `posts`
-    answers those that are sent very often, by path (see `fast_path`). `first_revision`: see
-    `KVStore`.
+    `host` is a numeric address; `port` 0 means any free port. `others` are accepted like the
+    token: they are secrets of nodes that do not know the token yet. `on_lease_expired(key)` is
+    called on the server's thread and must not block. `routes(app)` may add routes to the
+    application; `posts` answers POSTs that are sent very often, by path (see `fast_path`).
+    `first_revision`: see `KVStore`.
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class RendezvousServer:
             )
             up.set_result(None)
             await self._stop.wait()
-            # Accept no more connections, and let those being accepted arrive: one that finds its
-            # server closed fails an assertion in asyncio and never frees its socket.
+            # Accept no more connections, and finish those being accepted: a connection that finds
+            # its server closed fails an assertion in asyncio and never frees its socket.
             loop.remove_reader(listener)
             await _turn()
         finally:

@@ -71,7 +71,7 @@ class AnswerMemory(Generic[V]):
 class _WaitingRequest:
     """A batch with a request id that is being carried out, and the clients that wait for it."""
 
-    before: Results  # of attempts whose clients have all gone
+    before: Results  # of earlier attempts, whose clients have all gone
     clients: list[Done]
     ticket: Done  # of the current attempt
 
@@ -110,9 +110,9 @@ class StoreService:
 
         Return a function to call when the client goes away; after that `done` is not called.
 
-        A request with an id is carried out once: a repeat gets the results of the first, or waits
-        with it. When all its clients have gone, it stops waiting; what it has carried out stays
-        done, and a repeat goes on from there.
+        A request with an id is carried out once: a repeat gets the results of the first request, or
+        waits with it. When all its clients have gone, it stops waiting. The operations that it has
+        carried out stay done, and a repeat carries out the others.
         """
         if self._closed:
             done(None)
@@ -132,9 +132,9 @@ class StoreService:
         return lambda: None
 
     async def carry_out(self, operations: Sequence[Operation], request_id: str = "") -> Results:
-        """Return the results of a batch; a caller that is cancelled counts as a client that left.
+        """Return the results of a batch; raise StoppedError if the service is closed.
 
-        Raises StoppedError if the service is closed.
+        A caller that is cancelled counts as a client that went away (see `ask`).
         """
         answer: asyncio.Future[Results | None] = self._loop.create_future()
 
@@ -205,8 +205,8 @@ class StoreService:
     def _expire(self, planned: float) -> None:
         """End the leases and waits that are due.
 
-        If the loop did not run for a while (SIGSTOP, overload), the holders of leases did, but
-        their renewals could not be read: their leases get that time back.
+        If the loop did not run for a while (SIGSTOP, overload), the holders of leases ran, but the
+        loop could not read their renewals: the leases are extended by that time.
         """
         self._timer, now = None, self._loop.time()
         late = now - planned

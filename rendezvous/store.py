@@ -1,18 +1,18 @@
 """The key-value store where processes meet: operations in, results out.
 
-Decides what every operation of `wire` returns, which batch waits for which key, and which
-lease has expired. `service` calls it from one thread. Nothing here reads a clock, blocks, or
-knows what keys mean. Times are seconds on the caller's monotonic clock.
+The store decides the result of every operation of `wire`, which batch waits for which key, and
+which lease has expired. `service` calls it from one thread. It reads no clock, never blocks, and
+does not know the meaning of keys. Times are seconds on the caller's monotonic clock.
 
-A batch is carried out in order. Up to its first operation that has to wait, no other batch
-comes in between; when that wait is over, the batch goes on.
+The operations of a batch are carried out in order. Until one of them has to wait, no operation of
+another batch is carried out; when the wait is over, the batch goes on.
 
 * Every write gets the next store-wide revision; a missing key counts as revision 0.
 * A lease belongs to a key: `Set` with `lease` starts or renews it, `Set` without ends it, other
   writes leave it as it is, deletion ends it without notice. Only `expire` lets a lease expire,
   so a store whose owner was held up can call `postpone_leases` first.
-* Sealed prefixes refuse writes and waits as long as the store exists. Reads find nothing
-  there, and deletions have nothing to delete.
+* Below a sealed prefix, writes and waits are refused as long as the store exists; no keys exist
+  there.
 """
 
 import heapq
@@ -54,7 +54,7 @@ Outcome = Answered | KeyExpired
 
 @dataclass(eq=False, slots=True)
 class _RunningBatch:
-    """A batch with the results it has so far, and what it waits for.
+    """A batch, the results it has so far, and the revisions it waits for.
 
     While it waits, `thresholds` holds the revision that each key must pass, and `unmet` how many
     more keys must do so (0 or less: the wait is over). The store's index lists this batch under
@@ -123,9 +123,8 @@ class Deadlines(Generic[T]):
 class KVStore:
     """Keys, values, revisions, leases, and batches that wait.
 
-    Revisions start at `first_revision`. A store that replaces another one gets a larger number
-    than that one ever reached, so that clients that wait for anything newer than what they saw
-    do not wait in vain.
+    Revisions start at `first_revision`. If a store replaces another one, this number is larger than
+    any revision of the old store: clients wait for a revision above the last one they saw.
     """
 
     def __init__(self, first_revision: int = 0) -> None:

@@ -31,7 +31,7 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
     """`torch.distributed.Store` under `prefix` of the rendezvous that `client` speaks to.
 
     `client` only names the server and the token: the store opens connections of its own, and
-    whoever made it ends them with `close`. `timeout` limits how long `get`, `wait` and
+    its owner ends them with `close`. `timeout` limits how long `get`, `wait` and
     `multi_get` wait for missing keys, and how long any call tries to reach the server.
 
     Raises, besides the errors of `RendezvousClient`: SealedError when the round is over,

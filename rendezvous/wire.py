@@ -157,7 +157,7 @@ Result = Entries | Number | Written | Compared | StoreRefusal
 
 
 class KVBatch(Struct, frozen=True, forbid_unknown_fields=True):
-    """Operations carried out in order, atomically up to the first one that has to wait.
+    """Operations that are carried out in order, without interruption until one has to wait.
 
     A repeat with the same `request_id` gets the first answer, so that a client may repeat a
     request whose answer it lost.

@@ -1,8 +1,8 @@
 """Names of this machine, and the address at which each host finds the rendezvous.
 
-A name server that does not answer would delay the job, so a name means this machine only by what
-the machine knows itself: loopback, its own name, its interfaces' addresses, and its hosts file.
-Other names are looked up only if an address has to be found.
+A name server that does not answer would delay the job. So a name is compared only with what the
+machine itself knows: loopback, its own name, the addresses of its interfaces, and its hosts file.
+Other names are resolved only when an address is needed.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ def endpoint_for(host: str, url: str, bind_host: str | None, look_up: Callable[[
     if address is None:
         raise ClusterError(
             f"no way to {host}: its name has no address here, and there is no default route; "
-            "say where the rendezvous is to listen with --rdzv-endpoint"
+            "give the rendezvous an address with --rdzv-endpoint"
         )
     return f"http://{bracketed(address)}:{urlsplit(url).port}"
 

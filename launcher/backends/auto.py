@@ -1,4 +1,4 @@
-"""Two backends as one: this machine's names go to the local one, all others to ssh."""
+"""The default backend: local for the names of this machine, ssh for all other hosts."""
 
 import time
 

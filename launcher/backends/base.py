@@ -25,7 +25,7 @@ def agent_arguments(endpoint: str, host: str, incarnation: int) -> tuple[str, ..
 
 
 def describe_end(host: str, code: int) -> str:
-    """Return what an agent's exit status (as subprocess gives it) means for people."""
+    """Return a sentence on an agent's end; `code` is its exit status as subprocess gives it."""
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return f"the agent on {host} was killed by {name}"

@@ -1,4 +1,4 @@
-"""A running ssh, srun or mpirun: it is given its input once, its output comes as whole lines.
+"""A running ssh, srun or mpirun: it gets its input once, its output arrives as whole lines.
 
 `launcher.backends.remote` starts clients on its asyncio loop.
 """
@@ -19,7 +19,7 @@ DRAIN_S = 1.0  # for output to end after the program: a helper of its own may ho
 
 
 class Client(asyncio.SubprocessProtocol):
-    """A program that `start` has started. End it with `ended()`."""
+    """A program that `start` has started; `ended` waits for its end."""
 
     _transport: asyncio.SubprocessTransport
 

@@ -1,9 +1,9 @@
 """Agents started by mpirun (Open MPI), an mpirun for each host.
 
-One mpirun for all hosts would end them all when it loses one ("We cannot recover from this
-failure, and therefore will terminate the job"); one for each host can fail, and be started again,
-by itself. mpirun ends what it has started when it ends, so the agent's keeper is put into a
-process it does not know of (`launcher.agent.remote apart`).
+One mpirun for all hosts would end all agents when it loses one host ("We cannot recover from this
+failure, and therefore will terminate the job"). If the mpirun of one host fails, only that host's
+agent is started again. When mpirun ends, it kills all processes that it has started, so the agent's
+keeper runs in a process that mpirun does not know (`launcher.agent.remote apart`).
 """
 
 import shutil

@@ -1,8 +1,9 @@
 """Find the hosts of all ranks over MPI, after mpirun has started several `elasticrun`.
 
-`mpirun -np 8 elasticrun --backend mpi -- train.py`: sites where an outer mpirun or batch system
-says where to run. The ranks exchange their hosts' names (mpi4py), rank 0 becomes the driver of a
-job with a slot for each rank, and all others are done. `launcher.job` calls it before it plans.
+At some sites a batch system or an outer mpirun decides where to run:
+`mpirun -np 8 elasticrun --backend mpi -- train.py`. The ranks exchange the names of their hosts
+(mpi4py). Rank 0 becomes the driver of a job with a slot for each rank; the other ranks exit.
+`launcher.job` calls `meet_ranks` before it plans.
 """
 
 import importlib
@@ -18,7 +19,7 @@ _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def started_ranks(environ: Mapping[str, str]) -> int:
-    """Return how often mpirun has started us; 1 if it has not."""
+    """Return the number of ranks that mpirun has started; 1 if mpirun did not start us."""
     said = next((environ[name] for name in _SIZES if name in environ), "1")
     return int(said) if said.isdecimal() else 1
 
@@ -26,8 +27,8 @@ def started_ranks(environ: Mapping[str, str]) -> int:
 def meet_ranks() -> Hosts | None:
     """Return the hosts of all ranks, a slot for each rank, in their order; None: not rank 0.
 
-    Every rank has to call it; MPI is left by then. Raises UsageError without mpi4py, or where it
-    was built for another MPI than the mpirun that started us.
+    Every rank has to call it; it finalizes MPI. Raises UsageError if mpi4py is missing or was built
+    for another MPI than the mpirun that started us.
     """
     try:
         mpi = importlib.import_module("mpi4py.MPI")

@@ -1,7 +1,7 @@
 """Backends and sources of hosts by name: Python entry points, ours and those of other packages.
 
-Ours are registered in setup.cfg. In a checkout that file is read itself, since the metadata of an
-editable installation may be older.
+Ours are registered in setup.cfg. In a checkout this module reads that file, because the metadata of
+an editable installation may be older.
 """
 
 import configparser
@@ -28,7 +28,7 @@ def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
 
 
 def load(group: str, name: str) -> Any:
-    """Return what is registered under a name; raises UsageError if nothing usable is."""
+    """Return the object of an entry point; raises UsageError if there is no such name."""
     known = _ours(group)
     if name not in known:  # only now: the metadata of all packages takes a while to read
         known = entry_points(group)

@@ -1,14 +1,14 @@
 """Agents on other machines, started through a program that reaches them: ssh, srun or mpirun.
 
-On the host `launcher.agent.remote` keeps the agent. The program's connection carries the token
-there and the workers' output back, and tells of the agent's end; the job does not depend on it.
-When it breaks, the agent goes on: its workers' lines are dropped from then on, and its end is
-awaited over a new connection. An agent that is to be killed is killed over a connection of its
-own; one that cannot be reached is fenced off by the driver and ends when it has not reached it for
-the heartbeat timeout. What differs between the programs is their `RemoteShell`.
+On the host `launcher.agent.remote` keeps the agent. The program's connection carries the token to
+the host and the workers' output back, and ends with the agent. When the connection breaks, the
+agent goes on: the lines of its workers are no longer shown, and the backend waits for its end over
+a new connection. To kill an agent, the backend opens another connection. If the host cannot be
+reached, the driver ignores the agent from then on, and the agent ends when it has not reached the
+driver for the heartbeat timeout. Each program has its own `RemoteShell`.
 
 One asyncio loop on one thread, started with the first agent, serves all connections. At most
-`AT_ONCE` are being set up at any moment.
+`AT_ONCE` connections are being set up at the same time.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from launcher.backends.remote_shell import RemoteShell, precheck
 from rendezvous.auth import read_token_file
 from rendezvous.errors import TokenError
 
-AT_ONCE = 32  # connections being set up; the other side and our cores are spared
-START_S = 60.0  # from the connection to the agent's first sign
+AT_ONCE = 32  # connections being set up; more would overload the hosts and our cores
+START_S = 60.0  # from the start of the connection until the agent is up
 END_S = 15.0  # for one attempt to kill an agent
 CLOSE_S = 6.0  # the same, when the job is over
 SURELY_UP_S = 3.0  # an agent that is not known to be gone after this time has lost its connection
@@ -48,7 +48,7 @@ _OURS = (b"[", b"elasticrun:")  # how lines of workers and agents begin
 
 @dataclass(eq=False)
 class _RemoteAgent:
-    """An agent that the driver has asked for, until the driver has heard of its end."""
+    """An agent, from the driver's request until its end was reported to the driver."""
 
     host: str
     incarnation: int
@@ -56,9 +56,9 @@ class _RemoteAgent:
     name: str = field(default_factory=lambda: secrets.token_hex(8))
     client: Client | None = None
     up: asyncio.Event = field(default_factory=asyncio.Event)
-    said: bytes = b""  # on stderr: all before it was up, since then only the program itself
+    said: bytes = b""  # stderr: all of it until the agent is up, then only the program's own lines
     life: asyncio.Task[None] | None = None
-    death: asyncio.Task[None] | None = None  # kills it, and tells the driver at its end
+    death: asyncio.Task[None] | None = None  # kills the agent, then reports its end to the driver
 
 
 class RemoteBackend(Backend):
@@ -70,7 +70,7 @@ class RemoteBackend(Backend):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
-        # What follows belongs to the loop's thread.
+        # The following fields belong to the loop's thread.
         self._agents: dict[tuple[str, int], _RemoteAgent] = {}
         self._consoles: tuple[Console, ...] = ()
         self._slots = asyncio.Semaphore(AT_ONCE)
@@ -204,7 +204,7 @@ class RemoteBackend(Backend):
         return ended
 
     def _heard(self, agent: _RemoteAgent, stream: int, lines: list[bytes]) -> None:
-        """Pass the agent's output on, without what a login script has printed before it."""
+        """Pass the agent's output on, without lines that a login script printed before it."""
         up, mark = agent.up.is_set(), f"{UP} {agent.name}".encode()
         if stream == 2:
             said = [line + b"\n" for line in lines if not up or not line.startswith(_OURS)]
@@ -217,9 +217,9 @@ class RemoteBackend(Backend):
             self._consoles[stream - 1].write(b"\n".join(lines) + b"\n")
 
     async def _await_end(self, agent: _RemoteAgent) -> None:
-        """Over new connections, wait until the agent is gone; for ever if need be.
+        """Wait over new connections until the agent is gone, without a deadline.
 
-        An agent whose host is gone too is ended by `kill`, when its lease has expired.
+        If the host is gone too, the agent's lease expires, and `kill` ends this wait.
         """
         patience = asyncio.get_running_loop().call_later(
             SURELY_UP_S,
@@ -236,7 +236,7 @@ class RemoteBackend(Backend):
             patience.cancel()
 
     async def _kill(self, agent: _RemoteAgent, patience: float) -> None:
-        """End an agent on its host; where that fails, it is as good as gone for the driver."""
+        """End an agent on its host; report its end to the driver even if that fails."""
         try:
             code = await asyncio.wait_for(self._run(agent.host, "end", agent.name), patience)
         except (asyncio.TimeoutError, OSError):

@@ -26,7 +26,10 @@ _MEANINGS = (
     ("Unable to confirm allocation", "Slurm knows this allocation no more; is its time over?"),
     ("Invalid job id", "Slurm knows this allocation no more; is its time over?"),
     ("Job/step already completing", "the allocation is ending"),
-    ("Unable to contact slurm controller", "slurmctld does not answer; ask whoever runs it"),
+    (
+        "Unable to contact slurm controller",
+        "slurmctld does not answer; ask the cluster's operators",
+    ),
     ("Communication connection failure", "its slurmd does not answer; is the node down?"),
     ("Node failure", "Slurm says that the node failed"),
 )
@@ -52,8 +55,11 @@ class SrunShell(RemoteShell):
             self.program,
             f"--jobid={self.job_id}",
             *("--nodes=1", "--ntasks=1", f"--nodelist={host}"),
-            *("--overlap", f"--immediate={IMMEDIATE_S}"),  # beside other steps, now or never
-            *("--no-kill", "--kill-on-bad-exit=0"),  # nothing else has to end with it
+            *(
+                "--overlap",
+                f"--immediate={IMMEDIATE_S}",
+            ),  # beside other steps; fail if there is no room
+            *("--no-kill", "--kill-on-bad-exit=0"),  # no other step ends with it
             *("--mpi=none", "--cpu-bind=none"),  # workers are no MPI ranks, and share the cores
             *("--chdir=/", "--quiet", "--job-name=elastic-agent"),
             *("/bin/sh", "-c", remote),

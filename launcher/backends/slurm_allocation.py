@@ -23,7 +23,7 @@ from elastic_driver.runtime.probe import ProbeError, ScriptProbe
 EVERY_S = 10.0  # between two questions
 _ANSWER_S = 10.0
 _OVER = "CANCELLED COMPLETED COMPLETING DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT"
-_UNKNOWN = "Invalid job id"  # it was over so long ago that Slurm has forgotten it
+_UNKNOWN = "Invalid job id"  # the job ended long ago, and Slurm has deleted its record
 _REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?\Z")
 _GPUS = re.compile(r"(?:[^:,()]+:)*([0-9]{1,6})(?:\([^)]*\))?\Z")
 
