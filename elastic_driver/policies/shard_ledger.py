@@ -125,7 +125,7 @@ class ShardLedger:
             self._drop(shard)
         elif holder is not None:
             reason = f"{shard.name} was taken from {worker}; {holder} has it"
-            return m.ShardRefused(m.RefusalCode.HELD, reason)
+            return m.ShardRefused("held", reason)
         elif late:
             if self._quarantine.pop(shard, None) is None:
                 self._returned.remove(shard)
@@ -134,7 +134,7 @@ class ShardLedger:
             return m.ShardAccepted(shard)
         else:
             reason = f"{shard.name} is done, or was never given to {worker} as token {token}"
-            return m.ShardRefused(m.RefusalCode.DONE, reason)
+            return m.ShardRefused("done", reason)
         self._past.pop(shard, None)
         self._last_done[worker] = (shard, token)
         self._done += 1

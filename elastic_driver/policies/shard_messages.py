@@ -3,7 +3,6 @@
 Counts and offsets are records; times are seconds.
 """
 
-from enum import Enum
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
@@ -184,17 +183,14 @@ class ShardAccepted(Struct, frozen=True, tag="accepted"):
     late: bool = False
 
 
-class RefusalCode(str, Enum):
-    """The reasons for refusing a report, for programs."""
-
-    HELD = "held"  # another worker trains it now
-    DONE = "done"  # finished already, or never handed out with this token
-
-
 class ShardRefused(Struct, frozen=True, tag="refused"):
-    """The shard does not count as done by you; leave it."""
+    """The shard does not count as done by you; leave it.
 
-    code: RefusalCode
+    `code`, for programs: "held" (another worker trains it now) or "done" (it was finished before,
+    or never handed out with this token).
+    """
+
+    code: Literal["held", "done"]
     reason: str
 
 

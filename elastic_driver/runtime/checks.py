@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import field
 
 from elastic_driver import contract
 from elastic_driver.core.decisions import CheckHosts
@@ -46,19 +46,16 @@ _LOOK_AGAIN_S = 0.02
 STOP_S = 10.0  # for a check that is abandoned to end its agents
 
 
-class CheckSettings(Struct, frozen=True, kw_only=True):
+class CheckSettings(CheckLimits, frozen=True, kw_only=True):
     """The settings of a run's node checks."""
 
-    stragglers: bool = True  # look for slow nodes too
-    exclude_stragglers: bool = False  # and keep them out of the job
+    exclude_stragglers: bool = False  # keep slow nodes out of the job
     every_slot: bool = True  # a process for each slot; otherwise one for each host
-    start_timeout: float = 60.0  # for an agent to come up
-    task_timeout: float = 120.0  # for the task of one round, with its start
     heartbeat_timeout: float = 30.0
     task: TaskSettings = TaskSettings()
     command: tuple[str, ...] = TASK  # what a process of a task runs
     warm: int | None = None  # processes that have imported torch in advance, as `JobSpec.warm`
-    env: dict[str, str] = {}  # added to the agents' environment for it
+    env: dict[str, str] = field(default_factory=dict)  # added to the agents' environment for it
 
     def spec(self, run_id: str) -> JobSpec:
         """Return the job of a check's agents."""
@@ -73,15 +70,6 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
             warm=self.warm,
             preload=PRELOAD_MODEL if self.task.model else PRELOAD,
             rehearse=False,  # a task warms up by itself before it measures
-        )
-
-    def limits(self) -> CheckLimits:
-        """Return the part that the machine needs."""
-        return CheckLimits(
-            stragglers=self.stragglers,
-            start_timeout=self.start_timeout,
-            task_timeout=self.task_timeout,
-            task=self.task.summary,
         )
 
 
@@ -150,7 +138,8 @@ class NodeChecks:
         self._server.apply([Set(key, encode(document)) for key, document in published.items()])
         self.backend = self._make_backend(self._server.url, self._folder.token_file)
         self._answer, number, self._number = answer, self._number, self._number + 1
-        return NodeChecker(checked, number=number, limits=self.settings.limits(), known=known)
+        limits, name = self.settings, self.settings.task.summary
+        return NodeChecker(checked, number=number, limits=limits, task=name, known=known)
 
     def end(self, report: CheckReport) -> None:
         """End the agents' backend and answer with the report, in a thread."""

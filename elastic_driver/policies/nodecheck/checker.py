@@ -38,7 +38,6 @@ class CheckLimits(Struct, frozen=True, kw_only=True):
     stragglers: bool = True  # look for slow nodes too
     start_timeout: float = 60.0  # for an agent to come up
     task_timeout: float = 120.0  # for the task of one round, with its start
-    task: str = ""  # names the task: times of the same task can be compared
 
 
 class CheckEnded(do.CausedDecision, frozen=True, tag="check_ended"):
@@ -71,6 +70,7 @@ class NodeChecker:
         hosts: (host, processes); a process for each device of the host that is to be checked.
         number: of this check in its run, from 0.
         limits: how to judge, and how long to wait.
+        task: describes the task; times of the same task can be compared.
         known: verdicts of earlier checks of the same cluster.
     """
 
@@ -80,10 +80,11 @@ class NodeChecker:
         *,
         number: int,
         limits: CheckLimits,
+        task: str = "",
         known: Sequence[NodeVerdict] = (),
     ) -> None:
         self._slots = dict(hosts)
-        self._limits = limits
+        self._limits, self._task = limits, task
         self._check = NodeCheck(tuple(self._slots), stragglers=limits.stragglers, known=known)
         self._incarnation = contract.FIRST_OF_CHECKS + number
         self._last_task = contract.FIRST_OF_CHECKS + number * TASKS_OF_A_CHECK
@@ -161,7 +162,7 @@ class NodeChecker:
             seconds=self._seconds(now),
             task_seconds=self._task_seconds,
             nodes=self._check.verdicts(),
-            task=self._limits.task,
+            task=self._task,
         )
 
     # ---- phases --------------------------------------------------------------------------
