@@ -199,10 +199,9 @@ def slots_of_a_host(options: LaunchOptions, machine: MachineFacts) -> int | None
 
 def _read_wish(line: CommandLine, slots: int | None) -> _Wish:
     options = line.options
-    sizes = {"--min-np": options.min_np, "--num-proc": options.num_proc, "--max-np": options.max_np}
-    nodes = _nodes(line)
-    if nodes is not None:
+    if nodes := _nodes(line):
         return _Wish(None, nodes[0] * (slots or 1), nodes[1] * (slots or 1))
+    sizes = {"--min-np": options.min_np, "--num-proc": options.num_proc, "--max-np": options.max_np}
     known = [(name, number) for name, number in sizes.items() if number is not None]
     for (low_name, low), (high_name, high) in pairwise(known):
         if low > high:
@@ -224,30 +223,22 @@ def _nodes(line: CommandLine) -> tuple[int, int] | None:
 
 def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[Settings, str]:
     """Return the settings of the core, and a remark on the number of workers (may be empty)."""
-    least, described, note = wish.least or 1, where.describe_hosts(hosts), ""
-    start, most = wish.asked or least, wish.most
-    if hosts.hosts is not None:
-        capacity = sum(slots for _, slots in hosts.hosts)
-        start = wish.asked or max(min(capacity, wish.most or capacity), least)
-        needed = wish.least or start
-        if capacity < needed:
-            raise ClusterError(
-                f"need {needed} slots, but there are {capacity} ({described}); name more hosts or "
-                "slots with -H, --hostfile or --slots-per-host, or lower -np or --min-np"
-            )
-        most = wish.most or wish.asked
-        if start > capacity:
-            note = f"starting with {capacity} workers instead of {start}: {described} has no more "
-            note, start = f"{note}slots", capacity
-    fewest_hosts, most_hosts = _bounds_of_hosts(line)
+    described = where.describe_hosts(hosts)
+    start, most, note = _start_and_most(wish, hosts, described)
+    nodes, unit = _nodes(line), line["node_unit"]
+    if nodes is not None and -(-nodes[0] // unit) * unit > nodes[1]:
+        raise UsageError(
+            f"--node-unit {unit}: no multiple of it lies between {nodes[0]} and {nodes[1]} hosts "
+            "(--nnodes); change one of them"
+        )
     settings = line.fill(
         Settings,
         start_np=start,
-        min_np=least,
+        min_np=wish.least or 1,
         max_np=most,
         start_min_np=wish.least,
-        min_hosts=fewest_hosts,
-        max_hosts=most_hosts,
+        min_hosts=nodes[0] if nodes else 1,
+        max_hosts=nodes[1] if nodes else None,
         fixed_hosts=isinstance(hosts, where.FixedHosts),
         tf_roles=tf_roles(line),
     )
@@ -262,15 +253,21 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
     return settings, note
 
 
-def _bounds_of_hosts(line: CommandLine) -> tuple[int, int | None]:
-    """Return the fewest and the most hosts of a world (None: any number).
-
-    Raises UsageError if no number of hosts fits --nnodes and --node-unit.
-    """
-    nodes, unit = _nodes(line), line["node_unit"]
-    if nodes is not None and -(-nodes[0] // unit) * unit > nodes[1]:
-        raise UsageError(
-            f"--node-unit {unit}: no multiple of it lies between {nodes[0]} and {nodes[1]} hosts "
-            "(--nnodes); change one of them"
+def _start_and_most(
+    wish: _Wish, hosts: where.HostSource, described: str
+) -> tuple[int, int | None, str]:
+    """Return the workers to start with, the most workers, and a remark (may be empty)."""
+    least = wish.least or 1
+    if hosts.hosts is None:
+        return wish.asked or least, wish.most, ""
+    capacity, most = sum(slots for _, slots in hosts.hosts), wish.most or wish.asked
+    start = wish.asked or max(min(capacity, wish.most or capacity), least)
+    if capacity < (wish.least or start):
+        raise ClusterError(
+            f"need {wish.least or start} slots, but there are {capacity} ({described}); name more "
+            "hosts or slots with -H, --hostfile or --slots-per-host, or lower -np or --min-np"
         )
-    return nodes or (1, None)
+    if start <= capacity:
+        return start, most, ""
+    remark = f"starting with {capacity} workers instead of {start}: {described} has no more slots"
+    return capacity, most, remark

@@ -17,14 +17,7 @@ import yaml
 
 from elastic_driver.errors import UsageError
 from elastic_driver.settings import Settings
-from launcher.options.table import (
-    FOREIGN,
-    NEEDLESS,
-    OPTIONS,
-    PET_OPTIONS,
-    LaunchOptions,
-    Option,
-)
+from launcher.options.table import FOREIGN, NEEDLESS, OPTIONS, PET_OPTIONS, LaunchOptions, Option
 
 T = TypeVar("T")
 Words = tuple[str, ...]
