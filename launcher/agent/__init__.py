@@ -1,1 +1,1 @@
-"""One per host: starts, watches and stops workers."""
+"""The agent: one process per host that starts, watches and stops the workers there."""

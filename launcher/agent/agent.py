@@ -1,14 +1,14 @@
 """The agent of one host: reads its orders, keeps its lease, and ends when it should.
 
-One asyncio loop; requests to the driver block threads beside it. It ends for one of these reasons,
-and each time it first stops its workers and then whatever they left behind: the driver orders it, a
-signal asks for it, or the driver is gone (its pipe closed, no answer within the heartbeat timeout,
-an unknown token, sealed keys).
+It is one asyncio loop; requests to the driver block threads beside it. It ends when the driver
+orders it, when a signal asks for it, or when the driver is gone (its pipe has closed, no answer
+came within the heartbeat timeout, the token is unknown, the keys are sealed). Before it ends, it
+stops its workers and then the processes that they left behind.
 
 Batch systems and clouds send SIGTERM before they take a machine away, Slurm also what `--signal`
-names. The agent passes the first such signal on to the driver, which has the workers leave at a
-step boundary and then lets the agent go. What is still here shortly before the time is over is
-stopped. Times are seconds.
+names. The agent reports the first of these signals to the driver, which has the workers leave at a
+step boundary and then orders the agent to end. Shortly before the time is over, the agent stops the
+workers that are still here. Times are seconds.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ class Agent:
             remove_orphan_files(self._config, self._token)
         return self._exit_code
 
-    # ---- what can end it -----------------------------------------------------------------
+    # ---- reasons to end ------------------------------------------------------------------
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -130,12 +130,15 @@ class Agent:
             loop.add_reader(0, self._on_lifeline)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Leave in good order if the signal announces that, else end; a second end is at once."""
+        """Leave in good order if the signal announces the end of the host; otherwise end.
+
+        A second signal to end kills the workers at once.
+        """
         if self._notice and not self._ended.is_set() and number in ANNOUNCING:
             if self._leave_timer is None:
                 self._announce(number)
                 return
-            if number != signal.SIGTERM:  # a SIGTERM after the announcement is meant as usual
+            if number != signal.SIGTERM:  # a SIGTERM after the announcement ends us
                 return
         self._signals += 1
         grace = ORPHAN_GRACE_S if self._signals == 1 else 0.0
@@ -236,17 +239,17 @@ class Agent:
         address, interface = meeting_point(config.endpoint, wanted)
         return address or config.host, interface
 
-    # ---- what it reports -----------------------------------------------------------------
+    # ---- reports -------------------------------------------------------------------------
 
     def _report(self, event: WireEvent) -> None:
         """Have an event delivered after all that were reported before."""
         self._events.put_nowait(event)
 
     async def _deliver(self, patience: float) -> None:
-        """Deliver events for ever, one at a time; raises RendezvousError for a driver gone.
+        """Deliver events for ever, one at a time; raises RendezvousError if the driver is gone.
 
-        An event that the driver refuses is a bug of ours: it is named and dropped, so that it
-        cannot hold up those behind it.
+        An event that the driver refuses is a bug of ours: it is shown and dropped, so that it does
+        not hold up the events behind it.
         """
         while True:
             event = await self._events.get()
@@ -304,10 +307,10 @@ class Agent:
 
 
 def remove_orphan_files(config: AgentConfig, token: str) -> None:
-    """Remove the files of a driver that died, and only of that one.
+    """Remove the files of our driver, which has died.
 
-    A driver started again under the same name may have written its own meanwhile; the dead one's
-    have its token or address in them.
+    Another driver may have written files at the same paths meanwhile; those of our driver hold its
+    token or its address.
     """
     for name in config.orphan_files:
         path = Path(name)

@@ -1,9 +1,9 @@
-"""Our own stdout or stderr as a place for whole lines that never blocks us.
+"""Our own stdout or stderr, to which whole lines are written without blocking.
 
 The agent inherits both from the driver, and other agents write to them too, so lines go out in
-pieces that a pipe takes whole. A reader that stands still holds the workers up for `STALL_S`
-seconds at most; then their output is dropped, with a message, until the reader goes on. Nothing
-that happens here ends a worker.
+pieces that a pipe takes whole. A reader that stops reading holds the workers up for `STALL_S`
+seconds at most; then their output is dropped, with a message, until the reader goes on. No error
+here ends a worker.
 
 `O_NONBLOCK` belongs to the open file that we share with the driver and the other agents: to set it
 would make *their* writes fail. So a pipe or terminal is opened once more through /proc, sockets are
@@ -40,7 +40,7 @@ class Outlet(NamedTuple):
 
 
 def open_outlet(fd: int) -> Outlet | None:
-    """Return an outlet for what `fd` leads to; None where `fd` is not open."""
+    """Return an outlet for the stream behind `fd`; None if `fd` is not open."""
     try:
         mode = os.fstat(fd).st_mode
         if not (stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) or os.isatty(fd)):

@@ -23,12 +23,12 @@ _NOT_INHERITED = frozenset((*contract.TORCHRUN_NAMES, *_OURS))
 
 @dataclass(frozen=True)
 class Meeting:
-    """The way of this agent's workers to the rendezvous, and the file with their token."""
+    """The address of the rendezvous for this agent's workers, and the file with their token."""
 
     host: str
     endpoint: str  # http://host:port
     token_file: str
-    interface: str | None = None  # the one that leads to the other hosts; None: there are none
+    interface: str | None = None  # network interface to the other hosts; None: there are none
     scratch: str | None = None  # a folder that is removed when the agent ends
 
 
@@ -37,7 +37,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """Return the whole environment of a new worker.
 
-    `JobSpec.env` overrides what is inherited, and the names of the contract override both.
+    `JobSpec.env` overrides inherited variables, and the names of the contract override both.
     The remaining defaults (threads, buffering, interface) yield to whatever the user has set.
     """
     place = order.place
@@ -84,7 +84,7 @@ def worker_environment(
 
 
 def common_environment(inherited: Mapping[str, str], spec: JobSpec) -> dict[str, str]:
-    """Return what all workers of the job share on this host, whichever place they take."""
+    """Return the variables that all workers of the job have in common on this host."""
     return {
         "PYTHONUNBUFFERED": "1",  # else the last lines before a SIGKILL are lost
         # One set and one multi_get per rank in place of a request for each peer.

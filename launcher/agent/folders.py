@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-BEGINNING_S = 60.0  # a folder this young without a lock may be one whose holder is just beginning
-_LOCK = "keeper"  # appears locked, so one that is not locked is a dead holder's
+BEGINNING_S = 60.0  # the holder of a younger folder may not have locked it yet
+_LOCK = "keeper"  # it is locked before it gets this name; without a lock its holder is dead
 _BEGUN = "keeper.begun"  # its name before that
 _SCRATCH_PREFIX = "elastic-mp-"  # short, as the paths of sockets may not be long
 _LONGEST = 107 - len("/listener-12345678")  # what the path of a socket may hold, unix(7)
@@ -45,7 +45,7 @@ def holder_of(folder: Path) -> int | None:
     """Return the pid of the live process that holds this folder; None where there is none."""
     with contextlib.suppress(OSError), (folder / _LOCK).open() as lock:
         try:
-            # Shared: others may be asking the same, and are no holders.
+            # Shared: other processes that ask at the same time are no holders.
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return int(lock.read() or 0) or None
@@ -53,13 +53,13 @@ def holder_of(folder: Path) -> int | None:
 
 
 def wait_for_holder(folder: Path) -> None:
-    """Return when nobody holds this folder any more."""
+    """Wait until no process holds this folder any more."""
     with contextlib.suppress(OSError), (folder / _LOCK).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def clear_unheld(folder: Path) -> None:
-    """Remove a folder whose holder has died, or that is empty; any other stays."""
+    """Remove a folder if its holder has died or if it is empty."""
     if (folder / _LOCK).exists() and holder_of(folder) is None:
         shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ def clear_unheld(folder: Path) -> None:
 
 
 def sweep(prefix: str) -> None:
-    """Remove this user's folders of this prefix in the temporary folder that nobody holds."""
+    """Remove this user's folders of this prefix in the temporary folder that no process holds."""
     for folder in Path(tempfile.gettempdir()).glob(prefix + "*"):
         with contextlib.suppress(OSError):
             found = folder.stat()

@@ -1,4 +1,4 @@
-"""A worker's bytes become lines for a terminal, and a traceback waits for its process's end.
+"""Turns a worker's bytes into lines for a terminal, and holds tracebacks until the worker ends.
 
 Pure: bytes in, lines out, without their newline; `now` is handed in, in monotonic seconds.
 """
@@ -6,9 +6,9 @@ Pure: bytes in, lines out, without their newline; `now` is handed in, in monoton
 import re
 
 MAX_LINE_BYTES = 16 * 1024
-QUIET_S = 1.0  # after the last line, for a process that does nothing visible
+QUIET_S = 1.0  # after the last line, if the process writes nothing more
 ALIVE_S = 0.5  # after the last line, once the process has written to stdout again
-AGAIN_S = 0.5  # for one that is busy, maybe with ending, before it is looked at again
+AGAIN_S = 0.5  # until the next look at a process that is busy, perhaps with its end
 LONGEST_S = 20.0  # a loaded machine takes seconds to tear down an interpreter with torch in it
 MAX_BYTES = 48 * 1024
 
@@ -20,8 +20,8 @@ _SYNTAX_ERROR = re.compile(rb'  File ".*", line \d+$')
 class LineSplitter:
     """Cuts one stream into whole lines of bounded length; keeps the unfinished last one.
 
-    What a carriage return overwrites is dropped, as a terminal would, so that a progress bar is one
-    line that ends up as its last state.
+    Text that a carriage return overwrites is dropped, as on a terminal: a progress bar becomes one
+    line with its last state.
     """
 
     def __init__(self, max_line: int = MAX_LINE_BYTES) -> None:
@@ -80,7 +80,7 @@ def _without_overwritten(rest: bytes) -> bytes:
 
 
 def visible(line: bytes) -> bytes:
-    """Return what a terminal would still show of a line with carriage returns in it."""
+    """Return the part of a line with carriage returns that a terminal would still show."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
@@ -88,10 +88,10 @@ class HoldBack:
     """The lines of one stderr on their way to the terminal; tracebacks are held back.
 
     An error in a script ends all its workers, and each prints the same traceback, which is worth
-    one copy. What a worker wrote from its last traceback on waits here. When the process ends with
-    a failure, that text travels in the report to the driver, which shows the first one. When the
+    one copy. The text of a worker from its last traceback on waits here. When the process ends with
+    a failure, that text goes into the report to the driver, which shows the first one. When the
     process goes on (it only logged an exception), the text is released after a moment. The caller
-    looks whether the process may still be busy ending, which no fixed time can tell.
+    checks whether the process may still be busy with its end, because no fixed time is right.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class HoldBack:
         return True
 
     def release(self) -> list[bytes]:
-        """Let go of what is held: the process goes on, or ended well."""
+        """Return the held lines and forget them: the process goes on, or ended well."""
         held, self._held, self._bytes = self._held, [], 0
         return held
 

@@ -1,4 +1,4 @@
-"""A worker's output: from its two pipes to files, to our terminal, and to the report of its end.
+"""The output of a worker: from its two pipes to files, our terminal and the report of its end.
 
     <log_dir>/<worker>/stdout.log, stderr.log      named by the stable worker id
     <log_dir>/by-rank/<round>/<rank>               link to the folder of that round's rank
@@ -46,7 +46,7 @@ class Routing:
 
 
 def parse_streams(text: str, local_rank: int) -> int:
-    """Return what torchrun's `--redirects`/`--tee` value says for one local rank, as bits.
+    """Return the streams that a `--redirects` or `--tee` value names for one local rank, as bits.
 
     Either one number for all ("3"), or local rank by local rank ("0:3,1:1"), where ranks that
     are not named get 0. Raises ValueError for anything else.
@@ -67,8 +67,8 @@ def _streams(text: str) -> int:
 def route(spec: JobSpec, local_rank: int) -> Routing:
     """Return where the streams of the worker with this `LOCAL_RANK` go.
 
-    Without a log directory there are no files, and nothing is kept from the terminal but what
-    the filter keeps.
+    Without a log directory there are no files, and only the filter keeps a stream from the
+    terminal.
     """
     redirected = parse_streams(spec.redirects, local_rank) if spec.log_dir else 0
     teed = parse_streams(spec.tee, local_rank) if spec.log_dir else 0
@@ -88,7 +88,7 @@ class LogFile:
         self._file = path.open("ab", buffering=0)
 
     def write(self, data: bytes) -> str | None:
-        """Append; return a sentence about what went wrong, once, and None otherwise."""
+        """Append; return a sentence about the first error, None otherwise."""
         while data and not self._file.closed:
             try:
                 data = data[self._file.write(data) :]
@@ -238,7 +238,7 @@ class Stream:
         self._console.write(text)
 
     def _wake_at(self, when: float | None) -> None:
-        """Wake at `when` or before; None: there is nothing to wake for."""
+        """Call `_wake` at `when` or before; not at all for None."""
         if when is None or (self._timer is not None and self._timer.when() <= when):
             return
         if self._timer is not None:
@@ -246,7 +246,7 @@ class Stream:
         self._timer = self._loop.call_at(when, self._wake)
 
     def _wake(self) -> None:
-        """Time has passed: a held traceback is due, or a progress bar has moved."""
+        """Show a held traceback that is due, and a progress bar that has moved."""
         self._timer, now = None, self._loop.time()
         if (hold := self._holdback) is not None and (due := hold.due()) is not None:
             # A process that may be on its way to its end keeps its traceback a little longer.
@@ -306,12 +306,12 @@ class WorkerOutput:
             await asyncio.wait_for(both, timeout)
 
     def finish(self, failed: bool) -> str:
-        """Show what is left, free everything, and return the last lines of stderr."""
+        """Show the rest, free everything, and return the last lines of stderr."""
         self.stdout.finish(failed)
         return self.stderr.finish(failed)
 
     def note_traceback(self) -> None:
-        """Note the CPU time at which a traceback begins: it tells an ending from going on."""
+        """Note the CPU time when a traceback begins; much more of it means that the worker goes on."""
         self._cpu_then = 0.0
         with contextlib.suppress(psutil.Error):
             self._cpu_then = _cpu_time(psutil.Process(self.pid))

@@ -1,13 +1,13 @@
-"""Processes of this host: how a worker is started, watched and ended, and what is below it.
+"""Starts, watches and ends processes of this host, with their descendants.
 
 The agent, the local backend and a node that joins are *child subreapers*: a process whose parent
 has died becomes their child in place of init's, so that nothing a worker leaves behind escapes. The
 functions look at descendants of the calling process only: a process with our variables that is not
-our descendant belongs to somebody else.
+our descendant is none of ours.
 
-A worker leads a session and process group of its own. When the leader has ended, the agent kills
-what it left behind before it reports the end: the rest of the group, and the descendants that made
-themselves independent, which the kernel gives to the agent as their new parent.
+A worker leads a session and process group of its own. When it has ended, the agent first kills the
+processes it left behind, and then reports the end: the rest of the group, and descendants that left
+the group, whose parent is now the agent.
 
 Linux only. `prctl` is called through ctypes, whose library is loaded at import so that the call is
 safe between fork and exec. Times are seconds.
@@ -38,7 +38,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
-# ---- what is below us --------------------------------------------------------------------
+# ---- our descendants ---------------------------------------------------------------------
 
 
 def become_subreaper(wanted: bool = True) -> None:
@@ -89,7 +89,7 @@ def kill_trees(roots: Iterable[int]) -> None:
 def reap(pid: int) -> int | None:
     """Collect an ended child's status (as subprocess gives it); None while it lives.
 
-    A child that somebody else has collected counts as ended with 0.
+    A child whose status was collected elsewhere counts as ended with 0.
     """
     try:
         found, status = os.waitpid(pid, os.WNOHANG)
@@ -157,7 +157,7 @@ class ProcessSpec:
 
 
 class StartError(Exception):
-    """The process could not be started; `exit_code` is what a shell would answer (126, 127)."""
+    """The process could not be started; `exit_code` is the exit status of a shell (126, 127)."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -203,7 +203,7 @@ def start_fresh(spec: ProcessSpec) -> int:
 
 
 def ignore_notices() -> None:
-    """Make this process, about to become a worker, ignore the notices that are the agent's.
+    """Make this process, which becomes a worker, ignore the signals that are for the agent.
 
     Slurm sends a step's signals to all its processes, and by default a worker would die of them.
     A script that handles these signals itself still does so.
@@ -254,7 +254,7 @@ class WorkerProcess:
     def stop(self, grace: float) -> None:
         """Send SIGTERM to the group, and SIGKILL after `grace` seconds (0: at once).
 
-        May be repeated: of several calls the one that ends soonest counts.
+        It may be called again: the earliest SIGKILL counts.
         """
         if self._ended:
             return
@@ -264,7 +264,9 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         when = loop.time() + grace
         if self._kill_at is None:
-            self._signal(_STOP_MARK)  # so that nobody takes it for a notice and trains on
+            self._signal(
+                _STOP_MARK
+            )  # so that the worker does not take SIGTERM for a notice and train on
             self._signal(signal.SIGTERM)
         elif when >= self._kill_at.when():
             return

@@ -2,9 +2,9 @@
 
     python -m launcher.agent.remote keep NAME ARGS…   start the agent (`launcher.agent`) and stay
     python -m launcher.agent.remote apart NAME ARGS…  the same, outside mpirun's process tree
-    python -m launcher.agent.remote wait NAME         until that agent is gone
+    python -m launcher.agent.remote wait NAME         wait until that agent is gone
     python -m launcher.agent.remote end NAME          kill that agent and everything below it
-    python -m launcher.agent.remote look FOLDER       print what this host has to offer
+    python -m launcher.agent.remote look FOLDER       print facts about this host
 
 `keep` reads the job's token from stdin, which is the only way it ever travels, and writes it to
 a 0600 file in a private folder that is removed with the agent. It does not depend on the session

@@ -1,9 +1,9 @@
 """The stack of a worker, as its agent sees it from outside.
 
-For processes that cannot say it themselves: a plain script, one that is stopped, one that holds
-the interpreter lock. With py-spy on the path (or beside our Python) it is the stack of the main
-thread, taken without stopping the process; without it, or where it may not look, the state in which
-the kernel has the process. Times are seconds.
+It serves processes that cannot report their stack themselves: a plain script, a stopped process, a
+process that holds the interpreter lock. With py-spy on the path (or beside our Python) it returns
+the stack of the main thread, without stopping the process. Otherwise it returns the state that the
+kernel reports for the process. Times are seconds.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
 Several names of this machine (localhost, 127.0.0.2, its own name) are separate hosts, each with an
 agent of its own. An agent's stdin is a pipe whose other end only this process holds: when the
-driver dies, even by SIGKILL, the agents see it close. This process is a child subreaper: what a
-killed agent leaves behind becomes its child and is ended here.
+driver dies, even by SIGKILL, the agents see it close. This process is a child subreaper: processes
+that a killed agent leaves behind become its children and are ended here.
 
 The agent of a single host is executed. With several hosts, agents are forked from a warm parent
 that has imported for all of them, and each has a warm parent of its own from the start. If hosts
@@ -42,7 +42,7 @@ from rendezvous.client import RendezvousClient
 
 CALM_S = 2.0  # without a new agent: now a spare takes no processor from the others
 SPEC_S = 5.0  # for the rendezvous to return what the job runs; it was published before
-LAST_RESORT_S = 2.0  # for the kernel to end what was killed
+LAST_RESORT_S = 2.0  # for the kernel to end killed processes
 _SPARE = ("", 0)  # no host and no incarnation: the key of the agent that waits for them
 _AGENT = (sys.executable, "-m", "launcher.agent")
 
@@ -90,7 +90,7 @@ class LocalBackend(Backend):
         self._env = {contract.TOKEN_FILE: str(self._token_file)}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        # What follows belongs to the loop's thread.
+        # Only the loop's thread uses the following.
         self._agents: dict[tuple[str, int], _LocalAgent] = {}
         self._first: str | None = None  # host that had an agent
         self._starter = WorkerStarter(_say, self._env)
@@ -254,10 +254,10 @@ class LocalBackend(Backend):
         orphans: set[int] = set()
 
         def look() -> set[int]:
-            """Return what agents have left to us: the children of their session or with our mark.
+            """Return the processes that agents left to us: of the agent's session or with our mark.
 
-            Other children of this process (a library's user may have some) have neither, and what
-            still has an agent is that agent's child, not ours.
+            Other children of this process (a library's user may have some) have neither, and
+            processes whose agent lives are not our children.
             """
             here = set(processes.children())  # before asking for those that are not orphans
             here -= self._starter.own_pids()

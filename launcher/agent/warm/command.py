@@ -1,7 +1,7 @@
 """The commands that can run from a warm parent, and the modules it is worth warming for them.
 
-Pure questions about a command line and the source files it names, asked once when the agent
-starts (`plan`). Source is read and parsed here, never imported or run.
+These are pure functions of a command line and the source files it names; `plan` calls them once
+when the agent starts. Source is read and parsed here, never imported or run.
 """
 
 import ast
@@ -38,8 +38,8 @@ class PythonCommand:
 def parse(argv: Sequence[str], env: Mapping[str, str]) -> PythonCommand:
     """Take `argv` apart; raises `NotWarmable` unless it is this interpreter running a program.
 
-    Flags that merely set the interpreter up are allowed. Those that make it ignore PYTHONPATH or
-    `site` are not, because that is the way in; nor are those that print while importing.
+    Flags that only configure the interpreter are allowed. Flags that make it ignore PYTHONPATH or
+    `site` are not, because the warm parent needs both; nor are flags that print while importing.
     """
     if not argv:
         raise NotWarmable("the command is empty")
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str]) -> PythonCommand:
 
 
 def _check_interpreter(name: str, env: Mapping[str, str]) -> None:
-    """Refuse any but the agent's own interpreter: others have other modules, or no `site`."""
+    """Raise `NotWarmable` unless it is the agent's interpreter: others have other modules."""
     found = shutil.which(name, path=env.get("PATH", os.defpath))
     ours = sys.executable
     if found is None:
@@ -93,8 +93,8 @@ def first_path(command: PythonCommand, cwd: str) -> str | None:
 def imports(command: PythonCommand, cwd: str) -> frozenset[str] | None:
     """Return the top-level modules the program imports, itself or through files beside it.
 
-    None where that cannot be told: source that is not found or read, imports by computed name,
-    or a great many files.
+    None if that is unknown: source that is not found or cannot be read, imports by computed name,
+    or more than `_MOST_FILES` files.
     """
     path0 = first_path(command, cwd)
     start = None if path0 is None else _program_file(command, cwd)

@@ -1,8 +1,8 @@
 """The plan of a job's warm parent: its command, its variables, the modules to import.
 
-Decided once, when the agent has read the job's specification; `starter` carries it out. A plan also
-judges each request: a worker can come from a warm parent only if it differs from it in nothing that
-was settled when that parent was started.
+It is made once, when the agent has read the job's specification, and carried out by `starter`. A
+plan also checks each request: a worker can be forked from a warm parent only if it needs nothing
+else than the warm parent was started with (command, folder, variables that imports may read).
 """
 
 import hashlib

@@ -30,7 +30,7 @@ from launcher.agent.warm.parent._elastic_warm_worker import BORN_WARM, receive_l
 from launcher.agent.warm.plan import WarmPlan
 
 WARM_UP_S = 60.0  # longer than importing takes even from a slow network file system
-MOST_LAUNCHES = 4  # warm parents that one owner starts: one that keeps dying is no help
+MOST_LAUNCHES = 4  # warm parents that one owner starts in all, if they keep dying
 START_S = 5.0  # for a spare to answer; two forks on a busy machine take a tenth of a second
 END_S = 2.0  # for the kernel to end what was killed
 _PAD = "x" * 8192  # room in /proc/<pid>/environ for the variables that siblings do not share
@@ -46,7 +46,7 @@ class WarmParent:
     session: int  # of the warm parent, and of all it forked that is no worker or agent yet
     queue: socket.socket  # requests; its spares take them
     status: socket.socket  # its messages; it ends when we close our end
-    log: IO[bytes]  # what its imports have written
+    log: IO[bytes]  # the output of its imports
     digest: str  # of the plan it was made for
     ended: bool = False
     _received: bytes = b""
@@ -104,12 +104,12 @@ class WarmParent:
         return ""
 
     def end(self) -> None:
-        """Kill and reap it with what it has forked, and free everything."""
+        """Kill and reap it and its spares, and free everything."""
         for ours in (self.queue, self.status, self.log):
             ours.close()
         deadline = time.monotonic() + END_S
         _end_child(self.pid)
-        # Once it is gone, all that it was forking has come to us.
+        # After its end, processes that it was forking are our children.
         while reap(self.pid) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_AGAIN_S)
         while (left := self.own_pids() - {self.pid}) and time.monotonic() < deadline:
@@ -213,8 +213,8 @@ class WorkerStarter:
     async def ready(self) -> None:
         """Wait until the warm parent is warm, or given up; never longer than `WARM_UP_S`.
 
-        Waiting is quicker: the imports have begun already, and workers that import for themselves
-        would only compete with them for the cores.
+        Waiting is quicker: the imports have begun already, and workers with imports of their own
+        would compete with them for the cores.
         """
         deadline = time.monotonic() + WARM_UP_S
         async with self._waiting:  # one at a time may wait for a socket
@@ -263,7 +263,7 @@ class WorkerStarter:
             self._say_once(f"no warm workers: cannot start the warm parent ({error})")
 
     def _warm_parent(self) -> WarmParent | None:
-        """Take in what the warm parent has said; return it if it can fork."""
+        """Read the warm parent's messages; return the warm parent if it can fork."""
         parent = self._parent
         if parent is None:
             return None

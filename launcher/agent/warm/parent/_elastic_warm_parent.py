@@ -51,7 +51,7 @@ def serve(conversation: str, baseline: frozenset[str]) -> None:
 
     Args:
         conversation: two inherited descriptors: the queue of requests, which all spares read, and
-            the line to our owner, whose end is our end.
+            the line to our owner; when it closes, we end.
         baseline: the modules that a new interpreter has imported by now.
     """
     queue_fd, status_fd = (int(number) for number in conversation.split(","))
@@ -70,12 +70,12 @@ def serve(conversation: str, baseline: frozenset[str]) -> None:
     with warnings.catch_warnings():
         # Fork once for nothing: thread pools that know about forks (OpenBLAS) stop their threads
         # for it. Other threads still run afterwards, and would be missing in a worker.
-        warnings.simplefilter("ignore")  # Python >= 3.12 warns of exactly what is checked next
+        warnings.simplefilter("ignore")  # Python >= 3.12 warns of threads, which are checked next
         child = os.fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    sys.stdout.flush()  # what an import printed is no worker's output
+    sys.stdout.flush()  # output of an import is no worker's output
     reason = _unsafe(setup, {0, 1, 2, queue_fd, status_fd}) or _shadowed(setup)
     if reason:
         _refuse(status, reason)
@@ -107,7 +107,7 @@ def _warm_up(setup: dict[str, Any]) -> list[str]:
     """Import the modules as the script would; return a line for each that cannot be had."""
     missing: list[str] = []
     path0: str | None = setup["path0"]
-    gc.disable()  # until the fork: most of what an import makes lives as long as the process
+    gc.disable()  # until the fork: most objects of an import live as long as the process
     if path0 is not None:
         sys.path.insert(0, path0)
     for name in setup["preload"]:
@@ -208,7 +208,7 @@ def _keep_spares(
 ) -> worker.Ends | None:
     """Keep that many spares waiting; return only in a spare that was taken.
 
-    What it returns there is described at `await_request`.
+    See `await_request` for the value it returns there.
     """
     lives: list[int] = []  # one pipe for each spare: it says when the spare is taken or dies
     deaths = 0  # in a row
