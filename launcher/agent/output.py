@@ -311,7 +311,7 @@ class WorkerOutput:
         return self.stderr.finish(failed)
 
     def note_traceback(self) -> None:
-        """Note the CPU time when a traceback begins; much more of it means that the worker goes on."""
+        """Note the CPU time when a traceback begins: much more later means that the worker goes on."""
         self._cpu_then = 0.0
         with contextlib.suppress(psutil.Error):
             self._cpu_then = _cpu_time(psutil.Process(self.pid))

@@ -205,9 +205,11 @@ class LocalBackend(Backend):
                 await self._warm(agent.plan.incarnation)
             self._start(agent)
             reason = await self._end_of(agent)
-        except StartError as error:
+        except (StartError, OSError) as error:
             host = agent.plan.host
             reason = f"cannot start an agent on {host}: {error}; is the machine out of processes?"
+        if agent.lifeline >= 0:
+            os.close(agent.lifeline)  # which ends an agent that cannot be watched
         self._over(agent, reason)
 
     def _over(self, agent: _LocalAgent, reason: str) -> None:
@@ -242,9 +244,6 @@ class LocalBackend(Backend):
         spec = ProcessSpec(plan.argv, {**os.environ, **plan.env}, str(plan.cwd), 1, 2, stdin)
         try:
             agent.pid = self._starter.start(spec)
-        except StartError:
-            os.close(agent.lifeline)
-            raise
         finally:
             os.close(stdin)
 
@@ -268,7 +267,6 @@ class LocalBackend(Backend):
 
         await processes.end_all(look, LAST_RESORT_S)
         sweep_scratch()
-        os.close(agent.lifeline)
         return describe_end(agent.plan.host, processes.reap(agent.pid) or 0)
 
     def _kill(self, key: tuple[str, int]) -> None:
