@@ -51,17 +51,13 @@ def parse_streams(text: str, local_rank: int) -> int:
     Either one number for all ("3"), or local rank by local rank ("0:3,1:1"), where ranks that
     are not named get 0. Raises ValueError for anything else.
     """
+    pairs = [pair.partition(":") for pair in text.split(",")]
     if ":" not in text:
-        return _streams(text)
-    pairs = (pair.partition(":") for pair in text.split(","))
-    return {int(rank): _streams(streams) for rank, _, streams in pairs}.get(local_rank, 0)
-
-
-def _streams(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= (OUT | ERR):
-        raise ValueError(f"{text!r} is not 0 (none), 1 (stdout), 2 (stderr) or 3 (both)")
-    return value
+        pairs = [(str(local_rank), ":", text)]
+    values = {int(rank): int(streams) for rank, _, streams in pairs}
+    if not all(0 <= value <= (OUT | ERR) for value in values.values()):
+        raise ValueError(f"{text!r}: streams are 0 (none), 1 (stdout), 2 (stderr) or 3 (both)")
+    return values.get(local_rank, 0)
 
 
 def route(spec: JobSpec, local_rank: int) -> Routing:
@@ -311,7 +307,7 @@ class WorkerOutput:
         return self.stderr.finish(failed)
 
     def note_traceback(self) -> None:
-        """Note the CPU time when a traceback begins: much more later means that the worker goes on."""
+        """Note the CPU time when a traceback begins; much more means that the worker goes on."""
         self._cpu_then = 0.0
         with contextlib.suppress(psutil.Error):
             self._cpu_then = _cpu_time(psutil.Process(self.pid))

@@ -34,7 +34,8 @@ from elastic_driver import contract
 from elastic_driver.errors import ExitCode
 from launcher import version
 from launcher.agent.folders import held_folder, holder_of, sweep, sweep_scratch, wait_for_holder
-from launcher.agent.processes import become_subreaper, children, end_all
+from launcher.agent.processes import become_subreaper, children, end_all, kill_trees
+from launcher.agent.stacks import state_of
 from rendezvous.auth import write_token_file
 
 FOLDER_PREFIX = "elastic-agent-"
@@ -140,11 +141,9 @@ def _kill_below(pid: int) -> bool:
         keeper.suspend()
         while time.monotonic() < deadline:
             below = keeper.children(recursive=True)
-            if all(process.status() == psutil.STATUS_ZOMBIE for process in below):
+            if all(state_of(process.pid) in ("zombie", "gone") for process in below):
                 break
-            for process in below:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+            kill_trees(process.pid for process in below)
             time.sleep(_LOOK_AGAIN_S)
         keeper.kill()
         keeper.wait(PATIENCE_S)
