@@ -60,9 +60,9 @@ class Ours:
             return Attempt[RoundGroup]().run(work, f"group-{number}", groups.CONNECT_TIMEOUT_S)
 
         self._group = groups.build(
-            run, store, self._rank, self._size, device, exclude_port=self._port
+            run, store, self._rank, self._size, device=device, port=self._port, vote=None
         )
-        groups.install(self._group, store, self._rank, self._size, groups.make_gloo)
+        self._group.install(groups.make_gloo)
         for group in self._parting:
             group.end()
         self._parting.clear()
@@ -70,9 +70,7 @@ class Ours:
     def leave(self) -> None:
         group, self._group = self._group, None
         assert group is not None
-        group.connections.shut_writes()
-        group.backend = None
-        groups.uninstall()
+        group.take_down()
         self._parting.append(group)
 
     def close(self) -> None:

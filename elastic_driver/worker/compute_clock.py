@@ -33,6 +33,8 @@ from torch.optim import Optimizer
 from elastic_driver.worker.heartbeat.progress import StepCost
 
 _MS = 1e-3
+# Calls a function once at the end of this backward pass; in the order of these requests.
+_when_backward_ends = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class _Step(Struct):
@@ -99,18 +101,14 @@ class ComputeClock:
         """Return the seconds and the CPU seconds between two moments."""
         return until[0] - since[0], until[1] - since[1]
 
-    _when_backward_ends = staticmethod(
-        torch.autograd.Variable._execution_engine.queue_callback  # calls once, in order
-    )
-
     def _pass_begins(self, _parameter: torch.Tensor) -> None:
-        self._when_backward_ends(self._gradients_ready)
+        _when_backward_ends(self._gradients_ready)
 
     def _gradients_ready(self) -> None:
         now = self._moment()
         self._step.waits.append([now, now])
         self._step.waiting = True
-        self._when_backward_ends(self._pass_returns)  # behind the callbacks that wait at its end
+        _when_backward_ends(self._pass_returns)  # behind the callbacks that wait at its end
 
     def _pass_returns(self) -> None:
         self._step.waits[-1][1] = self._moment()
@@ -163,12 +161,11 @@ def clock_for(optimizers: Sequence[Optimizer], before: ComputeClock) -> ComputeC
     """
     on_gpu = any(p.device.type == DeviceClock.DEVICE for p in _parameters(optimizers))
     kind = DeviceClock if on_gpu else ComputeClock
-    clock = before
     if type(before) is not kind:
         before.watch([])
-        clock = kind()
-    clock.watch(optimizers)
-    return clock
+        before = kind()
+    before.watch(optimizers)
+    return before
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:

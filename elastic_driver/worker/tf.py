@@ -29,7 +29,6 @@ __all__ = ["ClusterSpec", "TfClusterError", "TfNode", "WaitingNodes", "tf_config
 
 SLICE_S = 20.0  # the longest request that waits: a node that dies in it is dropped soon
 ANSWER_S = 10.0  # for the driver to answer, beyond the time that a call waits
-_encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
 
 
@@ -67,10 +66,7 @@ class TfNode:
         if endpoint is None or token_file is None:
             job = context.from_environment()
             if job is None:
-                raise UsageError(
-                    "no driver is known here; start this with elasticrun, or give endpoint=… and "
-                    "token_file=…"
-                )
+                raise UsageError("no driver is known; use elasticrun, or give endpoint, token_file")
             endpoint, token_file = job.endpoint, job.token_file
         self.address = address
         self._bounds = (min_nodes, max_nodes)
@@ -130,7 +126,7 @@ class TfNode:
 
     def _post(self, path: str, request: msgspec.Struct, wait: float, kind: type[T]) -> T:
         try:
-            answer = self._client.post_json(path, _encode(request), wait + ANSWER_S)
+            answer = self._client.post_json(path, msgspec.json.encode(request), wait + ANSWER_S)
         except RequestError as error:
             raise TfClusterError(error.code, str(error)) from error
         return msgspec.json.decode(answer, type=kind)

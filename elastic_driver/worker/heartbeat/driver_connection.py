@@ -26,7 +26,6 @@ from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core import documents, events
-from elastic_driver.core.documents import decode, encode
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
@@ -41,8 +40,7 @@ from rendezvous.wire import EVENTS_PATH, Delete, Entries, Result, Set, Watch, ex
 HEARTBEATS_PER_S = 256.0  # of all workers of a world that trains
 LONGEST_WAIT_S = 2.0  # between two heartbeats: the progress the driver reads is never older
 SHORTEST_WAIT_S = 0.25
-FIRST_WAIT_S = 0.05  # while the first step of a round is awaited; then ever longer
-GROWTH = 1.5
+GROWTH = 1.5  # of the wait while no step is made
 STOP_S = 1.0  # the longest wait for the thread to end, and for the driver to delete the leases
 RECENT_STEPS = 11  # whose median is the current step time
 RETRY_S = 0.5  # after a refused or unanswered heartbeat
@@ -134,6 +132,7 @@ class DriverConnection:
         self.client = RendezvousClient(born.endpoint, read_token_file(born.token_file))
         self.preemption = PreemptionWatch(born.worker, born.leave_notice)
         self._progress = progress
+        progress.on_first_step = self.preemption.wake  # it is reported at once
         self._leases = contract.worker_lease(born.worker), contract.worker_half_lease(born.worker)
         self._awaited: Counter[str] = Counter()  # document key → its newest revision
         # All fields below belong to the heartbeat thread.
@@ -143,10 +142,8 @@ class DriverConnection:
         self._pending: list[Struct] = []  # events to post: the driver may be away
         self._idle = born.heartbeat_timeout / 3  # a lease survives two lost requests
         self._reported = (0, 0)  # round and step of the progress sent last
-        self._wait = FIRST_WAIT_S
         self._pause = LONGEST_WAIT_S  # between heartbeats while steps are made
         self._seen: Counter[str] = Counter()  # document key → its newest revision
-        self._round_starts = False  # a new world may include us: its first step is near
         self._first_step_of = 0  # the round whose first step has been posted
         self._silent = False  # the driver does not answer
         self._thread = threading.Thread(target=self._run, name="elastic-heartbeat", daemon=True)
@@ -196,7 +193,7 @@ class DriverConnection:
             watch = Watch({key: self._awaited[key] for key in keys}, wait)
             found = _new_documents(self.client.batch(watch, deadline=math.inf)[0], self._awaited)
             if checkpoint is not None and contract.JOB_SAVE in found:
-                checkpoint.begin(decode(documents.SaveRequest, found[contract.JOB_SAVE]))
+                checkpoint.begin(documents.decode(documents.SaveRequest, found[contract.JOB_SAVE]))
             if contract.JOB_WORLD in found:
                 world = documents.decode_world(found[contract.JOB_WORLD])
                 me = world.member(self.born.worker)
@@ -204,7 +201,7 @@ class DriverConnection:
                     return world, me
 
     def _post(self, event: Struct) -> None:
-        self.client.post_json(EVENTS_PATH, encode(event), deadline=math.inf)
+        self.client.post_json(EVENTS_PATH, documents.encode(event), deadline=math.inf)
 
     # ---- on the heartbeat thread ---------------------------------------------------------
 
@@ -232,19 +229,17 @@ class DriverConnection:
         if event := self._stall_watch.check(time.monotonic()):
             self._pending.append(event)
         while self._pending:
-            self._heart_client.post_json(EVENTS_PATH, encode(self._pending[0]))
+            self._heart_client.post_json(EVENTS_PATH, documents.encode(self._pending[0]))
             del self._pending[0]
         due += [self._stall_watch.due(time.monotonic()), self._next_wait()]
-        self._send(min(wait for wait in due if wait is not None))
         if round_id := self._progress.round:
             self._report_first_step(self._heart_client, round_id)
+        self._send(min(wait for wait in due if wait is not None))
 
     def _send(self, wait: float) -> None:
         """Send one heartbeat, and wait up to `wait` seconds for new documents."""
         progress = self._progress
         watched = [contract.JOB_NOTICE, contract.JOB_STACKS]
-        if progress.round == 0:  # the start of a round must end the wait: its first step is urgent
-            watched.append(contract.JOB_WORLD)
         if progress.wants_allocations:
             watched.append(contract.JOB_ALLOCATION)
         lease, half_lease = self._leases
@@ -257,13 +252,11 @@ class DriverConnection:
         )[-1]
         for key, value in _new_documents(result, self._seen).items():
             if key == contract.JOB_NOTICE:
-                self._on_notice(decode(documents.Notice, value))
-            elif key == contract.JOB_WORLD:
-                self._round_starts = True
+                self._on_notice(documents.decode(documents.Notice, value))
             elif key == contract.JOB_STACKS:
                 self._pending.append(self._stall_watch.stack(int(value)))
             else:
-                progress.allocation = decode(documents.Allocation, value)
+                progress.allocation = documents.decode(documents.Allocation, value)
 
     def _report(self) -> tuple[Set, ...]:
         """Return the write of this worker's progress; none before the first step of a round."""
@@ -277,28 +270,22 @@ class DriverConnection:
         samples, links = progress.samples.collect(round_id, usual), progress.links()
         found = (round_id, version, step_time, samples, progress.division, links)
         key = contract.worker_progress(self.born.worker)
-        return (Set(key, encode(documents.Progress(*found))),)
+        return (Set(key, documents.encode(documents.Progress(*found))),)
 
     def _next_wait(self) -> float:
         """Return the seconds until the next heartbeat.
 
-        Short while the first step of a round is awaited, growing with the time it takes. While
-        steps are made it follows from the size of the world; without a new step it grows.
+        While steps are made it follows from the size of the world; without a new step it grows.
         """
-        round_id = self._progress.round
-        if self._round_starts if round_id == 0 else round_id != self._first_step_of:
-            wait = min(self._wait, self._idle, LONGEST_WAIT_S)
-            self._wait = wait * GROWTH
-            return wait
-        self._wait = FIRST_WAIT_S
-        if round_id == 0:
+        progress = self._progress
+        if progress.round == 0:
             return self._idle
-        stepped = self._reported != (round_id, self._progress.version)
-        self._pause = min(next_pause(self._pause, self._progress.size, stepped=stepped), self._idle)
+        stepped = progress.steps > 0 and self._reported != (progress.round, progress.version)
+        self._pause = min(next_pause(self._pause, progress.size, stepped=stepped), self._idle)
         return self._pause
 
     def _report_leaving(self, event: events.WorkerLeaving) -> None:
-        self._heart_client.post_json(EVENTS_PATH, encode(event), deadline=LEAVING_S)
+        self._heart_client.post_json(EVENTS_PATH, documents.encode(event), deadline=LEAVING_S)
 
     # ---- on both -------------------------------------------------------------------------
 
@@ -311,8 +298,8 @@ class DriverConnection:
         """
         if self._first_step_of != round_id and self._progress.steps > 0:
             event = events.WorkerStepped(self.born.worker, round_id, self._progress.version)
-            client.post_json(EVENTS_PATH, encode(event), deadline)
-            self._first_step_of, self._round_starts = round_id, False
+            client.post_json(EVENTS_PATH, documents.encode(event), deadline)
+            self._first_step_of = round_id
 
 
 def next_pause(before: float, size: int, *, stepped: bool) -> float:

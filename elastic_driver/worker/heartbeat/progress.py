@@ -114,6 +114,7 @@ class TrainingProgress:
     reported_steps: int = 0  # commits and reported steps in this round
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     samples: StepSamples = field(default_factory=StepSamples)
+    on_first_step: Callable[[], None] = lambda: None  # called at the first commit of a round
     links: Callable[[], Links | None] = lambda: None  # reads the usage of the group's links
     division: Division | None = None  # set by a FixedBatch with `balance`
     wants_allocations: bool = False  # set by the same: watch for new allocations
@@ -128,6 +129,8 @@ class TrainingProgress:
         self.step_time, self.committed_at, self.version = now - self.committed_at, now, version
         self.steps += 1
         self.reported(now)
+        if self.steps == 1:
+            self.on_first_step()
         return version >= self.leave_after
 
     def reported(self, now: float) -> None:

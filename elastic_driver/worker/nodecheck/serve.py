@@ -10,8 +10,16 @@ so that it can fork.
 A child meets the other processes of its task through the job's rendezvous, measures with them and
 writes one `TaskResult`. A child that fails makes this process fail in the same way, and the agent
 reports its exit status and last lines as for any worker. The agent ends it when the check is over.
+
+Hosts that share a machine must not measure at the same time. Containers, or several names of one
+machine, are hosts of their own and share processors: each would time the others. So a child holds
+the lock of its machine while it times something; the lock is a key of the check's store, and one
+kernel is one machine. On machines of their own this costs a request. A process that dies loses the
+lock with its lease. A process waits at most `PATIENCE_S` and then measures anyway: a time that is
+too long is measured again beside a fast node before it counts. Times are seconds.
 """
 
+import contextlib
 import ctypes
 import importlib
 import itertools
@@ -19,9 +27,10 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -32,7 +41,6 @@ from elastic_driver.core.events import WorkerReady
 from elastic_driver.errors import ClusterError
 from elastic_driver.policies.nodecheck import messages
 from elastic_driver.worker.context import address_towards
-from elastic_driver.worker.nodecheck import machine_lock
 from elastic_driver.worker.nodecheck.task import NodeCheckTask, use_device
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
@@ -43,6 +51,11 @@ from rendezvous.wire import EVENTS_PATH
 _USED_BY_DDP = "torch._dynamo"
 _WAIT_S = 60.0  # of one request for the next task; then it is repeated
 _PR_SET_PDEATHSIG = 1
+PATIENCE_S = 12.0  # the longest wait for a lock
+LEASE_S = 30.0  # of a lock: longer than any measurement on a CPU
+_POLL_S = 0.5  # a lease that expires does not wake a process that waits for the key
+HOSTS = "checks/machines/"  # the key of a machine's hosts, without its id
+_FREE = b""
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -121,7 +134,7 @@ def _run(
 ) -> None:
     """Meet the other processes of this task, measure with them, write the result."""
     task, rank, size = assignment.task, assignment.rank, assignment.size
-    machine, stack = machine_lock.this_machine(), machine_lock.this_stack()
+    machine, stack = this_machine(), this_stack()
     own = messages.Place(node=assignment.node, machine=machine, stack=stack)
     client.set(messages.place_key(task, rank), msgspec.json.encode(own))
     within = f"within {settings.timeout:g} s"
@@ -135,14 +148,14 @@ def _run(
     backend = "nccl" if use_device().type == "cuda" else "gloo"  # and NCCL uses it from the start
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        machine_lock.register_host(client, machine, contract.host_of_worker(worker))
+        register_host(client, machine, contract.host_of_worker(worker))
         ready = WorkerReady(worker, task, -1, clean=True, reason="ready to measure")
         client.post_json(EVENTS_PATH, msgspec.json.encode(ready))
         until = time.monotonic() + settings.timeout  # `policies.nodecheck.tasks` lets all begin
         late = f"the driver did not let it begin {within}"
         _await(client, messages.go_key(task), until, late)
-        shared = machine_lock.is_shared(client, machine)
-        lock = partial(machine_lock.lock, client, worker)
+        shared = is_shared(client, machine)
+        lock = partial(lock_machines, client, worker)
         result = NodeCheckTask(settings, rank, places, lock, shared=shared).measure()
         client.set(messages.result_key(task, worker), msgspec.json.encode(result))
         dist.barrier()  # no rank leaves while another still needs it
@@ -160,6 +173,71 @@ def _await(client: RendezvousClient, key: str, until: float, late: str) -> bytes
         if time.monotonic() >= until:
             raise ClusterError(late)
     return entry.value
+
+
+# ---- locks -------------------------------------------------------------------------------
+
+
+def this_machine() -> str:
+    """Return an id that all processes on one kernel share; "" where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""
+
+
+def this_stack() -> str:
+    """Return an id that all processes on one network stack share; "" where there is none.
+
+    Containers and network namespaces of one machine have stacks of their own, and links between
+    them. Names of one machine share one: their traffic never leaves it.
+    """
+    try:
+        return f"{this_machine()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
+
+
+def register_host(client: RendezvousClient, machine: str, host: str) -> None:
+    """Record that a host is on this machine."""
+    client.append(HOSTS + machine, f"{host}\n".encode())
+
+
+def is_shared(client: RendezvousClient, machine: str) -> bool:
+    """Return whether more than one host has registered on this machine."""
+    entry = client.get(HOSTS + machine)
+    return machine != "" and entry is not None and len(set(entry.value.splitlines())) > 1
+
+
+def lock_key(machine: str) -> str:
+    """Return the key that holds the name of the worker with the lock; empty: no worker has it."""
+    return f"checks/machine_locks/{machine}"
+
+
+@contextlib.contextmanager
+def lock_machines(client: RendezvousClient, worker: str, machines: Iterable[str]) -> Iterator[None]:
+    """Hold the locks of these machines, always taken in the same order, so no process deadlocks."""
+    until = time.monotonic() + PATIENCE_S
+    with contextlib.ExitStack() as held:
+        for key in [lock_key(machine) for machine in sorted(set(machines)) if machine]:
+            if _take(client, key, worker, until):
+                held.callback(client.set, key, _FREE)
+        yield
+
+
+def _take(client: RendezvousClient, key: str, worker: str, until: float) -> bool:
+    """Wait for the lock; return whether it came in time."""
+    while True:
+        entry = client.get(key)
+        if entry is None or entry.value == _FREE:
+            expected = None if entry is None else _FREE
+            if client.compare_set(key, expected, worker.encode()).swapped:
+                client.set(key, worker.encode(), LEASE_S)
+                return True
+        elif (left := until - time.monotonic()) > 0:
+            client.get(key, min(left, _POLL_S), entry.revision)
+        else:
+            return False
 
 
 if __name__ == "__main__":

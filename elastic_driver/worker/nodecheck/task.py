@@ -1,8 +1,12 @@
 """The measurements of a node check: multiply matrices, exchange data with the partner, time both.
 
 `serve` runs each task in a child of its own, one for each device of the paired nodes. Any failure
-ends it with a traceback and exit status 1; the check reads both. A task never judges. Times are
-seconds.
+ends it with a traceback and exit status 1; the check reads both. A task never judges.
+
+It can also train a transformer on random data, as large as the device has room for. Sizes are
+GPT-2's (Radford et al. 2019, table 2); on a CPU a small one that takes seconds. There is no
+optimizer: parameters, gradients and activations load the device and the links as training does.
+Times are seconds.
 """
 
 import contextlib
@@ -10,24 +14,93 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 from elastic_driver.policies.nodecheck.messages import Place, TaskResult, TaskSettings
 from elastic_driver.worker import cpu_time
 from elastic_driver.worker.nodecheck import pace
-from elastic_driver.worker.nodecheck.model import SIZES, Transformer, largest_that_fits
 
 _MATRIX_ROWS = {"cpu": 512, "cuda": 4096}
 _LATENCY_CALLS = 20
 _BANDWIDTH_CALLS = 5
 
+MEMORY_SHARE = 0.85  # of a device's free memory that may be used
+_BYTES = 4  # single precision
+_KEPT_PER_TOKEN = 20  # activations kept for the backward pass, in units of the width, per layer
+_LOGIT_COPIES = 4  # logits, their softmax, gradients
+_RESERVE = 512 * 1024 * 1024  # of a device: library workspaces, the matrices, the exchange
+
 MachineLock = Callable[[Iterable[str]], AbstractContextManager[None]]  # of these machines
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Shape of a decoder-only transformer and of its random batch."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    tokens: int  # in a sequence
+    batch: int = 1
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of parameters: embeddings (shared with the output) and blocks."""
+        block = 12 * self.width**2 + 13 * self.width
+        return self.layers * block + (self.vocabulary + self.tokens + 2) * self.width
+
+    @property
+    def needed(self) -> int:
+        """Return the bytes of parameters, gradients (which are DDP's buckets) and activations."""
+        token = _KEPT_PER_TOKEN * self.width + 2 * self.heads * self.tokens
+        activations = self.layers * self.tokens * token
+        logits = _LOGIT_COPIES * self.tokens * self.vocabulary
+        return _BYTES * (2 * self.parameters + self.batch * (activations + logits))
+
+
+SMALLEST = ModelSize("on a CPU", 2, 128, 4, 1000, 64, batch=2)
+SIZES = (
+    SMALLEST,
+    ModelSize("124M", 12, 768, 12, 50257, 512),
+    ModelSize("355M", 24, 1024, 16, 50257, 512),
+    ModelSize("774M", 36, 1280, 20, 50257, 512),
+    ModelSize("1.5B", 48, 1600, 25, 50257, 512),
+)
+
+
+def largest_that_fits(free: int) -> int:
+    """Return the index in SIZES of the largest model for `free` bytes; 0 always fits."""
+    fitting = [i for i, s in enumerate(SIZES) if s.needed + _RESERVE <= MEMORY_SHARE * free]
+    return max(fitting, default=0)
+
+
+class Transformer(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+    """Token and position embeddings, pre-norm blocks with causal attention, shared output."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.positions = nn.Embedding(size.tokens, size.width)
+        shape = size.width, size.heads, 4 * size.width
+        block = nn.TransformerEncoderLayer(*shape, 0.0, "gelu", batch_first=True, norm_first=True)
+        norm = self.norm = nn.LayerNorm(size.width)
+        self.blocks = nn.TransformerEncoder(block, size.layers, norm, enable_nested_tensor=False)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """Return the mean loss of predicting each next token; `batch`: (sequences, tokens)."""
+        places = torch.arange(batch.shape[1], device=batch.device)
+        hidden = self.tokens(batch) + self.positions(places)
+        mask = nn.Transformer.generate_square_subsequent_mask(len(places), device=batch.device)
+        logits = nn.functional.linear(self.blocks(hidden, mask, is_causal=True), self.tokens.weight)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
 
 class NodeCheckTask:
@@ -69,8 +142,8 @@ class NodeCheckTask:
         if settings.model:
             size = SIZES[self._common_size()]
             parameters = size.parameters
-        products = self._products()
-        timings = [self._product_timing(products)]
+        products, timing = self._products()
+        timings = [timing]
         if settings.model:
             torch.manual_seed(0)
             model = Transformer(size).to(self.device)
@@ -106,24 +179,23 @@ class NodeCheckTask:
 
     # ---- computing -----------------------------------------------------------------------
 
-    def _products(self) -> list[Callable[[], Tensor]]:
-        """Return matrix products: one for the device, or one for each usable processor."""
+    def _products(self) -> tuple[list[Callable[[], Tensor]], pace.Timing]:
+        """Return matrix products, one for the device or one for each usable processor."""
+        on_cpu = self.device.type == "cpu"
         rows = self.settings.matrix or _MATRIX_ROWS[self.device.type]
-        count = len(os.sched_getaffinity(0)) if self.device.type == "cpu" else 1
+        count = len(os.sched_getaffinity(0)) if on_cpu else 1
         factors = [torch.rand(2, rows, rows, device=self.device) for _ in range(count)]
-        return [partial(torch.matmul, left, right) for left, right in factors]
-
-    def _product_timing(self, products: list[Callable[[], Tensor]]) -> pace.Timing:
-        if self.device.type == "cpu":
-            torch.set_num_threads(1)  # of each product; there is one for each processor
-            return pace.in_threads(products, self._thread_account)
-        return pace.repeated(products[0], self._settle)
+        products: list[Callable[[], Tensor]] = [partial(torch.matmul, *pair) for pair in factors]
+        if not on_cpu:
+            return products, pace.repeated(products[0], self._settle)
+        torch.set_num_threads(1)  # of each product; there is one for each processor
+        return products, pace.in_threads(products, self._thread_account)
 
     def _step(self, model: Transformer, batch: Tensor) -> float:
         """Return the seconds of a pass with the gradients' all-reduce."""
         model.zero_grad(set_to_none=True)
         # The gradients live in the buckets that are exchanged: half the memory.
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         return self._seconds(lambda: wrapped(batch).backward())
 
     def _common_size(self) -> int:

@@ -18,7 +18,6 @@ import contextlib
 import os
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,14 +34,15 @@ from elastic_driver.errors import WorldBrokenError
 from elastic_driver.worker.context import address_towards
 from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.nccl import DeviceHalf
+from elastic_driver.worker.world.wrapping import tear_down_wrappers
 from rendezvous.torch_store import HTTPStore
 
 BACKEND = "elastic_gloo"
 COLLECTIVE_TIMEOUT_S = 1800.0  # torch's default; the lease of a hung peer expires long before
 CONNECT_TIMEOUT_S = 120.0  # of the construction; an abandoned thread lives no longer
 LINGER_S = 1.0  # the longest wait for peers to receive our data, before the device is cut off
-_POLL_S = 0.001
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "::1"})
+GroupCreator = Callable[[Store, int, int, timedelta], Any]
 T = TypeVar("T")
 
 
@@ -82,13 +82,19 @@ class Attempt(Generic[T]):
         self._outcome.put(RoundOverError(reason))
 
 
+class _Handover:
+    """The function that makes the groups of the registered backend, while this process has any."""
+
+    create: GroupCreator | None = None
+
+
 @dataclass(eq=False)
 class RoundGroup:
     """The gloo group of one round, with its connections and those of its subgroups."""
 
     backend: Any  # gloo's object; torch must hold the last reference, so it is dropped early
     connections: GroupConnections
-    store: Store | None = None
+    store: Store | None = None  # the one it was built with
     half: DeviceHalf | None = None  # carries the accelerator's tensors, where there is one
     elected: bool = True  # whether the workers voted for such a half, if they voted
 
@@ -104,13 +110,10 @@ class RoundGroup:
 
     def linger(self) -> None:
         """Wait until all peers call this too, for `LINGER_S` at most."""
-        until = time.monotonic() + LINGER_S
-        with contextlib.suppress(RuntimeError):  # they have left already, or are gone
-            barrier = self.backend.barrier()
-            while not barrier.is_completed() and time.monotonic() < until:
-                time.sleep(_POLL_S)
-            if not barrier.is_completed():
-                self.connections.shut_reads()  # it must not hold up the end of the group
+        try:
+            self.backend.barrier().wait(timedelta(seconds=LINGER_S))
+        except RuntimeError:  # a peer is late, has left already, or is gone
+            self.connections.shut_reads()  # the barrier must not hold up the end of the group
 
     def cut_off_device(self, *, broken: bool) -> str | None:
         """Cut the device off, if there is one, and wait until it is idle.
@@ -129,21 +132,52 @@ class RoundGroup:
         half.wait_until_cut_off()
         return half.problem()
 
+    def install(self, create_subgroup: GroupCreator, device_backends: str | None = None) -> None:
+        """Make this torch's default process group; on the main thread.
+
+        Args:
+            create_subgroup: makes the groups of `new_group()`.
+            device_backends: those that torch makes itself, for other devices ("cuda:nccl").
+        """
+        if BACKEND not in dist.Backend.backend_list:
+            dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
+        _Handover.create = lambda *_: self.backend
+        excepthook = sys.excepthook
+        name = f"cpu:{BACKEND},{device_backends}" if device_backends else BACKEND
+        rank, size = self.backend.rank(), self.backend.size()
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        try:
+            dist.init_process_group(name, None, timeout, size, rank, self.store)
+        finally:
+            _Handover.create = create_subgroup
+            # Torch's puts `[rank0]:` before each line of a traceback, the old rank in later rounds.
+            sys.excepthook = excepthook
+
+    def take_down(self) -> None:
+        """Take down torch's process groups, healthy or broken, without waiting for a peer.
+
+        On the main thread, and after the device was cut off. The connections stay open: see there.
+        """
+        self.connections.shut_writes()
+        tear_down_wrappers()
+        self.backend = None
+        _Handover.create = None  # it holds the group
+        if self.half is not None and dist.is_initialized():
+            self.half.device.forget()
+        elif dist.is_initialized():
+            dist.destroy_process_group()
+
     def end(self) -> None:
         """Free the connections and the store; called when every member has left the group."""
         self.connections.close()
         _close(self.store)
 
 
+Run = Callable[[Callable[[], RoundGroup]], RoundGroup]
+
+
 def build(
-    run: Callable[[Callable[[], RoundGroup]], RoundGroup],
-    store: Store,
-    rank: int,
-    size: int,
-    device: Any,
-    *,
-    exclude_port: int | None,
-    ballot: str | None = None,
+    run: Run, store: Store, rank: int, size: int, *, device: Any, port: int | None, vote: str | None
 ) -> RoundGroup:
     """Build a group; `run` calls the part that blocks in a thread that can be given up.
 
@@ -152,19 +186,19 @@ def build(
         store: the peers exchange their addresses through it.
         rank, size: of this process in the group.
         device: gloo's network device.
-        exclude_port: the rendezvous' port; connections to it are not the group's.
-        ballot: this worker's `RoundGroup.vote`; None: there is no vote.
+        port: the rendezvous' port; connections to it are not the group's.
+        vote: the name of this worker's device, see `RoundGroup.vote`; None: there is no vote.
 
     Raises `RoundOverError` where `run` is given up or the peers cannot be reached.
     """
-    connections = GroupConnections(exclude_port)
+    connections = GroupConnections(port)
 
     def construct() -> RoundGroup:
         backend = make_gloo(store, rank, size, device)
         connections.finish()
         group = RoundGroup(backend, connections, store)
-        if ballot is not None:
-            group.elected = group.vote(ballot)
+        if vote is not None:
+            group.elected = group.vote(vote)
         return group
 
     try:
@@ -205,60 +239,6 @@ def gloo_device(world: World, endpoint: str) -> Any:
     if address is not None and not address.startswith("127."):
         return ProcessGroupGloo.create_device(hostname=address)
     return ProcessGroupGloo.create_default_device()
-
-
-# ---- torch's global state; the main thread only ------------------------------------------
-
-GroupCreator = Callable[[Store, int, int, timedelta], Any]
-
-
-class _Handover:
-    """The function that makes the groups of the registered backend, while this process has any."""
-
-    create: GroupCreator | None = None
-
-
-def install(
-    group: RoundGroup,
-    store: Store,
-    rank: int,
-    size: int,
-    create_subgroup: GroupCreator,
-    *,
-    device_backends: str | None = None,
-) -> None:
-    """Make `group` torch's default process group.
-
-    Args:
-        group: the gloo group of this round.
-        store, rank, size: the ones it was built with.
-        create_subgroup: makes the groups of `new_group()`.
-        device_backends: those that torch makes itself, for other devices ("cuda:nccl").
-    """
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
-    _Handover.create = lambda *_: group.backend
-    excepthook = sys.excepthook
-    backend = f"cpu:{BACKEND},{device_backends}" if device_backends else BACKEND
-    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    try:
-        dist.init_process_group(backend, timeout=timeout, world_size=size, rank=rank, store=store)
-    finally:
-        _Handover.create = create_subgroup
-        # Torch's puts `[rank0]:` before each line of a traceback, and in the next round another.
-        sys.excepthook = excepthook
-
-
-def uninstall(half: DeviceHalf | None = None) -> None:
-    """Take down torch's process groups, healthy or broken, without waiting for a peer.
-
-    `half`: the device's half of the group, cut off already.
-    """
-    _Handover.create = None  # it holds the group
-    if half is not None and dist.is_initialized():
-        half.device.forget()
-    elif dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:

@@ -21,18 +21,14 @@ from elastic_driver import contract
 from elastic_driver.core.documents import Member, Notice, World
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError
-from elastic_driver.worker import current
-from elastic_driver.worker.context import WorkerContext, alone
+from elastic_driver.worker import context, current
 from elastic_driver.worker.heartbeat import driver_connection
-from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.worker_log import say
-from elastic_driver.worker.world import groups
+from elastic_driver.worker.world import groups, nccl
 from elastic_driver.worker.world.connections import link_usage
 from elastic_driver.worker.world.groups import Attempt, RoundGroup, RoundOverError
-from elastic_driver.worker.world.nccl import BackendChoice, DeviceHalf, Nccl
-from elastic_driver.worker.world.wrapping import tear_down_wrappers
 from rendezvous.torch_store import HTTPStore
 
 GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
@@ -50,15 +46,17 @@ class JobMembership:
     `world` and `group` are those of the current round; `group` is None between two rounds.
     """
 
-    def __init__(self, born: WorkerContext | None, choice: BackendChoice = BackendChoice()) -> None:
+    def __init__(
+        self, born: context.WorkerContext | None, choice: nccl.BackendChoice = nccl.BackendChoice()
+    ) -> None:
         self.progress = TrainingProgress()
         self.world: World | None = None
         self.group: RoundGroup | None = None
         self._choice = choice
-        self._driver: DriverConnection | None = None
+        self._driver: driver_connection.DriverConnection | None = None
         if born is not None:
             callbacks = self._on_notice, self._check_departure
-            self._driver = DriverConnection(born, self.progress, *callbacks)
+            self._driver = driver_connection.DriverConnection(born, self.progress, *callbacks)
         self._left = 0  # the round left last
         self._described: object | None = None  # the state that our last READY described
         self._lock = threading.Lock()  # guards the next two: the heartbeat thread brings notices
@@ -123,7 +121,7 @@ class JobMembership:
         self._leave_and_report(state_version, reason, state, roll_back)
         driver, version = self._driver, state_version.steps
         if driver is None:
-            me = Member(worker="localhost.0.0", place=alone())
+            me = Member(worker="localhost.0.0", place=context.alone())
             world = World(round=self._left + 1, members=(me,), reason="started alone")
             self._enter(world, me, HashStore(), version)
             return
@@ -145,30 +143,29 @@ class JobMembership:
         endpoint = self._driver.born.endpoint if self._driver else ""
         run = partial(self._run_attempt, world.round, groups.CONNECT_TIMEOUT_S + 1)
         device, port = groups.gloo_device(world, endpoint), urlsplit(endpoint).port
-        build = partial(groups.build, run, device=device, exclude_port=port)
-        rank, size = me.place.rank, world.size
-        ballot = None  # there is no vote on whether devices take part
-        if self._choice.by_vote:
-            ballot = self._choice.device.identity() if self._choice.device is not None else ""
-        group = build(store, rank, size, ballot=ballot)
+        build = partial(groups.build, run, device=device, port=port)
+        choice = self._choice
+        vote = None  # there is no vote on whether devices take part
+        if choice.by_vote:
+            vote = choice.device.identity() if choice.device is not None else ""
+        group = build(store, me.place.rank, world.size, vote=vote)
 
         def create_subgroup(store: Store, rank: int, size: int, _timeout: timedelta) -> Any:
-            part = build(store, rank, size)
+            part = build(store, rank, size, vote=None)
             group.connections.held += part.connections.held
             return part.backend
 
-        install = partial(groups.install, group, store, rank, size, create_subgroup)
-        if self._choice.device is None or not group.elected:
-            install()
+        if choice.device is None or not group.elected:
+            group.install(create_subgroup)
         else:
-            self._install_with_device(self._choice.device, group, world.round, install)
+            self._install_with_device(choice.device, group, world.round, create_subgroup)
         with self._lock:
             self.world, self.group = world, group
             self._left = world.round
             self._broken_since = None
             self._thread = TrainingThread()
             self.progress.links = lambda: link_usage(group.connections.held)
-            self.progress.entered(world.round, version, size)
+            self.progress.entered(world.round, version, world.size)
             self._apply(self._notice)  # it may have come while the group was built
         self._end_left_groups()  # their other members are in this round, or gone
         if self._driver is not None:
@@ -188,13 +185,17 @@ class JobMembership:
                 self._attempt = None
 
     def _install_with_device(
-        self, device: Nccl, group: RoundGroup, round_id: int, install: Callable[..., None]
+        self,
+        device: nccl.Nccl,
+        group: RoundGroup,
+        round_id: int,
+        create_subgroup: groups.GroupCreator,
     ) -> None:
         """Give the group to torch, and connect the device to those of the peers."""
         device.begin()
-        group.half = DeviceHalf(device)
+        group.half = nccl.DeviceHalf(device)
         try:
-            install(device_backends=device.backends)
+            group.install(create_subgroup, device.backends)
             self._run_attempt(round_id, CONNECT_DEVICES_S, device.connect)
         except Exception as error:
             if problem := group.cut_off_device(broken=True):
@@ -268,10 +269,7 @@ class JobMembership:
             self._take_down(group)
 
     def _take_down(self, group: RoundGroup) -> None:
-        group.connections.shut_writes()
-        tear_down_wrappers()
-        group.backend = None
-        groups.uninstall(group.half)
+        group.take_down()
         self._left_groups.append(group)
 
     def _end_left_groups(self) -> None:

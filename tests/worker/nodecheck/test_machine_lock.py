@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from elastic_driver.worker.nodecheck import machine_lock
-from elastic_driver.worker.nodecheck.machine_lock import (
+from elastic_driver.worker.nodecheck import serve
+from elastic_driver.worker.nodecheck.serve import (
     is_shared,
-    lock,
     lock_key,
+    lock_machines,
     register_host,
     this_machine,
     this_stack,
@@ -44,7 +44,7 @@ def test_on_one_machine_nobody_measures_at_the_same_time(server: RendezvousServe
     def run(name: str) -> None:
         with RendezvousClient(server.url, TOKEN) as client:
             for _ in range(3):
-                with lock(client, name, ["m"]):
+                with lock_machines(client, name, ["m"]):
                     inside.append(name)
                     most.append(len(inside))
                     time.sleep(0.02)
@@ -64,7 +64,7 @@ def test_pairs_that_cross_do_not_block_each_other(server: RendezvousServer) -> N
     def run(name: str, machines: list[str]) -> None:
         with RendezvousClient(server.url, TOKEN) as client:
             for _ in range(5):
-                with lock(client, name, machines):
+                with lock_machines(client, name, machines):
                     done.append(name)
 
     threads = [
@@ -80,7 +80,7 @@ def test_pairs_that_cross_do_not_block_each_other(server: RendezvousServer) -> N
 
 def test_a_turn_is_left_when_what_is_measured_fails(server: RendezvousServer) -> None:
     with RendezvousClient(server.url, TOKEN) as client:
-        with pytest.raises(ArithmeticError), lock(client, "a", ["m"]):
+        with pytest.raises(ArithmeticError), lock_machines(client, "a", ["m"]):
             raise ArithmeticError
         entry = client.get(lock_key("m"))
         assert entry is not None
@@ -90,11 +90,11 @@ def test_a_turn_is_left_when_what_is_measured_fails(server: RendezvousServer) ->
 def test_nobody_waits_for_ever_for_one_that_does_not_leave(
     server: RendezvousServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_lock, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(serve, "PATIENCE_S", 0.3)
     with RendezvousClient(server.url, TOKEN) as client:
         client.set(lock_key("m"), b"stuck")
         began = time.monotonic()
-        with lock(client, "a", ["m"]):
+        with lock_machines(client, "a", ["m"]):
             assert time.monotonic() - began >= 0.3
         entry = client.get(lock_key("m"))
         assert entry is not None
@@ -107,15 +107,15 @@ def test_a_turn_whose_holder_died_ends_with_its_lease(
     with RendezvousClient(server.url, TOKEN) as client:
         client.set(lock_key("m"), b"dead", lease=0.2)
         began = time.monotonic()
-        with lock(client, "a", ["m"]):
-            assert time.monotonic() - began < machine_lock.PATIENCE_S / 2
+        with lock_machines(client, "a", ["m"]):
+            assert time.monotonic() - began < serve.PATIENCE_S / 2
             entry = client.get(lock_key("m"))
             assert entry is not None
             assert entry.value == b"a"
 
 
 def test_a_machine_that_is_not_known_has_no_turns(server: RendezvousServer) -> None:
-    with RendezvousClient(server.url, TOKEN) as client, lock(client, "a", ["", ""]):
+    with RendezvousClient(server.url, TOKEN) as client, lock_machines(client, "a", ["", ""]):
         assert client.get(lock_key("")) is None
 
 

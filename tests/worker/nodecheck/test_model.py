@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_driver.worker.nodecheck.model import (
+from elastic_driver.worker.nodecheck.task import (
     MEMORY_SHARE,
     SIZES,
     SMALLEST,
