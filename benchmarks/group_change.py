@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
@@ -30,7 +31,8 @@ from torch.distributed import ProcessGroupGloo
 from benchmarks.common import Figure, report
 from elastic_driver import contract
 from elastic_driver.worker.world import groups
-from elastic_driver.worker.world.groups import Attempt, RoundGroup
+from elastic_driver.worker.world.groups import RoundGroup
+from elastic_driver.worker.world.membership import JobMembership
 from rendezvous.auth import make_token
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
@@ -56,9 +58,7 @@ class Ours:
         store = HTTPStore(self._client, contract.round_prefix(number))
         device = ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
-        def run(work: Callable[[], RoundGroup]) -> RoundGroup:
-            return Attempt[RoundGroup]().run(work, f"group-{number}", groups.CONNECT_TIMEOUT_S)
-
+        run = partial(JobMembership(None)._run_attempt, number, groups.CONNECT_TIMEOUT_S)
         self._group = groups.build(
             run, store, self._rank, self._size, device=device, port=self._port, vote=None
         )

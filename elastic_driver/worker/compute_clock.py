@@ -54,7 +54,7 @@ class ComputeClock:
 
     def __init__(self) -> None:
         self._hooks: list[Any] = []
-        self._step = _Step()
+        self._step = self._finished = _Step()
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow these optimizers' parameters from now on."""
@@ -70,7 +70,7 @@ class ComputeClock:
 
     def restart(self) -> None:
         """Drop the current step: it does not compare."""
-        self._step = _Step()
+        self._step = self._finished = _Step()
 
     def finish_step(self) -> StepCost | None:
         """End the step and begin the next; return its cost, None where it is not known.
@@ -130,11 +130,6 @@ class DeviceClock(ComputeClock):
         super().watch(optimizers)
         devices = (parameter.device for parameter in _parameters(optimizers))
         self._device = next((d for d in devices if d.type == self.DEVICE), None)
-
-    def restart(self) -> None:
-        """See `ComputeClock.restart`."""
-        super().restart()
-        self._finished = _Step()
 
     def _cost(self, step: _Step) -> StepCost | None:
         """Return the cost of the step before; None where the device is not that far."""

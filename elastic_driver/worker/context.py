@@ -5,14 +5,11 @@ alone, as a world of one. Some variables without the others are an error. The co
 of the token file, never the token. Times are seconds. This module does not import torch.
 """
 
-import contextlib
 import multiprocessing
 import os
 import re
-import socket
 from collections.abc import Mapping
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -31,7 +28,7 @@ class WorkerContext(Struct, frozen=True, kw_only=True):
     worker: str = field(name=contract.WORKER_ID)  # `<host>.<slot>.<incarnation>`
     # Torchrun's name; when a worker starts, its local rank is its slot.
     slot: Annotated[int, Meta(ge=0)] = field(name="LOCAL_RANK", default=0)
-    endpoint: str = field(name=contract.RENDEZVOUS)  # http://host:port
+    endpoint: Annotated[str, Meta(pattern="^https?://[^/:]")] = field(name=contract.RENDEZVOUS)
     token_file: str = field(name=contract.TOKEN_FILE)
     heartbeat_timeout: Seconds = field(name=contract.HEARTBEAT_TIMEOUT, default=30.0)
     # None: adapts to the step time; 0: off.
@@ -64,35 +61,19 @@ def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext 
             "start the script with `elasticrun script.py`, or unset every ELASTIC_* variable "
             "to train in this process alone"
         )
-    endpoint = env[contract.RENDEZVOUS]
-    if urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname:
-        raise UsageError(
-            f"{contract.RENDEZVOUS} is {endpoint!r}, not http://HOST:PORT; "
-            "start the script with `elasticrun script.py`"
-        )
     try:
         return msgspec.convert(env, WorkerContext, strict=False)
     except msgspec.ValidationError as error:
         name = re.findall(r"\w+", str(error))[-1]  # "Expected `float` - at `$.NAME`"
-        message = f"{name} is {env[name]!r}; it must be a number that is not negative"
+        number = "a number that is not negative"
+        needed = "http://HOST:PORT" if name == contract.RENDEZVOUS else number
+        message = f"{name} is {env[name]!r}, not {needed}; start the script with `elasticrun`"
         raise UsageError(message) from error
 
 
 def alone() -> SlotInfo:
     """Return the place of a process that trains alone: rank 0 of 1."""
     return SlotInfo("localhost", 0, 0, 0, 0, 1, 1, 1, 0, 1)
-
-
-def address_towards(endpoint: str) -> str | None:
-    """Return this host's address on the way to `http://host:port`; sends nothing."""
-    parts = urlsplit(endpoint)
-    if not parts.hostname or not parts.port:
-        return None
-    family = socket.AF_INET6 if ":" in parts.hostname else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname, parts.port))
-        return str(probe.getsockname()[0])
-    return None
 
 
 def use_scratch(folder: str) -> None:

@@ -45,15 +45,14 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
     def train(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         member = session.start()
         if member.group is None:
-            member.join(state.state_version(), "started", state)
+            member.join("started", state)
         breaks: deque[object] = deque(maxlen=MAX_EQUAL_BREAKS)
         rejoined = False
         while True:
-            roll_back = None
+            broken = False
             try:
                 state.sync()
                 if rejoined:
-                    rejoined = False
                     state.on_reset()
                 return function(state, *args, **kwargs)
             except HostsUpdatedInterrupt as interrupt:
@@ -65,8 +64,8 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
                 if not broke_the_world(error) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
                     raise
                 clear_frames(error)
-                reason, roll_back = describe(error), state.restore
-            member.join(state.state_version(), reason, state, roll_back)
+                reason, broken = describe(error), True
+            member.join(reason, state, broken=broken)
             rejoined = True
 
     return train

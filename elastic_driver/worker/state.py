@@ -160,7 +160,7 @@ class State:
         progress = self._progress
         computed = self._clock.finish_step()
         if computed is not None:
-            progress.samples.record(progress.round, self._version, computed)
+            progress.samples.record(self._version, computed)
         if progress.committed(self._version):
             raise HostsUpdatedInterrupt(progress.leave_reason)
 
@@ -254,7 +254,7 @@ class State:
             callback()
 
     def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
-        """Begin to write this rank's share of the last commit; see `CheckpointableState`."""
+        """Begin to write this rank's share of the last commit; see `TrainedState`."""
         if self._checkpoints is None:
             return None
         if not self.clean or self._version != request.step:
@@ -264,7 +264,7 @@ class State:
         return self._checkpoints.take_last(self._live(), request, rank)
 
     def final_checkpoint_problem(self, folder: Path) -> str | None:
-        """Return the outcome of the last checkpoint; see `CheckpointableState`."""
+        """Return the outcome of the last checkpoint; see `TrainedState`."""
         return None if self._checkpoints is None else self._checkpoints.outcome(folder)
 
     # ---- the parts of sync ---------------------------------------------------------------

@@ -24,11 +24,6 @@ def assignment_key(worker: str, number: int) -> str:
     return f"checks/assignments/{worker}/{number}"
 
 
-def place_key(task: int, rank: int) -> str:
-    """Return the key of a process's Place."""
-    return f"rounds/{task}/places/{rank}"
-
-
 def go_key(task: int) -> str:
     """Return the key that is written when a task's processes may begin to measure."""
     return f"rounds/{task}/go"

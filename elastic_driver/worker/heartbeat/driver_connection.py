@@ -50,8 +50,14 @@ CHECKPOINT_POLL_S = 0.05  # between two checks of a final checkpoint that is bei
 MAX_REASON_CHARS = 1000
 
 
-class CheckpointableState(Protocol):
-    """The part of `State` that writes a final checkpoint."""
+class TrainedState(Protocol):
+    """The part of `State` that matters between two rounds."""
+
+    def state_version(self) -> StateVersion:
+        """Return what to report with READY."""
+
+    def restore(self) -> None:
+        """Go back to the last commit."""
 
     def begin_final_checkpoint(self, request: documents.SaveRequest, rank: int) -> Path | None:
         """Begin to write one share; return the checkpoint's folder, None if the state has none.
@@ -71,7 +77,7 @@ class FinalCheckpointTask:
     training thread, which trains nothing meanwhile.
     """
 
-    def __init__(self, worker: str, state: CheckpointableState) -> None:
+    def __init__(self, worker: str, state: TrainedState) -> None:
         self._worker, self._state = worker, state
         self._number = 0  # of the request
         self._folder: Path | None = None  # being written, and this worker reports
@@ -233,7 +239,7 @@ class DriverConnection:
             del self._pending[0]
         due += [self._stall_watch.due(time.monotonic()), self._next_wait()]
         if round_id := self._progress.round:
-            self._report_first_step(self._heart_client, round_id)
+            self._report_first_step(self._heart_client, round_id, self._heart_client.timeout)
         self._send(min(wait for wait in due if wait is not None))
 
     def _send(self, wait: float) -> None:
@@ -267,7 +273,7 @@ class DriverConnection:
         self._reported = (round_id, version)
         times = tuple(progress.step_times)[-RECENT_STEPS:]
         usual = statistics.median(times) if times else step_time
-        samples, links = progress.samples.collect(round_id, usual), progress.links()
+        samples, links = progress.samples.collect(usual), progress.links()
         found = (round_id, version, step_time, samples, progress.division, links)
         key = contract.worker_progress(self.born.worker)
         return (Set(key, documents.encode(documents.Progress(*found))),)
@@ -289,9 +295,7 @@ class DriverConnection:
 
     # ---- on both -------------------------------------------------------------------------
 
-    def _report_first_step(
-        self, client: RendezvousClient, round_id: int, deadline: float | None = None
-    ) -> None:
+    def _report_first_step(self, client: RendezvousClient, round_id: int, deadline: float) -> None:
         """Post `WorkerStepped` now if this round had a step that was not reported yet.
 
         The training thread does so before it reports that it has left the round.

@@ -41,7 +41,7 @@ class StepCost(Struct, frozen=True):
 
 
 class StepSamples:
-    """The measured steps of this process in its current round, for the driver's comparison.
+    """The measured steps of this process in one round, for the driver's comparison.
 
     Steps may take a millisecond while heartbeats are seconds apart and their messages small. So for
     steps shorter than `SAMPLE_S`, a sample is the mean over 2ⁿ steps. It is a mean because a
@@ -55,31 +55,24 @@ class StepSamples:
     """
 
     def __init__(self) -> None:
-        self._recorded: deque[tuple[int, int, StepCost]] = deque(maxlen=LARGEST_BACKLOG)
+        self._recorded: deque[tuple[int, StepCost]] = deque(maxlen=LARGEST_BACKLOG)
         # The fields below belong to the heartbeat thread.
         self._kept: deque[Sample] = deque(maxlen=MAX_SAMPLES)
-        self._round = 0
         self._slowdown = CpuSlowdown()
         self._unfinished: list[tuple[float, float, float]] = []  # steps of the next sample
 
-    def record(self, round_id: int, step: int, cost: StepCost) -> None:
+    def record(self, step: int, cost: StepCost) -> None:
         """Record the cost of a committed step; called by the training thread."""
-        self._recorded.append((round_id, step, cost))
+        self._recorded.append((step, cost))
 
-    def collect(self, round_id: int, step_time: float) -> tuple[Sample, ...]:
-        """Return the samples of this round to report, oldest first; for the heartbeat thread.
+    def collect(self, step_time: float) -> tuple[Sample, ...]:
+        """Return the samples to report, oldest first; for the heartbeat thread.
 
         `step_time`: seconds of a whole step, waiting included.
         """
-        if round_id != self._round:
-            self._round = round_id
-            self._kept.clear()
-            self._unfinished.clear()
         every, slowdown = steps_per_sample(step_time), self._slowdown.factor()
         while self._recorded:
-            recorded_in, step, cost = self._recorded.popleft()
-            if recorded_in != round_id:
-                continue
+            step, cost = self._recorded.popleft()
             self._unfinished.append((cost.compute, cost.one_pass, cost.exchange * slowdown))
             if step % every == 0:
                 means = map(fmean, zip(*self._unfinished, strict=True))
@@ -144,7 +137,7 @@ class TrainingProgress:
         self.size, self.version = size, version
         self.committed_at = self.active_at = time.monotonic()
         self.leave_after, self.steps, self.reported_steps = NEVER, 0, 0
-        self.division, self.wants_allocations = None, False
+        self.division, self.wants_allocations, self.samples = None, False, StepSamples()
         self.round = round_id
 
     def left(self) -> None:

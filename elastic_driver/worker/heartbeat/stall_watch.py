@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from types import FrameType
 from typing import Literal
 
 from elastic_driver.core.events import WorkerResumed, WorkerStack, WorkerStalled
@@ -48,9 +47,13 @@ class TrainingThread:
         self._ticks = -1  # CPU time at the last check for sleep, in hundredths of a second
         self._asleep = 0  # checks in a row that found it asleep
 
-    def frame(self) -> FrameType | None:
-        """Return the innermost Python frame; None once the thread has ended."""
-        return sys._current_frames().get(self._ident)
+    def look(self) -> tuple[Location, str]:
+        """Return whether the thread waits for peers, and its stack as in a traceback."""
+        frame = sys._current_frames().get(self._ident)
+        if frame is None:
+            return "elsewhere", "the training thread has ended"
+        stack = "".join(traceback.format_stack(frame, limit=MAX_FRAMES))[-MAX_STACK_CHARS:]
+        return "collective" if waits_for_peers(frame.f_code.co_filename) else "elsewhere", stack
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of the thread; 0 where the system does not tell."""
@@ -66,26 +69,14 @@ class TrainingThread:
         forgotten, and the thread that waits for it sleeps until the group's timeout, half an hour
         (2 of 100 kills of a peer under a loop of small broadcasts). No call wakes it.
         """
-        frame, ticks = self.frame(), int(self.cpu_seconds() * 100)  # short interruptions: no tick
+        frame = sys._current_frames().get(self._ident)
+        ticks = int(self.cpu_seconds() * 100)  # so that a short interruption does not count
         file = frame.f_code.co_filename if frame is not None else ""
         # A thread in one of our own modules may wait for a disk or for the driver.
         waits = waits_for_peers(file) and _OURS not in file
         self._asleep = self._asleep + 1 if waits and ticks == self._ticks else 0
         self._ticks = ticks
         return self._asleep
-
-
-def location_of(frame: FrameType | None) -> Location:
-    """Return whether a thread with this innermost frame waits for peers."""
-    waits = frame is not None and waits_for_peers(frame.f_code.co_filename)
-    return "collective" if waits else "elsewhere"
-
-
-def stack_of(frame: FrameType | None) -> str:
-    """Return the stack as in a traceback, innermost frame last."""
-    if frame is None:
-        return "the training thread has ended"
-    return "".join(traceback.format_stack(frame, limit=MAX_FRAMES))[-MAX_STACK_CHARS:]
 
 
 class StallWatch:
@@ -109,8 +100,7 @@ class StallWatch:
         computes = self._computes(now)
         if limit is None or silence < (limit if self._stall is None else self._repeat_at):
             return None
-        frame = self._thread.frame()
-        location = location_of(frame)
+        location, stack = self._thread.look()
         if not self._progress.step_times and (location == "elsewhere" or computes):
             return None
         patient = self._limit_set is None and silence < limit * WORKING_FACTOR
@@ -124,12 +114,11 @@ class StallWatch:
                 os.write(STDERR, line.encode())
                 faulthandler.dump_traceback(STDERR, all_threads=True)
         self._stall, self._repeat_at = (round_id, self._progress.active_at), 2 * silence
-        return WorkerStalled(self._worker, round_id, silence, location, stack_of(frame))
+        return WorkerStalled(self._worker, round_id, silence, location, stack)
 
     def stack(self, number: int) -> WorkerStack:
         """Return the answer to the driver's stack request of this number."""
-        frame = self._thread.frame()
-        return WorkerStack(self._worker, number, location_of(frame), stack_of(frame))
+        return WorkerStack(self._worker, number, *self._thread.look())
 
     def due(self, now: float) -> float | None:
         """Return the seconds until the next useful check; None: there is no limit."""

@@ -28,6 +28,7 @@ AGREE_FACTOR = 1.1  # two times agree if one is at most this times the other
 
 Work = Callable[[], object]
 Timing = Callable[[float], float]  # runs at least so many seconds; returns the seconds of a call
+Lock = Callable[[], AbstractContextManager[None]]
 # Combines the times of all ranks, element by element; a collective.
 Reduce = Callable[[Sequence[float], object], list[float]]
 
@@ -73,7 +74,7 @@ def in_threads(works: Sequence[Work], account: CpuAccount = CpuTime) -> Timing:
 
 def best_of(
     timings: Sequence[Timing],
-    lock: Callable[[], AbstractContextManager[None]],
+    lock: Lock,
     *,
     interval: float = INTERVAL_S,
     intervals: int = INTERVALS,

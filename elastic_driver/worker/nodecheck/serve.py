@@ -33,14 +33,12 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import psutil
 import torch.distributed as dist
 
 from elastic_driver import contract
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.errors import ClusterError
 from elastic_driver.policies.nodecheck import messages
-from elastic_driver.worker.context import address_towards
 from elastic_driver.worker.nodecheck.task import NodeCheckTask, use_device
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
@@ -63,39 +61,28 @@ def main() -> None:
     """Run tasks until the agent ends this process; exit as the first child that fails."""
     env = os.environ
     worker, endpoint = env[contract.WORKER_ID], env[contract.RENDEZVOUS]
-    token = read_token_file(env[contract.TOKEN_FILE])
-    _choose_interface(endpoint)
-
-    def connect() -> RendezvousClient:  # no connection is open at a fork
-        return RendezvousClient(endpoint, token)
-
-    with connect() as client:
-        entry = client.get(messages.TASK_SETTINGS)
+    client = RendezvousClient(endpoint, read_token_file(env[contract.TOKEN_FILE]))
+    entry = client.get(messages.TASK_SETTINGS)
     if entry is None:
         raise ClusterError("no node check is going on at this rendezvous")
     settings = msgspec.json.decode(entry.value, type=messages.TaskSettings)
     if settings.model:
         importlib.import_module(_USED_BY_DDP)
     names = {"task": contract.ROUND, "rank": "RANK", "size": "WORLD_SIZE", "node": "GROUP_RANK"}
-    assignment = messages.Assignment(**{field: int(env[name]) for field, name in names.items()})
-
-    def run_task() -> None:
-        with connect() as client:
-            _run(client, worker, assignment, settings)
-
+    part = messages.Assignment(**{field: int(env[name]) for field, name in names.items()})
     for number in itertools.count(1):
-        code = in_child(run_task)
+        client.close()  # no connection is open at a fork
+        code = in_child(partial(_run, client, worker, part, settings))
         if code < 0:  # end as the child did
             os.kill(os.getpid(), -code)
         if code:
             raise SystemExit(abs(code))
-        with connect() as client:
-            ended = msgspec.json.encode(messages.TaskEnded(worker, assignment.task))
-            client.post_json(EVENTS_PATH, ended)
-            key = messages.assignment_key(worker, number)
-            while (entry := client.get(key, wait=_WAIT_S)) is None:
-                pass  # as long as the check lasts; the agent ends this process
-            assignment = msgspec.json.decode(entry.value, type=messages.Assignment)
+        ended = messages.TaskEnded(worker, part.task)
+        client.post_json(EVENTS_PATH, msgspec.json.encode(ended))
+        key = messages.assignment_key(worker, number)
+        while (entry := client.get(key, wait=_WAIT_S)) is None:
+            pass  # as long as the check lasts; the agent ends this process
+        part = msgspec.json.decode(entry.value, type=messages.Assignment)
 
 
 def in_child(work: Callable[[], object]) -> int:
@@ -116,44 +103,28 @@ def in_child(work: Callable[[], object]) -> int:
     return child.exitcode or 0
 
 
-def _choose_interface(endpoint: str) -> None:
-    """Let gloo and NCCL use the interface that reaches the rendezvous, unless one is set."""
-    address = address_towards(endpoint)
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(variable, name)
-            return
-
-
 def _run(
     client: RendezvousClient,
     worker: str,
-    assignment: messages.Assignment,
+    part: messages.Assignment,
     settings: messages.TaskSettings,
 ) -> None:
     """Meet the other processes of this task, measure with them, write the result."""
-    task, rank, size = assignment.task, assignment.rank, assignment.size
-    machine, stack = this_machine(), this_stack()
-    own = messages.Place(node=assignment.node, machine=machine, stack=stack)
-    client.set(messages.place_key(task, rank), msgspec.json.encode(own))
-    within = f"within {settings.timeout:g} s"
-    until, places = time.monotonic() + settings.timeout, []
-    for peer in range(size):
-        late = f"rank {peer} of the group did not come {within}"
-        place = _await(client, messages.place_key(task, peer), until, late)
-        places.append(msgspec.json.decode(place, type=messages.Place))
+    task, rank, size = part.task, part.rank, part.size
     timeout = timedelta(seconds=settings.timeout)
-    store = HTTPStore(client, contract.round_prefix(task) + "torch/", timeout)
+    store = HTTPStore(client, contract.round_prefix(task), timeout)
+    machine, stack = this_machine(), this_stack()
+    own = messages.Place(node=part.node, machine=machine, stack=stack)
+    store.set(f"places/{rank}", msgspec.json.encode(own))
+    found = store.multi_get([f"places/{peer}" for peer in range(size)])
+    places = [msgspec.json.decode(place, type=messages.Place) for place in found]
     backend = "nccl" if use_device().type == "cuda" else "gloo"  # and NCCL uses it from the start
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         register_host(client, machine, contract.host_of_worker(worker))
         ready = WorkerReady(worker, task, -1, clean=True, reason="ready to measure")
         client.post_json(EVENTS_PATH, msgspec.json.encode(ready))
-        until = time.monotonic() + settings.timeout  # `policies.nodecheck.tasks` lets all begin
-        late = f"the driver did not let it begin {within}"
-        _await(client, messages.go_key(task), until, late)
+        store.wait(["go"])  # `messages.go_key`: `policies.nodecheck.tasks` lets all begin at once
         shared = is_shared(client, machine)
         lock = partial(lock_machines, client, worker)
         result = NodeCheckTask(settings, rank, places, lock, shared=shared).measure()
@@ -164,26 +135,13 @@ def _run(
         store.close()
 
 
-def _await(client: RendezvousClient, key: str, until: float, late: str) -> bytes:
-    """Return the value of a key once it is written.
-
-    Raises `ClusterError` with the message `late` after the monotonic time `until`.
-    """
-    while (entry := client.get(key, wait=max(0.0, until - time.monotonic()))) is None:
-        if time.monotonic() >= until:
-            raise ClusterError(late)
-    return entry.value
-
-
 # ---- locks -------------------------------------------------------------------------------
 
 
 def this_machine() -> str:
     """Return an id that all processes on one kernel share; "" where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    except OSError:
-        return ""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text("ascii").strip() if file.exists() else ""
 
 
 def this_stack() -> str:
@@ -192,10 +150,8 @@ def this_stack() -> str:
     Containers and network namespaces of one machine have stacks of their own, and links between
     them. Names of one machine share one: their traffic never leaves it.
     """
-    try:
-        return f"{this_machine()}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return ""
+    stack = Path("/proc/self/ns/net")
+    return f"{this_machine()}/{stack.stat().st_ino}" if stack.exists() else ""
 
 
 def register_host(client: RendezvousClient, machine: str, host: str) -> None:

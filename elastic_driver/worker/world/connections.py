@@ -61,9 +61,8 @@ class GroupConnections:
 
     def close(self) -> None:
         """Close the connections; called when no peer is in the group any more."""
-        held, self.held = self.held, []
-        for connection in held:
-            connection.close()
+        while self.held:
+            self.held.pop().close()
 
     def close_in_child(self) -> None:
         """Drop all copies in a forked child, so that peers see the end of the parent."""

@@ -1,8 +1,8 @@
 """Builds, breaks and takes down the torch process group of one round.
 
 Connecting to peers cannot be interrupted, neither in gloo nor in NCCL, and a peer that dies in that
-moment would hold up all others until some timeout. So it runs in a daemon thread (`Attempt`), and
-the caller goes on as soon as the round is known to be over; the thread ends when it can.
+moment would hold up all others until some timeout. So `membership` runs it in a daemon
+thread and goes on as soon as the round is known to be over; the thread ends when it can.
 
 Torch's global state must be touched by the main thread only. So the thread makes the bare
 `ProcessGroupGloo`; the main thread then calls `init_process_group(backend="elastic_gloo")`, whose
@@ -17,13 +17,11 @@ Only `membership` uses this module. Times are seconds.
 import contextlib
 import os
 import sys
-import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +29,6 @@ from torch.distributed import ProcessGroupGloo, Store
 
 from elastic_driver.core.documents import World
 from elastic_driver.errors import WorldBrokenError
-from elastic_driver.worker.context import address_towards
 from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.nccl import DeviceHalf
 from elastic_driver.worker.world.wrapping import tear_down_wrappers
@@ -43,43 +40,10 @@ CONNECT_TIMEOUT_S = 120.0  # of the construction; an abandoned thread lives no l
 LINGER_S = 1.0  # the longest wait for peers to receive our data, before the device is cut off
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "::1"})
 GroupCreator = Callable[[Store, int, int, timedelta], Any]
-T = TypeVar("T")
 
 
 class RoundOverError(Exception):
     """The round a group was being built for is over; wait for the next one."""
-
-
-class Attempt(Generic[T]):
-    """One call in a thread that can be given up."""
-
-    def __init__(self) -> None:
-        self._outcome: SimpleQueue[tuple[T] | Exception] = SimpleQueue()
-
-    def run(self, work: Callable[[], T], name: str, timeout: float) -> T:
-        """Return what `work` returns in a thread called `name`.
-
-        Raises what it raises, and `RoundOverError` after `abandon` or `timeout` seconds.
-        """
-
-        def carry_out() -> None:
-            try:
-                self._outcome.put((work(),))
-            except Exception as error:  # the caller of `run` raises it
-                self._outcome.put(error)
-
-        threading.Thread(target=carry_out, name=name, daemon=True).start()
-        try:
-            outcome = self._outcome.get(timeout=timeout)
-        except Empty:
-            raise RoundOverError(f"no group within {timeout:.0f} s") from None
-        if isinstance(outcome, tuple):
-            return outcome[0]
-        raise outcome
-
-    def abandon(self, reason: str) -> None:
-        """Make `run` raise now; any thread may call it, at any time."""
-        self._outcome.put(RoundOverError(reason))
 
 
 class _Handover:
@@ -182,7 +146,7 @@ def build(
     """Build a group; `run` calls the part that blocks in a thread that can be given up.
 
     Args:
-        run: see `Attempt.run`.
+        run: returns what its argument returns, or raises `RoundOverError`.
         store: the peers exchange their addresses through it.
         rank, size: of this process in the group.
         device: gloo's network device.
@@ -224,20 +188,17 @@ def make_gloo(store: Store, rank: int, size: int, device: Any) -> ProcessGroupGl
     return backend
 
 
-def gloo_device(world: World, endpoint: str) -> Any:
+def gloo_device(world: World) -> Any:
     """Return gloo's network device.
 
-    It is that of GLOO_SOCKET_IFNAME, else loopback in a world on one host, else the interface
-    that reaches the rendezvous at `endpoint`, else gloo's own choice.
+    It is that of GLOO_SOCKET_IFNAME, which the agent sets where it knows the interface to the other
+    hosts; else loopback in a world on one host, else gloo's own choice.
     """
     if named := os.environ.get("GLOO_SOCKET_IFNAME"):
         return ProcessGroupGloo.create_device(interface=named.split(",")[0])
     hosts = {member.place.host for member in world.members}
     if len(hosts) == 1 or all(h in _LOOPBACK_NAMES or h.startswith("127.") for h in hosts):
         return ProcessGroupGloo.create_device(hostname="127.0.0.1")
-    address = address_towards(endpoint)
-    if address is not None and not address.startswith("127."):
-        return ProcessGroupGloo.create_device(hostname=address)
     return ProcessGroupGloo.create_default_device()
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
@@ -23,12 +24,13 @@ from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError
 from elastic_driver.worker import context, current
 from elastic_driver.worker.heartbeat import driver_connection
+from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, TrainedState
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import groups, nccl
 from elastic_driver.worker.world.connections import link_usage
-from elastic_driver.worker.world.groups import Attempt, RoundGroup, RoundOverError
+from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
 from rendezvous.torch_store import HTTPStore
 
 GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
@@ -53,15 +55,15 @@ class JobMembership:
         self.world: World | None = None
         self.group: RoundGroup | None = None
         self._choice = choice
-        self._driver: driver_connection.DriverConnection | None = None
+        self._driver: DriverConnection | None = None
         if born is not None:
             callbacks = self._on_notice, self._check_departure
-            self._driver = driver_connection.DriverConnection(born, self.progress, *callbacks)
+            self._driver = DriverConnection(born, self.progress, *callbacks)
         self._left = 0  # the round left last
         self._described: object | None = None  # the state that our last READY described
         self._lock = threading.Lock()  # guards the next two: the heartbeat thread brings notices
         self._notice: Notice | None = None
-        self._attempt: tuple[int, Attempt[Any]] | None = None  # being made, and for which round
+        self._attempt: tuple[int, SimpleQueue[Any]] | None = None  # a round, and what it waits for
         self._device_failures = 0  # in a row
         self._broken_since: float | None = None  # when a notice told us to leave at once
         self._leaving_since: float | None = None  # when taking the group down began
@@ -99,13 +101,7 @@ class JobMembership:
 
     # ---- joining -------------------------------------------------------------------------
 
-    def join(
-        self,
-        state_version: StateVersion,
-        reason: str,
-        state: driver_connection.CheckpointableState | None = None,
-        roll_back: Callable[[], None] | None = None,
-    ) -> None:
+    def join(self, reason: str, state: TrainedState | None = None, *, broken: bool = False) -> None:
         """Leave this round, if any, and become a member of the next one.
 
         If no round comes because all workers have to leave, `state` writes a final checkpoint.
@@ -113,17 +109,18 @@ class JobMembership:
         Raises `RendezvousError` only where the rendezvous refuses us; silence is waited out.
 
         Args:
-            state_version: describes `state`; reported with READY.
             reason: why we left the round; reported with READY.
             state: the state that this worker trains.
-            roll_back: called between two rounds, where the first one broke.
+            broken: whether the round broke, so that the state goes back to its last commit.
         """
-        self._leave_and_report(state_version, reason, state, roll_back)
-        driver, version = self._driver, state_version.steps
+        version = StateVersion() if state is None else state.state_version()
+        self._described = state
+        self._leave_and_report(version, reason, state if broken else None)
+        driver = self._driver
         if driver is None:
             me = Member(worker="localhost.0.0", place=context.alone())
             world = World(round=self._left + 1, members=(me,), reason="started alone")
-            self._enter(world, me, HashStore(), version)
+            self._enter(world, me, HashStore(), version.steps)
             return
         checkpoint = None
         if state is not None:
@@ -132,17 +129,17 @@ class JobMembership:
             world, me = driver.await_world(self._left, checkpoint)
             store = HTTPStore(driver.client, contract.round_prefix(world.round))
             try:
-                self._enter(world, me, store, version)
+                self._enter(world, me, store, version.steps)
                 return
             except RoundOverError as error:
                 self._left = world.round
                 reason = f"round {world.round} ended while its group was built: {error}"
-                self._report_ready(state_version, reason)
+                self._report_ready(version, reason)
 
     def _enter(self, world: World, me: Member, store: Store, version: int) -> None:
-        endpoint = self._driver.born.endpoint if self._driver else ""
         run = partial(self._run_attempt, world.round, groups.CONNECT_TIMEOUT_S + 1)
-        device, port = groups.gloo_device(world, endpoint), urlsplit(endpoint).port
+        device = groups.gloo_device(world)
+        port = urlsplit(self._driver.born.endpoint).port if self._driver else None
         build = partial(groups.build, run, device=device, port=port)
         choice = self._choice
         vote = None  # there is no vote on whether devices take part
@@ -173,16 +170,33 @@ class JobMembership:
         current.enter(me.place, world.round)
 
     def _run_attempt(self, round_id: int, timeout: float, work: Callable[[], T]) -> T:
-        """Call `work` in a thread that a notice of the end of this round gives up."""
-        attempt: Attempt[T] = Attempt()
+        """Return what `work` returns in a thread.
+
+        Raises what it raises, and `RoundOverError` after a notice of the end of this round, or
+        after `timeout` seconds. The thread is left alone then and ends when it can.
+        """
+        outcome: SimpleQueue[tuple[T] | Exception] = SimpleQueue()
+
+        def carry_out() -> None:
+            try:
+                outcome.put((work(),))
+            except Exception as error:  # raised below
+                outcome.put(error)
+
         with self._lock:
-            self._attempt = round_id, attempt
+            self._attempt = round_id, outcome
             self._apply(self._notice)
+        threading.Thread(target=carry_out, name=f"elastic-round-{round_id}", daemon=True).start()
         try:
-            return attempt.run(work, f"elastic-round-{round_id}", timeout)
+            found = outcome.get(timeout=timeout)
+        except Empty:
+            raise RoundOverError(f"no group within {timeout:.0f} s") from None
         finally:
             with self._lock:
                 self._attempt = None
+        if isinstance(found, tuple):
+            return found[0]
+        raise found
 
     def _install_with_device(
         self,
@@ -212,11 +226,7 @@ class JobMembership:
     # ---- leaving -------------------------------------------------------------------------
 
     def _leave_and_report(
-        self,
-        state_version: StateVersion,
-        reason: str,
-        state: object | None,
-        roll_back: Callable[[], None] | None,
+        self, version: StateVersion, reason: str, to_restore: TrainedState | None
     ) -> None:
         """Leave this round and report READY for the next, in the order that the backend needs.
 
@@ -225,24 +235,23 @@ class JobMembership:
         (a rank that connected to others while one was still aborting has been seen to hang). So a
         device is cut off first, and READY comes last.
         """
-        self._described = state
         group = self.group
         has_device = group is not None and group.half is not None
         if not has_device:
-            self._report_ready(state_version, reason)
-        elif group and (problem := group.cut_off_device(broken=roll_back is not None)):
+            self._report_ready(version, reason)
+        elif group and (problem := group.cut_off_device(broken=to_restore is not None)):
             self._end_process(problem)
-        if roll_back is not None:
-            roll_back()
+        if to_restore is not None:
+            to_restore.restore()
         self._leaving_since = time.monotonic()
         self.leave()
         self._leaving_since = None
         if has_device:
-            self._report_ready(state_version, reason)
+            self._report_ready(version, reason)
 
-    def _report_ready(self, state_version: StateVersion, reason: str) -> None:
+    def _report_ready(self, version: StateVersion, reason: str) -> None:
         if self._driver is not None:
-            self._driver.report_ready(self._left, state_version, reason)
+            self._driver.report_ready(self._left, version, reason)
 
     def settle(self) -> None:
         """Wait until the results of collectives are there, before they change the state.
@@ -288,7 +297,7 @@ class JobMembership:
         if notice is None:
             return
         if self._attempt is not None and _ends_now(notice, self._attempt[0]):
-            self._attempt[1].abandon(notice.reason)
+            self._attempt[1].put(RoundOverError(notice.reason))
         progress = self.progress
         if progress.round == 0 or notice.round < progress.round:
             return

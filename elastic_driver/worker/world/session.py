@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker import context, current
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.worker_log import say
@@ -50,7 +49,7 @@ def init(backend: str | None = None) -> None:
     """
     member = start(backend)
     if member.group is None:
-        member.join(StateVersion(), "started")
+        member.join("started")
 
 
 def start(backend: str | None = None) -> JobMembership:

@@ -53,11 +53,11 @@ def test_in_the_first_step_of_a_process_only_waiting_in_a_collective_is_a_stall(
     progress = TrainingProgress()
     progress.entered(1, 0)
     progress.active_at = 0.0
-    monkeypatch.setattr(stall_watch, "location_of", lambda _frame: "elsewhere")
+    monkeypatch.setattr(TrainingThread, "look", lambda _thread: ("elsewhere", ""))
     monkeypatch.setattr(stall_watch.time, "process_time", lambda: 0.0)
     assert StallWatch("a.0.1", progress, limit).check(1e9) is None, "it may compile"
     stalls = StallWatch("a.0.1", progress, limit)
-    monkeypatch.setattr(stall_watch, "location_of", lambda _frame: "collective")
+    monkeypatch.setattr(TrainingThread, "look", lambda _thread: ("collective", ""))
     assert stalls.check(least - 0.1) is None
     told = stalls.check(least)
     assert isinstance(told, WorkerStalled)
@@ -69,7 +69,7 @@ def test_a_process_that_computes_before_its_first_step_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used = [0.0]
-    monkeypatch.setattr(stall_watch, "location_of", lambda _frame: "collective")
+    monkeypatch.setattr(TrainingThread, "look", lambda _thread: ("collective", ""))
     monkeypatch.setattr(stall_watch.time, "process_time", lambda: used[0])
     progress = TrainingProgress()
     progress.entered(1, 0)
@@ -134,7 +134,7 @@ def test_a_thread_that_computes_gets_more_time_unless_the_user_set_a_limit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     used = [0.0]
-    monkeypatch.setattr(stall_watch, "location_of", lambda _frame: "elsewhere")
+    monkeypatch.setattr(TrainingThread, "look", lambda _thread: ("elsewhere", ""))
     monkeypatch.setattr(TrainingThread, "cpu_seconds", lambda _thread: used[0])
     adaptive, fixed = training(), training(limit=60.0)
     for stalls in (adaptive, fixed):
