@@ -254,7 +254,10 @@ class State:
             callback()
 
     def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
-        """Begin to write this rank's share of the last commit; see `TrainedState`."""
+        """Begin to write this rank's share of the last commit; return the checkpoint's folder.
+
+        None: this state has no checkpoints. Raises an exception that says why it cannot be written.
+        """
         if self._checkpoints is None:
             return None
         if not self.clean or self._version != request.step:
@@ -264,7 +267,7 @@ class State:
         return self._checkpoints.take_last(self._live(), request, rank)
 
     def final_checkpoint_problem(self, folder: Path) -> str | None:
-        """Return the outcome of the last checkpoint; see `TrainedState`."""
+        """Return "" once the last checkpoint is complete, why it failed, or None meanwhile."""
         return None if self._checkpoints is None else self._checkpoints.outcome(folder)
 
     # ---- the parts of sync ---------------------------------------------------------------

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from msgspec import Struct
 
@@ -50,34 +50,15 @@ CHECKPOINT_POLL_S = 0.05  # between two checks of a final checkpoint that is bei
 MAX_REASON_CHARS = 1000
 
 
-class TrainedState(Protocol):
-    """The part of `State` that matters between two rounds."""
-
-    def state_version(self) -> StateVersion:
-        """Return what to report with READY."""
-
-    def restore(self) -> None:
-        """Go back to the last commit."""
-
-    def begin_final_checkpoint(self, request: documents.SaveRequest, rank: int) -> Path | None:
-        """Begin to write one share; return the checkpoint's folder, None if the state has none.
-
-        Raises an exception that says why it cannot be written.
-        """
-
-    def final_checkpoint_problem(self, folder: Path) -> str | None:
-        """Return "" once the checkpoint is complete, why it failed, or None while it is written."""
-
-
 class FinalCheckpointTask:
     """One worker's part in the final checkpoint of a job whose workers all have to leave.
 
     The driver requests it while this worker waits for a world. The state writes its shares in the
     background; the first of the requested workers reports the result. All calls come from the
-    training thread, which trains nothing meanwhile.
+    training thread, which trains nothing meanwhile. `state`: a `State`, in a module above this one.
     """
 
-    def __init__(self, worker: str, state: TrainedState) -> None:
+    def __init__(self, worker: str, state: Any) -> None:
         self._worker, self._state = worker, state
         self._number = 0  # of the request
         self._folder: Path | None = None  # being written, and this worker reports
@@ -140,7 +121,7 @@ class DriverConnection:
         self._progress = progress
         progress.on_first_step = self.preemption.wake  # it is reported at once
         self._leases = contract.worker_lease(born.worker), contract.worker_half_lease(born.worker)
-        self._awaited: Counter[str] = Counter()  # document key → its newest revision
+        self._seen: Counter[str] = Counter()  # document key → its newest revision
         # All fields below belong to the heartbeat thread.
         self._heart_client = self.client.clone()
         self._on_notice, self._before_heartbeat = on_notice, before_heartbeat
@@ -149,7 +130,6 @@ class DriverConnection:
         self._idle = born.heartbeat_timeout / 3  # a lease survives two lost requests
         self._reported = (0, 0)  # round and step of the progress sent last
         self._pause = LONGEST_WAIT_S  # between heartbeats while steps are made
-        self._seen: Counter[str] = Counter()  # document key → its newest revision
         self._first_step_of = 0  # the round whose first step has been posted
         self._silent = False  # the driver does not answer
         self._thread = threading.Thread(target=self._run, name="elastic-heartbeat", daemon=True)
@@ -196,8 +176,8 @@ class DriverConnection:
                 keys.append(contract.JOB_SAVE)
                 if checkpoint.report(self._post):  # it is being written
                     wait = min(wait, CHECKPOINT_POLL_S)
-            watch = Watch({key: self._awaited[key] for key in keys}, wait)
-            found = _new_documents(self.client.batch(watch, deadline=math.inf)[0], self._awaited)
+            watch = Watch({key: self._seen[key] for key in keys}, wait)
+            found = self._new_documents(self.client.batch(watch, deadline=math.inf)[0])
             if checkpoint is not None and contract.JOB_SAVE in found:
                 checkpoint.begin(documents.decode(documents.SaveRequest, found[contract.JOB_SAVE]))
             if contract.JOB_WORLD in found:
@@ -256,7 +236,7 @@ class DriverConnection:
             Watch({key: self._seen[key] for key in watched}, wait),
             wake=self.preemption.fileno(),
         )[-1]
-        for key, value in _new_documents(result, self._seen).items():
+        for key, value in self._new_documents(result).items():
             if key == contract.JOB_NOTICE:
                 self._on_notice(documents.decode(documents.Notice, value))
             elif key == contract.JOB_STACKS:
@@ -305,6 +285,17 @@ class DriverConnection:
             client.post_json(EVENTS_PATH, documents.encode(event), deadline)
             self._first_step_of = round_id
 
+    def _new_documents(self, result: Result) -> dict[str, bytes]:
+        """Return the values that are newer than the revisions seen so far, and record these.
+
+        The two threads watch different documents.
+        """
+        entries, seen = expect(result, Entries).entries, self._seen
+        new = {key: entry.value for key, entry in entries.items() if entry.revision > seen[key]}
+        for key in new:
+            seen[key] = entries[key].revision
+        return new
+
 
 def next_pause(before: float, size: int, *, stepped: bool) -> float:
     """Return the seconds between two heartbeats of a worker that trains in a world of `size`.
@@ -315,12 +306,3 @@ def next_pause(before: float, size: int, *, stepped: bool) -> float:
     if stepped:
         return min(max(size / HEARTBEATS_PER_S, SHORTEST_WAIT_S), LONGEST_WAIT_S)
     return before * GROWTH
-
-
-def _new_documents(result: Result, seen: Counter[str]) -> dict[str, bytes]:
-    """Return the values that are newer than the revisions in `seen`, and record them there."""
-    entries = expect(result, Entries).entries
-    new = {key: entry.value for key, entry in entries.items() if entry.revision > seen[key]}
-    for key in new:
-        seen[key] = entries[key].revision
-    return new

@@ -23,8 +23,7 @@ from elastic_driver.core.documents import Member, Notice, World
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError
 from elastic_driver.worker import context, current
-from elastic_driver.worker.heartbeat import driver_connection
-from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, TrainedState
+from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.worker_log import say
@@ -101,7 +100,7 @@ class JobMembership:
 
     # ---- joining -------------------------------------------------------------------------
 
-    def join(self, reason: str, state: TrainedState | None = None, *, broken: bool = False) -> None:
+    def join(self, reason: str, state: Any = None, *, broken: bool = False) -> None:
         """Leave this round, if any, and become a member of the next one.
 
         If no round comes because all workers have to leave, `state` writes a final checkpoint.
@@ -110,7 +109,7 @@ class JobMembership:
 
         Args:
             reason: why we left the round; reported with READY.
-            state: the state that this worker trains.
+            state: the `State` that this worker trains.
             broken: whether the round broke, so that the state goes back to its last commit.
         """
         version = StateVersion() if state is None else state.state_version()
@@ -122,9 +121,7 @@ class JobMembership:
             world = World(round=self._left + 1, members=(me,), reason="started alone")
             self._enter(world, me, HashStore(), version.steps)
             return
-        checkpoint = None
-        if state is not None:
-            checkpoint = driver_connection.FinalCheckpointTask(driver.born.worker, state)
+        checkpoint = None if state is None else FinalCheckpointTask(driver.born.worker, state)
         while True:
             world, me = driver.await_world(self._left, checkpoint)
             store = HTTPStore(driver.client, contract.round_prefix(world.round))
@@ -225,9 +222,7 @@ class JobMembership:
 
     # ---- leaving -------------------------------------------------------------------------
 
-    def _leave_and_report(
-        self, version: StateVersion, reason: str, to_restore: TrainedState | None
-    ) -> None:
+    def _leave_and_report(self, version: StateVersion, reason: str, to_restore: Any) -> None:
         """Leave this round and report READY for the next, in the order that the backend needs.
 
         With gloo alone READY comes first, to save time. A device may still write where the state
