@@ -42,13 +42,10 @@ class PreemptionWatch:
     Args:
         worker: the name of this worker.
         notice: seconds from the signal to the end of the process; 0: signals are left alone.
-        end: ends the process by a signal.
     """
 
-    def __init__(
-        self, worker: str, notice: float, end: Callable[[signal.Signals], None] | None = None
-    ) -> None:
-        self._worker, self._notice, self._end = worker, notice, end or end_by
+    def __init__(self, worker: str, notice: float) -> None:
+        self._worker, self._notice, self.end = worker, notice, end_by
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -126,7 +123,7 @@ class PreemptionWatch:
             return None
         times = sum(count[number] for number in numbers)
         if count[signal.SIGTERM] and (times > 1 or count[STOP_MARK]):
-            self._end(signal.SIGTERM)
+            self.end(signal.SIGTERM)
         now = time.monotonic()
         if self._deadline is None:
             self._first, self._deadline = numbers[0], now + self._notice
@@ -137,11 +134,11 @@ class PreemptionWatch:
                 raise  # the script has ended by itself meanwhile
             except RendezvousError as error:
                 say(f"got {name}, and the driver cannot be reached ({error}); ending by it")
-                self._end(self._first)
+                self.end(self._first)
             say(f"got {name}: leaving at a step boundary, within {self._notice:g} s")
         elif now >= self._deadline:
             say(f"still here {self._notice:g} s after {self._first.name}; ending by it")
-            self._end(self._first)
+            self.end(self._first)
         return max(0.0, self._deadline - now)
 
     def _is_ours(self, number: int) -> bool:

@@ -57,10 +57,9 @@ class TrainingThread:
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of the thread; 0 where the system does not tell."""
-        try:
+        with contextlib.suppress(OSError, AttributeError):
             return time.clock_gettime(time.pthread_getcpuclockid(self._ident))
-        except (OSError, AttributeError):
-            return 0.0
+        return 0.0
 
     def count_asleep(self) -> int:
         """Check for sleep; return how many checks in a row found it asleep in a collective.

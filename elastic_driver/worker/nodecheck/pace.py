@@ -73,11 +73,7 @@ def in_threads(works: Sequence[Work], account: CpuAccount = CpuTime) -> Timing:
 
 
 def best_of(
-    timings: Sequence[Timing],
-    lock: Lock,
-    *,
-    interval: float = INTERVAL_S,
-    intervals: int = INTERVALS,
+    timings: Sequence[Timing], lock: Lock, interval: float = INTERVAL_S, intervals: int = INTERVALS
 ) -> list[float]:
     """Return the seconds a call of each timing in its best interval; `lock` is held during each.
 

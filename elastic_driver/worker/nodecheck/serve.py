@@ -104,20 +104,17 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def _run(
-    client: RendezvousClient,
-    worker: str,
-    part: messages.Assignment,
-    settings: messages.TaskSettings,
+    client: RendezvousClient, worker: str, own: messages.Assignment, settings: messages.TaskSettings
 ) -> None:
     """Meet the other processes of this task, measure with them, write the result."""
-    task, rank, size = part.task, part.rank, part.size
+    task, rank, size = own.task, own.rank, own.size
     timeout = timedelta(seconds=settings.timeout)
     store = HTTPStore(client, contract.round_prefix(task), timeout)
     machine, stack = this_machine(), this_stack()
-    own = messages.Place(node=part.node, machine=machine, stack=stack)
-    store.set(f"places/{rank}", msgspec.json.encode(own))
+    place = messages.Place(node=own.node, machine=machine, stack=stack)
+    store.set(f"places/{rank}", msgspec.json.encode(place))
     found = store.multi_get([f"places/{peer}" for peer in range(size)])
-    places = [msgspec.json.decode(place, type=messages.Place) for place in found]
+    places = [msgspec.json.decode(value, type=messages.Place) for value in found]
     backend = "nccl" if use_device().type == "cuda" else "gloo"  # and NCCL uses it from the start
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:

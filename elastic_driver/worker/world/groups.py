@@ -114,13 +114,13 @@ class RoundGroup:
             dist.init_process_group(name, None, timeout, size, rank, self.store)
         finally:
             _Handover.create = create_subgroup
-            # Torch's puts `[rank0]:` before each line of a traceback, the old rank in later rounds.
+            # Torch's hook puts `[rank0]:` before each line of a traceback, later a wrong rank.
             sys.excepthook = excepthook
 
     def take_down(self) -> None:
         """Take down torch's process groups, healthy or broken, without waiting for a peer.
 
-        On the main thread, and after the device was cut off. The connections stay open: see there.
+        On the main thread, and after the device was cut off. The connections stay open.
         """
         self.connections.shut_writes()
         tear_down_wrappers()
@@ -155,6 +155,8 @@ def build(
 
     Raises `RoundOverError` where `run` is given up or the peers cannot be reached.
     """
+    # Gloo then sends one request a rank instead of one a peer.
+    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     connections = GroupConnections(port)
 
     def construct() -> RoundGroup:
@@ -178,8 +180,6 @@ def build(
 
 def make_gloo(store: Store, rank: int, size: int, device: Any) -> ProcessGroupGloo:
     """Return a gloo group over `store`; blocks until every peer is connected."""
-    # Gloo reads it now: with it, it sends one request a rank instead of one a peer.
-    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     options = ProcessGroupGloo._Options()
     options._devices = [device]
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)

@@ -196,17 +196,13 @@ class JobMembership:
         raise found
 
     def _install_with_device(
-        self,
-        device: nccl.Nccl,
-        group: RoundGroup,
-        round_id: int,
-        create_subgroup: groups.GroupCreator,
+        self, device: nccl.Nccl, group: RoundGroup, round_id: int, create: groups.GroupCreator
     ) -> None:
         """Give the group to torch, and connect the device to those of the peers."""
         device.begin()
         group.half = nccl.DeviceHalf(device)
         try:
-            group.install(create_subgroup, device.backends)
+            group.install(create, device.backends)
             self._run_attempt(round_id, CONNECT_DEVICES_S, device.connect)
         except Exception as error:
             if problem := group.cut_off_device(broken=True):

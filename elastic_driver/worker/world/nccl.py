@@ -40,7 +40,6 @@ from elastic_driver.worker.worker_log import say
 
 _GLOO_ONLY = ({"gloo"}, {"cpu:gloo"}, {"cpu:gloo", "cuda:gloo"})
 _WITH_NCCL = ({"nccl"}, {"cuda:nccl"}, {"cpu:gloo", "cuda:nccl"})
-KNOWN_BACKENDS = "gloo, nccl, or cpu:gloo,cuda:nccl"
 # Torch reads them whenever it makes a ProcessGroupNCCL: `elastic.init()` is early enough.
 _VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error ends neither the process nor the group
@@ -109,8 +108,7 @@ class Nccl:
 
     def abort(self) -> None:
         """Abort the communicators of all groups and subgroups, as torch does; any thread."""
-        world = c10d._world
-        names = dict(world.pg_names)
+        names = dict(c10d._world.pg_names)
         newest_first = sorted(names, key=lambda group: names[group], reverse=True)
         backends = [
             group._get_backend(self._device)
@@ -210,7 +208,8 @@ def choose_backend(backend: str | None, slot: int) -> BackendChoice:
     if names in _GLOO_ONLY:
         return BackendChoice()
     if names not in _WITH_NCCL:
-        raise UsageError(f"backend {backend!r} is not supported; use one of {KNOWN_BACKENDS}")
+        known = "gloo, nccl, or cpu:gloo,cuda:nccl"
+        raise UsageError(f"backend {backend!r} is not supported; use one of {known}")
     index = device_of(slot)
     if index is not None:
         return BackendChoice(Nccl(index), by_vote=backend is None)

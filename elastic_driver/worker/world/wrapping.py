@@ -51,17 +51,14 @@ def without_ddp_sync(model: Module) -> Iterator[None]:
     Their own mean over ranks would be wrong where ranks have different numbers of micro-batches,
     and would hang where one has none. Unlike `no_sync`, buffers are not broadcast either.
     """
-    before = [
-        (ddp, ddp.require_backward_grad_sync, ddp.require_forward_param_sync)
-        for ddp in _wrapped
-        if ddp.module is model
-    ]
-    for ddp, _, _ in before:
+    wrappers = [ddp for ddp in _wrapped if ddp.module is model]
+    before = [(d.require_backward_grad_sync, d.require_forward_param_sync) for d in wrappers]
+    for ddp in wrappers:
         ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
     try:
         yield
     finally:
-        for ddp, gradients, parameters in before:
+        for ddp, (gradients, parameters) in zip(wrappers, before, strict=True):
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = gradients, parameters
 
 

@@ -120,7 +120,8 @@ class Worker:
     def __init__(self, notice: float) -> None:
         self.told: list[WorkerLeaving] = []
         self.trouble = ""
-        self.preemption = PreemptionWatch("a.0.1", notice, end=self._end)
+        self.preemption = PreemptionWatch("a.0.1", notice)
+        self.preemption.end = self._end
         self.preemption.listen()
 
     def _end(self, number: signal.Signals) -> None:
