@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 
 from elastic_driver.worker.heartbeat.progress import StepCost
 
-_MS = 1e-3
 # Calls a function once at the end of this backward pass; in the order of these requests.
 _when_backward_ends = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -146,7 +145,7 @@ class DeviceClock(ComputeClock):
         return event
 
     def _between(self, since: Any, until: Any) -> tuple[float, float]:
-        return since.elapsed_time(until) * _MS, 0.0
+        return since.elapsed_time(until) / 1000, 0.0  # from milliseconds
 
 
 def clock_for(optimizers: Sequence[Optimizer], before: ComputeClock) -> ComputeClock:

@@ -15,7 +15,6 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from elastic_driver import contract
-from elastic_driver.core.documents import SlotInfo
 from elastic_driver.errors import UsageError
 
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -69,11 +68,6 @@ def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext 
         needed = "http://HOST:PORT" if name == contract.RENDEZVOUS else number
         message = f"{name} is {env[name]!r}, not {needed}; start the script with `elasticrun`"
         raise UsageError(message) from error
-
-
-def alone() -> SlotInfo:
-    """Return the place of a process that trains alone: rank 0 of 1."""
-    return SlotInfo("localhost", 0, 0, 0, 0, 1, 1, 1, 0, 1)
 
 
 def use_scratch(folder: str) -> None:

@@ -13,6 +13,7 @@ processes though a processor may be free, and that is the host's own slowness. T
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,23 +76,18 @@ class CpuSlowdown:
 
 def of_thread() -> CpuAccount:
     """Return the account of the thread that calls it."""
-    return _account(lambda: (_THREAD,))
+    return partial(_account, lambda: (_THREAD,), tuple(_quota_files()))
 
 
 def of_process() -> CpuAccount:
     """Return the account of all threads of this process together."""
-    return _account(lambda: _THREADS.glob("*/schedstat"))
+    return partial(_account, lambda: _THREADS.glob("*/schedstat"), tuple(_quota_files()))
 
 
-def _account(schedstats: Callable[[], Iterable[Path]]) -> CpuAccount:
-    """Return an account whose `waited` is 0 where the kernel does not tell of quotas."""
-    quotas = tuple(_quota_files())
-
-    def account() -> CpuTime:
-        ran, waited, _ = read_cpu_time(*schedstats())
-        return CpuTime(ran, waited if quotas else 0.0, sum(map(_stops, quotas)))
-
-    return account
+def _account(schedstats: Callable[[], Iterable[Path]], quotas: tuple[Path, ...]) -> CpuTime:
+    """Return the account so far; `waited` is 0 where the kernel does not tell of quotas."""
+    ran, waited, _ = read_cpu_time(*schedstats())
+    return CpuTime(ran, waited if quotas else 0.0, sum(map(_stops, quotas)))
 
 
 def _stops(stat: Path) -> int:

@@ -228,10 +228,9 @@ class DriverConnection:
         watched = [contract.JOB_NOTICE, contract.JOB_STACKS]
         if progress.wants_allocations:
             watched.append(contract.JOB_ALLOCATION)
-        lease, half_lease = self._leases
         result = self._heart_client.batch(
-            Set(lease, b"", self.born.heartbeat_timeout),
-            Set(half_lease, b"", self.born.heartbeat_timeout / 2),
+            Set(self._leases[0], b"", self.born.heartbeat_timeout),
+            Set(self._leases[1], b"", self.born.heartbeat_timeout / 2),
             *self._report(),
             Watch({key: self._seen[key] for key in watched}, wait),
             wake=self.preemption.fileno(),
@@ -254,9 +253,8 @@ class DriverConnection:
         times = tuple(progress.step_times)[-RECENT_STEPS:]
         usual = statistics.median(times) if times else step_time
         samples, links = progress.samples.collect(usual), progress.links()
-        found = (round_id, version, step_time, samples, progress.division, links)
-        key = contract.worker_progress(self.born.worker)
-        return (Set(key, documents.encode(documents.Progress(*found))),)
+        found = documents.Progress(round_id, version, step_time, samples, progress.division, links)
+        return (Set(contract.worker_progress(self.born.worker), documents.encode(found)),)
 
     def _next_wait(self) -> float:
         """Return the seconds until the next heartbeat.

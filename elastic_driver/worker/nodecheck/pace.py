@@ -82,7 +82,8 @@ def best_of(
     times: list[list[float]] = [[] for _ in timings]
     left = PATIENCE * interval * intervals * len(timings)
     for number in range(intervals):
-        if number and (left <= 0 or all(map(_agree, times))):
+        agree = number > 1 and all(sorted(own)[1] <= AGREE_FACTOR * min(own) for own in times)
+        if agree or (number and left <= 0):
             break
         if number:
             time.sleep(PAUSE_S)
@@ -93,12 +94,6 @@ def best_of(
                 own.append(timing(interval))
             left -= time.perf_counter() - began
     return [min(own) for own in times]
-
-
-def _agree(times: Sequence[float]) -> bool:
-    """Return whether the two best times are close, so that nothing has disturbed them."""
-    best, *others = sorted(times)
-    return bool(others) and others[0] <= AGREE_FACTOR * best
 
 
 def together(work: Work, settle: Work, reduce: Reduce, account: CpuAccount = CpuTime) -> float:

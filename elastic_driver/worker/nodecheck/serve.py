@@ -124,7 +124,7 @@ def _run(
         store.wait(["go"])  # `messages.go_key`: `policies.nodecheck.tasks` lets all begin at once
         shared = is_shared(client, machine)
         lock = partial(lock_machines, client, worker)
-        result = NodeCheckTask(settings, rank, places, lock, shared=shared).measure()
+        result = NodeCheckTask(settings, rank, places, lock=lock, shared=shared).measure()
         client.set(messages.result_key(task, worker), msgspec.json.encode(result))
         dist.barrier()  # no rank leaves while another still needs it
     finally:

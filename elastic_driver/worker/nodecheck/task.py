@@ -118,18 +118,19 @@ class NodeCheckTask:
         self,
         settings: TaskSettings,
         rank: int,
-        places: Sequence[Place],
-        lock: MachineLock = lambda _machines: contextlib.nullcontext(),
+        places: list[Place],
         *,
-        shared: bool = False,
+        lock: MachineLock,
+        shared: bool,
     ) -> None:
         self.settings = settings
-        self.rank, self.places = rank, tuple(places)
+        self.rank, self.places = rank, places
         self.device = use_device()
         # Several devices of one machine are measured at the same time: each has its own work.
         on_cpu = self.device.type == "cpu"
         self._machines = tuple(place.machine for place in places) if on_cpu else ()
         self._lock = lock
+        self._settle = (lambda: None) if on_cpu else partial(torch.cuda.synchronize, self.device)
         # Time lost to other programs counts on a machine of its own.
         subtracts = shared and on_cpu
         self._thread_account = cpu_time.of_thread() if subtracts else cpu_time.CpuTime
@@ -266,10 +267,6 @@ class NodeCheckTask:
             work()
         self._settle()
         return max(time.perf_counter() - began, 1e-9) / calls
-
-    def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def use_device() -> torch.device:

@@ -19,9 +19,9 @@ import struct
 
 from elastic_driver.core.documents import MAX_LINKS, Links, LinkUse
 
-_DESCRIPTORS = "/proc/self/fd"
-# Offsets in `struct tcp_info` of linux/tcp.h, which only ever grows at its end.
-_BYTES_ACKED, _BUSY_AND_LIMITED, _TCP_INFO_SIZE = 120, 168, 184
+# `tcpi_bytes_acked`, `tcpi_busy_time` and `tcpi_rwnd_limited` of `struct tcp_info` in linux/tcp.h,
+# which only ever grows at its end; times are microseconds.
+_TCP_INFO = struct.Struct("=120xQ40xQQ")
 
 
 class GroupConnections:
@@ -93,14 +93,13 @@ def link_usage(connections: list[socket.socket]) -> Links | None:
     for connection in connections:
         try:
             address, peer = connection.getsockname()[0], connection.getpeername()[0]
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         except OSError:  # closed meanwhile
             continue
-        if address == peer or len(info) < _TCP_INFO_SIZE:  # within a host, or an old kernel
+        if address == peer or len(info) < _TCP_INFO.size:  # within a host, or an old kernel
             continue
         own = address
-        (acked,) = struct.unpack_from("=Q", info, _BYTES_ACKED)
-        busy, limited = struct.unpack_from("=QQ", info, _BUSY_AND_LIMITED)  # microseconds
+        acked, busy, limited = _TCP_INFO.unpack(info)
         seconds, carried = totals.get(peer, (0.0, 0))
         totals[peer] = seconds + max(busy - limited, 0) * 1e-6, carried + acked
     if not totals:
@@ -114,7 +113,7 @@ def _open_sockets() -> list[tuple[int, int]]:
     """Return (inode, descriptor) of every open socket."""
     found = []
     with contextlib.suppress(OSError):  # no /proc
-        for name in os.listdir(_DESCRIPTORS):
+        for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from torch.distributed import HashStore, Store
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Member, Notice, World
+from elastic_driver.core.documents import Member, Notice, SlotInfo, World
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError
 from elastic_driver.worker import context, current
@@ -38,6 +38,7 @@ HOPELESS_CHECKS = 8  # that find it asleep: a collective that can end does so in
 CONNECT_DEVICES_S = 120.0  # the longest wait for the peers' devices
 TAKE_DOWN_S = 20.0  # for torch to drop a group; a destructor that waits for a lost peer hangs
 MAX_DEVICE_FAILURES = 3  # in a row, of devices to connect in rounds that no notice has ended
+ALONE = SlotInfo("localhost", 0, 0, 0, 0, 1, 1, 1, 0, 1)  # rank 0 of 1
 T = TypeVar("T")
 
 
@@ -117,7 +118,7 @@ class JobMembership:
         self._leave_and_report(version, reason, state if broken else None)
         driver = self._driver
         if driver is None:
-            me = Member(worker="localhost.0.0", place=context.alone())
+            me = Member(worker="localhost.0.0", place=ALONE)
             world = World(round=self._left + 1, members=(me,), reason="started alone")
             self._enter(world, me, HashStore(), version.steps)
             return
@@ -135,9 +136,8 @@ class JobMembership:
 
     def _enter(self, world: World, me: Member, store: Store, version: int) -> None:
         run = partial(self._run_attempt, world.round, groups.CONNECT_TIMEOUT_S + 1)
-        device = groups.gloo_device(world)
         port = urlsplit(self._driver.born.endpoint).port if self._driver else None
-        build = partial(groups.build, run, device=device, port=port)
+        build = partial(groups.build, run, device=groups.gloo_device(world), port=port)
         choice = self._choice
         vote = None  # there is no vote on whether devices take part
         if choice.by_vote:

@@ -24,6 +24,14 @@ def places(*nodes: int, stack: str = "") -> list[Place]:
     return [Place(node=node, machine="", stack=stack or f"stack {node}") for node in nodes]
 
 
+def no_lock(_machines: Iterable[str]) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def task_of(settings: TaskSettings, rank: int, where: list[Place]) -> NodeCheckTask:
+    return NodeCheckTask(settings, rank, where, lock=no_lock, shared=False)
+
+
 def exchange_with_a_slow_third(rank: int, _size: int) -> float:
     """Seconds that this rank's fastest exchange took; rank 2 comes late to each of its own."""
     gather = dist.all_gather
@@ -34,7 +42,7 @@ def exchange_with_a_slow_third(rank: int, _size: int) -> float:
 
     if rank == 2:
         dist.all_gather = late
-    return NodeCheckTask(SMALL, rank, places(0, 1, 2))._exchange()[0]
+    return task_of(SMALL, rank, places(0, 1, 2))._exchange()[0]
 
 
 def test_in_a_group_of_three_the_slow_one_does_not_make_the_others_slow(tmp_path: Path) -> None:
@@ -45,7 +53,7 @@ def test_in_a_group_of_three_the_slow_one_does_not_make_the_others_slow(tmp_path
 
 
 def exchange_with_two_processes_a_node(rank: int, _size: int) -> float:
-    return NodeCheckTask(SMALL, rank, places(0, 0, 1, 1))._exchange()[0]
+    return task_of(SMALL, rank, places(0, 0, 1, 1))._exchange()[0]
 
 
 def test_all_processes_of_two_nodes_exchange_together(tmp_path: Path) -> None:
@@ -55,7 +63,7 @@ def test_all_processes_of_two_nodes_exchange_together(tmp_path: Path) -> None:
 
 def exchange_of_three(rank: int, _size: int, stacks: list[str]) -> tuple[float, bool]:
     where = [Place(node=n, machine="m", stack=stack) for n, stack in enumerate(stacks)]
-    return NodeCheckTask(SMALL, rank, where, shared=True)._exchange()
+    return NodeCheckTask(SMALL, rank, where, lock=no_lock, shared=True)._exchange()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def everything(rank: int, _size: int) -> tuple[float | int | None, ...]:
     settings = TaskSettings(
         matrix=32, products=3, payload=4096, exchanges=2, model=True, model_steps=1
     )
-    result = NodeCheckTask(settings, rank, places(*range(dist.get_world_size()))).measure()
+    result = task_of(settings, rank, places(*range(dist.get_world_size()))).measure()
     measured = (result.compute, result.network, result.step, result.bandwidth, result.latency)
     return (*measured, result.parameters)
 
@@ -105,7 +113,7 @@ def late_at_computing(rank: int, _size: int, folder: Path) -> bool:
         yield
 
     where = [Place(node=node, machine="m", stack="s") for node in range(2)]
-    task = NodeCheckTask(SMALL, rank, where, lock)
+    task = NodeCheckTask(SMALL, rank, where, lock=lock, shared=False)
     if rank == 1:
         time.sleep(LATE_S)
         (folder / "computed").touch()
@@ -127,7 +135,7 @@ def broken_numbers(rank: int, _size: int) -> str:
 
     dist.all_gather = corrupt
     with pytest.raises(ArithmeticError) as error:
-        NodeCheckTask(SMALL, rank, places(0, 1))._exchange()
+        task_of(SMALL, rank, places(0, 1))._exchange()
     return str(error.value)
 
 

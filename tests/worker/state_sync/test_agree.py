@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_driver.core.documents import Member, World
-from elastic_driver.worker.context import alone
 from elastic_driver.worker.state_sync.sharing import StateLostError, agree
+from elastic_driver.worker.world.membership import ALONE
 
 
 def world(*standings: tuple[int, bool]) -> World:
     """A world whose ranks have these (version, clean)."""
     members = []
     for rank, (version, clean) in enumerate(standings):
-        place = alone()
+        place = ALONE
         members.append(
             Member(
                 worker=f"h.{rank}.1",
