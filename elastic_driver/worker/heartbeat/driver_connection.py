@@ -198,7 +198,7 @@ class DriverConnection:
             except AbortedError:
                 return
             except WokenError:
-                continue  # by a signal, or to stop
+                continue  # by a signal, by the first step of a round, or to stop
             except RendezvousError as error:
                 if not self._silent:
                     say(f"the driver does not answer; training goes on meanwhile ({error})")

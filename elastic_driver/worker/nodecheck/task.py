@@ -1,10 +1,10 @@
-"""The measurements of a node check: multiply matrices, exchange data with the partner, time both.
+"""The measurements of a node check: multiplies matrices, exchanges data with the partner.
 
-`serve` runs each task in a child of its own, one for each device of the paired nodes. Any failure
-ends it with a traceback and exit status 1; the check reads both. A task never judges.
+`serve` runs each task in a child process, one for each device of the paired nodes. Any failure
+ends the child with a traceback and exit status 1; the check reads both. A task never judges.
 
-It can also train a transformer on random data, as large as the device has room for. Sizes are
-GPT-2's (Radford et al. 2019, table 2); on a CPU a small one that takes seconds. There is no
+A task can also train a transformer on random data, as large as the device has room for. Sizes are
+GPT-2's (Radford et al. 2019, table 2); on a CPU the model is small and takes seconds. There is no
 optimizer: parameters, gradients and activations load the device and the links as training does.
 Times are seconds.
 """
@@ -36,7 +36,7 @@ _KEPT_PER_TOKEN = 20  # activations kept for the backward pass, in units of the 
 _LOGIT_COPIES = 4  # logits, their softmax, gradients
 _RESERVE = 512 * 1024 * 1024  # of a device: library workspaces, the matrices, the exchange
 
-MachineLock = Callable[[Iterable[str]], AbstractContextManager[None]]  # of these machines
+Locks = Callable[[Iterable[str]], AbstractContextManager[None]]  # of these machines
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,7 @@ class NodeCheckTask:
     """
 
     def __init__(
-        self,
-        settings: TaskSettings,
-        rank: int,
-        places: list[Place],
-        *,
-        lock: MachineLock,
-        shared: bool,
+        self, settings: TaskSettings, rank: int, places: list[Place], *, lock: Locks, shared: bool
     ) -> None:
         self.settings = settings
         self.rank, self.places = rank, places
@@ -131,10 +125,10 @@ class NodeCheckTask:
         self._machines = tuple(place.machine for place in places) if on_cpu else ()
         self._lock = lock
         self._settle = (lambda: None) if on_cpu else partial(torch.cuda.synchronize, self.device)
-        # Time lost to other programs counts on a machine of its own.
-        subtracts = shared and on_cpu
-        self._thread_account = cpu_time.of_thread() if subtracts else cpu_time.CpuTime
-        self._account = cpu_time.of_process() if subtracts else cpu_time.CpuTime
+        # On a machine of its own, time lost to other programs counts: nothing is subtracted.
+        subtract = shared and on_cpu
+        self._thread_account = cpu_time.of_thread() if subtract else cpu_time.CpuTime
+        self._account = cpu_time.of_process() if subtract else cpu_time.CpuTime
 
     def measure(self) -> TaskResult:
         """Measure everything that the settings ask for, each thing by itself."""
