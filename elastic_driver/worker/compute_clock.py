@@ -53,7 +53,7 @@ class ComputeClock:
 
     def __init__(self) -> None:
         self._hooks: list[Any] = []
-        self._step = self._finished = _Step()
+        self._step, self._finished = _Step(), _Step()
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow these optimizers' parameters from now on."""
@@ -69,7 +69,7 @@ class ComputeClock:
 
     def restart(self) -> None:
         """Drop the current step: it does not compare."""
-        self._step = self._finished = _Step()
+        self._step, self._finished = _Step(), _Step()
 
     def finish_step(self) -> StepCost | None:
         """End the step and begin the next; return its cost, None where it is not known.

@@ -43,7 +43,7 @@ from elastic_driver.worker.nodecheck.task import NodeCheckTask, use_device
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.torch_store import HTTPStore
-from rendezvous.wire import EVENTS_PATH
+from rendezvous.wire import EVENTS_PATH, Append, Compared, CompareSet, Written
 
 # DistributedDataParallel imports it: more than a second, better spent before any measurement.
 _USED_BY_DDP = "torch._dynamo"
@@ -153,7 +153,7 @@ def this_stack() -> str:
 
 def register_host(client: RendezvousClient, machine: str, host: str) -> None:
     """Record that a host is on this machine."""
-    client.append(HOSTS + machine, f"{host}\n".encode())
+    client.one(Append(HOSTS + machine, f"{host}\n".encode()), Written)
 
 
 def is_shared(client: RendezvousClient, machine: str) -> bool:
@@ -184,7 +184,7 @@ def _take(client: RendezvousClient, key: str, worker: str, until: float) -> bool
         entry = client.get(key)
         if entry is None or entry.value == _FREE:
             expected = None if entry is None else _FREE
-            if client.compare_set(key, expected, worker.encode()).swapped:
+            if client.one(CompareSet(key, expected, worker.encode()), Compared).swapped:
                 client.set(key, worker.encode(), LEASE_S)
                 return True
         elif (left := until - time.monotonic()) > 0:
