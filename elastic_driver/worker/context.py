@@ -64,8 +64,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext 
         return msgspec.convert(env, WorkerContext, strict=False)
     except msgspec.ValidationError as error:
         name = re.findall(r"\w+", str(error))[-1]  # "Expected `float` - at `$.NAME`"
-        number = "a number that is not negative"
-        needed = "http://HOST:PORT" if name == contract.RENDEZVOUS else number
+        needed = "http://HOST:PORT" if name == contract.RENDEZVOUS else "a number from 0 up"
         message = f"{name} is {env[name]!r}, not {needed}; start the script with `elasticrun`"
         raise UsageError(message) from error
 
