@@ -30,7 +30,9 @@ def is_this_machine(host: str, hosts_file: Path = _HOSTS_FILE) -> bool:
     """Return whether a host name or address means this machine."""
     name, own = host.lower().rstrip("."), socket.gethostname().lower()
     addresses = (name, *_addresses_in(hosts_file, name))
-    return name in (own, own.partition(".")[0]) or any(map(_is_own_address, addresses))
+    return name in (own, own.partition(".")[0]) or any(
+        is_loopback(address) or interface_of(address) is not None for address in addresses
+    )
 
 
 def meeting_address(host: str) -> str:
@@ -55,7 +57,7 @@ def find_address(host: str, look_up: Callable[[str], str]) -> str | None:
     `look_up` gives the name by which the network knows the host.
     """
     towards = address_towards(look_up(host))
-    # Behind a jump host its name may mean nothing here: the default route is the best guess.
+    # The name of a host behind a jump host may have no address here: take the default route.
     return towards or address_towards(SOMEWHERE)
 
 
@@ -83,10 +85,6 @@ def endpoint_for(host: str, url: str, bind_host: str | None, look_up: Callable[[
             "give the rendezvous an address with --rdzv-endpoint"
         )
     return f"http://{bracketed(address)}:{urlsplit(url).port}"
-
-
-def _is_own_address(text: str) -> bool:
-    return is_loopback(text) or interface_of(text) is not None
 
 
 def _addresses_in(hosts_file: Path, name: str) -> list[str]:

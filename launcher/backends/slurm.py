@@ -15,7 +15,7 @@ from launcher.backends.remote import RemoteBackend
 from launcher.backends.remote_shell import RemoteShell, explain_by, last_line
 
 IMMEDIATE_S = 10  # for Slurm to find room for a step
-# What srun reads for itself; everything else that sbatch set would change what the step gets.
+# Variables that srun itself needs; the others that sbatch sets would change the step's resources.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_EXPORT_ENV"})
 _SLURMS = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_")
 
@@ -55,10 +55,7 @@ class SrunShell(RemoteShell):
             self.program,
             f"--jobid={self.job_id}",
             *("--nodes=1", "--ntasks=1", f"--nodelist={host}"),
-            *(
-                "--overlap",
-                f"--immediate={IMMEDIATE_S}",
-            ),  # beside other steps; fail if there is no room
+            *("--overlap", f"--immediate={IMMEDIATE_S}"),  # beside other steps, or fail soon
             *("--no-kill", "--kill-on-bad-exit=0"),  # no other step ends with it
             *("--mpi=none", "--cpu-bind=none"),  # workers are no MPI ranks, and share the cores
             *("--chdir=/", "--quiet", "--job-name=elastic-agent"),
@@ -66,7 +63,7 @@ class SrunShell(RemoteShell):
         )
 
     def environ(self) -> Mapping[str, str]:
-        """See `RemoteShell.environ`: what sbatch was asked for is not meant for our steps."""
+        """See `RemoteShell.environ`; sbatch's own options are not passed to our steps."""
         return {
             name: value
             for name, value in self.variables.items()
