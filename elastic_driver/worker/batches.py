@@ -66,14 +66,8 @@ class _BatchPass:
         self.batches, self.sums = batches, batches.sums
         self.rank, size = rank_and_size()
         count = batches.virtual_workers
-        self.plan = EpochPlan(
-            samples=len(batches.dataset),
-            virtual_workers=count,
-            micro_batch_size=batches.micro_batch_size,
-            shuffle=batches.shuffle,
-            seed=batches.seed,
-            epoch=batches.epoch,
-        )
+        samples, micro = len(batches.dataset), batches.micro_batch_size
+        self.plan = EpochPlan(samples, count, micro, batches.shuffle, batches.seed, batches.epoch)
         self.steps = range(batches.step, len(batches))
         self.balanced = batches.balanced_shares
         if self.balanced is not None:

@@ -29,8 +29,6 @@ from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.state_sync import sharing
 from elastic_driver.worker.state_sync.parts import Advancing, StatePart, StepCounter, part_for
 from elastic_driver.worker.state_sync.rng import RandomStates
-from elastic_driver.worker.state_sync.sharing import Agreement, StateLostError, agree
-from elastic_driver.worker.state_sync.transfer import Route
 from elastic_driver.worker.state_sync.values import copied
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
@@ -219,7 +217,7 @@ class State:
         # The members reported the version of their first state, and nothing of any other state.
         afresh = None if member.last_ready_described(self) else self._progress.version
         reloads = self._checkpoints is not None
-        agreement = agree(world, reloads=reloads, afresh=afresh)
+        agreement = sharing.agree(world, reloads=reloads, afresh=afresh)
         lost = agreement.fresh and not all(m.clean for m in world.members)
         if lost and afresh is None and not reloads:
             # People must not have to find out by the loss of the model.
@@ -272,7 +270,7 @@ class State:
 
     # ---- the parts of sync ---------------------------------------------------------------
 
-    def _carry_out(self, agreement: Agreement, world: World) -> None:
+    def _carry_out(self, agreement: sharing.Agreement, world: World) -> None:
         """Send, receive or keep the state, as agreed, and commit the result."""
         rank, state = current.rank(), self._live()
         is_source = rank == agreement.source
@@ -281,17 +279,15 @@ class State:
             sharing.check_sendable(state)  # now, on every rank, rather than at the first failure
             if is_source:
                 resumed = self._reload(state)
-        route = Route(agreement.source, agreement.receivers)
-        if agreement.receivers and route.concerns(rank):
-            if is_source:
-                sharing.send(state, route, resumed)
-            elif rank in agreement.receivers:
-                self._torn = True
-                newcomer = not agreement.fresh and self._version == UNTRAINED
-                resumed = sharing.receive(state, route, newcomer=newcomer)
-                self._torn = False
-            else:
-                sharing.stand_by(route)
+        if agreement.receivers and is_source:
+            sharing.send(state, agreement, resumed)
+        elif rank in agreement.receivers:
+            self._torn = True
+            newcomer = not agreement.fresh and self._version == UNTRAINED
+            resumed = sharing.receive(state, agreement, newcomer=newcomer)
+            self._torn = False
+        elif agreement.takes_all:
+            sharing.stand_by(agreement)
         if is_source and not agreement.exact:
             say(
                 f"round {world.round}: no worker was at a commit; going on from rank {rank}, "
@@ -318,7 +314,7 @@ class State:
             return None
         resumed = self._checkpoints.load_newest(state)
         if resumed is None and self._torn:
-            raise StateLostError(
+            raise sharing.StateLostError(
                 "the last worker with the whole state died while sending it, before the first "
                 "checkpoint; start the job again"
             )

@@ -3,8 +3,7 @@
 A checkpoint is one folder below the `checkpoint_dir`, named after its step and the attempt at it.
 Each rank adds its files and, last, a report of them. A folder is complete when it has a manifest,
 which names the size and checksum of every file and is put in place by one rename when all reports
-are there. Nothing here reads the content of the files, and nothing is unpickled. The background
-threads of `writer` call it to write, and `keeper` to load.
+are there. Nothing here reads the content of the files, and nothing is unpickled. `keeper` calls it.
 """
 
 import hashlib

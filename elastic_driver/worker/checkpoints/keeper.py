@@ -1,34 +1,43 @@
 """Durable checkpoints of a state, for when every process that held it is gone.
 
 `state` owns one `Checkpoints` where `checkpoint_dir=` is given. At every `every`-th commit each
-rank copies its share of the tensors (the pause), and a background thread of `writer` writes it.
-When a world starts in which no rank holds a trained state, the rank that the others will receive
-from loads the newest complete checkpoint. Units: bytes, committed steps, seconds.
+rank copies its share of the tensors (the pause). A background thread writes the copy and reports
+it; that of rank 0 waits for all reports and completes the checkpoint. When a world starts in which
+no rank holds a trained state, the rank that the others will receive from loads the newest complete
+checkpoint. Units: bytes, committed steps, seconds.
 """
 
 import atexit
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Event, Lock, Thread
 
+import msgspec
+import torch
 from torch import Tensor
 
 from elastic_driver import contract
 from elastic_driver.core.documents import SaveRequest, World
 from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.worker.checkpoints import folder as folders
-from elastic_driver.worker.checkpoints.folder import DamagedError
-from elastic_driver.worker.checkpoints.tensors import Staging, read_into
-from elastic_driver.worker.checkpoints.writer import CheckpointRoot, CheckpointWriter, describe
+from elastic_driver.worker.checkpoints import tensors
+from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest, Report
 from elastic_driver.worker.state_sync import sharing
-from elastic_driver.worker.state_sync.sharing import LiveState
-from elastic_driver.worker.state_sync.values import TensorSpec, copied
+from elastic_driver.worker.state_sync.sharing import Envelope, LiveState
+from elastic_driver.worker.state_sync.values import TensorSpec, copied, first_line
 from elastic_driver.worker.worker_log import say
 
 KEEP = 3
+PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may take
+FIRST_POLL_S = 0.02  # for other ranks' reports; each pause is GROWTH times longer, up to …
+LONGEST_POLL_S = 1.0
+GROWTH = 1.5
 MAX_WAIT_S = 30.0  # longest that training waits for the previous checkpoint
 LOGGED_WAIT_S = 3.0  # a shorter wait is not logged
 EXIT_S = 60.0  # a process that ends waits this long for its own share …
@@ -50,9 +59,11 @@ class Checkpoints:
 
     def __init__(self, root: Path, every: int | None, keep: int | None = None) -> None:
         self._every = _at_least_1("every", every)
-        self._root = CheckpointRoot(root, _at_least_1("keep", KEEP if keep is None else keep))
+        self.root, self.keep = root, _at_least_1("keep", KEEP if keep is None else keep)
+        self.in_trouble = False  # the last attempt failed, and that was logged
+        self.disk = Lock()  # a thread holds it to write or to delete
         self._world: Group | None = None
-        self._staging: Staging | None = None
+        self._staging: tensors.Staging | None = None
         self._writers: list[CheckpointWriter] = []  # the newest last; earlier ones wait for reports
         self._late = False  # training had to wait for the disk, and that was logged
         self._stuck = False  # the disk has not answered within MAX_WAIT_S
@@ -79,7 +90,7 @@ class Checkpoints:
         Raises `ElasticError` where the disk does not answer within the request's time.
         """
         if not self._is_free(request.seconds):
-            raise ElasticError(f"{self._root.path} has not answered for {request.seconds:.0f} s")
+            raise ElasticError(f"{self.root} has not answered for {request.seconds:.0f} s")
         group = rank, request.members, f"last{request.number}"
         return self._take(state, request.step, group, is_last=True)
 
@@ -94,19 +105,19 @@ class Checkpoints:
 
     def _take(self, state: LiveState, version: int, group: Group, is_last: bool = False) -> Path:
         (rank, members, attempt), contents = group, sharing.split(state)
-        tensors: dict[str, Tensor] = {}
+        live: dict[str, Tensor] = {}
         for path, tensor in (pair for _, own in contents.values() for pair in own):
             name = path
-            while name in tensors:  # keys with dots in them can make two paths look alike
+            while name in live:  # keys with dots in them can make two paths look alike
                 name += "+"
-            tensors[name] = tensor
-        kinds = {name: TensorSpec.of(tensor)[:2] for name, tensor in tensors.items()}
+            live[name] = tensor
+        kinds = {name: TensorSpec.of(tensor)[:2] for name, tensor in live.items()}
         layout = (kinds, rank, len(members))
         if self._staging is None:
             atexit.register(self.drain)
         if self._staging is None or self._staging.layout != layout:
-            self._staging = Staging(*layout)
-        self._staging.copy(tensors)
+            self._staging = tensors.Staging(*layout)
+        self._staging.copy(live)
         pack = None
         if rank == 0:
             held = {name: (copied(document), own) for name, (document, own) in contents.items()}
@@ -115,9 +126,9 @@ class Checkpoints:
         # All members compute the same name, and no other world does.
         names = "\n".join([os.environ.get(contract.RUN_ID, ""), *members])
         digest = hashlib.sha256(names.encode()).hexdigest()[:8]
-        folder = self._root.path / folders.folder_name(version, f"{attempt}-{digest}")
+        folder = self.root / folders.folder_name(version, f"{attempt}-{digest}")
         before = [writer for writer in self._writers if writer.is_alive()]
-        writer = CheckpointWriter(self._root, folder, version, self._staging, pack, is_last, before)
+        writer = CheckpointWriter(self, folder, version, self._staging, pack, is_last, before)
         self._writers = [*before, writer]
         writer.start()
         return folder
@@ -134,7 +145,7 @@ class Checkpoints:
         if not self._is_free(0.0 if self._stuck else MAX_WAIT_S):
             if not self._stuck:
                 say(
-                    f"step {version}: {self._root.path} has not answered for {MAX_WAIT_S:g} s; "
+                    f"step {version}: {self.root} has not answered for {MAX_WAIT_S:g} s; "
                     "training goes on without checkpoints until it does"
                 )
             self._stuck = True
@@ -170,7 +181,7 @@ class Checkpoints:
         checkpoints; logs and renames damaged ones. Raises `UsageError` where the state is built
         differently from the one in the checkpoint.
         """
-        root = self._root.path
+        root = self.root
         try:
             root.mkdir(parents=True, exist_ok=True)
             for path in folders.sweep(root):
@@ -188,7 +199,10 @@ class Checkpoints:
             except OSError as error:
                 say(f"{path} cannot be read: {describe(error)}; trying the one before")
                 continue
-            values, fill = (path / folders.VALUES).read_bytes(), partial(read_into, path, manifest)
+            values, fill = (
+                (path / folders.VALUES).read_bytes(),
+                partial(tensors.read_into, path, manifest),
+            )
             try:
                 sharing.take_over(state, sharing.unpack(values), fill, with_random=True)
             except UsageError as error:
@@ -200,7 +214,161 @@ class Checkpoints:
         return None
 
 
+@dataclass(eq=False, repr=False)
+class CheckpointWriter(Thread):
+    """Writes one rank's share of one checkpoint in the background, then completes it on rank 0.
+
+    Ranks learn of each other through the shared folder only: no collective, no message. A failure
+    is logged in one line, once until writing works again, and never reaches the training thread.
+
+    Args:
+        owner: the checkpoints that this one belongs to.
+        folder: the folder of this checkpoint.
+        version: committed steps of the state.
+        staging: the share; it must not be touched until `written` is set.
+        pack: on rank 0, returns the rest of the state; called here because it takes long.
+        is_last: the workers are about to leave, and the caller logs a failure.
+        before: earlier writers that still wait for reports. They give up when this one completes
+            its checkpoint, because ranks write in the order of steps.
+    """
+
+    owner: "Checkpoints"
+    folder: Path
+    version: int
+    staging: tensors.Staging
+    pack: Callable[[], Envelope] | None
+    is_last: bool
+    before: list["CheckpointWriter"]
+    written: Event = field(default_factory=Event)  # this rank's share is on disk, or has failed
+    superseded: Event = field(default_factory=Event)  # a later checkpoint is complete
+    problem: str = ""  # on rank 0 after a failure: the reason
+
+    def __post_init__(self) -> None:
+        super().__init__(name="elastic-checkpoints", daemon=True)
+
+    def run(self) -> None:
+        """Write the share and, on rank 0, complete the checkpoint."""
+        try:
+            with self.owner.disk:
+                self._write()
+                self.written.set()
+                done = self._complete()
+            deadline, pause = time.monotonic() + PATIENCE_S, FIRST_POLL_S
+            while not done:
+                self.superseded.wait(pause)
+                pause = min(pause * GROWTH, LONGEST_POLL_S)
+                with self.owner.disk:
+                    done = self._complete()
+                if not done and time.monotonic() >= deadline:
+                    raise DamagedError(
+                        f"not every rank has written its part within {PATIENCE_S:g} s"
+                    )
+        except Exception as error:  # a checkpoint that fails must not end the training
+            self._fail(describe(error))
+        finally:
+            self.written.set()
+            self.before = []
+
+    def _write(self) -> None:
+        folder, rank = self.folder, self.staging.rank
+        # Rank 0 alone creates the folder of all, so that a rank that does not see it fails.
+        if rank == 0:
+            self.owner.root.mkdir(parents=True, exist_ok=True)
+        elif not self.owner.root.is_dir():
+            raise DamagedError(
+                f"rank {rank} does not see the folder; give a checkpoint_dir that is the same on "
+                "every host"
+            )
+        folder.mkdir(exist_ok=True)
+        report = tensors.write_share(folder, self.staging)
+        if self.pack is not None:
+            values = msgspec.msgpack.encode(self.pack())
+            report.files[folders.VALUES] = folders.write_file(folder / folders.VALUES, values)
+        folders.write_document(folder / f"part-{rank}.json", report)
+
+    def _complete(self) -> bool:
+        """On rank 0, complete the checkpoint if all ranks have reported; return whether to stop.
+
+        Raises an error where a rank cannot write its part.
+        """
+        owner, staging = self.owner, self.staging
+        if staging.rank > 0:
+            owner.in_trouble = False
+            return True
+        if self.superseded.is_set():
+            return True
+        reports = self._reports()
+        if reports is None:
+            return False
+        manifest = Manifest(
+            version=self.version,
+            world_size=staging.size,
+            tensors=staging.kinds,
+            chunks=tuple(chunk for report in reports for chunk in report.chunks),
+            files={name: mark for report in reports for name, mark in report.files.items()},
+            torch=str(torch.__version__),
+        )
+        manifest.files[tensors.INDEX] = tensors.write_index(self.folder, manifest)
+        folders.complete(self.folder, manifest)
+        for writer in self.before:
+            writer.superseded.set()
+        if owner.in_trouble:
+            say(f"checkpoints are written again, to {owner.root}: step {self.version}")
+        owner.in_trouble = False
+        folders.retire(owner.root, owner.keep)
+        return True
+
+    def _reports(self) -> list[Report] | None:
+        """Return the reports of all ranks, None while one is missing."""
+        names, reports = set(os.listdir(self.folder)), []
+        ranks = range(self.staging.size)
+        for rank in ranks:
+            if f"part-{rank}.failed" in names:
+                reason = (self.folder / f"part-{rank}.failed").read_text()
+                raise DamagedError(f"rank {rank}: {reason}")
+        if not names.issuperset(f"part-{rank}.json" for rank in ranks):
+            return None
+        for rank in ranks:
+            reports.append(folders.read_document(self.folder / f"part-{rank}.json", Report))
+            if reports[rank].layout != self.staging.digest:
+                raise DamagedError(
+                    f"rank {rank} has other tensors than rank 0; give the state the same on each"
+                )
+        return reports
+
+    def _fail(self, reason: str) -> None:
+        """Free the space; rank 0 logs the reason, others leave it in the folder for rank 0."""
+        rank, logged = self.staging.rank, not self.is_last
+        if rank == 0:
+            self.problem = reason
+            folders.remove(self.folder)
+        else:
+            with suppress(OSError):
+                (self.folder / tensors.file_name(rank)).unlink(missing_ok=True)
+            try:
+                (self.folder / f"part-{rank}.failed").write_text(reason)
+                logged = False
+            except OSError:
+                logged = True
+        if logged and not self.owner.in_trouble:
+            say(
+                f"the checkpoint of step {self.version} in {self.owner.root} is not written: "
+                f"{reason}; training goes on, and every later checkpoint is tried again"
+            )
+        self.owner.in_trouble |= logged
+
+
 def _at_least_1(name: str, value: int | None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"checkpoint_dir= needs a whole number from 1 as {name}=, not {value!r}")
     return value
+
+
+def describe(error: BaseException) -> str:
+    """Return one line about a failure: the disk's own message where torch has wrapped one."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.strerror:
+            return seen.strerror
+        seen = seen.__cause__ or seen.__context__
+    return first_line(error)

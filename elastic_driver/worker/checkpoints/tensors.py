@@ -2,7 +2,7 @@
 
 In data parallelism every rank holds everything, so any rank can write any part. All ranks compute
 the same split from the shapes alone. `keeper` copies a share on the training thread, which is the
-only pause of training; `writer` writes the copy in the background.
+only pause of training, and writes the copy in the background.
 
 The files have the format of `torch.distributed.checkpoint` (DCP): tensors as `torch.save` writes
 them, one behind the other, and an index. So any tool that reads DCP checkpoints can read ours. We

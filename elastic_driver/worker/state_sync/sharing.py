@@ -2,7 +2,7 @@
 
 `state` asks `agree` after every rejoin, then calls, on every rank of the world and in the same
 order: `send` on the source, `receive` where the state is to be taken over, `stand_by` where it is
-right already and the route concerns it. One document is sent first (the names of everything, and
+right already and all ranks take part. One document is sent first (the names of everything, and
 every plain value), then all tensors, into the receivers' own.
 """
 
@@ -28,16 +28,14 @@ class StateLostError(ElasticError):
     """Every worker that held the whole state is gone."""
 
 
-class Agreement(Struct, frozen=True):
-    """The rank that sends its state (`source`), and the ranks that take it over (`receivers`).
+class Agreement(Route, frozen=True):
+    """The route of the newest state, which is empty where every rank has it already.
 
     `version` is the number of committed steps that every state stands for afterwards. `fresh`:
     no rank has trained yet, and training starts from the source's first values. `exact` is False
     where no clean state was left and the source's, between two commits, is used as it is.
     """
 
-    source: int
-    receivers: frozenset[int]
     version: int
     fresh: bool
     exact: bool

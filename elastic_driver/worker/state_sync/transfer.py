@@ -24,9 +24,10 @@ class Route(Struct, frozen=True):
     source: int
     receivers: frozenset[int]
 
-    def concerns(self, rank: int) -> bool:
-        """Return whether this rank has to take part in each transfer."""
-        return len(self.receivers) > 1 or rank == self.source or rank in self.receivers
+    @property
+    def takes_all(self) -> bool:
+        """True if every rank of the world has to take part in each transfer."""
+        return len(self.receivers) > 1
 
     def begin(self, content: Tensor) -> dist.Work:
         """Begin to copy the source's contiguous CPU tensor into those of all who take part.
@@ -34,7 +35,7 @@ class Route(Struct, frozen=True):
         Transfers arrive in the order in which they begin. Wait for the returned work before
         `content` is used again.
         """
-        if len(self.receivers) > 1:
+        if self.takes_all:
             return dist.broadcast(content, self.source, async_op=True)
         if dist.get_rank() == self.source:
             (receiver,) = self.receivers
@@ -48,7 +49,7 @@ def to_all(source: int) -> Route:
 
 
 def carry_bytes(data: bytes | None, route: Route) -> bytes:
-    """Return the source's bytes, on every rank that the route concerns; others pass None."""
+    """Return the source's bytes on every rank that takes part; all but the source pass None."""
     length = torch.tensor([0 if data is None else len(data)])
     route.begin(length).wait()
     content = bytearray(int(length)) if data is None else bytearray(data)
@@ -59,7 +60,7 @@ def carry_bytes(data: bytes | None, route: Route) -> bytes:
 def carry_tensors(tensors: Sequence[Tensor], route: Route) -> None:
     """Copy the source's tensors into the receivers'.
 
-    Every rank that the route concerns passes tensors of the same shapes and dtypes in the same
+    Every rank that takes part passes tensors of the same shapes and dtypes in the same
     order. A rank that is neither source nor receiver passes meta tensors.
     """
     sending, receiving = dist.get_rank() == route.source, dist.get_rank() in route.receivers

@@ -13,7 +13,7 @@ from torch import nn
 
 from elastic_driver.core.documents import Member, SlotInfo, World
 from elastic_driver.worker.checkpoints import folder as folders
-from elastic_driver.worker.checkpoints import keeper, writer
+from elastic_driver.worker.checkpoints import keeper
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.state_sync.parts import part_for
 from elastic_driver.worker.state_sync.rng import RandomStates
@@ -32,7 +32,7 @@ def world(size: int, round_id: int = 1) -> World:
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait, when the tests end, for checkpoints that a test left half-written."""
-    monkeypatch.setattr(writer, "PATIENCE_S", 20.0)
+    monkeypatch.setattr(keeper, "PATIENCE_S", 20.0)
     monkeypatch.setattr(keeper.atexit, "register", lambda _: None)
 
 
@@ -225,7 +225,7 @@ def test_ranks_with_different_tensors_are_told(
 def test_reports_that_never_come_are_given_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(keeper, "PATIENCE_S", 0.2)
     ranks = Ranks(tmp_path, 2)
     ranks.each[0].take_if_due(shared(1), 10)
     assert ranks.each[0].drain()

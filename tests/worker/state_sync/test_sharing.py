@@ -68,7 +68,7 @@ def share(
         send(shared, route)
     elif rank in receivers:
         receive(shared, route, newcomer=True)
-    elif route.concerns(rank):
+    elif route.takes_all:
         stand_by(route)
     assert [p.data_ptr() for p in model.parameters()] == pointers, "written in place"
     return before, digest(model.state_dict(), optimizer.state_dict(), values["note"])
