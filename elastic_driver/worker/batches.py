@@ -23,7 +23,7 @@ micro-batches, and leaves the whole step's gradient in `parameter.grad` on every
 The model need not be wrapped. The result of `elastic.wrap(model)` may be called too; it does not
 communicate then. FixedBatch communicates once a step, when the inner loop ends. So clipping,
 `GradScaler` (`scaler.scale(loss).backward()`, then `unscale_`, `step`, `update` after the inner
-loop) and schedulers see what they would see on one machine with the whole batch.
+loop) and schedulers see the same as on one machine with the whole batch.
 
 **The gradient** is the mean over the step's *samples*, if the loss is a mean over the micro-batch:
 virtual worker v has the weight (its samples) / (the step's samples). In a full step that is
@@ -111,7 +111,7 @@ class Step:
     Attributes:
         epoch, number: number of the epoch, and of the step in it, from 0.
         samples: samples of the whole step, over all workers.
-        weights: each virtual worker's fraction of the samples; only of those that have any.
+        weights: fraction of the samples of each virtual worker that has any in this step.
         summed: whether the gradients are in place; true once the inner loop has ended.
     """
 
@@ -150,8 +150,8 @@ class Step:
                     yield micro_batch
                     sums.after(virtual_worker)
             turn.finish(self)
-        except BaseException:  # a broken world, or the loop was left
-            if turn.batches.current is self:  # else training has gone on since
+        except BaseException:  # the world broke, or the script left the loop
+            if turn.batches.current is self:  # else training has already continued
                 sums.abandon()
             raise
         turn.seed(self.number, turn.plan.virtual_workers)  # until the next step
@@ -175,8 +175,8 @@ class FixedBatch:
     Every rank makes the same number of steps, so no rank waits at the end of an epoch. Progress is
     the number of steps trained: it moves when the optimizer steps, and training resumes in the
     middle of an epoch with any other number of workers. Iterating again after an epoch is done
-    starts the next one. After a rejoin it continues with what is left of the current epoch, even
-    if that is nothing.
+    starts the next one. After a rejoin it continues with the rest of the current epoch, even
+    if no step is left.
 
     Each step starts without gradients; `zero_grad()` may be called but need not be.
 
@@ -260,7 +260,7 @@ class FixedBatch:
         return whole + (1 if rest and not self.drop_last else 0)
 
     def __iter__(self) -> Iterator[Step]:
-        """Yield the steps left in this epoch, or those of the next one if this one is done."""
+        """Yield the steps left in this epoch, or all steps of the next one if this one is done."""
         if self.step >= len(self) and not self._rejoined:
             self._start(self.epoch + 1)
         self._rejoined = False
@@ -287,14 +287,14 @@ class FixedBatch:
         if epoch != self.epoch:
             self._start(epoch)
         else:
-            self._rejoined = True  # the caller counts the epochs: none is to begin by itself
+            self._rejoined = True  # the caller counts the epochs, so none begins by itself
 
     def _start(self, epoch: int) -> None:
         self.epoch, self.step = epoch, 0
         self.reset()
 
     def reset(self) -> None:
-        """Share what is left among the workers of the new world, from the next iteration on."""
+        """Share the rest among the workers of the new world, from the next iteration on."""
         self.current, self._rejoined = None, True
 
     def state_dict(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ progress is one number, the *position*: it is equal on every rank, it is a few b
 send, and after a resize everything behind it, and nothing else, is shared among the new workers.
 
 A loader draws indices ahead of the loop (`num_workers`, `prefetch_factor`), so the indices that
-were drawn do not tell what was trained. The batches that the loop has *received* when the
+were drawn do not tell which were trained. The batches that the loop has *received* when the
 optimizer steps do. torch has no public hook for either, so `find_loader` finds the loader that
 iterates a sampler, and the pass reads its count of batches. Prefetching, gradient accumulation, a
 short last batch and several optimizers make no difference.
@@ -56,7 +56,7 @@ def find_loader(frame: FrameType | None, sampler: Sampler[int]) -> tuple[Any, Ba
 
 
 class _SamplerPass:
-    """One iteration over what is left of an epoch, by one world."""
+    """One iteration over the rest of an epoch, by one world."""
 
     def __init__(self, start: int, samples: int, loader: Any, batches: BatchSampler | None) -> None:
         self.start = start
@@ -99,7 +99,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         state = elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
 
     Iterating again after an epoch is done starts the next one. After a rejoin it continues with
-    what is left of the current epoch, even if that is nothing. A loop may also name its epochs
+    the rest of the current epoch, even if no sample is left. A loop may also name its epochs
     by `set_epoch`.
 
     Args:
@@ -126,7 +126,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         self._rejoined = False
 
     def __iter__(self) -> Iterator[int]:
-        """Return this rank's share of what is left of the epoch, or of the next one."""
+        """Return this rank's share of the rest of the epoch, or of the next epoch."""
         if self._is_over():
             self._start(self.epoch + 1)
         self._rejoined = False
@@ -143,7 +143,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             yield order[position] if order is not None else position
 
     def __len__(self) -> int:
-        """Return the samples of this rank in the current pass, or in one that would start now."""
+        """Return the samples of this rank in the current pass, or in a pass that starts now."""
         if self._pass is not None and not self._is_over():
             return self._pass.length
         left = self.samples if self._is_over() else self.samples - self.position
@@ -160,7 +160,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         )
 
     def advance(self) -> None:
-        """Count what the loop has received until now as trained: the optimizer has stepped.
+        """Count all samples that the loop has received until now as trained.
 
         The state calls it after each step, on every rank. A second call in a step changes nothing.
         Raises `UsageError` where nothing tells how many samples a step trains.
@@ -199,14 +199,14 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         if epoch != self.epoch:
             self._start(epoch)
         else:
-            self._rejoined = True  # the caller counts the epochs: none is to begin by itself
+            self._rejoined = True  # the caller counts the epochs, so none begins by itself
 
     def _start(self, epoch: int) -> None:
         self.epoch, self.position, self.replayed = epoch, 0, 0
         self._pass, self._rejoined = None, False
 
     def reset(self) -> None:
-        """Share what is left among the workers of the new world, from the next iteration on."""
+        """Share the rest among the workers of the new world, from the next iteration on."""
         self._pass, self._rejoined = None, True
 
     def state_dict(self) -> dict[str, int]:

@@ -1,11 +1,11 @@
 """The state of a job: model, optimizer, and every value that a script trains with.
 
 In synchronous data parallelism every rank holds the same state at a step boundary, so a commit
-copies no parameter and no optimizer tensor. It counts. A hook behind `optimizer.step()` records
-whether the tensors still are those of the last commit (*clean*) or a step further (*dirty*). After
-a failure the clean rank with the highest version sends its state to every rank that differs.
-Small things (buffers, learning rates, schedulers, scalers, sampler positions, random generators,
-plain attributes) are copied at a commit and put back by `restore()`.
+copies no parameter and no optimizer tensor. It only counts: a hook in `optimizer.step()` records
+whether the tensors are unchanged since the last commit (*clean*) or not (*dirty*). After a
+failure the clean rank with the highest version sends its state to every rank that differs. Small
+things (buffers, learning rates, schedulers, scalers, sampler positions, random generators, plain
+attributes) are copied at a commit and put back by `restore()`.
 
 A script makes one state; `run` drives it. `version` counts committed steps, of all rounds together.
 With a `checkpoint_dir` the state is kept on disk as well (`keeper`), in case every holder is lost.
@@ -36,7 +36,7 @@ from elastic_driver.worker.world.wrapping import mark_in_sync
 
 __all__ = ["Advancing", "ObjectState", "State", "TorchState"]
 
-UNTRAINED = -1  # the version of a state that nobody has trained or received
+UNTRAINED = -1  # the version of a state that was neither trained nor received
 
 
 class State:
@@ -49,7 +49,7 @@ class State:
     Args:
         snapshot: copy all tensors at each commit. For steps that are not one call of one optimizer
             (several optimizers, closures) and must never be half done after a failure. Always on
-            for a module without an optimizer: nothing shows then when the module changes.
+            for a module without an optimizer, because no hook then shows that the module changes.
         checkpoint_dir: a folder for the durable checkpoints of this state alone, the same on every
             host; a job whose workers hold no trained state starts from the newest one in it.
         every: committed steps from one checkpoint to the next.
@@ -126,7 +126,7 @@ class State:
         """Return the attributes of a kind."""
         return [value for value in self._values.values() if isinstance(value, kind)]
 
-    # ---- what users call -----------------------------------------------------------------
+    # ---- called by users ------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -171,7 +171,7 @@ class State:
             raise HostsUpdatedInterrupt(self._progress.leave_reason)
 
     def save(self) -> None:
-        """Copy what `restore()` puts back; a part of `commit()`."""
+        """Copy all that `restore()` puts back; `commit()` calls this."""
         # A gradient scaler may have skipped the step: its batch is used up all the same.
         if self._counter.steps == 0 and any(part.has_skipped() for part in self._parts.values()):
             self._counter.advance()
@@ -207,7 +207,7 @@ class State:
         the round was formed: the source follows from these (`core.state_version`), only ranks that
         differ receive, and where none differs nothing is sent. Afterwards the state counts as
         committed. Raises `UsageError` for attributes that cannot be sent and for models that
-        differ, `StateLostError` where nobody has a whole state left.
+        differ, `StateLostError` where no rank has a whole state left.
         """
         member = session.start()
         if member.group is None or member.world is None or member.world.round == self._round:
@@ -220,7 +220,7 @@ class State:
         agreement = sharing.agree(world, reloads=reloads, afresh=afresh)
         lost = agreement.fresh and not all(m.clean for m in world.members)
         if lost and afresh is None and not reloads:
-            # People must not have to find out by the loss of the model.
+            # Silence would hide the loss of the model.
             say("a worker died while it sent the only state; training starts afresh")
         self._carry_out(agreement, world)
         self._round = world.round
@@ -230,10 +230,10 @@ class State:
         """Call these, in order, after every change of the world, for example to adapt a rate."""
         self._callbacks.extend(callbacks)
 
-    # ---- what `run` calls ----------------------------------------------------------------
+    # ---- called by `run` ------------------------------------------------------------------
 
     def state_version(self) -> StateVersion:
-        """Return what to report when READY for the next round.
+        """Return the version to report when this worker is READY for the next round.
 
         A dirty state also counts the optimizer steps since its commit, so that among dirty states
         the furthest is found. A step that was interrupted half-way does not count.

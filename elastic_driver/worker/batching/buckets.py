@@ -26,7 +26,7 @@ class Bucket:
         self._shapes = [tensors[entry].shape for entry in entries]
         self._sizes = [*(shape.numel() for shape in self._shapes), len(self._entries)]
         self._like = tensors[entries[0]].new_empty(0)
-        # Nearly always the flags are those of the last time.
+        # The flags are nearly always the same as in the last step.
         self._flags = lru_cache(maxsize=1)(self._like.new_tensor)
         self.length = sum(self._sizes)
 
@@ -75,7 +75,7 @@ class BufferChanges:
     """The buffers of a model: their values when a step starts, and how micro-batches change them.
 
     All of one kind travel as one flat tensor. Counters and flags (BatchNorm's
-    `num_batches_tracked`) are counted as 64-bit integers, apart from those that move by a mean.
+    `num_batches_tracked`) are counted as 64-bit integers, apart from buffers that move by a mean.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -118,7 +118,7 @@ class BufferChanges:
     def counts(self) -> list[Tensor]:
         """Return this worker's part of the step's increments of counters: integers, to be summed.
 
-        They are zeros on all workers but the one of virtual worker 0.
+        They are zeros on all workers except the worker of virtual worker 0.
         """
         return self._counts or [torch.zeros_like(group.start) for group in self._counting]
 

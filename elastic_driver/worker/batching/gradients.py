@@ -36,7 +36,7 @@ class StepSum(ABC):
         self._parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
         if not self._parameters:
             raise UsageError("FixedBatch was given a model without trainable parameters")
-        self.device: torch.device = self._parameters[0].device  # also of what travels with them
+        self.device: torch.device = self._parameters[0].device  # also of buffers
         self._buffers = BufferChanges(model)
         self._places: list[Tensor] = [*self._parameters, *self._buffers.values()]  # of the entries
         self._buckets = make_buckets(self._places)
@@ -44,7 +44,7 @@ class StepSum(ABC):
     def begin(self, ranges: Sequence[range], weights: Sequence[float], rank: int) -> None:
         """Start a step without gradients.
 
-        `weights` are those of all its micro-batches; `ranges[r]` are the indices of rank r's.
+        `weights` has the weight of each micro-batch; `ranges[r]` are the micro-batches of rank r.
         """
         leaves = len(weights)
         self._ranges = [range(min(r.start, leaves), min(r.stop, leaves)) for r in ranges]

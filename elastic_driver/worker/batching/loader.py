@@ -7,7 +7,7 @@ In deterministic mode chance follows from the same numbers: the model's (dropout
 set's (augmentation, collating), in whichever loader process that runs. Python's, NumPy's and
 torch's global generators are seeded; NumPy's only where the script has loaded it. The same bits
 further need the same kernels: the same build of torch, kind of device, and number of intra-op
-threads. `fix_kernels` sets what can be set.
+threads. `fix_kernels` sets all that can be set from here.
 """
 
 import os

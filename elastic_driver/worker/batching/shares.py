@@ -1,10 +1,10 @@
 """The micro-batches of each rank, where the driver balances them.
 
 With `--balance` the driver moves work away from slow ranks (`policies.balance`) and
-publishes the new shares. Ranks would hear of them at different steps, so only rank 0 listens.
-Every few steps it broadcasts what it knows; the broadcast begins with the step and ends with its
-gradients. What all ranks have received by then holds from the next step on. If a rank is lost
-meanwhile, the step itself fails for all of them, and the next world begins with equal shares.
+publishes the new shares. Ranks would read them at different steps, so only rank 0 reads them. Every
+few steps it broadcasts the newest shares; the broadcast begins with the step and ends with its
+gradients. The received shares hold from the next step on. If a rank is lost meanwhile, the step
+itself fails on all ranks, and the next world begins with equal shares.
 
 The broadcast uses torch's default group, like the gradients, and costs the training thread a tenth
 of a millisecond in every fourth step.
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from elastic_driver.core import documents
 from elastic_driver.policies.microbatches import allocate_microbatches
 from elastic_driver.worker import current
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.world import session
 
 EVERY = 4  # steps from one broadcast to the next
@@ -28,26 +29,29 @@ class BalancedShares:
     """The shares in force in the world of this process, the same on every rank.
 
     Args:
-        newest: returns what the driver has given last; by default what this worker has heard.
+        newest: returns the newest shares of the driver; by default from the heartbeat.
         every: steps from one broadcast to the next, the same on every rank.
     """
 
     def __init__(
         self, newest: Callable[[], documents.Allocation | None] | None = None, every: int = EVERY
     ) -> None:
-        self._newest, self._every = newest or _newest_heard, every
+        self._progress = TrainingProgress()  # the membership's, once this process is in a world
+        self._newest, self._every = newest or (lambda: self._progress.allocation), every
         self._world = (-1, 0, 0)  # round, number of ranks, virtual workers
         self._shares: list[int] = []
         self._rank = 0
         self._sent: tuple[torch.Tensor, Any] | None = None  # a pending broadcast
 
     def enter(self, rank: int, size: int, virtual_workers: int) -> list[int]:
-        """Return the shares by rank: those agreed on in this world, equal ones in a new one."""
+        """Return the current shares by rank; in a new world all ranks have equal shares."""
         round_id = current.round_id() if current.is_initialized() else 0
         world = (round_id, size, virtual_workers)
         if world != self._world:
             self._world, self._shares = world, allocate_microbatches(virtual_workers, size)
         self._rank, self._sent = rank, None
+        if (member := session.membership()) is not None:
+            self._progress = member.progress
         self._report()
         return self._shares
 
@@ -74,7 +78,7 @@ class BalancedShares:
         return shares
 
     def _next_shares(self) -> list[int] | None:
-        """Return shares of this very world and batch that are not in force yet."""
+        """Return the driver's shares if they are new and made for this world and batch."""
         given = self._newest()
         if given is None:
             return None
@@ -86,13 +90,6 @@ class BalancedShares:
         return shares
 
     def _report(self) -> None:
-        """Have the heartbeat report this rank's share, and on rank 0 listen for others."""
-        member = session.membership()
-        if member is not None:
-            share = documents.Division(self._world[2], self._shares[self._rank])
-            member.progress.division, member.progress.wants_allocations = share, self._rank == 0
-
-
-def _newest_heard() -> documents.Allocation | None:
-    member = session.membership()
-    return None if member is None else member.progress.allocation
+        """Have the heartbeat report this rank's share and, on rank 0, fetch new shares."""
+        share = documents.Division(self._world[2], self._shares[self._rank])
+        self._progress.division, self._progress.wants_allocations = share, self._rank == 0

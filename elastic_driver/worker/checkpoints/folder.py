@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class DamagedError(ElasticError):
-    """A checkpoint is not what was written."""
+    """A file of a checkpoint has changed since it was written, or is missing."""
 
 
 class Mark(Struct, frozen=True, array_like=True):
@@ -93,7 +93,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Return all checkpoint folders, complete or not, those of the highest step first."""
+    """Return all checkpoint folders, complete or not, the highest step first."""
     found = [path for path in root.iterdir() if version_of(path) >= 0]
     return sorted(found, key=lambda path: (version_of(path), path.name), reverse=True)
 
@@ -134,7 +134,7 @@ def write_document(path: Path, document: Struct) -> None:
 def read_document(path: Path, kind: type[T]) -> T:
     """Return the document in a file.
 
-    Raises `DamagedError` where it is not what was written, OSError where it cannot be read.
+    Raises `DamagedError` where its checksum is wrong, OSError where it cannot be read.
     """
     digest, _, body = path.read_bytes().partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
@@ -165,10 +165,10 @@ def _sync(path: Path) -> None:
 
 
 def verified(folder: Path) -> Manifest:
-    """Return the manifest of a complete checkpoint whose files all are what was written.
+    """Return the manifest of a complete checkpoint, after a check of every byte of its files.
 
-    Reads every byte. Raises `DamagedError` with the name of the first file that is not, and OSError
-    where a file cannot be read.
+    Raises `DamagedError` with the name of the first file that has changed since it was written, and
+    OSError where a file cannot be read.
     """
     manifest = read_document(folder / MANIFEST, Manifest)
     if manifest.format != FORMAT or manifest.version != version_of(folder):
@@ -193,7 +193,7 @@ def verified(folder: Path) -> Manifest:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint, its manifest first: if interrupted, what is left is not complete."""
+    """Delete a checkpoint, its manifest first: an interrupted deletion leaves no complete one."""
     with suppress(OSError):
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder)

@@ -2,9 +2,9 @@
 
 `state` owns one `Checkpoints` where `checkpoint_dir=` is given. At every `every`-th commit each
 rank copies its share of the tensors (the pause). A background thread writes the copy and reports
-it; that of rank 0 waits for all reports and completes the checkpoint. When a world starts in which
-no rank holds a trained state, the rank that the others will receive from loads the newest complete
-checkpoint. Units: bytes, committed steps, seconds.
+it; the thread of rank 0 waits for all reports and completes the checkpoint. When a world starts in
+which no rank holds a trained state, the rank that the others will receive from loads the newest
+complete checkpoint. Units: bytes, committed steps, seconds.
 """
 
 import atexit
@@ -123,7 +123,7 @@ class Checkpoints:
             held = {name: (copied(document), own) for name, (document, own) in contents.items()}
             parts, random = frozenset(state.parts), state.random.portable()
             pack = partial(sharing.make_envelope, held, parts, random)
-        # All members compute the same name, and no other world does.
+        # All members compute the same name, and another world computes another one.
         names = "\n".join([os.environ.get(contract.RUN_ID, ""), *members])
         digest = hashlib.sha256(names.encode()).hexdigest()[:8]
         folder = self.root / folders.folder_name(version, f"{attempt}-{digest}")
@@ -177,9 +177,9 @@ class Checkpoints:
     def load_newest(self, state: LiveState) -> int | None:
         """Load the newest complete, undamaged checkpoint; return its step, or None without one.
 
-        For the one rank from which the others receive, before any rank writes. Deletes half-written
-        checkpoints; logs and renames damaged ones. Raises `UsageError` where the state is built
-        differently from the one in the checkpoint.
+        Called on the rank from which the others receive, before any rank writes. Deletes
+        half-written checkpoints; logs and renames damaged ones. Raises `UsageError` where the state
+        is built differently from that of the checkpoint.
         """
         root = self.root
         try:
@@ -195,20 +195,17 @@ class Checkpoints:
                 manifest = folders.verified(path)
             except DamagedError as error:
                 say(f"{folders.set_aside(path)} is damaged: {error}; trying the one before")
-                continue
             except OSError as error:
                 say(f"{path} cannot be read: {describe(error)}; trying the one before")
-                continue
-            values, fill = (
-                (path / folders.VALUES).read_bytes(),
-                partial(tensors.read_into, path, manifest),
-            )
-            try:
-                sharing.take_over(state, sharing.unpack(values), fill, with_random=True)
-            except UsageError as error:
-                raise UsageError(f"{path} does not fit this script's state: {error}") from error
-            say(f"going on from step {manifest.version}, read from {path}")
-            return manifest.version
+            else:
+                envelope = sharing.unpack((path / folders.VALUES).read_bytes())
+                fill = partial(tensors.read_into, path, manifest)
+                try:
+                    sharing.take_over(state, envelope, fill, with_random=True)
+                except UsageError as error:
+                    raise UsageError(f"{path} does not fit this script's state: {error}") from error
+                say(f"going on from step {manifest.version}, read from {path}")
+                return manifest.version
         if candidates:
             say(f"no checkpoint in {root} can be used: training starts from the beginning")
         return None

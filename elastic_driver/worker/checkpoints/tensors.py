@@ -98,7 +98,7 @@ def file_name(rank: int) -> str:
 
 
 def write_share(folder: Path, staging: Staging) -> Report:
-    """Write a staged share into the folder, to disk; return what was written.
+    """Write a staged share to disk, into the folder; return the report of it.
 
     Raises OSError or RuntimeError where that fails.
     """

@@ -1,7 +1,7 @@
 """The parts of a state: how each kind of object is kept, rolled back, sent and received.
 
 `state` holds one part for each object it was given. A commit copies the *small* things of a part
-(buffers, learning rates, what `state_dict()` of a scheduler or sampler returns). The *large* ones
+(buffers, learning rates, the `state_dict()` of a scheduler or sampler). The *large* ones
 (parameters, the optimizer's own tensors) change only in `optimizer.step()`, so a commit need not
 copy them; only a `snapshot=True` state does. `StepCounter` counts these steps.
 
@@ -36,22 +36,22 @@ class StatePart:
         self._kept = copied(self._thing.state_dict())
 
     def roll_back(self, large: bool = False) -> None:  # noqa: ARG002 - as above
-        """Put back what `keep` has copied."""
+        """Put the copies of `keep` back."""
         self._thing.load_state_dict(copied(self._kept))
 
     def outgoing(self) -> Outgoing:
-        """Return a document of all of it, and the tensors that it refers to."""
+        """Return a document of the whole part, and the tensors that the document refers to."""
         return apart(self._thing.state_dict(), self._name)
 
     def places(self, _document: Any, specs: Sequence[TensorSpec], /) -> list[Tensor]:
-        """Return the tensors to receive into; those of this part's own where it has them.
+        """Return the tensors to receive into: this part's own tensors where it has them.
 
         Raises `UsageError` where this part is built differently from the sender's.
         """
         return [spec.allocate() for spec in specs]
 
     def accept(self, document: Any, tensors: Sequence[Tensor], /) -> None:
-        """Load what has arrived."""
+        """Load the received document and tensors."""
         self._thing.load_state_dict(join(document, tensors))
 
     def has_skipped(self) -> bool:
@@ -95,7 +95,7 @@ class ModulePart(StatePart):
             _copy_all([live for live, _ in self._large], [copy for _, copy in self._large])
 
     def outgoing(self) -> Outgoing:
-        """Return parameters and buffers by name, and what modules keep as extra state."""
+        """Return parameters and buffers by name, and the extra state of modules."""
         document, tensors = apart(self._named(), self._name)
         state = self._thing.state_dict().items()
         extra = {key: value for key, value in state if key.split(".")[-1] == "_extra_state"}
@@ -158,12 +158,12 @@ class OptimizerPart(StatePart):
         return super().places(document, specs)
 
     def accept(self, document: Any, tensors: Sequence[Tensor], /) -> None:
-        """Load what has arrived."""
+        """Load the received document and tensors."""
         self._load(join(document, tensors))
 
     def _load(self, state: dict[str, Any]) -> None:
         self._thing.load_state_dict(state)
-        # torch casts floating state to its parameter's dtype; state kept in another is put back.
+        # torch casts floating state to its parameter's dtype; put state of another dtype back.
         parameters = [p for group in self._thing.param_groups for p in group["params"]]
         for index, values in state["state"].items():
             mine = self._thing.state[parameters[index]]
@@ -198,19 +198,19 @@ class Advancing(Protocol):
     """A sampler, or another object with a position in the data."""
 
     def advance(self) -> None:
-        """Count what the loop has received until now as trained.
+        """Count all samples that the loop has received until now as trained.
 
         The state calls it after each step of its first optimizer.
         """
 
     def reset(self) -> None:
-        """Share what is left among the workers of the new world."""
+        """Share the rest of the data among the workers of the new world."""
 
 
 class StepCounter:
     """Counts the steps of optimizers since the last commit, by hooks inside `optimizer.step()`.
 
-    Positions in the data move there too: weights and position never are a step apart.
+    Positions in the data move there too, so weights and positions are never a step apart.
     `steps` counts finished steps, of all optimizers together. `unfinished` counts optimizers that
     are inside `step()`: above zero at rest, a step was interrupted and its tensors are half
     written. `settle` is called before each step: it waits for the gradients, and raises where they
@@ -231,7 +231,7 @@ class StepCounter:
         self._optimizers, self._positions = optimizers, positions
 
     def restart(self) -> None:
-        """Count from zero: the tensors are those of a commit again."""
+        """Count from zero: the tensors are again those of a commit."""
         self.steps = self.unfinished = 0
 
     def at_rest(self) -> bool:

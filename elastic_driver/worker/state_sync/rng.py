@@ -1,7 +1,7 @@
 """The random number generators of this process: Python's, NumPy's, torch's and, if in use, CUDA's.
 
 `TorchState` keeps their states at a commit, puts them back after a failed step, and gives a
-newcomer those of the member that sends it the model. NumPy and CUDA count only where the
+newcomer the states of the member that sends it the model. NumPy and CUDA count only where the
 script has loaded them already; nothing here imports or initialises them.
 """
 
@@ -51,13 +51,13 @@ class MersenneWatch:
         words = self.words()
         if words != self._seen:
             self._state = self._ask()
-            # Using up a stored Gaussian moves no word: only asking tells.
+            # To use a stored Gaussian up moves no word, so with one stored, ask every time.
             self._seen = None if self._state[self._gaussian] else words
         return self._state
 
 
 def python_state() -> Callable[[], tuple[Any, ...]]:
-    """Return a function that does what `random.getstate` does, faster where that is possible.
+    """Return a function with the result of `random.getstate`, but faster where that is possible.
 
     CPython stores a generator as position and key. Where memory shows another layout, the result
     is `random.getstate` itself.
@@ -118,7 +118,7 @@ class RandomStates:
         return states
 
     def put(self, states: dict[str, Any]) -> None:
-        """Set the generators to what `take` or, in another process, `portable` has returned.
+        """Set the generators to the result of `take` or, of another process, of `portable`.
 
         A generator that is not in `states` stays as it is.
         """
@@ -126,10 +126,6 @@ class RandomStates:
         kept = states["torch"]
         torch.set_rng_state(kept.get_state() if isinstance(kept, torch.Generator) else kept)
         if "numpy" in states and "numpy.random" in sys.modules:
-            numpy_state = states["numpy"]
-            if isinstance(numpy_state, tuple) and isinstance(numpy_state[1], torch.Tensor):
-                name, key, *rest = numpy_state
-                numpy_state = (name, key.numpy().astype("uint32"), *rest)
-            sys.modules["numpy.random"].set_state(numpy_state)
+            sys.modules["numpy.random"].set_state(states["numpy"])
         if "cuda" in states and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(states["cuda"])

@@ -1,4 +1,4 @@
-"""Decides who has the newest state, and sends it to the ranks that need it.
+"""Finds the rank with the newest state, and sends that state to the ranks that need it.
 
 `state` asks `agree` after every rejoin, then calls, on every rank of the world and in the same
 order: `send` on the source, `receive` where the state is to be taken over, `stand_by` where it is
@@ -75,7 +75,7 @@ def agree(world: World, *, reloads: bool = False, afresh: int | None = None) -> 
     )
 
 
-# ---- its form on the way -----------------------------------------------------------------
+# ---- the state as a message --------------------------------------------------------------
 
 
 class LiveState(Struct, frozen=True):
@@ -107,7 +107,7 @@ class Envelope(Struct, frozen=True):
 
 
 def split(state: LiveState) -> dict[str, Outgoing]:
-    """Take the live tensors out of each attribute, those of parts before those of plain values.
+    """Take the live tensors out of each attribute: first of the parts, then of plain values.
 
     A tensor's name is the attribute and its path in there, as `torch.distributed.checkpoint` would
     name it: `model.0.weight`, `optimizer.state.0.exp_avg`.
@@ -122,7 +122,7 @@ def make_envelope(
     random: dict[str, Any],
     resumed: int | None = None,
 ) -> Envelope:
-    """Return what is sent first of a split state, with these states of the random generators.
+    """Return the envelope of a split state, with these states of the random generators.
 
     Raises `UsageError`, naming the attribute, where one could not be read safely.
     """
@@ -185,7 +185,7 @@ def take_over(
 
 
 def send(state: LiveState, route: Route, resumed: int | None = None) -> None:
-    """Send all of it from this rank; `resumed` as in `Envelope`."""
+    """Send the whole state from this rank; `resumed` as in `Envelope`."""
     contents = split(state)
     envelope = make_envelope(contents, state.parts, state.random.portable(), resumed)
     carry_bytes(msgspec.msgpack.encode(envelope), route)
@@ -193,10 +193,10 @@ def send(state: LiveState, route: Route, resumed: int | None = None) -> None:
 
 
 def stand_by(route: Route) -> None:
-    """Take part in the transfer without taking anything over."""
+    """Take part in the transfer, and keep this rank's own state."""
     envelope = unpack(carry_bytes(None, route))
     specs = [spec for v in (envelope.parts | envelope.plain).values() for spec in v.specs]
-    # Nothing is written here; only the sizes matter, and meta tensors have no more.
+    # Only the sizes matter here, and meta tensors take no memory.
     carry_tensors([spec.allocate("meta") for spec in specs], route)
 
 

@@ -1,9 +1,9 @@
 """Moves bytes and tensors from one rank to others, in chunks of bounded size.
 
-`sharing` decides what is sent and to whom (`Route`): to one receiver from rank to rank, so that
-no other rank waits; to several by broadcast. Tensors are sent as bytes. Small ones are packed
-together; large ones go straight from the sender's memory to the receiver's, in slices, so that
-each side needs at most one chunk of memory beyond the state itself. Only a tensor that is not
+`sharing` chooses the sender and the receivers (`Route`). A single receiver is sent to directly, so
+that no other rank waits; several receive by broadcast. Tensors are sent as bytes. Small ones are
+packed together; large ones go straight from the sender's memory to the receiver's, in slices, so
+that each side needs at most one chunk of memory beyond the state itself. Only a tensor that is not
 contiguous is copied as a whole. Sizes are bytes.
 """
 
@@ -30,7 +30,7 @@ class Route(Struct, frozen=True):
         return len(self.receivers) > 1
 
     def begin(self, content: Tensor) -> dist.Work:
-        """Begin to copy the source's contiguous CPU tensor into those of all who take part.
+        """Begin to copy the source's contiguous CPU tensor into that of every rank that takes part.
 
         Transfers arrive in the order in which they begin. Wait for the returned work before
         `content` is used again.

@@ -1,8 +1,8 @@
 """Plain values: copies for a commit, and the form in which they are sent and stored.
 
-`copied` is what `commit()` keeps of plain attributes, schedulers and scalers. `apart` takes the
-tensors out of a value, `packed` turns the rest into bytes that torch's safe unpickler
-(`weights_only=True`) reads back: plain values, containers and tensors pass, code does not.
+`commit()` keeps plain attributes, schedulers and scalers as `copied` returns them. For sending,
+`apart` takes the tensors out of a value, and `packed` turns the rest into bytes that torch's safe
+unpickler (`weights_only=True`) reads: plain values, containers and tensors, but no code.
 """
 
 import copy
