@@ -16,12 +16,12 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import psutil
 
 from elastic_driver.errors import ClusterError, UsageError
-from rendezvous.client import parse_url
 
 MAX_RUN_ID_CHARS = 64  # it is part of file names and of workers' environments
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -41,10 +41,10 @@ def read_endpoint(folder: Path) -> Endpoint | None:
     try:
         content = (folder / "endpoint.json").read_bytes()
         endpoint = msgspec.json.decode(content, type=Endpoint)
-        parse_url(endpoint.url)
-    except (OSError, msgspec.DecodeError, ValueError):
+        parts = urlsplit(endpoint.url)
+        return endpoint if parts.scheme == "http" and parts.hostname and parts.port else None
+    except (OSError, ValueError):  # msgspec's DecodeError is a ValueError
         return None
-    return endpoint
 
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:

@@ -18,11 +18,11 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.run_dir import read_endpoint
 from rendezvous.auth import read_token_file
-from rendezvous.client import parse_url
 from rendezvous.errors import TokenError
 
 LEAST_CHARS = 16
@@ -125,6 +125,6 @@ def of_node(
         run = read_endpoint(folder)
         # A token may be unreadable: it is another user's, or the run is just ending.
         with contextlib.suppress(TokenError):
-            if run is not None and (run_id is not None or parse_url(run.url).port == port):
+            if run is not None and (run_id is not None or urlsplit(run.url).port == port):
                 tokens.append(read_token_file(folder / "token"))
     return (*tokens, *(() if run_id is None else (derive(run_id),)))
