@@ -38,7 +38,7 @@ class Placement(Rule):
         """Mark the workers that have to leave; stop and start agents."""
         if not self.unsettled:
             return
-        self.capacity.look_taken(placing=not self.outcome.finishing)
+        self.capacity.settled(placing=not self.outcome.finishing)
         self._mark_leavers()
         if not self.outcome.finishing:
             self._release_hosts()

@@ -106,8 +106,8 @@ class Capacity:
         wish = max(event.num_proc, settings.min_np, units.width(settings))
         self.target = wish if settings.max_np is None else min(wish, settings.max_np)
         self.changed = True
-        asked = f"{self.target} workers (asked for {event.num_proc})"
-        self.effects.announce("scale_requested", asked)
+        what = f"{self.target} workers (asked for {event.num_proc})"
+        self.effects.announce("scale_requested", what)
 
     def note_change(self, vacated: tuple[str, int] | None = None) -> None:
         """Have leavers, agents and free slots updated; refill the slot `vacated` first."""
@@ -115,7 +115,7 @@ class Capacity:
         if vacated is not None:
             self.slots_to_refill.append(vacated)
 
-    def look_taken(self, *, placing: bool) -> None:
+    def settled(self, *, placing: bool) -> None:
         """Record that leavers and agents are up to date; `placing`: workers may be started."""
         self.changed, self.placement_due = False, placing
 

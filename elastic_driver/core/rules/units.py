@@ -56,9 +56,7 @@ def fit(workers: Iterable[Worker], settings: Settings) -> list[Worker]:
     return [worker for worker in there if worker.host in chosen]
 
 
-def shares(
-    workers: Iterable[Worker], settings: Settings, first: Sequence[Worker] = ()
-) -> list[Worker]:
+def shares(workers: list[Worker], settings: Settings, first: Sequence[Worker] = ()) -> list[Worker]:
     """Return the workers in the order in which to keep them if fewer are wanted: oldest first.
 
     `first` come before all others. If a world needs several hosts, one worker of each host comes
