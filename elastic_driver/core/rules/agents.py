@@ -10,7 +10,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, KillAgent
 from elastic_driver.core.rules.fleet import AgentNews, AgentState
 from elastic_driver.core.rules.hangs import Stacks
-from elastic_driver.core.rules.outcome import Cause
+from elastic_driver.core.rules.outcome import KILLED, Cause
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import Rule
@@ -76,9 +76,7 @@ class Agents(Rule):
         """Record that a worker died with its agent; return whether that is a failure."""
         failed = not worker.leaving and worker.state in ACTIVE
         was_running = worker.state is RUNNING
-        if worker.leaving:
-            self.workers.apply(worker, WorkerNews.TOLD_TO_STOP)
-        self.workers.apply(worker, WorkerNews.EXITED_NONZERO)
+        self.workers.ended(worker, KILLED, as_told=bool(worker.leaving))
         self.effects.announce("worker_lost", "its agent was lost", worker)
         if failed:
             self.reports.record_loss(worker, Cause.AGENT, now)

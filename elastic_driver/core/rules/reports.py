@@ -84,14 +84,12 @@ class Reports(Rule):
             # The worker has sent no message; a later READY of another one can still correct this.
             self.outcome.declare(ScriptKind.PLAIN)
         self.capacity.note_change()
-        running = worker.state is RUNNING
+        running, leaving = worker.state is RUNNING, bool(worker.leaving)
         finished = code == 0 and worker.is_member
-        as_told = not active
-        if worker.leaving and not (finished and all(w.leaving for w in self.rounds.members())):
-            as_told = True
-            self.workers.apply(worker, WorkerNews.TOLD_TO_STOP)
-        news = WorkerNews.EXITED_ZERO if code == 0 else WorkerNews.EXITED_NONZERO
-        self.workers.apply(worker, news)
+        if leaving and finished:  # if all members leave, one that finishes has done its work
+            leaving = not all(member.leaving for member in self.rounds.members())
+        as_told = leaving or not active
+        self.workers.ended(worker, code, as_told=as_told)
         reason = f"exit code {code}, {'as it was told to' if as_told else 'by itself'}"
         self.effects.announce("worker_exited", reason, worker, exit_code=code, expected=as_told)
         if not active:
@@ -108,10 +106,7 @@ class Reports(Rule):
         """Record the events that still come while the agents of an ended job shut down."""
         if isinstance(event, ev.WorkerExited):
             worker, code = self.workers.workers.get(event.worker), event.exit_code
-            if worker is None:
-                return
-            self.workers.apply(worker, WorkerNews.TOLD_TO_STOP)
-            if self.workers.apply(worker, WorkerNews.EXITED_NONZERO):
+            if worker is not None and self.workers.ended(worker, code, as_told=True):
                 why = f"exit code {code}, stopped with the job"
                 self.effects.announce("worker_exited", why, worker, exit_code=code, expected=True)
         elif isinstance(event, ev.LeaseExpired) and event.kind == "agent":

@@ -141,6 +141,13 @@ class WorkerStateRegistry:
                 del self._by_host[worker.host][worker.id]
         return True
 
+    def ended(self, worker: Worker, exit_code: int, *, as_told: bool) -> bool:
+        """Record that the worker's process is gone; return False if that was known."""
+        if as_told:
+            self.apply(worker, WorkerNews.TOLD_TO_STOP)
+        news = WorkerNews.EXITED_ZERO if exit_code == 0 else WorkerNews.EXITED_NONZERO
+        return self.apply(worker, news)
+
     def admit(self, worker: Worker, place: SlotInfo) -> None:
         """Make a worker a member of the round that is being completed; raise if it cannot be one.
 
