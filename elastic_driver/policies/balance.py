@@ -48,15 +48,9 @@ def fastest_shares(virtual_workers: int, costs: Sequence[Cost]) -> list[int]:
     """Return the micro-batches of each rank that make a step shortest.
 
     Each rank keeps at least one: a rank without work could not show that it has recovered. Of equal
-    ranks the lower ones take more, as in `allocate_microbatches`.
-
-    Raises:
-        ValueError: fewer micro-batches than ranks, or a pass that takes no time.
+    ranks the lower ones take more, as in `allocate_microbatches`. There are at least as many
+    micro-batches as ranks, and each takes some time.
     """
-    if virtual_workers < len(costs) or not costs:
-        raise ValueError(f"{virtual_workers} micro-batches cannot be shared by {len(costs)}")
-    if min(cost.one_pass for cost in costs) <= 0:
-        raise ValueError(f"a micro-batch takes some time; got {costs}")
     shares = [1] * len(costs)
     # Each further micro-batch goes to the rank that would be done with it first (Graham's list
     # scheduling, optimal for equal jobs on machines of different speed); among several to the

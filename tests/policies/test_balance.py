@@ -126,9 +126,3 @@ def test_a_rank_that_is_half_as_fast_gets_half_the_work() -> None:
 
 def test_what_a_step_costs_once_counts_too() -> None:
     assert fastest_shares(10, [Cost(1.0), Cost(1.0), Cost(1.0, rest=3.0)]) == [5, 4, 1]
-
-
-@pytest.mark.parametrize(("virtual", "passes"), [(1, [1.0, 1.0]), (2, []), (2, [1.0, 0.0])])
-def test_what_cannot_be_shared_is_refused(virtual: int, passes: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"cannot be shared|takes some time"):
-        fastest_shares(virtual, [Cost(one_pass) for one_pass in passes])
