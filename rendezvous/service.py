@@ -42,9 +42,6 @@ class AnswerMemory(Generic[V]):
         self._size = 0
         self._kept: OrderedDict[str, tuple[V, int, float]] = OrderedDict()  # the oldest first
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def get(self, request_id: str) -> V | None:
         """Return the answer to a request; None if it is not known."""
         kept = self._kept.get(request_id)

@@ -263,7 +263,10 @@ class KVStore:
         for key in thresholds:
             self._index.setdefault(key, {})[batch] = None
         self._parked[batch.ticket] = batch
-        self._waits.set(batch.ticket, _end_of_wait(now, operation.wait))
+        until = now + operation.wait
+        if operation.wait >= _LONG_WAIT_S:
+            until = math.ceil(until / _TICK_S) * _TICK_S
+        self._waits.set(batch.ticket, until)
         return None
 
     def _unpark(self, batch: _RunningBatch) -> None:
@@ -377,12 +380,6 @@ class KVStore:
             if key[:length] in self._sealed:
                 return _sealed(key, key[:length])
         return None
-
-
-def _end_of_wait(now: float, wait: float) -> float:
-    """Return the time at which a wait ends; a long one ends on a tick."""
-    until = now + wait
-    return until if wait < _LONG_WAIT_S else math.ceil(until / _TICK_S) * _TICK_S
 
 
 def _sealed(key: str, prefix: str) -> wire.StoreRefusal:

@@ -1,12 +1,12 @@
 """A torch store over HTTP: the workers of one round find each other through it.
 
 `torch.distributed.init_process_group(store=HTTPStore(...))` keeps its keys under a prefix of the
-job's rendezvous, one prefix a round. If gloo reads many keys at once
-(`GLOO_ENABLE_STORE_V2_API=1`), that is one request. When the round is over its prefix is
-sealed, and every write and wait, pending ones included, raises SealedError instead of waiting
-for members that will never come.
+job's rendezvous; each round has its own prefix. If gloo reads many keys at once
+(`GLOO_ENABLE_STORE_V2_API=1`), this takes one request. When the round is over, the driver seals the
+prefix. From then on every write and every wait, pending ones included, raises SealedError: the
+other members of the round do not come any more.
 
-torch calls a store from several threads, and so may anyone. No other module of this package
+Any thread may call a store; torch does so from several threads. No other module of this package
 imports torch.
 """
 
@@ -21,21 +21,21 @@ from torch.distributed import DistStoreError, Store
 from rendezvous import wire
 from rendezvous.client import RendezvousClient
 
-DEFAULT_TIMEOUT = timedelta(seconds=300)  # as torch's own stores
-WAIT_S = 30.0  # for one request; longer waits are repeated, so that a dead client is noticed
+DEFAULT_TIMEOUT = timedelta(seconds=300)  # the default of torch's own stores
+WAIT_S = 30.0  # for one request; a longer wait takes several, so that a dead client is noticed
 _SHOWN_KEYS = 3
 R = TypeVar("R")
 
 
 class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the type checker
-    """`torch.distributed.Store` under `prefix` of the rendezvous that `client` speaks to.
+    """A `torch.distributed.Store` under `prefix` of the rendezvous that `client` is connected to.
 
-    `client` only names the server and the token: the store opens connections of its own, and
-    its owner ends them with `close`. `timeout` limits how long `get`, `wait` and
-    `multi_get` wait for missing keys, and how long any call tries to reach the server.
+    The store takes the address and the token from `client` and opens its own connections; `close`
+    ends them. `timeout` limits how long `get`, `wait` and `multi_get` wait for missing keys, and
+    how long any call tries to reach the server.
 
-    Raises, besides the errors of `RendezvousClient`: SealedError when the round is over,
-    AbortedError after `close`, `torch.distributed.DistStoreError` when a wait times out.
+    Calls raise the errors of `RendezvousClient`, SealedError when the round is over, AbortedError
+    after `close`, and `torch.distributed.DistStoreError` when a wait times out.
     """
 
     def __init__(
@@ -74,10 +74,8 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Write many values with one request; no reader sees only some of them."""
-        sets = [
-            wire.Set(self._prefix + key, _bytes(value))
-            for key, value in zip(keys, values, strict=True)
-        ]
+        pairs = zip(keys, values, strict=True)
+        sets = [wire.Set(self._prefix + key, _bytes(value)) for key, value in pairs]
         for start in range(0, len(sets), wire.MAX_OPERATIONS):
             for result in self._batch(*sets[start : start + wire.MAX_OPERATIONS]):
                 wire.expect(result, wire.Written)

@@ -20,7 +20,7 @@ MAX_VALUE_BYTES = 16 * 1024 * 1024
 MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_OPERATIONS = 4096
 MAX_KEYS = 65536
-MAX_WAIT_S = 60.0  # longer waits are repeated by the client, so that a dead one is noticed
+MAX_WAIT_S = 60.0  # a client repeats a longer wait, so that the server notices a dead client
 MAX_LEASE_S = 86400.0
 
 KV_PREFIX = "/v1/kv"

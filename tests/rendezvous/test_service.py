@@ -99,7 +99,7 @@ def test_only_so_much_is_remembered(limits: dict[str, float]) -> None:
     async def scene(service: StoreService) -> None:
         for n in range(50):
             await service.carry_out([Add("n", 1)], f"id{n}")
-        assert len(service._memory) <= 5
+        assert len(service._memory._kept) <= 5
         await service.carry_out([Add("n", 1)], "id0")  # forgotten, so carried out anew
         assert await total(service) == 51
 
