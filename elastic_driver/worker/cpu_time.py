@@ -5,8 +5,8 @@ other programs or by a CPU quota; time in which a thread waits for data or for p
 `CpuSlowdown` is the slowdown of training. The accounts are for node checks.
 
 On a machine of its own, a host is slow if any other program takes its processor. Where several
-hosts share a machine, any other program there takes time from all of them, a little more from the
-one that happens to be measured. There a node check subtracts the time in which a thread was ready
+hosts share a machine, any other program there takes time from all of them, and a little more from
+the host that is being measured. There a node check subtracts the time in which a thread was ready
 while another program ran. It does not subtract time lost to a CPU quota: the kernel stops a host's
 processes though a processor may be free, and that is the host's own slowness. Times are seconds.
 """

@@ -1,8 +1,8 @@
 """Builds, breaks and takes down the torch process group of one round.
 
 Connecting to peers cannot be interrupted, neither in gloo nor in NCCL, and a peer that dies in that
-moment would hold up all others until some timeout. So `membership` runs it in a daemon
-thread and goes on as soon as the round is known to be over; the thread ends when it can.
+moment would hold up all others until some timeout. So `membership` runs it in a daemon thread and
+goes on as soon as the round is known to be over; the thread ends when it can.
 
 Torch's global state must be touched by the main thread only. So the thread makes the bare
 `ProcessGroupGloo`; the main thread then calls `init_process_group(backend="elastic_gloo")`, whose
@@ -60,7 +60,7 @@ class RoundGroup:
     connections: GroupConnections
     store: Store | None = None  # the one it was built with
     half: DeviceHalf | None = None  # carries the accelerator's tensors, where there is one
-    elected: bool = True  # whether the workers voted for such a half, if they voted
+    elected: bool = True  # whether the vote, if there was one, was for such a half
 
     def vote(self, identity: str) -> bool:
         """Return whether every worker has a device of its own; a collective.
