@@ -4,8 +4,8 @@ An agent starts `python -m elastic_driver.worker.nodecheck.serve` for each devic
 holds its first task, as for any worker; it reads each further task (`Assignment`) from the store.
 Importing torch takes seconds, so the agent forks this process from a process that has imported it,
 where it can. A fork takes milliseconds, and a child has a device, threads and groups of its own,
-whatever the last child has left behind. This process starts no thread, touches no device and joins no group,
-so that it can fork.
+whatever the last child has left behind. This process starts no thread, touches no device and joins
+no group, so that it can fork.
 
 A child meets the other processes of its task through the job's rendezvous, measures with them and
 writes one `TaskResult`. A child that fails makes this process fail in the same way, and the agent
