@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -76,39 +77,25 @@ class CheckSettings(CheckLimits, frozen=True, kw_only=True):
 CheckAnswer: TypeAlias = Callable[[CheckReport | Exception], None]
 
 
+@dataclass
 class NodeChecks:
-    """The node checks of one run.
+    """The node checks of one run."""
 
-    Args:
-        settings: how they are made.
-        make_backend: makes a backend for the agents of one check.
-        folder: for the token and the address that these agents are given.
-        file: where the results of this run are kept; None: nowhere.
-        keep: adds the results of a later check to what is kept beyond this run.
-        say: shows the user a line.
-    """
-
-    def __init__(
-        self,
-        settings: CheckSettings,
-        *,
-        make_backend: MakeBackend,
-        folder: RunDir,
-        file: Path | None = None,
-        keep: Callable[[CheckReport], None] = lambda _report: None,
-        say: Callable[[str], None] = lambda _line: None,
-    ) -> None:
-        self.settings, self.say = settings, say
-        self.report: CheckReport | None = None  # of all checks; replaced, never changed
-        self.backend: Backend | None = None  # of the present check
-        self.stopped = False
-        self._make_backend, self._folder = make_backend, folder
-        self.file, self._keep = file, keep
-        self._number = 0  # checks begun so far
-        self._server: RendezvousServer | None = None
-        self._token = ""
-        self._answer: CheckAnswer = lambda _found: None
-        self._ending: threading.Thread | None = None
+    settings: CheckSettings
+    _: KW_ONLY
+    make_backend: MakeBackend  # for the agents of one check
+    folder: RunDir  # for the token and the address that these agents are given
+    file: Path | None = None  # for the results of this run; None: they are not kept
+    keep: Callable[[CheckReport], None] = lambda _report: None  # keeps a report beyond this run
+    say: Callable[[str], None] = lambda _line: None  # shows the user a line
+    report: CheckReport | None = None  # of all checks; replaced, never changed
+    backend: Backend | None = None  # of the present check
+    stopped: bool = False
+    _number: int = 0  # checks begun so far
+    _server: RendezvousServer | None = None
+    _token: str = ""
+    _answer: CheckAnswer = lambda _found: None
+    _ending: threading.Thread | None = None
 
     def open(self, server: RendezvousServer, token: str) -> None:
         """Take the rendezvous that the agents of all checks use."""
@@ -127,16 +114,14 @@ class NodeChecks:
         checked = tuple((host, n if every else 1) for host, n in hosts if n > 0)
         if not checked:
             raise ClusterError("there are no hosts to check; does the source of hosts name any?")
-        self._folder.create()
-        write_token_file(self._folder.token_file, self._token)
-        self._folder.write_endpoint(self._server.url, time.time())
-        spec, task = self.settings.spec(self._folder.run_id), self.settings.task
-        published: dict[str, JobSpec | TaskSettings] = {
-            contract.CHECK_SPEC: spec,
-            TASK_SETTINGS: task,
-        }
-        self._server.apply([Set(key, encode(document)) for key, document in published.items()])
-        self.backend = self._make_backend(self._server.url, self._folder.token_file)
+        self.folder.create()
+        write_token_file(self.folder.token_file, self._token)
+        self.folder.write_endpoint(self._server.url, time.time())
+        spec, task = self.settings.spec(self.folder.run_id), self.settings.task
+        self._server.apply(
+            [Set(contract.CHECK_SPEC, encode(spec)), Set(TASK_SETTINGS, encode(task))]
+        )
+        self.backend = self.make_backend(self._server.url, self.folder.token_file)
         self._answer, number, self._number = answer, self._number, self._number + 1
         limits, name = self.settings, self.settings.task.summary
         return NodeChecker(checked, number=number, limits=limits, task=name, known=known)
@@ -163,7 +148,7 @@ class NodeChecks:
     def _close(self) -> None:
         if self.backend is not None:
             self.backend.close(0.0)
-            self._folder.close()
+            self.folder.close()
             self.backend = None
 
     def verdict(self, asked: CheckHosts, found: CheckReport | Exception) -> HostsChecked:
@@ -178,7 +163,7 @@ class NodeChecks:
         before = self.report
         self.report = found if before is None else merged(before, found)
         self._write()
-        self._keep(found)
+        self.keep(found)
         self.say(found.summary())
         excluded = found.excluded(stragglers=self.settings.exclude_stragglers)
         results = []

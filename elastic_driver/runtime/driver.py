@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -45,42 +46,24 @@ MAX_MAIL = 100_000  # waiting messages; beyond that, requests are refused with 5
 SIGNAL_SLICE_S = 0.5  # the longest time until a signal is handled
 
 
+@dataclass(kw_only=True, eq=False)
 class ElasticDriver:
     """Runs one job. `run()` is `start()`, wait, and `stop()`."""
 
-    def __init__(
-        self,
-        *,
-        settings: Settings,
-        spec: JobSpec,
-        discovery: HostDiscovery,
-        starter: MakeBackend,
-        run_dir: RunDir,
-        reporter: Reporter,
-        options: DriverOptions | None = None,
-        checks: NodeChecks | None = None,
-        joined: JoinedNodes | None = None,
-    ) -> None:
-        """Starts nothing, opens nothing.
+    settings: Settings
+    spec: JobSpec  # of the job's workers
+    discovery: HostDiscovery
+    starter: MakeBackend  # makes the backend once the rendezvous has an address
+    run_dir: RunDir  # not yet created
+    reporter: Reporter
+    options: DriverOptions = field(default_factory=DriverOptions)
+    checks: NodeChecks | None = None  # None: nodes are never checked
+    joined: JoinedNodes | None = None  # takes in nodes; `discovery` and `starter` ask it
 
-        Args:
-            settings: how the job behaves.
-            spec: what its workers run.
-            discovery: where hosts come from.
-            starter: makes the backend that starts agents, once the rendezvous has an address.
-            run_dir: the run's folder, not yet created.
-            reporter: shows the user what happens.
-            options: how the driver itself runs.
-            checks: how nodes are checked; None: never.
-            joined: takes in nodes that join by themselves; `discovery` and `starter` ask it.
-        """
-        self._settings, self._spec, self._run_dir = settings, spec, run_dir
-        self._make_starter, self.reporter = starter, reporter
-        self._options = options or DriverOptions()
-        self._checks, self._joined = checks, joined
+    def __post_init__(self) -> None:
+        clock, note = time.time, self.reporter.note
+        self._log = EventLog(self.run_dir.events_file, clock=clock, on_broken=note)
         self._mailbox = mail.Mailbox()
-        self._log = EventLog(run_dir.events_file, clock=time.time, on_broken=reporter.note)
-        self._source = discovery
         self._server: RendezvousServer | None = None
         self._loop: DriverLoop | None = None
         self._thread: threading.Thread | None = None
@@ -99,7 +82,7 @@ class ElasticDriver:
         Raises ElasticError if that is impossible; nothing is left behind then.
         """
         self._began = time.time()
-        self._run_dir.create()
+        self.run_dir.create()
         try:
             loop = self._loop = self._make_loop()
             run = threading.Thread(target=self._run_loop, args=(loop,), name="driver", daemon=True)
@@ -132,19 +115,19 @@ class ElasticDriver:
         """
         if self._thread is None:
             self.open()
-        self._settings = settings or self._settings
+        self.settings = settings or self.settings
         try:
             with self._startup_errors():
                 self._log.open()
-                self._run_dir.write_endpoint(self.endpoint, self._began)
+                self.run_dir.write_endpoint(self.endpoint, self._began)
         except BaseException:
             self.abandon()
             raise
         self._begun = True
-        self._mailbox.put(mail.JobBegins(Job(self._settings), self._spec.run_id))
+        self._mailbox.put(mail.JobBegins(Job(self.settings), self.spec.run_id))
         thread = DiscoveryThread(
-            discovery or self._source,
-            interval=self._options.discovery_interval,
+            discovery or self.discovery,
+            interval=self.options.discovery_interval,
             post=self._mailbox.put,
         )
         self._closing.callback(thread.stop)
@@ -207,7 +190,7 @@ class ElasticDriver:
     @property
     def size_bounds(self) -> tuple[int, int | None]:
         """The fewest and (None: no limit) the most workers the job may have."""
-        return self._settings.min_np, self._settings.max_np
+        return self.settings.min_np, self.settings.max_np
 
     def post(self, event: mail.MachineEvent) -> bool:
         """Put an event into the mailbox; False when it is full, or there is no job for it."""
@@ -230,23 +213,23 @@ class ElasticDriver:
         try:
             yield
         except OSError as error:
-            what = f"{error.filename or self._run_dir.path}: {error.strerror}"
+            what = f"{error.filename or self.run_dir.path}: {error.strerror}"
             raise ClusterError(f"the driver cannot start: {what}") from error
         except RendezvousError as error:
             raise ClusterError(f"the driver cannot start: {error}") from error
 
     def _make_loop(self) -> DriverLoop:
         """Open everything but the job's own files; `_closing` frees what was opened."""
-        routes = DriverRoutes(self, self._log, self._joined)
-        self._closing.callback(self._run_dir.close)
+        routes = DriverRoutes(self, self._log, self.joined)
+        self._closing.callback(self.run_dir.close)
         with self._startup_errors():
             token = make_token()
-            write_token_file(self._run_dir.token_file, token)
+            write_token_file(self.run_dir.token_file, token)
             self._server = RendezvousServer(
-                self._options.bind_host,
-                self._options.bind_port,
+                self.options.bind_host,
+                self.options.bind_port,
                 token=token,
-                others=() if self._joined is None else self._joined.secrets,
+                others=() if self.joined is None else self.joined.secrets,
                 on_lease_expired=self._lease_expired,
                 routes=routes.add_to,
                 posts={
@@ -255,42 +238,42 @@ class ElasticDriver:
                 },
             )
             self._closing.callback(self._server.start().stop)
-            self._server.apply([Set(contract.JOB_SPEC, encode(self._spec))])
+            self._server.apply([Set(contract.JOB_SPEC, encode(self.spec))])
         self._closing.callback(self._log.close)
-        for nodes in (self._joined, self._checks):
+        for nodes in (self.joined, self.checks):
             if nodes is not None:
                 nodes.open(self._server, token)
-        if self._checks is not None:
-            self._closing.callback(self._checks.stop)
-        starter = self._make_starter(self.endpoint, self._run_dir.token_file)
+        if self.checks is not None:
+            self._closing.callback(self.checks.stop)
+        starter = self.starter(self.endpoint, self.run_dir.token_file)
         executor = Executor(
             server=self._server,
             starter=starter,
             log=self._log,
             reporter=self.reporter,
-            checks=self._checks,
+            checks=self.checks,
             post=self._mailbox.put,
         )
         # Every worker's output has been forwarded once the starter is closed.
         self._closing.callback(self._log_end, executor)
         self._closing.callback(starter.close, 0.0)
         return DriverLoop(
-            self._mailbox,
-            executor,
-            lease=self._settings.heartbeat_timeout,
-            checks=self._checks,
+            mailbox=self._mailbox,
+            executor=executor,
+            lease=self.settings.heartbeat_timeout,
+            checks=self.checks,
             status=self._status,
             answer=routes.requests.answer,
-            debug=self._options.debug,
+            debug=self.options.debug,
         )
 
     def _lease_expired(self, key: str) -> None:
         """Pass an expired lease on; called by the server's thread."""
-        if self._joined is not None:
-            self._joined.lease_expired(key)
+        if self.joined is not None:
+            self.joined.lease_expired(key)
         lease = contract.lease_owner(key)
         if lease is not None:
-            self._mailbox.put(LeaseExpired(*lease, self._settings.heartbeat_timeout))
+            self._mailbox.put(LeaseExpired(*lease, self.settings.heartbeat_timeout))
 
     def _log_end(self, executor: Executor) -> None:
         if self._begun and self._end is not None:
@@ -303,15 +286,15 @@ class ElasticDriver:
         try:
             while loop.end is None:
                 loop.turn()
-            loop.wind_down(self._settings.stop_grace)
+            loop.wind_down(self.settings.stop_grace)
             end = loop.end
         except BaseException:  # nothing may leave agents behind, and nothing is swallowed
             self.reporter.bug(traceback.format_exc())
             end = EndJob(int(ExitCode.BUG), "a bug of the driver's ended it")
         self._end = end
         try:
-            if self._joined is not None:
-                self._joined.job_ends(end.exit_code, end.reason)
+            if self.joined is not None:
+                self.joined.job_ends(end.exit_code, end.reason)
             self._closing.close()
         except BaseException:
             self.reporter.bug(traceback.format_exc())
@@ -322,15 +305,15 @@ class ElasticDriver:
     def _status(self) -> bytes:
         """Return the run, the job and what was measured as JSON; before the job, the check."""
         loop = self._loop
-        checks = None if self._checks is None else self._checks.report
+        checks = None if self.checks is None else self.checks.report
         if loop is None or loop.job is None:
             checker = None if loop is None else loop.checker
             return msgspec.json.encode(checker.report(time.monotonic()) if checker else checks)
         document = {
-            "run_id": self._spec.run_id,
+            "run_id": self.spec.run_id,
             "endpoint": self.endpoint,
             "started": self._began,
-            "command": self._spec.command,
+            "command": self.spec.command,
             **msgspec.to_builtins(loop.job.status(time.monotonic())),
             "step": loop.stragglers.step,
             "slow": loop.stragglers.status(),

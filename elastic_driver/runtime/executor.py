@@ -6,6 +6,7 @@ orders, and removes the keys of agents and workers from the store when they end.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from msgspec.structs import replace
@@ -51,28 +52,23 @@ UNREACHABLE_STEP = 2**53
 _FIELDS = ("round", "host", "slot", "rank", "pid", "worker", "reason")  # of every log line
 
 
+@dataclass(kw_only=True)
 class Executor:
-    """Carries out decisions; `post` puts an event into the mailbox, from any thread."""
+    """Carries out decisions."""
 
-    def __init__(
-        self,
-        *,
-        server: RendezvousServer,
-        starter: Backend,
-        log: EventLog,
-        reporter: Reporter,
-        checks: NodeChecks | None,
-        post: Callable[[MachineEvent], None],
-    ) -> None:
-        self._server, self._starter, self._log = server, starter, log
-        self._reporter, self._checks, self._post = reporter, checks, post
-        self.orders: dict[AgentKey, int] = {}  # given so far, to agents that have not ended
-        self._agent_of: dict[str, AgentKey] = {}  # by worker, until the worker's end
-        self._world: doc.World | None = None  # the newest
-        self._exited: ev.WorkerExited | None = None  # the newest end of a worker of the job
-        self._last_event: do.Announce | None = None  # logged after all processes have ended
-        self._tails = HeldTails()
-        self.look_seconds = 0.0  # that the machine needed for the last `KeysRead`
+    server: RendezvousServer
+    starter: Backend
+    log: EventLog
+    reporter: Reporter
+    checks: NodeChecks | None
+    post: Callable[[MachineEvent], None]  # puts an event into the mailbox, from any thread
+    orders: dict[AgentKey, int] = field(default_factory=dict)  # given to agents that live
+    look_seconds: float = 0.0  # that the machine needed for the last `KeysRead`
+    _agent_of: dict[str, AgentKey] = field(default_factory=dict)  # of workers that live
+    _world: doc.World | None = None  # the newest
+    _exited: ev.WorkerExited | None = None  # the newest end of a worker of the job
+    _last_event: do.Announce | None = None  # logged after all processes have ended
+    _tails: HeldTails = field(default_factory=HeldTails)
 
     # ---- decisions -----------------------------------------------------------------------
 
@@ -84,10 +80,10 @@ class Executor:
             case PublishKey(key=key, value=value):
                 self._set(key, value)
             case SendEvent(event=event):
-                self._post(event)
+                self.post(event)
             case ShowLine(line=line):
-                if self._checks is not None:
-                    self._checks.say(line)
+                if self.checks is not None:
+                    self.checks.say(line)
             case do.StartAgent():
                 self._start_agent(decision.host, decision.incarnation)
             case do.StopAgent(host=host, incarnation=number, grace=grace, reason=reason):
@@ -121,23 +117,23 @@ class Executor:
             self._give(agent, doc.ShutdownOrder(grace, reason))
 
     def _set(self, key: str, value: bytes) -> None:
-        self._server.post([Set(key, value)])
+        self.server.post([Set(key, value)])
 
     def _delete(self, *prefixes: str, seal: bool = False) -> None:
-        self._server.post([DeletePrefix(prefix, seal=seal) for prefix in prefixes])
+        self.server.post([DeletePrefix(prefix, seal=seal) for prefix in prefixes])
 
     def _start_agent(self, host: str, incarnation: int) -> None:
         self.orders[host, incarnation] = 0
         backend = self._backend_of(incarnation)
         if backend is not None:
-            lost = self._post
+            lost = self.post
             backend.start(host, incarnation, lambda why: lost(ev.AgentLost(host, incarnation, why)))
 
     def _backend_of(self, incarnation: int) -> Backend | None:
         """Return the backend that starts an agent; None once its check is over."""
         if incarnation < contract.FIRST_OF_CHECKS:
-            return self._starter
-        return None if self._checks is None else self._checks.backend
+            return self.starter
+        return None if self.checks is None else self.checks.backend
 
     def _kill(self, host: str, incarnation: int) -> None:
         backend = self._backend_of(incarnation)
@@ -151,7 +147,7 @@ class Executor:
             case doc.StartWorkerOrder(worker=worker):
                 self._agent_of[worker] = agent
             case doc.StopWorkerOrder(worker=worker):
-                self._post(StopOrdered(worker))
+                self.post(StopOrdered(worker))
             case _:
                 pass
         if agent not in self.orders:
@@ -161,11 +157,11 @@ class Executor:
         operations: list[Operation] = [Set(contract.agent_order(*agent, number), doc.encode(order))]
         if number > KEPT_ORDERS:
             operations.append(Delete(contract.agent_order(*agent, number - KEPT_ORDERS)))
-        self._server.post(operations)
+        self.server.post(operations)
 
     def _publish_world(self, world: doc.World) -> None:
         self._world = world
-        self._post(RoundPublished(world))
+        self.post(RoundPublished(world))
         self._set(contract.JOB_WORLD, doc.encode_world(world))
         self._show(self._tails.world_published(world.round))
 
@@ -176,7 +172,7 @@ class Executor:
         found = self._get(Get(decision.keys), READ_S) or {}  # empty: the machine asks again
         entries = {key: (entry.value, entry.revision) for key, entry in found.items()}
         seconds = time.monotonic() - began + self.look_seconds
-        self._post(KeysRead(decision.machine, decision.keys, entries, seconds))
+        self.post(KeysRead(decision.machine, decision.keys, entries, seconds))
 
     def _ask_progress(self, decision: do.AskProgress) -> None:
         """Read the workers' progress, and post it as an event.
@@ -197,7 +193,7 @@ class Executor:
             if progress is not None and progress.round == decision.round:
                 answered = entry.revision > revision
                 readings.append(ev.ProgressReading(progress.step, progress.step_time, answered))
-        self._post(ev.ProgressReported(decision.number, tuple(readings)))
+        self.post(ev.ProgressReported(decision.number, tuple(readings)))
 
     def _get(self, question: Get, timeout: float = 10.0) -> dict[str, Entry] | None:
         found = self._apply(question, timeout)
@@ -206,7 +202,7 @@ class Executor:
     def _apply(self, operation: Operation, timeout: float = 10.0) -> Result | None:
         """Return the store's answer; None if it has too much to do."""
         try:
-            return self._server.apply([operation], timeout=timeout)[0]
+            return self.server.apply([operation], timeout=timeout)[0]
         except RendezvousError:
             return None
 
@@ -248,7 +244,7 @@ class Executor:
             self._show(self._tails.job_succeeded())
         name = "job_succeeded" if end.exit_code == 0 else "job_failed"
         self._log_and_show(self._last_event or do.Announce(name, end.reason))
-        self._reporter.job_ended(end.reason, end.failure, end.exit_code)
+        self.reporter.job_ended(end.reason, end.failure, end.exit_code)
 
     def _announce(self, event: do.Announce) -> None:
         world, exited = self._world, self._exited
@@ -267,9 +263,9 @@ class Executor:
 
     def _log_and_show(self, event: do.Announce) -> None:
         facts = {name: getattr(event, name) for name in _FIELDS}
-        logged = self._log.append(event.event, **facts, **event.detail)
-        self._reporter.announced(event, logged.line)
+        logged = self.log.append(event.event, **facts, **event.detail)
+        self.reporter.announced(event, logged.line)
 
     def _show(self, tracebacks: list[tuple[str, str]]) -> None:
         for worker, text in tracebacks:
-            self._reporter.worker_raised(worker, text)
+            self.reporter.worker_raised(worker, text)

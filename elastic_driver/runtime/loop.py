@@ -8,6 +8,7 @@ together. Runs in the driver's thread. Times are seconds.
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,43 +34,29 @@ _SPIN_GUARD_S = 0.01  # the least time between two ticks
 _FOR_SHARDS_TOO = (ev.WorkerStarted, ev.WorkerExited, ev.LeaseExpired, ev.AgentLost)
 
 
+@dataclass(kw_only=True)
 class DriverLoop:
     """Runs a driver's machines; all methods belong to the driver's thread."""
 
-    def __init__(
-        self,
-        mailbox: mail.Mailbox,
-        executor: Executor,
-        *,
-        lease: float,
-        checks: NodeChecks | None,
-        status: Callable[[], bytes],
-        answer: Callable[[list[Reply]], None],
-        debug: bool,
-    ) -> None:
-        """Start nothing.
+    mailbox: mail.Mailbox
+    executor: Executor
+    lease: float  # seconds that a member of TensorFlow's cluster may be silent
+    checks: NodeChecks | None  # None: nodes are never checked
+    status: Callable[[], bytes]  # returns the status document
+    answer: Callable[[list[Reply]], None]  # sends the machines' replies to their clients
+    debug: bool  # check the machines' invariants after each event
+    end: EndJob | None = None  # the job is over: the agents shut down
+    job: Job | None = None  # None: not begun yet
+    checker: NodeChecker | None = None
+    stragglers: Stragglers = field(default_factory=Stragglers)
 
-        Args:
-            mailbox: where events come from.
-            executor: carries out decisions.
-            lease: seconds that a member of TensorFlow's cluster may be silent.
-            checks: how nodes are checked; None: never.
-            status: returns the status document.
-            answer: sends the machines' replies to their clients.
-            debug: whether the machines' invariants are checked after each event.
-        """
-        self.end: EndJob | None = None  # the job is over: the agents shut down
-        self.job: Job | None = None  # None: not begun yet
-        self.stragglers = Stragglers()
-        self.checker: NodeChecker | None = None
+    def __post_init__(self) -> None:
         self._machines: dict[MachineName, Machine[Any, Any]] = {
             "stragglers": self.stragglers,
             "shards": DataSets(),
-            "tf": TfCluster(lease),
+            "tf": TfCluster(self.lease),
         }
         self._deadlines: dict[MachineName, float | None] = {}
-        self._mailbox, self._executor, self._checks = mailbox, executor, checks
-        self._status, self._answer, self._debug = status, answer, debug
         self._stop_now = False
         self._events = 0  # handled so far; an event's number is the cause of what follows from it
 
@@ -80,7 +67,7 @@ class DriverLoop:
         if deadlines:
             timeout = max(_SPIN_GUARD_S, min(deadlines) - time.monotonic())
         try:
-            message = self._mailbox.get(timeout)
+            message = self.mailbox.get(timeout)
         except queue.Empty:
             pass
         else:
@@ -94,8 +81,8 @@ class DriverLoop:
         """Have the agents stop their workers and exit, and wait until they have."""
         deadline = time.monotonic() + grace + AGENT_EXIT_S
         if self.end is not None and not self._stop_now:
-            self._executor.shut_down_agents(grace, self.end.reason)
-        while not self._stop_now and self._executor.orders and time.monotonic() < deadline:
+            self.executor.shut_down_agents(grace, self.end.reason)
+        while not self._stop_now and self.executor.orders and time.monotonic() < deadline:
             self.turn(deadline)
 
     # ---- messages ------------------------------------------------------------------------
@@ -103,7 +90,7 @@ class DriverLoop:
     def _take(self, message: mail.Message) -> None:
         match message:
             case mail.StatusAsked(reply):
-                reply(self._status())
+                reply(self.status())
             case mail.StopNow():
                 self._stop_now = True
                 self.end = self.end or EndJob(int(ExitCode.INTERRUPTED), "asked to stop twice")
@@ -114,7 +101,7 @@ class DriverLoop:
             case ev.StopRequested(reason, exit_code) if self.job is None:
                 self.end = self.end or EndJob(exit_code, reason)
             case ShardRequest():
-                together = self._mailbox.following((ShardRequest,), MAX_TOGETHER)
+                together = self.mailbox.following((ShardRequest,), MAX_TOGETHER)
                 self._decide("shards", ShardBatch((message, *together)))
             case _:
                 self._hand_over(message)
@@ -123,10 +110,10 @@ class DriverLoop:
         """Hand an event, and those behind it that are handled with it, to their machines."""
         together: list[Any] = [event]
         if isinstance(event, ev.TOGETHER):
-            together += self._mailbox.following(ev.TOGETHER, MAX_TOGETHER)
+            together += self.mailbox.following(ev.TOGETHER, MAX_TOGETHER)
         for_job = []
         for each in together:
-            self._executor.note(each)
+            self.executor.note(each)
             if each.machine != "job":
                 self._decide(each.machine, each)
                 continue
@@ -148,15 +135,15 @@ class DriverLoop:
         # A journal writes the event here: numbered and timed, before anything follows from it.
         decisions = machine.handle(event, now)
         if isinstance(event, KeysRead):
-            self._executor.look_seconds = time.monotonic() - now
+            self.executor.look_seconds = time.monotonic() - now
         self._deadlines[name] = machine.deadline()
-        if self._debug and (violated := machine.check()):
+        if self.debug and (violated := machine.check()):
             raise AssertionError(f"after {event}: {'; '.join(violated)}")
         replies = [decision for decision in decisions if isinstance(decision, Reply)]
         if len(replies) < len(decisions):
             self._carry_out(stamped(decisions, self._events))
         if replies:  # no record is kept of them, so they need no number
-            self._answer(replies)
+            self.answer(replies)
 
     def _carry_out(self, decisions: list[Any]) -> None:
         for decision in decisions:
@@ -170,23 +157,23 @@ class DriverLoop:
                 case CheckEnded(report=report):
                     self.checker = None
                     del self._machines["check"], self._deadlines["check"]
-                    if self._checks is not None:
-                        self._checks.end(report)
+                    if self.checks is not None:
+                        self.checks.end(report)
                 case _:
-                    self._executor.execute(decision)
+                    self.executor.execute(decision)
 
     def _begin_job(self, job: Job, run_id: str) -> None:
         self.job = self._machines["job"] = job
-        self._executor.execute(Announce("job_started", f"run {run_id}"))
-        if self._checks is not None and self._checks.report is not None:
-            self._executor.execute(Announce("nodes_checked", self._checks.report.summary()))
+        self.executor.execute(Announce("job_started", f"run {run_id}"))
+        if self.checks is not None and self.checks.report is not None:
+            self.executor.execute(Announce("nodes_checked", self.checks.report.summary()))
 
     def _begin_check(self, hosts: Hosts, answer: CheckAnswer) -> None:
         """Check hosts; any thread may later call `answer` with the report, or with an error."""
-        if self._checks is None:
+        if self.checks is None:
             raise AssertionError("hosts are checked only in jobs that began with a check")
         try:
-            self.checker = self._checks.begin(hosts, answer)
+            self.checker = self.checks.begin(hosts, answer)
         except (ElasticError, OSError) as error:
             answer(error)
         else:
@@ -194,5 +181,5 @@ class DriverLoop:
             self._deadlines["check"] = time.monotonic()  # the first tick begins
 
     def _answer_job(self, asked: CheckHosts, found: Any) -> None:
-        if self._checks is not None:
-            self._mailbox.put(self._checks.verdict(asked, found))
+        if self.checks is not None:
+            self.mailbox.put(self.checks.verdict(asked, found))

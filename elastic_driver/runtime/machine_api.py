@@ -51,16 +51,9 @@ _ROUTES: tuple[tuple[str, str, type[Struct]], ...] = (
     ("POST", contract.TF_BARRIER_PATH, tf.BarrierRequest),
     ("POST", contract.TF_SYNCHRONIZE_PATH, tf.SynchronizeRequest),
 )
-_STATUS = {  # of rejections; 409 for all others
-    "unknown_dataset": 404,
-    "timed_out": 408,
-    "too_large": 413,
-    "bad_bounds": 422,
-    "bad_dataset": 422,
-    "bad_name": 422,
-    "other_source": 422,
-    "unknown_partition": 422,
-}
+_UNPROCESSABLE = ("bad_bounds", "bad_dataset", "bad_name", "other_source", "unknown_partition")
+_STATUS = {"unknown_dataset": 404, "timed_out": 408, "too_large": 413}
+_STATUS |= dict.fromkeys(_UNPROCESSABLE, 422)  # 409 for all other rejections
 _encode = msgspec.json.Encoder().encode
 _DECODE_FAST: dict[str, Callable[[bytes], shards.NextRequest | shards.DoneRequest]] = {
     "next": msgspec.json.Decoder(shards.NextRequest).decode,
