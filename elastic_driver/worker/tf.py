@@ -66,7 +66,7 @@ class TfNode:
         if endpoint is None or token_file is None:
             job = context.from_environment()
             if job is None:
-                raise UsageError("no driver is known; use elasticrun or give endpoint, token_file")
+                raise UsageError("no driver is known; use elasticrun, or endpoint= and token_file=")
             endpoint, token_file = job.endpoint, job.token_file
         self.address = address
         self._bounds = (min_nodes, max_nodes)
