@@ -327,3 +327,16 @@ class EventBatch(Event, frozen=True, tag="event_batch"):
 
 class Tick(Event, frozen=True, tag="tick"):
     """Only time has passed; sent when `Job.deadline()` is reached."""
+
+
+ProcessEvent: TypeAlias = (
+    WorkerStarted | WorkerReady | WorkerStepped | WorkerStalled | WorkerResumed | WorkerExited
+)  # every WorkerReport
+OtherEvent: TypeAlias = (
+    AgentReady | AgentLost | LeaseExpired | HostsDiscovered | DiscoveryFailed | HostsChecked
+    | HostLeaving | WorkerLeaving | DrainRequested | DrainCancelled | RankSlow | RankRecovered
+    | WorkerStack | StacksRequested | WorkerSaved | JobLeaving | ProgressReported | ScaleRequested
+    | StopRequested | Tick
+)  # fmt: skip
+JobEvent: TypeAlias = ProcessEvent | OtherEvent
+"""Every event for the job; mypy reports one that no rule takes in (`core/job.py`)."""

@@ -6,14 +6,13 @@ nothing changes any more. `now` is in monotonic seconds and never goes back. An 
 repeated or out of order changes nothing and is counted.
 """
 
-from collections.abc import Callable, Iterable
-
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Decision
 from elastic_driver.core.invariants import violations
 from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.status import JobStatus, status_of
+from elastic_driver.errors import assert_never
 from elastic_driver.settings import Settings
 
 # The rules in the order in which they draw consequences; the order is part of the specification.
@@ -36,16 +35,6 @@ RULES = (
 MAX_PASSES = 64  # far more than any chain of consequences
 
 
-def handlers_of(parts: Iterable[object]) -> dict[type, Callable[..., None]]:
-    """Return the methods `on_…` of all parts, by the kind of event that each one's `event` is."""
-    return {
-        method.__annotations__["event"]: getattr(part, name)
-        for part in parts
-        for name, method in vars(type(part)).items()
-        if name.startswith("on_") and "event" in method.__annotations__
-    }
-
-
 class NotAtRestError(AssertionError):
     """The rules did not stop changing the job; the message names the rules that still did."""
 
@@ -58,9 +47,8 @@ class Job(JobParts):
         self._began = False
         self._decided: tuple[Decision, ...] = ()  # upon the last event
         self._rules: tuple[tuple[str, Rule], ...] = tuple((n, getattr(self, n)) for n in RULES)
-        self._handlers = handlers_of(vars(self).values())
 
-    def handle(self, event: ev.Event, now: float) -> list[Decision]:
+    def handle(self, event: ev.JobEvent | ev.EventBatch, now: float) -> list[Decision]:
         """Take in one event; return the decisions to carry out, in order. Never raises for one."""
         if not self._began:
             self._began = True
@@ -89,17 +77,77 @@ class Job(JobParts):
 
     # ---- events --------------------------------------------------------------------------
 
-    def _take_in(self, event: ev.Event, now: float) -> None:
-        handler = self._handlers.get(type(event))
-        if handler is None:
-            return  # only time has passed
+    def _take_in(self, event: ev.JobEvent, now: float) -> None:
         try:
             if isinstance(event, ev.WorkerReport):
-                handler(self.workers.with_process(event, event.worker), event, now)
+                self._take_in_report(event, now)
             else:
-                handler(event, now)
+                self._take_in_other(event, now)
         except ev.StaleEvent as stale:
             self.effects.ignore(str(stale))
+
+    def _take_in_report(self, event: ev.ProcessEvent, now: float) -> None:
+        worker = self.workers.with_process(event, event.worker)
+        match event:
+            case ev.WorkerStarted():
+                self.reports.on_started(worker, event, now)
+            case ev.WorkerReady():
+                self.reports.on_ready(worker, event, now)
+            case ev.WorkerStepped():
+                self.reports.on_stepped(worker, event, now)
+            case ev.WorkerExited():
+                self.reports.on_exited(worker, event, now)
+            case ev.WorkerStalled():
+                self.hangs.on_stalled(worker, event, now)
+            case ev.WorkerResumed():
+                self.hangs.on_resumed(worker, event, now)
+            case _:
+                assert_never(event)
+
+    def _take_in_other(self, event: ev.OtherEvent, now: float) -> None:  # noqa: PLR0912
+        match event:
+            case ev.AgentReady():
+                self.agents.on_ready(event, now)
+            case ev.AgentLost():
+                self.agents.on_lost(event, now)
+            case ev.LeaseExpired():
+                self.agents.on_lease_expired(event, now)
+            case ev.HostsDiscovered():
+                self.discovered.on_hosts(event, now)
+            case ev.DiscoveryFailed():
+                self.discovered.on_failed(event, now)
+            case ev.HostsChecked():
+                self.rechecks.on_hosts_checked(event, now)
+            case ev.HostLeaving():
+                self.drains.on_host_leaving(event, now)
+            case ev.WorkerLeaving():
+                self.drains.on_worker_leaving(event, now)
+            case ev.DrainRequested():
+                self.drains.on_requested(event, now)
+            case ev.DrainCancelled():
+                self.drains.on_cancelled(event, now)
+            case ev.RankSlow():
+                self.drains.on_slow(event, now)
+            case ev.RankRecovered():
+                self.drains.on_recovered(event, now)
+            case ev.WorkerStack():
+                self.stacks.on_worker_stack(event, now)
+            case ev.StacksRequested():
+                self.stacks.on_requested(event, now)
+            case ev.WorkerSaved():
+                self.final_checkpoint.on_saved(event, now)
+            case ev.JobLeaving():
+                self.preemption.on_job_leaving(event, now)
+            case ev.ProgressReported():
+                self.boundary.on_progress_reported(event, now)
+            case ev.ScaleRequested():
+                self.capacity.on_scale_requested(event, now)
+            case ev.StopRequested():
+                self.outcome.on_stop_requested(event, now)
+            case ev.Tick():
+                pass  # only time has passed: the rules draw the consequences
+            case _:
+                assert_never(event)
 
     # ---- consequences --------------------------------------------------------------------
 
