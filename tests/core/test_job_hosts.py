@@ -38,6 +38,21 @@ def test_a_removed_worker_that_dies_before_the_boundary_is_no_failure(
     assert s.end is None
 
 
+def test_only_a_worker_that_was_told_to_stop_is_expected_to_fail(scenario: MakeScenario) -> None:
+    s = scenario(start_np=3, max_restarts=0).training(a=1, b=2)
+    s.hosts(a=1)
+    s.exit("b.0.1", 1)  # it was to leave, but has failed before it was told to stop
+    (failed,) = s.announced("worker_exited")
+    assert failed.detail == {"exit_code": 1, "expected": False}
+    assert failed.reason == "exit code 1, before it was told to stop (host b was removed)"
+    s.ready("a.0.1", "b.1.1", version=5)
+    s.obey_stops()
+    stopped = s.announced("worker_exited")[-1]
+    assert (stopped.worker, stopped.detail["expected"]) == ("b.1.1", True)
+    assert stopped.reason.endswith("as it was told to")
+    assert s.end is None
+
+
 def test_a_host_that_comes_back_within_the_last_call_changes_nothing(
     scenario: MakeScenario,
 ) -> None:

@@ -78,7 +78,11 @@ class Reports(Rule):
         self.effects.announce("state_synced", reason, worker, step=step, receivers=len(receivers))
 
     def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
-        """Record the end of a worker's process: a success, a failure, or as it was told to."""
+        """Record the end of a worker's process: a success, a failure, or a stop that was ordered.
+
+        A worker that has to leave may end early: that is no failure of the job. Its exit is only
+        `expected` if it was told to stop or exits 0; otherwise users see its exit and traceback.
+        """
         code, active = event.exit_code, worker.state in ACTIVE
         if self.outcome.kind is ScriptKind.UNDECLARED and active:
             # The worker has sent no message; a later READY of another one can still correct this.
@@ -90,8 +94,10 @@ class Reports(Rule):
             leaving = not all(member.leaving for member in self.rounds.members())
         as_told = leaving or not active
         self.workers.ended(worker, code, as_told=as_told)
-        reason = f"exit code {code}, {'as it was told to' if as_told else 'by itself'}"
-        self.effects.announce("worker_exited", reason, worker, exit_code=code, expected=as_told)
+        expected = not active or (leaving and code == 0)
+        early = f"before it was told to stop ({worker.leaving})" if leaving else "by itself"
+        reason = f"exit code {code}, {'as it was told to' if expected else early}"
+        self.effects.announce("worker_exited", reason, worker, exit_code=code, expected=expected)
         if not active:
             return
         if as_told:
