@@ -11,7 +11,7 @@ from tests.core.conversation import kinds
 
 
 def test_a_stamped_decision_names_the_event_that_caused_it() -> None:
-    decided = [SealRound(1, "everybody has left"), SealRound(2, "again")]
+    decided = [SealRound(1, "all members have left"), SealRound(2, "again")]
     assert [decision.cause for decision in stamped(decided, 7)] == [7, 7]
     assert [decision.cause for decision in decided] == [0, 0]
 

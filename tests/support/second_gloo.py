@@ -53,7 +53,7 @@ class SecondGloo:
     # ---- what the worker does with it ----------------------------------------------------
 
     def begin(self) -> None:
-        self._connections.close()  # everybody has left the round before
+        self._connections.close()  # all members have left the round before
         port = urlsplit(os.environ.get(contract.RENDEZVOUS, "")).port
         self._connections = GroupConnections(exclude_port=port)
         self._queue.clear()

@@ -65,7 +65,7 @@ class Membership(Rule):
             # Workers that leave now take the state along: train on until others can take it over.
             ends = [drain.replace_until for drain in drains if drain and drain.leave_by is not None]
             at = min([since + settings.elastic_timeout, *ends])
-            reason = f"{reason}; nobody to take over yet"
+            reason = f"{reason}; no other worker can take over the state yet"
         elif until and len(until) == len(drains) and self._newcomers_in_sight(wanted_only=True):
             # If one of them could not wait, all would leave with it: one change for all.
             at, reason = max(at, min(until)), f"{reason}; its replacements are booting"
@@ -89,7 +89,7 @@ class Membership(Rule):
         still_in = self.workers.count(RUNNING)
         if not still_in:
             if self.outcome.first_success is None or self.workers.count(READY):
-                self.rounds.open_next(now, f"everybody has left round {current.number}")
+                self.rounds.open_next(now, f"all members have left round {current.number}")
             return
         if current.at_boundary:
             self._hurry_stragglers(now)
@@ -131,7 +131,7 @@ class Membership(Rule):
             return
         last_loss_at, current = self.outcome.last_loss_at, self.rounds.current
         if not self.outcome.has_progress and last_loss_at is not None:
-            waiting = "to see whether every worker fails before anyone is started again"
+            waiting = "to see whether every worker fails before any is started again"
             if not self.effects.due_or_set_alarm(last_loss_at + self.settings.settle, now, waiting):
                 return
         self.capacity.placing_begins()

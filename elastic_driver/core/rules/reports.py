@@ -72,7 +72,7 @@ class Reports(Rule):
         worker, receivers = members[source], receivers_of(states, source)
         step, reason = None, f"{worker.id}'s first values, or those of its checkpoint"
         if states[source].trained:
-            step, reason = states[source].steps, "everybody had it already"
+            step, reason = states[source].steps, "all ranks had it already"
             if receivers:
                 reason = f"{len(receivers)} of {len(members)} took over {worker.id}'s"
         self.effects.announce("state_synced", reason, worker, step=step, receivers=len(receivers))
@@ -191,7 +191,7 @@ class Reports(Rule):
         members = sum(loss.member for loss in outcome.losses)
         when = "by themselves"
         if outcome.elastic:
-            when = "after training had begun" if progress else "before anyone finished a step"
+            when = "after training had begun" if progress else "before any of them finished a step"
         hint = "not restarted (--max-restarts N restarts)"
         outcome.fail(f"all {members} workers failed {when}: {hint}")
 
@@ -206,7 +206,7 @@ class Reports(Rule):
             # With node units, the present world may go on without an earlier member.
             can_wait = worker.state is READY and current.state is COMPLETE
             if not worker.is_member or (can_wait and worker.id not in current.members):
-                self.effects.stop(worker, "the job is finishing: nobody new joins")
+                self.effects.stop(worker, "the job is finishing: no new worker joins")
         if self.tf is not None:  # TensorFlow's servers never end by themselves
             serving = list(self.workers.having(*ACTIVE))
             if not any(self.tf.essential((worker.host, worker.slot)) for worker in serving):
@@ -234,5 +234,5 @@ class Reports(Rule):
 def _describe(failure: Failure, cause: Cause) -> str:
     code, after = failure.exit_code, " after losing a peer" if cause is Cause.VICTIM else ""
     text = f"was killed by signal {-code}" if code < 0 else f"exited {code}"
-    others = {Cause.HUNG: "stopped giving signs of life", Cause.AGENT: "was lost with its agent"}
+    others = {Cause.HUNG: "stopped making progress", Cause.AGENT: "was lost with its agent"}
     return others.get(cause, text + after)
