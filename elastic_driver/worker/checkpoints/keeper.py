@@ -35,15 +35,15 @@ from elastic_driver.worker.worker_log import say
 
 KEEP = 3
 PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may take
-FIRST_POLL_S = 0.02  # for other ranks' reports; each pause is GROWTH times longer, up to …
+FIRST_POLL_S = 0.02  # the first pause between two checks for the other ranks' reports
 LONGEST_POLL_S = 1.0
-GROWTH = 1.5
+GROWTH = 1.5  # each pause is so many times longer than the one before
 MAX_WAIT_S = 30.0  # longest that training waits for the previous checkpoint
 LOGGED_WAIT_S = 3.0  # a shorter wait is not logged
 EXIT_S = 60.0  # a process that ends waits this long for its own share …
 EXIT_OTHERS_S = 10.0  # … and this long for the others'
 Group = tuple[int, Sequence[str], str]
-"""The rank of this process, the workers that write together, and their name of the attempt."""
+"""The rank of this process, the workers that write together, and the name of their attempt."""
 
 
 class Checkpoints:
@@ -61,17 +61,17 @@ class Checkpoints:
         self._every = _at_least_1("every", every)
         self.root, self.keep = root, _at_least_1("keep", KEEP if keep is None else keep)
         self.in_trouble = False  # the last attempt failed, and that was logged
-        self.disk = Lock()  # a thread holds it to write or to delete
+        self.disk = Lock()  # held while a rank writes its share, or completes a checkpoint
         self._world: Group | None = None
         self._staging: tensors.Staging | None = None
         self._writers: list[CheckpointWriter] = []  # the newest last; earlier ones wait for reports
-        self._late = False  # training had to wait for the disk, and that was logged
+        self._late = False  # training has had to wait for the disk, and that was logged
         self._stuck = False  # the disk has not answered within MAX_WAIT_S
 
     # ---- taking --------------------------------------------------------------------------
 
     def entered(self, world: World, rank: int) -> None:
-        """From now on the members of `world` write together, this process as `rank`."""
+        """Record the world whose members write together from now on, and this process's rank."""
         self._world = rank, [member.worker for member in world.members], f"{world.round}"
 
     def take_if_due(self, state: LiveState, version: int) -> None:
@@ -85,9 +85,10 @@ class Checkpoints:
             self._take(state, version, self._world)
 
     def take_last(self, state: LiveState, request: SaveRequest, rank: int) -> Path:
-        """Do the same for workers that are about to leave and write together; return the folder.
+        """Copy this rank's share of the last checkpoint, have it written, and return the folder.
 
-        Raises `ElasticError` where the disk does not answer within the request's time.
+        The workers of the request write it together before they leave. Raises `ElasticError` where
+        the disk does not answer within the request's time.
         """
         if not self._is_free(request.seconds):
             raise ElasticError(f"{self.root} has not answered for {request.seconds:.0f} s")
@@ -334,19 +335,18 @@ class CheckpointWriter(Thread):
         return reports
 
     def _fail(self, reason: str) -> None:
-        """Free the space; rank 0 logs the reason, others leave it in the folder for rank 0."""
-        rank, logged = self.staging.rank, not self.is_last
+        """Delete what was written; rank 0 logs the reason, others leave it in the folder for it."""
+        rank = self.staging.rank
+        logged = rank > 0 or not self.is_last
         if rank == 0:
             self.problem = reason
             folders.remove(self.folder)
         else:
             with suppress(OSError):
                 (self.folder / tensors.file_name(rank)).unlink(missing_ok=True)
-            try:
+            with suppress(OSError):
                 (self.folder / f"part-{rank}.failed").write_text(reason)
-                logged = False
-            except OSError:
-                logged = True
+                logged = False  # rank 0 reads and logs it
         if logged and not self.owner.in_trouble:
             say(
                 f"the checkpoint of step {self.version} in {self.owner.root} is not written: "

@@ -5,8 +5,9 @@ three and waits for a notice, so there is no polling and a notice arrives within
 message. The thread never touches torch and decides nothing: it calls `on_notice` for every new
 notice. While the driver does not answer, it logs one line and keeps trying; training goes on.
 
-The training thread reports READY and waits for the next world, with connections of its own. It
-waits for an absent driver without limit: only a refusal is an error.
+The training thread reports READY and waits for the next world, with connections of its own. Each
+request has a deadline and is repeated without limit while the driver is absent: only a refusal is
+an error. If the driver is gone for good, the agent ends this process; if the agent is, the kernel.
 
 `world` makes one connection in a process, before anything else can block. A forked child (a
 DataLoader worker) has no heartbeat thread. Times are seconds.
@@ -55,14 +56,14 @@ class FinalCheckpointTask:
 
     The driver requests it while this worker waits for a world. The state writes its shares in the
     background; the first of the requested workers reports the result. All calls come from the
-    training thread, which trains nothing meanwhile. `state`: a `State`, in a module above this one.
+    training thread, which trains nothing meanwhile. `state`: a `State`, whose module imports this.
     """
 
     def __init__(self, worker: str, state: Any) -> None:
         self._worker, self._state = worker, state
         self._number = 0  # of the request
-        self._folder: Path | None = None  # being written, and this worker reports
-        self._problem: str | None = None  # to report; "": none
+        self._folder: Path | None = None  # is being written; set where this worker reports
+        self._problem: str | None = None  # the result to report; "": no problem
 
     def begin(self, request: documents.SaveRequest) -> None:
         """Carry out the driver's request; a failure becomes the result and is not raised."""
@@ -102,8 +103,8 @@ class DriverConnection:
         born: the worker's context.
         progress: reported with each heartbeat.
         on_notice: called on the heartbeat thread with each new notice.
-        before_heartbeat: called there before each; returns the seconds until its next call, or
-            None where any time will do.
+        before_heartbeat: called on that thread before each heartbeat; returns the seconds until it
+            must be called again, or None where any time will do.
 
     Raises `TokenError` where the token file cannot be used.
     """
@@ -298,8 +299,8 @@ class DriverConnection:
 def next_pause(before: float, size: int, *, stepped: bool) -> float:
     """Return the seconds between two heartbeats of a worker that trains in a world of `size`.
 
-    The driver's load bounds it where the worker has `stepped` since the last heartbeat; otherwise
-    it grows from `before`, the last pause.
+    If the worker has `stepped` since the last heartbeat, the pause is longer in a larger world, to
+    bound the driver's load. Otherwise it grows from `before`, the last pause.
     """
     if stepped:
         return min(max(size / HEARTBEATS_PER_S, SHORTEST_WAIT_S), LONGEST_WAIT_S)

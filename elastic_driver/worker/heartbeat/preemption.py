@@ -33,7 +33,7 @@ _HANDLED = 0x80  # marks a signal number that our Python handler wrote
 
 
 class PreemptionWatch:
-    """Counts the signals, reports to the driver, once, that this worker has to go, and ends it.
+    """Counts the signals, reports once to the driver that this worker has to leave, and ends it.
 
     Belongs to the heartbeat thread, except for `listen` and `close`. Nothing changes before
     `listen`. Only signals without a handler are taken over; a handler or a wakeup descriptor that
@@ -61,7 +61,7 @@ class PreemptionWatch:
         return self._reader.fileno()
 
     def listen(self) -> None:
-        """Take the signals over, once, in the first world; does nothing outside the main thread."""
+        """Install our signal handlers, in the first world only; on the main thread only."""
         on_main = threading.current_thread() is threading.main_thread()
         if self._taken or self._notice == 0 or not on_main:
             return
@@ -78,7 +78,7 @@ class PreemptionWatch:
             signal.siginterrupt(number, False)  # system calls go on as if no signal had come
 
     def close(self) -> None:
-        """Give the signals back; also in a forked child."""
+        """Restore the signals' default actions, close the sockets; also in a forked child."""
         ours = [number for number in self._taken if self._is_ours(number)]
         for number in ours:
             _reset_in_c(number)

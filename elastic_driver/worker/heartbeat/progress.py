@@ -29,10 +29,10 @@ LARGEST_BACKLOG = 4096  # steps between two heartbeats
 
 
 class StepCost(Struct, frozen=True):
-    """The cost of one step to this rank.
+    """The cost of one step to this rank, in seconds.
 
-    `compute`: in all, with one forward-backward pass; `one_pass`: of that pass; `exchange`: CPU
-    time of the process while it waited for others, spent on exchanging gradients.
+    `compute`: of one forward-backward pass and the optimizer; `one_pass`: of the pass alone;
+    `exchange`: CPU time that exchanging gradients took while this rank waited for others.
     """
 
     compute: float
@@ -44,11 +44,11 @@ class StepSamples:
     """The measured steps of this process in one round, for the driver's comparison.
 
     Steps may take a millisecond while heartbeats are seconds apart and their messages small. So for
-    steps shorter than `SAMPLE_S`, a sample is the mean over 2ⁿ steps. It is a mean because a
-    processor that is taken away now and then slows some of these steps a lot and the others not at
-    all. All ranks end their samples at the same steps, because n follows from the step time they
-    share; where it differs, every second sample of one rank ends with a sample of the other. The
-    samples of the last seconds are repeated in each heartbeat, so a lost message does no harm.
+    steps shorter than `SAMPLE_S`, a sample is the mean over 2ⁿ steps. It is a mean because other
+    programs that take the processor now and then slow some of these steps a lot and the others not
+    at all. All ranks end their samples at the same steps, because n follows from the step time they
+    share. Where n differs by one, every second sample of one rank ends with a sample of the other.
+    The samples of the last seconds are repeated in each heartbeat, so a lost message does no harm.
 
     The training thread records, the heartbeat thread collects: a deque's `append` and `popleft` are
     atomic, so no lock is needed.
@@ -110,7 +110,7 @@ class TrainingProgress:
     on_first_step: Callable[[], None] = lambda: None  # called at the first commit of a round
     links: Callable[[], Links | None] = lambda: None  # reads the usage of the group's links
     division: Division | None = None  # set by a FixedBatch with `balance`
-    wants_allocations: bool = False  # set by the same: watch for new allocations
+    wants_allocations: bool = False  # set by it, too: watch for new allocations
     # Written by the heartbeat thread.
     allocation: Allocation | None = None  # the newest one
     leave_after: int = NEVER  # leave the round at the first commit after this step

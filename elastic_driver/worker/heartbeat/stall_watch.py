@@ -2,7 +2,7 @@
 
 The heartbeat thread checks before each heartbeat. Progress is a commit, a reported step or any
 other report of the script. The limit follows from the step times seen so far, unless the user has
-set one. A stall is reported to the driver, which alone sees all workers and decides who hangs
+set one. A stall is reported to the driver, which alone sees all workers and decides which hang
 (`core.rules.hangs`); at the same time the stacks of all threads go to this worker's stderr.
 Nothing here stops anything.
 
@@ -29,7 +29,7 @@ LEAST_S = 60.0  # the adaptive limit is never shorter than this
 USUAL_STEPS = 20.0  # nor than this many median steps
 FIRST_STEP_S = 600.0  # the adaptive limit in the first step of a round
 FIRST_STEP_FACTOR = 5.0  # a limit set by the user is multiplied by this there
-WORKING_FACTOR = 10.0  # the same for a thread that computes outside collectives: an evaluation?
+WORKING_FACTOR = 10.0  # the adaptive limit is so much longer while the thread computes by itself
 WORKING_SHARE = 0.1  # CPU seconds per second from which a thread counts as computing
 _OURS = "/elastic_driver/worker/"
 STDERR = 2
@@ -56,7 +56,7 @@ class TrainingThread:
         return "collective" if waits_for_peers(frame.f_code.co_filename) else "elsewhere", stack
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of the thread; 0 where the system does not tell."""
+        """Return the CPU time of the thread; 0 where the system does not count it."""
         with contextlib.suppress(OSError, AttributeError):
             return time.clock_gettime(time.pthread_getcpuclockid(self._ident))
         return 0.0
@@ -79,7 +79,7 @@ class TrainingThread:
 
 
 class StallWatch:
-    """Watches the thread that creates it. `limit`: `--hang-timeout`; None adapts, 0 is off."""
+    """Watches the thread that creates it. `limit`: seconds; None: adapts to steps, 0: no limit."""
 
     def __init__(self, worker: str, progress: TrainingProgress, limit: float | None) -> None:
         self._worker, self._progress, self._limit_set = worker, progress, limit
@@ -108,7 +108,7 @@ class StallWatch:
         if self._stall is None:
             place = "in a collective" if location == "collective" else "outside of collectives"
             line = f"elastic: no progress for {silence:.1f} s, the training thread is {place}:\n"
-            # Past Python's own buffers, whose lock may be what hangs.
+            # Not through Python's buffers: the thread that hangs may hold their lock.
             with contextlib.suppress(OSError, ValueError):
                 os.write(STDERR, line.encode())
                 faulthandler.dump_traceback(STDERR, all_threads=True)

@@ -147,10 +147,7 @@ def check_sendable(state: LiveState) -> None:
 
 
 def take_over(
-    state: LiveState,
-    envelope: Envelope,
-    fill: Callable[[list[Tensor]], None],
-    with_random: bool,
+    state: LiveState, envelope: Envelope, fill: Callable[[list[Tensor]], None], with_random: bool
 ) -> None:
     """Load the contents of an envelope into a state.
 

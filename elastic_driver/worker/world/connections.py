@@ -74,7 +74,7 @@ class GroupConnections:
 
     def _shut(self, how: int) -> None:
         for connection in list(self.held):
-            with contextlib.suppress(OSError):  # the peer was faster
+            with contextlib.suppress(OSError):  # the peer has ended it already
                 connection.shutdown(how)
 
 

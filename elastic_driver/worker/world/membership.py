@@ -34,7 +34,7 @@ from rendezvous.torch_store import HTTPStore
 
 GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
 CHECK_S = 1.0  # between two checks of a training thread that has not left yet
-HOPELESS_CHECKS = 8  # that find it asleep: a collective that can end does so in milliseconds
+HOPELESS_CHECKS = 8  # in a row that find it asleep: a collective that can end takes milliseconds
 CONNECT_DEVICES_S = 120.0  # the longest wait for the peers' devices
 TAKE_DOWN_S = 20.0  # for torch to drop a group; a destructor that waits for a lost peer hangs
 MAX_DEVICE_FAILURES = 3  # in a row, of devices to connect in rounds that no notice has ended
@@ -63,7 +63,7 @@ class JobMembership:
         self._described: object | None = None  # the state that our last READY described
         self._lock = threading.Lock()  # guards the next two: the heartbeat thread brings notices
         self._notice: Notice | None = None
-        self._attempt: tuple[int, SimpleQueue[Any]] | None = None  # a round, and what it waits for
+        self._attempt: tuple[int, SimpleQueue[Any]] | None = None  # a round, its thread's result
         self._device_failures = 0  # in a row
         self._broken_since: float | None = None  # when a notice told us to leave at once
         self._leaving_since: float | None = None  # when taking the group down began
@@ -164,6 +164,8 @@ class JobMembership:
         self._end_left_groups()  # their other members are in this round, or gone
         if self._driver is not None:
             self._driver.preemption.listen()
+            if self._broken_since is not None:
+                self._driver.preemption.wake()  # so that `_check_departure` does not come late
         current.enter(me.place, world.round)
 
     def _run_attempt(self, round_id: int, timeout: float, work: Callable[[], T]) -> T:
@@ -256,10 +258,10 @@ class JobMembership:
     def leave(self) -> None:
         """Take the process group down, healthy or broken, without waiting for a peer.
 
-        A peer that has not heard that it should leave here too finds its group broken. The
-        connections themselves stay open until the next round: see `connections`.
+        A peer that has not got the notice to leave yet finds its group broken. The connections
+        themselves stay open until the next round: see `connections`.
         """
-        # While notices still reach it.
+        # Before `group` is reset: a notice that comes meanwhile has to reach the device.
         problem = self.group.cut_off_device(broken=False) if self.group is not None else None
         with self._lock:
             group, self.group = self.group, None

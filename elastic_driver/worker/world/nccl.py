@@ -7,7 +7,7 @@ in which every worker has a GPU of its own. That half differs from gloo in three
 
 - The processor runs ahead: the result of a collective is there only when the device has *settled*.
   A collective that is cut off leaves garbage, with which the device would go on computing. So the
-  training thread settles before the optimizer touches the parameters, and learns it there.
+  training thread settles before the optimizer touches the parameters, and gets an error there.
 - A lost peer ends nothing by itself: the device waits until this half is *cut off*. That takes up
   to a second and wakes the training thread, so it runs on a thread of its own.
 - No worker may build the next group while another is still in the old one: READY comes last.
@@ -130,7 +130,7 @@ class Nccl:
 
 
 class DeviceHalf:
-    """One round's half of the group; thread-safe."""
+    """The half of one round's group that carries CUDA tensors; thread-safe."""
 
     def __init__(self, device: Nccl) -> None:
         self.device = device
@@ -202,7 +202,7 @@ def choose_backend(backend: str | None, slot: int) -> BackendChoice:
     """Return the choice of the worker in this slot.
 
     `backend`: a name as torch's `init_process_group` takes it; None: not specified. Raises
-    `UsageError` for an unknown name, and where NCCL is asked for without a GPU.
+    `UsageError` for an unknown name, and where it names NCCL and there is no GPU.
     """
     names = set((backend or "nccl").lower().replace(" ", "").split(","))
     if names in _GLOO_ONLY:
@@ -229,8 +229,8 @@ def choose_backend(backend: str | None, slot: int) -> BackendChoice:
 def device_of(slot: int) -> int | None:
     """Return the visible device of the worker in this slot; None without a GPU or NCCL.
 
-    A launcher that shows each worker one device has chosen already, and so has a script that has
-    a device in use. Asks the driver for the number of devices; does not start CUDA.
+    If the launcher shows each worker one device only, or the script uses a device already, it is
+    that one. Reads the number of devices from NVIDIA's driver and does not start CUDA.
     """
     if not dist.is_nccl_available() or not torch.cuda.is_available():
         return None

@@ -123,7 +123,7 @@ def busy(what: str, within: float = BUSY_S) -> Iterator[None]:
 
 
 def _progress() -> TrainingProgress:
-    """Return the record that heartbeats report; outside of a job, a record for nothing."""
+    """Return the record that heartbeats report; outside of a job, a record that no one reads."""
     member = _Session.membership
     return TrainingProgress() if member is None else member.progress
 

@@ -1,0 +1,40 @@
+"""The moments in which a worker enters a round, and a notice comes."""
+
+from __future__ import annotations
+
+import select
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import HashStore
+
+from elastic_driver.core.documents import Member, Notice, World
+from elastic_driver.worker import current
+from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
+from elastic_driver.worker.world import groups
+from elastic_driver.worker.world.connections import GroupConnections
+from elastic_driver.worker.world.membership import ALONE, JobMembership
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_notice_that_comes_after_the_build_wakes_the_heartbeat_when_the_round_is_entered(
+    ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, preemption = JobMembership(None), PreemptionWatch("a.0.1", 0.0)
+    born = SimpleNamespace(endpoint="http://127.0.0.1:1")
+    member._driver = SimpleNamespace(born=born, preemption=preemption)  # type: ignore[assignment]
+
+    def install(*_: object) -> None:
+        if ended:
+            member._on_notice(Notice(1, None, "a.0.2 was lost"))
+
+    group = SimpleNamespace(
+        elected=True, half=None, connections=GroupConnections(), install=install
+    )
+    monkeypatch.setattr(groups, "build", lambda *_, **__: group)
+    monkeypatch.setattr(current._Current, "place", None)
+    monkeypatch.setattr(current._Current, "round", 0)
+    me = Member(worker="a.0.1", place=ALONE)
+    member._enter(World(round=1, members=(me,), reason="test"), me, HashStore(), 0)
+    assert bool(select.select([preemption], [], [], 0)[0]) == ended
+    preemption.close()
