@@ -218,7 +218,7 @@ class LocalBackend(Backend):
             agent.on_lost(reason)
 
     async def _warm(self, incarnation: int) -> None:
-        """Wait until agents can be forked, or are to be executed after all."""
+        """Wait until agents can be forked; a warm parent that is lost meanwhile ends the wait."""
         if not self._launched:
             self._launched = True
             try:
@@ -227,7 +227,7 @@ class LocalBackend(Backend):
                 pass
             except Exception as error:  # any: without a warm parent, agents still start
                 _say(f"agents on this machine import for themselves: {error!r}")
-        await self._starter.ready()
+        await self._starter.ready(for_next=False)
 
     def _read_spec(self, incarnation: int) -> JobSpec:
         token = read_token_file(self._token_file)

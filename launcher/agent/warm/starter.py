@@ -210,19 +210,25 @@ class WorkerStarter:
         if self._parent is None or self._parent.digest != plan.digest():
             self._launch(plan)
 
-    async def ready(self) -> None:
-        """Wait until the warm parent is warm, or given up; never longer than `WARM_UP_S`.
+    async def ready(self, *, for_next: bool = True) -> None:
+        """Wait until the warm parent can fork, `WARM_UP_S` seconds at most.
+
+        If the warm parent is lost meanwhile, wait for the next one only with `for_next`.
 
         Waiting is quicker: the imports have begun already, and workers with imports of their own
         would compete with them for the cores.
         """
-        deadline = time.monotonic() + WARM_UP_S
+        deadline, first = time.monotonic() + WARM_UP_S, self._parent
         async with self._waiting:  # one at a time may wait for a socket
             while (parent := self._parent) is not None and self._threads is None:
-                if not await readable(parent.status.fileno(), deadline - time.monotonic()):
-                    self._lose(f"it was not warm after {WARM_UP_S:.0f} s")
+                if parent is not first and not for_next:
                     return
-                self._warm_parent()
+                if await readable(parent.status.fileno(), deadline - time.monotonic()):
+                    self._warm_parent()
+                    continue
+                if parent is first:  # the next one has not had its time yet
+                    self._lose(f"it was not warm after {WARM_UP_S:.0f} s")
+                return
 
     def start(self, spec: ProcessSpec) -> int:
         """Start a process, by a fork if the warm parent is warm; return the pid of our child.

@@ -46,10 +46,11 @@ def test_one_that_dies_again_and_again_is_not_started_for_ever(
     assert machine.lost == {}
 
 
+@pytest.mark.parametrize("launches", [1, 4])
 def test_when_it_is_killed_while_it_imports_those_who_wait_are_executed(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, launches: int
 ) -> None:
-    monkeypatch.setattr(starter, "MOST_LAUNCHES", 1)
+    monkeypatch.setattr(starter, "MOST_LAUNCHES", launches)
     machine.publish_job()
     (machine.folder / "counted.py").write_text("import time\ntime.sleep(600)\n")
     machine.start(*HOSTS)

@@ -225,6 +225,38 @@ def test_a_warm_parent_that_dies_is_replaced(host: Agent) -> None:
     assert "lost" in host.said[0]
 
 
+def test_those_that_do_not_want_the_next_warm_parent_are_free_when_the_first_is_lost(
+    host: Agent,
+) -> None:
+    (host.cwd / "lib/preloaded.py").write_text("import time; time.sleep(600)")
+    host.starter.launch(host.plan("job.py", preload=["preloaded"]))
+    (parent,) = host.starter.own_pids()
+
+    async def wait() -> None:
+        waiting = asyncio.gather(*(host.starter.ready(for_next=False) for _ in range(3)))
+        await asyncio.sleep(0)
+        os.kill(parent, signal.SIGKILL)
+        await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(wait())
+    assert host.run("job.py").stdout == FRESH
+    assert "starting another" in host.said[0]
+
+
+def test_those_that_waited_too_long_do_not_end_the_next_warm_parent(
+    host: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starter, "WARM_UP_S", 0.2)
+    (host.cwd / "lib/preloaded.py").write_text("import time; time.sleep(600)")
+    host.starter.launch(host.plan("job.py", preload=["preloaded"]))
+
+    async def wait() -> None:
+        await asyncio.gather(*(host.starter.ready() for _ in range(3)))
+
+    asyncio.run(wait())
+    assert host.starter._launches == 2
+
+
 def test_a_spare_that_dies_is_replaced(host: Agent) -> None:
     host.launch("job.py", preload=["preloaded"])
 
