@@ -57,7 +57,7 @@ JOB_ALLOCATION = "job/allocation"  # documents.Allocation: each worker's share o
 
 FIRST_OF_CHECKS = 10**9
 """Agents and workers that a node check starts have incarnations from here on, and its tasks have
-round numbers from here on: no name of a check is ever one of the job's."""
+round numbers from here on, so that names of a check and of the job never collide."""
 
 
 def spec_key(incarnation: int) -> str:

@@ -1,4 +1,4 @@
-"""Recognises, by its output, a process that failed only because one of its peers was lost.
+"""Recognises the output of a process that failed only because one of its peers was lost.
 
 When one rank dies, the collectives of all others break, and that exception ends an unmodified
 script too. Such a *victim* must not count as the cause: the job is judged by the process that
@@ -47,6 +47,5 @@ TORCH = (
 
 def looks_like_peer_loss(text: str) -> bool:
     """Return whether `text` (an exception, the tail of a log) reports a broken group."""
-
     ambiguous = any(phrase in text for phrase in AMBIGUOUS)
     return any(phrase in text for phrase in (*CERTAIN, *(TORCH if ambiguous else ())))

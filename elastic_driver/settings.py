@@ -1,6 +1,6 @@
 """The settings of a job's core, frozen. Times are seconds.
 
-A field made by `option` is an option of `elasticrun`; the record holds its meaning. The launcher
+A field made by `option` is an option of `elasticrun`, explained by its help text. The launcher
 fills the fields, the rules of the core read them.
 """
 
@@ -74,7 +74,7 @@ class Settings:
         "The roles of the workers, given out in this order, the oldest worker first; worker=* are "
         "all others. Implies --tf-config.", shown="worker=*")
 
-    checked_hosts: tuple[str, ...] | None = None  # before the job; None: hosts are never checked
+    checked_hosts: tuple[str, ...] | None = None  # hosts checked before the job; None: none ever
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from elastic_driver.core.documents import Failure, Order, SaveRequest, World
 class CausedDecision(Struct, frozen=True, kw_only=True):
     """A decision; `cause` is the number of the event that led to it (0: not numbered).
 
-    `machine.stamped` fills it in, in the driver's loop and nowhere else.
+    Only the driver's loop fills it in (`machine.stamped`), and not in a `Reply`: replies are not
+    recorded, and numbering a thousand replies a second would take too long.
     """
 
     cause: int = 0
@@ -39,7 +40,7 @@ class StopAgent(CausedDecision, frozen=True, tag="stop_agent"):
 
 
 class KillAgent(CausedDecision, frozen=True, tag="kill_agent"):
-    """End this agent and everything it started, at once; refuse it from now on."""
+    """End this agent and everything it started, at once, and refuse its later requests."""
 
     host: str
     incarnation: int
@@ -112,7 +113,7 @@ class StackGroup(Struct, frozen=True):
     """Ranks with their training threads at the same place."""
 
     ranks: tuple[int, ...]
-    where: str
+    where: str  # "collective", "elsewhere", or in the words of the agent
     stack: str  # innermost last; empty: unknown
     odd: bool = False  # at another place than the others, which may wait for these ranks
 
@@ -121,7 +122,7 @@ Detail = str | int | float | bool | None | tuple[StackGroup, ...]
 
 
 class Announce(CausedDecision, frozen=True, tag="announce"):
-    """A line for the event log; `event` is one of the names of the contract, past tense."""
+    """A line for the event log; `event` is its name, in the past tense."""
 
     event: str
     reason: str

@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from elastic_driver.core.members import Member as Member  # noqa: PLC0414 - also to be had here
+from elastic_driver.core.members import Member as Member  # noqa: PLC0414 - for importers
 from elastic_driver.core.members import Members, Roster, roster_of
 from elastic_driver.core.members import SlotInfo as SlotInfo  # noqa: PLC0414
 from elastic_driver.options import FLAG, NUMBERS, STREAMS, Heading, names, option, text, whole_or
@@ -71,13 +71,14 @@ class Notice(Struct, frozen=True):
 class SaveRequest(Struct, frozen=True):
     """Write the state after `step` committed steps to disk: all workers that hold it have to leave.
 
-    `members` write together, each the part of its position here; `number` tells requests apart.
+    `members` write together, each the part for its position in this list. `number` tells requests
+    apart.
     """
 
     number: int
     step: int
     members: tuple[str, ...]
-    seconds: float  # in which it has to be written
+    seconds: float  # the time left for writing
     reason: str
 
 
@@ -87,12 +88,12 @@ Share = Annotated[int, Meta(ge=0, le=2**31)]
 
 
 class Sample(Struct, frozen=True, array_like=True):
-    """The cost of a committed step for a rank, without waiting for others; the mean over the steps
-    since the sample before, where those are short.
+    """A rank's time for a committed step, without waiting for other ranks.
 
-    `compute` is the time of all computing, with one forward-backward pass in place of several;
-    `one_pass` is the time of that pass alone. `exchange` is not in `compute`: it is the processor
-    time of exchanging the gradients, because the clock also counts waiting.
+    If steps are short, it is the mean of all steps since the last sample. `compute` is the time of
+    all computing; of several forward-backward passes, only one is counted. `one_pass` is the time
+    of that pass alone. `exchange` is not in `compute`: it is the processor time of exchanging the
+    gradients, because the clock also counts waiting.
     """
 
     step: Annotated[int, Meta(ge=0)]
@@ -114,7 +115,7 @@ MAX_LINKS = 16  # in one message
 class LinkUse(Struct, frozen=True, array_like=True):
     """The use of the connections to one peer's address since the round began.
 
-    `seconds` in which data was under way, `carried`: bytes that arrived.
+    `seconds`: the time in which data was on its way. `carried`: bytes that arrived.
     """
 
     peer: Host
@@ -187,7 +188,7 @@ class JobSpec:
         shown="auto: one, if the command is Python and imports more than the standard library; "
         "none with --tf-config")
     rehearse: bool = True  # a warm parent takes a tiny training step
-    slot_ports: int = 0  # free ports each agent offers for servers of its workers' own
+    slot_ports: int = 0  # free ports that each agent offers for its workers' servers
 # fmt: on
 
 

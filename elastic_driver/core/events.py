@@ -10,10 +10,9 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Host, Text, WorkerId
+from elastic_driver.core.documents import Host, Seconds, Text, WorkerId
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-Notice = Annotated[float, Meta(ge=0.0, le=1e9)]
 Reason = Annotated[str, Meta(min_length=1, max_length=500)]
 ASKED = "a user asked for it"
 
@@ -82,8 +81,8 @@ class WorkerStarted(WorkerReport, frozen=True, tag="worker_started", forbid_unkn
 class WorkerReady(WorkerReport, frozen=True, tag="worker_ready", forbid_unknown_fields=True):
     """A worker is in no group and waits for the next round (`round`: the one it left, 0 none).
 
-    `version` is the number of committed steps its state stands for (−1: nothing trained yet),
-    `clean` whether its tensors are exactly those. `reason` says why it left.
+    `version` is the number of committed steps in its state (−1: nothing trained yet), `clean` means
+    that its tensors are exactly those. `reason` says why it left.
     """
 
     round: Count
@@ -107,7 +106,7 @@ class WorkerStalled(WorkerReport, frozen=True, tag="worker_stalled", forbid_unkn
     """
 
     round: Count
-    seconds: Notice
+    seconds: Seconds
     where: Literal["collective", "elsewhere"]
     stack: Text
 
@@ -156,14 +155,14 @@ class WorkerSaved(WorkerEvent, frozen=True, tag="worker_saved", forbid_unknown_f
 class HostLeaving(AgentEvent, frozen=True, tag="host_leaving", forbid_unknown_fields=True):
     """An agent got a preemption notice: its host goes away in `deadline` seconds."""
 
-    deadline: Notice
+    deadline: Seconds
     reason: Text
 
 
 class WorkerLeaving(WorkerEvent, frozen=True, tag="worker_leaving", forbid_unknown_fields=True):
     """A worker got a signal or a preemption notice: it has to leave in `deadline` seconds."""
 
-    deadline: Notice
+    deadline: Seconds
     reason: Text
 
 
@@ -193,7 +192,7 @@ class DrainRequested(Event, frozen=True, tag="drain_requested", forbid_unknown_f
 
     host: str
     reason: Reason = ASKED
-    deadline: Notice | None = None
+    deadline: Seconds | None = None
 
 
 class DrainCancelled(Event, frozen=True, tag="drain_cancelled", forbid_unknown_fields=True):
@@ -269,10 +268,10 @@ class LeaseExpired(Event, frozen=True, tag="lease_expired"):
 
     @property
     def reason(self) -> str:
-        """The silence as a reason for people."""
+        """The reason in words, for the log."""
         if self.kind == "half":
-            return f"it has not been heard of for {self.timeout / 2:g} s"
-        return f"not heard of for {self.timeout:g} s (--heartbeat-timeout)"
+            return f"it has not been heard from for {self.timeout / 2:g} s"
+        return f"not heard from for {self.timeout:g} s (--heartbeat-timeout)"
 
 
 class ProgressReading(Struct, frozen=True):

@@ -38,7 +38,7 @@ def _decisions(job: JobParts, decided: Sequence[Decision]) -> Iterator[str]:
 
 
 def _world(job: JobParts, world: World) -> Iterator[str]:
-    """A world when it is published; later its members may have gone."""
+    """Check a world when it is published; later, some of its members may be gone."""
     settings, name = job.settings, f"round {world.round}"
     ranks = [member.place.rank for member in world.members]
     if ranks != list(range(world.size)) or any(m.place.size != world.size for m in world.members):
@@ -50,7 +50,7 @@ def _world(job: JobParts, world: World) -> Iterator[str]:
         yield f"the oldest member of {name}, {oldest.id}, is rank {oldest.place.rank}"
     least = min(settings.min_np, settings.start_min_np or settings.min_np)
     if world.size < least and job.outcome.first_success is None:
-        yield f"{name} has {world.size} members, at least {least} are asked"
+        yield f"{name} has {world.size} members, at least {least} are required"
     if settings.max_np is not None and world.size > settings.max_np:
         yield f"{name} has {world.size} members, at most {settings.max_np} are allowed"
 
@@ -132,9 +132,9 @@ def _units(job: JobParts) -> Iterator[str]:
     if hosts % settings.node_unit:
         yield f"round {current.number} has {hosts} hosts, no multiple of {settings.node_unit}"
     if hosts < settings.min_hosts:
-        yield f"round {current.number} has {hosts} hosts, at least {settings.min_hosts} are asked"
+        yield f"round {current.number} has {hosts} hosts, {settings.min_hosts} are required"
     if settings.max_hosts is not None and hosts > settings.max_hosts:
-        yield f"round {current.number} has {hosts} hosts, at most {settings.max_hosts} are asked"
+        yield f"round {current.number} has {hosts} hosts, at most {settings.max_hosts} are allowed"
 
 
 def _replacement(job: JobParts) -> Iterator[str]:

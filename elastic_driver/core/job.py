@@ -170,7 +170,7 @@ class Job(JobParts):
         raise NotAtRestError(f"after {MAX_PASSES} passes these rules still move: {moved}")
 
     def _mark(self) -> tuple[object, ...]:
-        """Return all that a rule may change and another reads: not every change is a decision."""
+        """Return the values that one rule changes and another reads, beside the decisions."""
         current, outcome, capacity = self.rounds.current, self.outcome, self.capacity
         seen = (current.number, current.state, outcome.kind, len(outcome.losses))
         return (*seen, capacity.changed, capacity.placement_due, len(self.effects.decisions))

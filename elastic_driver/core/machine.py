@@ -1,4 +1,4 @@
-"""The one door of every pure machine: an event and the time go in, decisions come out.
+"""The interface of every pure machine: an event and the time go in, decisions come out.
 
 The driver runs all its machines (the job, the node check, each shard ledger, the TensorFlow
 cluster) in one loop: it numbers an event, hands it to the machine that the event is for, and
@@ -30,7 +30,7 @@ class Machine(Protocol[Event_contra, Decision_co]):
         ...
 
     def check(self) -> list[str]:
-        """Return every violated invariant as a sentence; empty for a machine in order."""
+        """Return every violated invariant as a sentence; usually there is none."""
         ...
 
     def snapshot(self) -> bytes:

@@ -88,15 +88,15 @@ class _HostBlock(NamedTuple):
 class Members(Sequence[Member]):
     """The members by rank; each is computed from the roster when it is asked for.
 
-    Making this object, and asking it for one member, costs what the groups of hosts cost, not the
-    hosts: every member of a round does both.
+    Creating this object and reading one member are O(groups of hosts), not O(hosts), because every
+    member of a round does both.
     """
 
     def __init__(self, roster: Roster) -> None:
         """Raises `ValueError` for a roster that is too long or contradicts itself."""
         self.roster = roster
         self._blocks: list[_HostBlock] = []
-        self._having: dict[int, list[int]] = {}  # by local rank, as they are asked for
+        self._having: dict[int, list[int]] = {}  # hosts before each block, by local rank
         self._states_from = list(accumulate((s.count for s in roster.standings), initial=0))
         sizes = (len(group.hosts) * sum(r.count for r in group.runs) for group in roster.groups)
         self._size = sum(sizes)

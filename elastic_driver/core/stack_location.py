@@ -4,7 +4,7 @@
 sees from outside. Pure.
 """
 
-# Where Python stands while torch, or one of our own exchanges, waits for peers.
+# Parts of paths: code in these files waits for peers (torch, and our own exchanges).
 _WAITS_IN = (
     "/torch/distributed/",
     "/torch/nn/parallel/",

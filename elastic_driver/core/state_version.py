@@ -27,8 +27,8 @@ class StateVersion(NamedTuple):
 def source_of(states: Sequence[StateVersion]) -> int | None:
     """Return the rank whose state all ranks go on with; `states` are in the order of ranks.
 
-    Among trained states a clean one beats another, then the most steps win, then the lowest rank.
-    Where no rank has trained, it is the lowest rank that is clean; None where there is none.
+    Among trained states, clean ones come first, then the one with the most steps, then the lowest
+    rank. If no rank has trained, it is the lowest rank that is clean; None if no rank is clean.
     """
     trained = [rank for rank, state in enumerate(states) if state.trained]
     clean = [rank for rank in trained or range(len(states)) if states[rank].clean]
@@ -40,8 +40,8 @@ def source_of(states: Sequence[StateVersion]) -> int | None:
 def receivers_of(states: Sequence[StateVersion], source: int) -> frozenset[int]:
     """Return the ranks that take over the state of `source`.
 
-    A rank keeps its own state where that is clean and stands for as many steps as a clean source's.
-    Where no rank has trained, all others receive, as each has drawn its own first values.
+    A rank keeps its own state if it and the source are clean and have as many steps. If no rank has
+    trained, all others receive, because each has drawn its own first values.
     """
     sent = states[source]
     if not (sent.trained and sent.clean):

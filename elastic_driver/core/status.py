@@ -41,7 +41,7 @@ class HostStatus(Struct, frozen=True):
 
 
 class SlowStatus(Struct, frozen=True):
-    """A rank that holds the others up; beside the job's picture, as the core does not decide it."""
+    """A rank that slows the others down; not in `JobStatus`, as the core does not measure ranks."""
 
     rank: int
     host: str

@@ -107,17 +107,17 @@ class TfLayout:
     def __init__(self, roles: TfRoles) -> None:
         self._roles = roles
         self._tasks: dict[Where, Task] = {}  # the oldest member first
-        self._rooms: dict[Where, PortOffer] = {}  # as they were when the ports below were chosen
+        self._offers: dict[Where, PortOffer] = {}  # for which the addresses below were chosen
         self._listening: dict[Where, tuple[str, int]] = {}
 
     def settle(self, present: Mapping[Where, PortOffer]) -> dict[Where, str]:
-        """Return TF_CONFIG of each member of a new round; newcomers follow in the order given.
+        """Return TF_CONFIG of each member of a new round; new members are the youngest.
 
         A slot keeps its port as long as its agent offers the same ones.
         """
-        kept = (where for where, room in present.items() if self._rooms.get(where) == room)
+        kept = (where for where, offer in present.items() if self._offers.get(where) == offer)
         self._listening = {where: self._listening[where] for where in kept}
-        self._rooms = dict(present)
+        self._offers = dict(present)
         members = [w for w in self._tasks if w in present]
         members += [w for w in present if w not in self._tasks]
         for where in members:
@@ -141,10 +141,10 @@ class TfLayout:
         roles = {role for role, count in self._roles if count != 0}
         return task.type == CHIEF or not {CHIEF, PS} <= roles
 
-    def _choose(self, room: PortOffer) -> tuple[str, int]:
-        used = {port for address, port in self._listening.values() if address == room.address}
-        ports = chain(room.ports, range(FIRST_FALLBACK_PORT, 65536))
-        return room.address, next(port for port in ports if port not in used)
+    def _choose(self, offer: PortOffer) -> tuple[str, int]:
+        used = {port for address, port in self._listening.values() if address == offer.address}
+        ports = chain(offer.ports, range(FIRST_FALLBACK_PORT, 65536))
+        return offer.address, next(port for port in ports if port not in used)
 
 
 def _join(address: str, port: int) -> str:

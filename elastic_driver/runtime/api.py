@@ -136,7 +136,7 @@ class DriverRoutes:
         if not self._driver.post(event):
             return None
         answer(202, _ACCEPTED)
-        return lambda: None  # nothing is left to give up
+        return lambda: None  # nothing is left to cancel
 
     def _route_of(self, kind: type[ev.Event]) -> Callable[[web.Request], Awaitable[web.Response]]:
         """Return the handler of a user's request, which becomes an event of this kind."""
@@ -255,7 +255,7 @@ class DriverRoutes:
         over = False
         while not over:
             news.clear()
-            over = self._log.closed  # asked first: what is logged before the end is sent
+            over = self._log.closed  # read first: events logged before the end are sent
             for event in self._log.since(since):
                 await response.write(b"id: %d\ndata: %b\n\n" % (event.n, event.line))
                 since = event.n

@@ -37,7 +37,7 @@ from rendezvous.wire import Set
 
 PACKAGES = Path(__file__).resolve().parents[2]
 TASK = (sys.executable, "-m", "elastic_driver.worker.nodecheck.serve")
-# What the task imports, and the model's part, which takes as long again.
+# Modules that the task imports; the one for the model takes as long as all others.
 PRELOAD = ("elastic_driver.worker.nodecheck.task",)
 PRELOAD_MODEL = (*PRELOAD, "torch._dynamo")
 FILE = "_node-checks.json"
@@ -59,7 +59,7 @@ class CheckSettings(CheckLimits, frozen=True, kw_only=True):
     env: dict[str, str] = field(default_factory=dict)  # added to the agents' environment for it
 
     def spec(self, run_id: str) -> JobSpec:
-        """Return the job of a check's agents."""
+        """Return the specification of the job that a check's agents run."""
         return JobSpec(
             run_id=run_id,
             command=self.command,

@@ -290,7 +290,7 @@ class ElasticDriver:
             end = loop.end
         except BaseException:  # nothing may leave agents behind, and nothing is swallowed
             self.reporter.bug(traceback.format_exc())
-            end = EndJob(int(ExitCode.BUG), "a bug of the driver's ended it")
+            end = EndJob(int(ExitCode.BUG), "a bug of the driver ended it")
         self._end = end
         try:
             if self.joined is not None:
@@ -298,7 +298,7 @@ class ElasticDriver:
             self._closing.close()
         except BaseException:
             self.reporter.bug(traceback.format_exc())
-            end = EndJob(int(ExitCode.BUG), "a bug of the driver's showed while it ended")
+            end = EndJob(int(ExitCode.BUG), "a bug of the driver showed while it ended")
         finally:
             self._outcome = end
 

@@ -48,7 +48,7 @@ READ_S = 1.0  # for the store to answer a `ReadKeys`
 KEPT_ORDERS = 4096  # of one agent; it reads them as they come, and is never that far behind
 FRESH_S = 0.1  # for the workers to report their progress when a boundary is to be named
 UNREACHABLE_STEP = 2**53
-"""A notice that names this step asks for nothing yet; it only makes every heartbeat report."""
+"""A notice with this step ends no round; it only makes every worker report its progress."""
 _FIELDS = ("round", "host", "slot", "rank", "pid", "worker", "reason")  # of every log line
 
 
@@ -63,7 +63,7 @@ class Executor:
     checks: NodeChecks | None
     post: Callable[[MachineEvent], None]  # puts an event into the mailbox, from any thread
     orders: dict[AgentKey, int] = field(default_factory=dict)  # given to agents that live
-    look_seconds: float = 0.0  # that the machine needed for the last `KeysRead`
+    look_seconds: float = 0.0  # the machine's time for the last `KeysRead`
     _agent_of: dict[str, AgentKey] = field(default_factory=dict)  # of workers that live
     _world: doc.World | None = None  # the newest
     _exited: ev.WorkerExited | None = None  # the newest end of a worker of the job
@@ -219,7 +219,7 @@ class Executor:
                     self._agent_of.pop(worker, None)
                     self._exited = event
             case ev.WorkerReady() if event.machine == "job":
-                self._tails.spoken = True
+                self._tails.elastic = True
             case ev.WorkerStepped(round=round_id):  # the job goes on after what went wrong before
                 self._show(self._tails.step_finished(round_id))
             case _:

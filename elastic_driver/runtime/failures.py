@@ -31,7 +31,7 @@ _TRACEBACK = re.compile(
 class HeldTails:
     """Tracebacks of failed workers that were not shown yet."""
 
-    spoken: bool = False  # a worker has reported by itself: the job is an elastic one
+    elastic: bool = False  # a worker has reported READY: the job is an elastic one
     stepped: bool = False  # a step was finished in this job
     _held: dict[str, tuple[str, int]] = field(default_factory=dict)  # text → worker, round
     _shown: set[int] = field(default_factory=set)  # hashes of what was released before
@@ -49,7 +49,7 @@ class HeldTails:
 
         None before the first step of an elastic job: the survivors may soon raise the same error.
         """
-        return self._release(round_id) if self.stepped or not self.spoken else []
+        return self._release(round_id) if self.stepped or not self.elastic else []
 
     def step_finished(self, round_id: int) -> list[tuple[str, str]]:
         """Return the pairs to show now that a later round has finished a step."""

@@ -85,7 +85,7 @@ def _collect(entries: Iterable[tuple[int, str]], default_slots: int, source: str
     for number, text in entries:
         try:
             if not text.strip():
-                raise ValueError(f"nothing there; {_GRAMMAR}")
+                raise ValueError(f"the entry is empty; {_GRAMMAR}")
             names, slots = _parse_entry(text.strip(), default_slots)
             for name in names:
                 if problem := check_host(name):

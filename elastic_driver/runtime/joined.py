@@ -42,7 +42,7 @@ class _JoinedNode:
     offer: join.NodeReport
     slots: int
     agents: dict[int, OnLost] = field(default_factory=dict)  # started, and not known to be gone
-    killed: int = 0  # the newest incarnation that was
+    killed: int = 0  # the newest incarnation that was killed
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class JoinedNodes(Backend):
     # ---- HostDiscovery -------------------------------------------------------------------
 
     def find(self) -> Hosts:
-        """Return the hosts in the order in which they joined, as soon as that has changed."""
+        """Return the hosts in the order in which they joined; wait `LOOK_S` for a change."""
         with self._lock:
             self._lock.wait_for(lambda: self._changed or self._cancelled, LOOK_S)
             if self._cancelled:
@@ -152,7 +152,7 @@ class JoinedNodes(Backend):
             with contextlib.suppress(StoppedError):
                 self._server.post([operation])
 
-    # ---- what nodes report ---------------------------------------------------------------
+    # ---- reports of nodes -----------------------------------------------------------------
 
     def add_to(self, app: web.Application) -> None:
         """Mount the route."""
@@ -184,7 +184,7 @@ class JoinedNodes(Backend):
     # ---- the table, with the lock held ---------------------------------------------------
 
     def _join(self, offer: join.NodeReport) -> _JoinedNode:
-        """Enter a node; the agents of the process that it follows are lost."""
+        """Add a node; if it joins again, the agents of its earlier process are lost."""
         rules = self._rules
         if offer.ended or offer.leaves:
             raise Problem(410, "not_joined", "the job does not know this node", "join again")

@@ -142,7 +142,7 @@ class DriverLoop:
         replies = [decision for decision in decisions if isinstance(decision, Reply)]
         if len(replies) < len(decisions):
             self._carry_out(stamped(decisions, self._events))
-        if replies:  # no record is kept of them, so they need no number
+        if replies:  # without the number, see `CausedDecision`
             self.answer(replies)
 
     def _carry_out(self, decisions: list[Any]) -> None:

@@ -132,7 +132,7 @@ class OpenRequests:
         return self.begin(lambda ticket: shards.ShardRequest(ticket, name, request), done)
 
     def answer(self, replies: Iterable[Reply]) -> None:
-        """Answer waiting requests; called by any other thread."""
+        """Answer waiting requests; called in the driver's thread."""
         encoded: dict[int, bytes] = {}  # an answer that many wait for is encoded once
         answers: list[tuple[int, Answer]] = []
         for reply in replies:

@@ -77,7 +77,6 @@ _WORDS: dict[str, tuple[Level, str]] = {
     "grace_period_passed": (Level.NORMAL, "grace period over"),
     "scale_requested": (Level.NORMAL, "another size was requested"),
     "state_synced": (Level.VERBOSE, "state synced in round {round}"),
-    "driver_resumed": (Level.NORMAL, "driver resumed"),
 }
 
 

@@ -68,7 +68,7 @@ def orders_without_a_reason(patch: pytest.MonkeyPatch) -> None:
 BROKEN: dict[Break, str] = {
     ranks_with_a_gap: r"the ranks of round \d+ are \[1",
     the_youngest_first: r"the oldest member of round \d+, .*, is rank [1-9]",
-    too_few_are_enough: r"round \d+ has \d+ members, at least \d+ are asked",
+    too_few_are_enough: r"round \d+ has \d+ members, at least \d+ are required",
     no_number_is_too_many: r"at most \d+ are allowed",
     a_cool_down_does_not_matter: r"gets a worker or an agent though it is in cool-down",
     orders_without_a_reason: "has no reason",

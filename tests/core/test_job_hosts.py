@@ -198,7 +198,7 @@ def test_an_agent_whose_lease_expires_is_killed_before_its_successor_starts(
 ) -> None:
     s = scenario(start_np=2).training(a=1, b=1)
     decided = s.send(ev.LeaseExpired("agent", "b.1", 30.0))
-    silent = "not heard of for 30 s (--heartbeat-timeout)"
+    silent = "not heard from for 30 s (--heartbeat-timeout)"
     assert decided[0] == KillAgent("b", 1, silent)
     assert [d.incarnation for d in decided if isinstance(d, StartAgent)] == [2]
     assert s.announced("agent_lost")[0].reason == silent

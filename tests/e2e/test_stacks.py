@@ -27,7 +27,7 @@ def test_the_stack_of_a_worker_that_hangs_in_c_is_kept_before_it_is_killed() -> 
     env = {"HANG": "native", "HANG_STEP": "20", "STEPS": "100000"}
     with elasticrun(*args, "--", str(JOBS / "hang.py"), env=env) as job:
         found = job.until(lambda: job.events("stacks_collected"), "the stacks are collected")[0]
-        assert "has not been heard of for 3 s" in found["reason"]
+        assert "has not been heard from for 3 s" in found["reason"]
         (odd,) = [group for group in found["stacks"] if group["odd"]]
         assert odd["ranks"] == [1]
         assert odd["where"] == "outside of collectives, seen by py-spy"

@@ -46,7 +46,7 @@ def test_different_tracebacks_are_all_shown() -> None:
 
 
 def test_before_the_first_step_of_an_elastic_job_a_later_round_proves_nothing() -> None:
-    tails = HeldTails(spoken=True)
+    tails = HeldTails(elastic=True)
     tails.add(failed("a.0.1"), 1)
     assert tails.world_published(2) == []
     assert tails.step_finished(1) == []  # a step of the round it failed in
@@ -54,7 +54,7 @@ def test_before_the_first_step_of_an_elastic_job_a_later_round_proves_nothing() 
 
 
 def test_a_job_that_succeeded_shows_what_it_survived() -> None:
-    tails = HeldTails(spoken=True)
+    tails = HeldTails(elastic=True)
     tails.add(failed("a.0.1"), 1)
     assert tails.job_succeeded() == [("a.0.1", BOOM)]
 

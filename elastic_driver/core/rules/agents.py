@@ -88,7 +88,7 @@ class Agents(Rule):
         """Start the agent again in place, or put its host in cool-down."""
         self.capacity.note_change()
         if self.hosts.drained(host) is not None:
-            return  # the host was to go and went early: that is no failure of the host
+            return  # the host was drained and its agent ended early: that is no failure
         cooldown = self.hosts.agent_failed(host, now, reason, started=was_up)
         if cooldown is not None:
             self.effects.announce("host_blacklisted", cooldown, host)

@@ -19,10 +19,12 @@ from elastic_driver.core.decisions import AskProgress, PublishNotice
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.rules.workers import RUNNING
 
-BASE_MARGIN = 0.1  # store → long-poll → heartbeat thread, on a busy machine
+BASE_MARGIN = 0.1  # seconds: store → long-poll → heartbeat thread, on a busy machine
 MARGIN_PER_WORKER = 0.0005  # the server answers its long-polls one after the other
-LEAST_MARGIN = 0.03  # a heartbeat thread may have to wait for the interpreter, or for a core
-MARGIN_PER_ANSWER = 5  # times what question and answer just took; the notice goes half that way
+LEAST_MARGIN = (
+    0.03  # seconds: a heartbeat thread may have to wait for the interpreter, or for a core
+)
+MARGIN_PER_ANSWER = 5  # times the measured time of question and answer; a notice needs half of it
 LONGEST_AHEAD = 10_000  # steps; a nonsensical step time must not name a step out of reach
 REPORT_S = 2.0  # for the executor to report; usually it takes milliseconds
 STALE_S = 2.0  # the greatest age of the last progress of a worker that did not answer
@@ -95,9 +97,9 @@ def leave_after(readings: Iterable[Reading], *, base: int, margin: float) -> int
     Ranks in step with each other differ by at most one, so the others are not far behind.
 
     Args:
-        readings: what is known of the round's workers; may be empty.
+        readings: the progress of the round's workers; may be empty.
         base: the committed steps the round began with; no worker is behind it.
-        margin: seconds in which every worker will have heard of it.
+        margin: seconds after which every worker has received the notice.
     """
     furthest, fastest = float(base), math.inf
     for reading in readings:

@@ -20,14 +20,14 @@ from elastic_driver.core.rules.rounds import Rule
 
 @dataclass(slots=True)
 class Rechecks(Rule):
-    """Has the hosts checked that are held for a check."""
+    """Starts the checks of the hosts that are held."""
 
     _checking: dict[str, int] = field(default_factory=dict)  # host → position; being checked
     _checks: int = 0  # begun so far
-    _held_since: float | None = None  # a host waits for a check since then
+    _held_since: float | None = None  # since when hosts have waited for a check
 
     def advance(self, now: float) -> None:
-        """Have the held hosts checked, unless a check is going on."""
+        """Start a check of the held hosts, unless one is going on."""
         held = self.hosts.held()
         if not held or self._checking or self.outcome.first_success is not None:
             return
@@ -63,7 +63,9 @@ class Rechecks(Rule):
             if host is None or host.position != position:
                 continue
             held = self.hosts.release(host)
-            result = results.get(name) or ev.HostResult(name, False, "it was not mentioned")
+            result = results.get(name) or ev.HostResult(
+                name, False, "the check has no result for it"
+            )
             if not result.passed:
                 cooldown = self.hosts.check_failed(host, now, f"node check: {result.reason}")
                 self.effects.announce("host_blacklisted", cooldown, name)

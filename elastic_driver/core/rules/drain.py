@@ -5,10 +5,11 @@ lost, but there is time: if other hosts have room, its workers train on until th
 ready, so that the world need not shrink. The same holds for a single worker with a notice; its slot
 is then free for the next worker.
 
-With `--replace-slow`, a worker that computes slowly is drained, too: one at a time, only out of a
-full world, and only onto one host that has room and is not slow itself. Its replacement is started
-there first. The host of a replaced worker is the last choice until a rank there has recovered, and
-after each host follows a pause. Without room elsewhere nothing happens, and that is announced once.
+With `--replace-slow`, a worker that computes slowly is drained, too: one at a time, only if all
+workers that are wanted train, and only if another host has room and is not slow. Its replacement is
+started there first. The host of a replaced worker is the last choice until a rank there has
+recovered. There is a pause before workers of another host are replaced. If no other host has room,
+nothing happens, and that is announced once.
 `policies.stragglers` gives the verdict on a rank; it is forgotten with its round.
 
 Times are monotonic seconds.
@@ -62,12 +63,12 @@ class Drains(Rule):
 
     def on_requested(self, event: ev.DrainRequested, now: float) -> None:
         """Drain a host."""
-        self._drain(event.host, self._until(event, now))
+        self._drain(event.host, self._drain_for(event, now))
 
     def on_host_leaving(self, event: ev.HostLeaving, now: float) -> None:
         """Drain a host that goes away."""
         self.fleet.current(event)  # an earlier agent's notice is stale
-        self._drain(event.host, self._until(event, now))
+        self._drain(event.host, self._drain_for(event, now))
 
     def on_worker_leaving(self, event: ev.WorkerLeaving, now: float) -> None:
         """Drain a worker that has to leave; its host stays."""
@@ -76,7 +77,7 @@ class Drains(Rule):
             raise ev.StaleEvent(f"{event.worker} is gone or going, or has not taken part yet")
         if worker.id in self.notices:
             raise ev.StaleEvent(f"{event.worker} has said before that it has to go")
-        drain = self.notices[worker.id] = self._until(event, now)
+        drain = self.notices[worker.id] = self._drain_for(event, now)
         self.capacity.note_change()
         self.effects.announce("worker_leaving", drain.reason, worker, deadline=event.deadline)
 
@@ -88,7 +89,7 @@ class Drains(Rule):
         self.capacity.note_change()
         self.effects.announce("drain_cancelled", event.reason or NO_REASON, event.host)
 
-    def _until(
+    def _drain_for(
         self, event: ev.DrainRequested | ev.HostLeaving | ev.WorkerLeaving, now: float
     ) -> Drain:
         """Return the drain that an event asks for; only a notice stops the workers in the end."""
@@ -245,7 +246,7 @@ class Drains(Rule):
             self.effects.announce("replacement_started", what, worker, target=target)
         elif target is None and worker.host not in self._without_room:
             self._without_room.add(worker.host)
-            why = "no other host that is not has a free slot (--max-np below all slots?)"
+            why = "no host that is not slow has a free slot (is --max-np below all slots?)"
             if self._last_change():
                 why = "the reset limit leaves no change for that"
             self.effects.announce("worker_not_replaced", f"it is slow, but {why}", worker)
@@ -265,7 +266,7 @@ class Drains(Rule):
         return None
 
     def _last_change(self) -> bool:
-        """Return whether a failure may need the changes that the reset limit leaves."""
+        """Return whether the reset limit leaves one change at most, which a failure may need."""
         limit = self.settings.reset_limit
         return limit is not None and self.rounds.current.number >= limit
 

@@ -1,4 +1,4 @@
-"""The effects of one event: decisions, orders to agents, the next deadline, the job's wait.
+"""The effects of one event: decisions, orders to agents, the next deadline, the present wait.
 
 Every rule writes here through these methods. Times are monotonic seconds.
 """

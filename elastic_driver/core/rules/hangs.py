@@ -228,17 +228,17 @@ class Hangs(Rule):
         if not stalls or not self.outcome.elastic:
             return
         running = list(self.workers.having(RUNNING))
-        spoken = [worker for worker in running if worker.id in stalls]
-        elsewhere = [worker for worker in spoken if not stalls[worker.id].waits]
+        reported = [worker for worker in running if worker.id in stalls]
+        elsewhere = [worker for worker in reported if not stalls[worker.id].waits]
         current = self.rounds.current
-        if not spoken:
+        if not reported:
             return
         if current.state is not COMPLETE and not current.at_boundary:
-            self._give_up_unmoved(elsewhere or spoken, now)
+            self._give_up_unmoved(elsewhere or reported, now)
             return
-        if len(spoken) < len(running):
-            first = min(stalls[worker.id].at for worker in spoken)
-            waiting = f"{spoken[0].id} makes no progress; what do the others say?"
+        if len(reported) < len(running):
+            first = min(stalls[worker.id].at for worker in reported)
+            waiting = f"{reported[0].id} makes no progress; the others may report the same"
             if not self.effects.due_or_set_alarm(first + self.settings.settle, now, waiting):
                 return
         self.stacks.settle()
@@ -251,8 +251,8 @@ class Hangs(Rule):
             if lasts or not evaluates:
                 outside = f"{len(elsewhere)} workers stand outside of collectives"
                 self.rounds.leave(now, f"no progress: {outside}")
-        elif len(spoken) == len(running):
-            self._break_mismatch(spoken, now)
+        elif len(reported) == len(running):
+            self._break_mismatch(reported, now)
 
     def _give_up_unmoved(self, suspects: list[Worker], now: float) -> None:
         """Give up workers that do not leave a round that is closing, after `LEAVE_S`."""

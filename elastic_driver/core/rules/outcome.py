@@ -195,7 +195,7 @@ class JobOutcome:
 
     def on_stop_requested(self, event: StopRequested, now: float) -> None:
         """End the job, because a user wants it."""
-        self.finish(event.exit_code, event.reason or "it was asked to stop")
+        self.finish(event.exit_code, event.reason or "a user asked it to stop")
 
     def finish(self, exit_code: int, reason: str, failure: Failure | None = None) -> None:
         """End the job; only the first call has an effect."""

@@ -78,7 +78,7 @@ class Placement(Rule):
         return self.drains.reason_for(worker) or (too_many if older >= host.slots else "")
 
     def _hosts_to_come(self, kept: list[Worker], wanted: int) -> int:
-        """Return how many hosts a world still needs, and are there, but get no worker yet."""
+        """Return how many usable hosts without workers a world still needs."""
         width, inside = units.width(self.settings), {worker.host for worker in kept}
         if width == 1:
             return 0
@@ -122,7 +122,7 @@ class Placement(Rule):
         return self.hosts.usable(host) and (replacement is None or host == replacement.target)
 
     def _release_hosts(self) -> None:
-        """Stop the agents of hosts that go away, once these are empty."""
+        """Stop the agents of hosts that go away, once they have no workers."""
         for host, agent in list(self.fleet.agents.items()):
             drain = self.hosts.drained(host)
             if self.workers.on_host(host) or (host in self.hosts.known and drain is None):

@@ -2,8 +2,8 @@
 
 As long as a worker that stays holds the state, it is handed over in memory. When all workers that
 hold it have to leave (a notice to all of them, or all hosts are removed), `FinalSaves` asks them to
-write it together, if it has a `checkpoint_dir`. They are asked between two rounds, and so at a
-common step. The request changes nothing else: the workers stay READY, and may be in the next round.
+write it together, if the script gives a `checkpoint_dir`. They are asked between two rounds, and
+so at a common step. Otherwise nothing changes: they stay READY, and may be in the next round.
 
 `Preemption` ends a job that has to go itself (a signal), or whose hosts all have a notice while no
 other hosts can come. All workers leave after one common step, write the state to disk, and the job
@@ -75,7 +75,7 @@ class FinalSaves(Rule):
         if not holders:
             return False
         if known is None or known.request.step != newest:
-            known = self._ask(holders, self._until(holders, now), now)
+            known = self._ask(holders, self._write_by(holders, now), now)
         elif not known.done and not set(known.request.members) <= {w.id for w in holders}:
             known = self._ask(holders, known.until, now)
         if known.done:
@@ -96,8 +96,8 @@ class FinalSaves(Rule):
             raise ev.StaleEvent(f"{event.worker} does not report the save of step {step}")
         self._finish(known, folder=event.folder, problem=event.problem)
 
-    def _until(self, holders: list[Worker], now: float) -> float:
-        """Return when the first of them is going to be stopped."""
+    def _write_by(self, holders: list[Worker], now: float) -> float:
+        """Return the time at which the first of these workers is going to be stopped."""
         if self.outcome.departure is not None:
             return self.outcome.departure.end_by
         drains = [self.drains.of(worker) for worker in holders]
@@ -107,7 +107,7 @@ class FinalSaves(Rule):
     def _ask(self, holders: list[Worker], until: float, now: float) -> FinalSave:
         self.requests += 1
         step = holders[0].version
-        reason = f"all who hold step {step} leave: {holders[0].leaving}"
+        reason = f"all workers that hold step {step} leave: {holders[0].leaving}"
         members = tuple(worker.id for worker in holders)
         request = SaveRequest(self.requests, step, members, max(0.0, until - now), reason)
         if now < until:
@@ -133,7 +133,7 @@ class Preemption(Rule):
         self._begin(event.reason or "the job has to go", now, now + time_to_leave(event.deadline))
 
     def advance(self, now: float) -> None:
-        """Begin to end the job if all hosts go away; see that a job that ends does so in time."""
+        """Begin to end the job if all hosts go away; end a job that has to go in time."""
         if self.outcome.departure is None:
             self._consider(now)
         departure = self.outcome.departure

@@ -58,7 +58,7 @@ class Round:
     broken: str = ""  # a plain round: why it cannot go on though no worker failed
     founders: tuple[str, ...] = ()  # the workers started for it, by their rank then
     founded_at: float | None = None
-    need: int = 0  # the number of workers it settled for when it was founded
+    need: int = 0  # the number of workers it needs, fixed when it was founded
     waits: dict[str, float] = field(default_factory=dict)  # what it waits for → since when
 
     def enter(self, state: RoundState, now: float) -> None:
@@ -151,7 +151,7 @@ class Rounds:
         return [known[name] for name in self.current.members if name in known]
 
     def begin(self, now: float) -> None:
-        """Open the first round; time begins now."""
+        """Open the first round, at `now`."""
         self.current.since = now
         self.effects.announce("round_opened", "the job begins")
 

@@ -102,7 +102,7 @@ class Worker:
 class WorkerStateRegistry:
     """Every worker of the job: those with a process, and those who ended in this round.
 
-    Named after, and grown from the idea of, Horovod's registry of the same name.
+    The name and the idea are those of Horovod's registry.
     """
 
     workers: dict[str, Worker] = field(default_factory=dict)

@@ -144,7 +144,7 @@ def test_who_is_silent_is_looked_at_before_its_lease_ends_and_it_is_killed(three
     names = [a.event for a in three.all(Announce)]
     assert names.index("stacks_collected") < names.index("worker_hung")
     said = three.announced("stacks_collected")[0].reason
-    assert said.startswith("a.1.1: it has not been heard of for 15 s")
+    assert said.startswith("a.1.1: it has not been heard from for 15 s")
     assert {g.stack for g in collected(three) if 1 in g.ranks} == {"in C"}
 
 
