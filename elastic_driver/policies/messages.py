@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from elastic_driver.core.decisions import CausedDecision
-from elastic_driver.core.events import Event
+from elastic_driver.core.events import JobEvent
 
 MachineName: TypeAlias = Literal["job", "check", "stragglers", "shards", "tf"]
 Entries: TypeAlias = dict[str, tuple[bytes, int]]
@@ -77,5 +77,5 @@ class ShowLine(CausedDecision, frozen=True, tag="show_line"):
 class SendEvent(CausedDecision, frozen=True, tag="send_event"):
     """Hand an event to another machine."""
 
-    event: Event
+    event: JobEvent
     reason: str

@@ -21,11 +21,12 @@ decision about the job is made in the driver's thread. Errors have the form of
 
 import asyncio
 import concurrent.futures
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from msgspec import Struct
 
 from elastic_driver import contract
@@ -49,7 +50,7 @@ MAX_STREAMS = 64  # readers that follow the event log at the same time
 _KEEP_ALIVE_S = 15.0
 _EVENT_STREAM = "text/event-stream"
 
-EVENT_OF_PATH: dict[str, type[ev.Event]] = {
+EVENT_OF_PATH: dict[str, type[ev.JobEvent]] = {
     contract.SCALE_PATH: ev.ScaleRequested,
     contract.DRAIN_PATH: ev.DrainRequested,
     contract.UNDRAIN_PATH: ev.DrainCancelled,
@@ -60,7 +61,7 @@ EVENT_OF_PATH: dict[str, type[ev.Event]] = {
 The event's fields are those of the JSON body and the names in the path; a body may be empty if
 every other field has a default.
 """
-Request = ev.Event | TaskEnded
+Request = ev.JobEvent | TaskEnded
 
 
 class StopRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,11 +139,11 @@ class DriverRoutes:
         answer(202, _ACCEPTED)
         return lambda: None  # nothing is left to cancel
 
-    def _route_of(self, kind: type[ev.Event]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def _route_of(self, kind: type[ev.JobEvent]) -> Handler:
         """Return the handler of a user's request, which becomes an event of this kind."""
 
         async def handler(request: web.Request) -> web.Response:
-            def decode(body: bytes) -> ev.Event:
+            def decode(body: bytes) -> ev.JobEvent:
                 fields = msgspec.json.decode(body or b"{}", type=dict[str, Any])
                 return msgspec.convert({**fields, **request.match_info}, kind)
 
@@ -152,7 +153,7 @@ class DriverRoutes:
 
         return handler
 
-    async def _check(self, event: ev.Event) -> None:
+    async def _check(self, event: ev.JobEvent) -> None:
         """Raise Problem for a request that does not fit the job."""
         match event:
             case ev.ScaleRequested(num_proc=wished):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from elastic_driver.core.events import Event
+from elastic_driver.core.events import EventBatch, JobEvent
 from elastic_driver.core.job import Job
 from elastic_driver.policies.messages import KeysRead, RequestDropped
 from elastic_driver.policies.nodecheck.messages import TaskEnded
@@ -51,7 +51,7 @@ class StopNow:
 PolicyEvent: TypeAlias = (
     ShardRequest | StopOrdered | TfRequest | RequestDropped | KeysRead | RoundPublished | TaskEnded
 )
-MachineEvent: TypeAlias = Event | PolicyEvent
+MachineEvent: TypeAlias = JobEvent | EventBatch | PolicyEvent
 """The events of machines; each has a `machine`."""
 Message: TypeAlias = MachineEvent | StatusAsked | StopNow | JobBegins | CheckAsked
 M = TypeVar("M")

@@ -172,7 +172,7 @@ class Option:
     @property
     def default_text(self) -> str:
         """The default in words; empty if the option is unset or off by default."""
-        if self.shown or self.default in (None, False, ()):
+        if self.shown or self.default in (None, ()) or self.default is False:
             return self.shown
         if not isinstance(self.default, tuple):
             return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)

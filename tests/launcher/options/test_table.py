@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.options import ValueKind
 from elastic_driver.runtime.backend import BackendJob
@@ -52,3 +54,9 @@ def test_every_option_has_a_reader_and_a_sentence() -> None:
     for option in OPTIONS:
         assert isinstance(option.kind, ValueKind)
         assert option.help.endswith("."), option.long
+
+
+@pytest.mark.parametrize(("default", "shown"), [(None, ""), (False, ""), (0, "0"), (0.0, "0")])
+def test_a_default_is_not_shown_if_the_option_is_unset_or_off(default: object, shown: str) -> None:
+    unexplained = next(option for option in OPTIONS if not option.shown)
+    assert dataclasses.replace(unexplained, default=default).default_text == shown
