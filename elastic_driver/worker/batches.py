@@ -69,11 +69,9 @@ class _BatchPass:
         samples, micro = len(batches.dataset), batches.micro_batch_size
         self.plan = EpochPlan(samples, count, micro, batches.shuffle, batches.seed, batches.epoch)
         self.steps = range(batches.step, len(batches))
-        self.balanced = batches.balanced_shares
-        if self.balanced is not None:
-            self.use(self.balanced.enter(self.rank, size, count), batches.step)
-        else:
-            self.use(batches.shares(count, size), batches.step)
+        given = self.balanced = batches.balanced_shares
+        shares = given.enter(self.rank, size, count) if given else batches.shares(count, size)
+        self.use(shares, batches.step)
 
     def use(self, shares: Sequence[int], first: int) -> None:
         """Train by these shares from step `first` on; nothing draws from the global generators."""
@@ -100,7 +98,7 @@ class _BatchPass:
             self.use(shares, step.number + 1)
 
     def seed(self, step: int, virtual_worker: int) -> None:
-        """In deterministic mode, make chance depend on this micro-batch alone."""
+        """In deterministic mode, seed all random generators from this micro-batch alone."""
         if self.batches.deterministic:
             seed_everything(self.plan.seed, self.plan.epoch, step, virtual_worker)
 
@@ -158,7 +156,7 @@ class Step:
         self.summed = True
 
     def require_summed(self, what: str) -> None:
-        """Raise `UsageError`, with `what` was done too early, if the inner loop has not ended."""
+        """Raise `UsageError` if the inner loop has not ended; `what` was done too early."""
         if not self.summed:
             raise UsageError(
                 f"{what} before the gradients of {self} were summed; "
@@ -190,9 +188,9 @@ class FixedBatch:
         seed, shuffle: the order of each epoch; the same on every worker.
         drop_last: leave out the short last step of an epoch.
         deterministic: give weights, buffers and optimizer state the same bits for every number of
-            workers and every history of failures. Chance is seeded per micro-batch, kernels are
-            deterministic, gradients are added in a fixed order. Costs memory for about log₂ N
-            copies of the gradients.
+            workers and every history of failures. Random generators are seeded for each
+            micro-batch, kernels are deterministic, gradients are added in a fixed order. Costs
+            memory for about log₂ N copies of the gradients.
         threads: intra-op threads in deterministic mode. The bits depend on them, so they do not
             depend on the machine.
         shares: returns the micro-batches of each rank from (N, number of workers); the same on

@@ -13,8 +13,8 @@ numbers of micro-batches compare. The autograd engine tells the end of a pass: a
 parameter queues a callback. Callbacks run in order, ours before the one in which
 DistributedDataParallel waits, because that one is queued when the last gradient is there.
 
-Computing that goes on behind the passes to exchange gradients hides in the waiting. It is measured
-as the CPU time of this process during the wait, and `StepSamples` scales it by the slowdown.
+The exchange of gradients also computes, during the waiting. That is measured as the CPU time of
+this process during the wait, and `StepSamples` scales it by the slowdown.
 
 `State` owns a clock and asks it at each commit. It does not see work between `backward()` and
 `optimizer.step()`, and any other wait of the script (then no rank stands out). Parameters on a GPU
@@ -68,7 +68,7 @@ class ComputeClock:
                 self._hooks += [hook, optimizer.register_step_pre_hook(self._optimizer_begins)]
 
     def restart(self) -> None:
-        """Drop the current step: it does not compare."""
+        """Drop the current step: its cost would not compare with that of others."""
         self._step, self._finished = _Step(), _Step()
 
     def finish_step(self) -> StepCost | None:
@@ -131,7 +131,7 @@ class DeviceClock(ComputeClock):
         self._device = next((d for d in devices if d.type == self.DEVICE), None)
 
     def _cost(self, step: _Step) -> StepCost | None:
-        """Return the cost of the step before; None where the device is not that far."""
+        """Return the cost of the step before; None where the device has not ended it."""
         before, self._finished = self._finished, step
         known = before.ended is not None and before.ended.query()
         return super()._cost(before) if known else None

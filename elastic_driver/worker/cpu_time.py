@@ -64,7 +64,7 @@ class CpuSlowdown:
         self._factor = 1.0
 
     def factor(self) -> float:
-        """Return the seconds it takes to run for one second; 1.0 where the kernel keeps none."""
+        """Return the seconds that pass for each second of CPU time; 1.0 if they are not known."""
         now = read_cpu_time(_MAIN_THREAD)
         passed = now.since(self._before or now)
         if self._before is None or passed.ran >= LEAST_RUN_S:
@@ -85,7 +85,7 @@ def of_process() -> CpuAccount:
 
 
 def _account(schedstats: Callable[[], Iterable[Path]], quotas: tuple[Path, ...]) -> CpuTime:
-    """Return the account so far; `waited` is 0 where the kernel does not tell of quotas."""
+    """Return the account so far; `waited` is 0 where the kernel does not report quotas."""
     ran, waited, _ = read_cpu_time(*schedstats())
     return CpuTime(ran, waited if quotas else 0.0, sum(map(_stops, quotas)))
 

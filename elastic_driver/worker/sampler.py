@@ -11,9 +11,9 @@ send, and after a resize everything behind it, and nothing else, is shared among
 
 A loader draws indices ahead of the loop (`num_workers`, `prefetch_factor`), so the indices that
 were drawn do not tell which were trained. The batches that the loop has *received* when the
-optimizer steps do. torch has no public hook for either, so `find_loader` finds the loader that
-iterates a sampler, and the pass reads its count of batches. Prefetching, gradient accumulation, a
-short last batch and several optimizers make no difference.
+optimizer steps do. torch has no public hook for that, so `find_loader` finds the loader that
+iterates a sampler, and `_SamplerPass` reads its count of batches. Prefetching, gradient
+accumulation, a short last batch and several optimizers make no difference.
 
 Positions and lengths are samples. No list of indices is ever made.
 """
@@ -73,7 +73,7 @@ class _SamplerPass:
         self.trained = 0  # by each rank
 
     def received(self) -> int:
-        """Return the samples that the loader has given to the loop; a short last batch counts full.
+        """Return the samples that the loop has got from the loader, each batch counted as full.
 
         After the end of the loop it is all samples of this rank, or 0 if the loop was left early.
         """
@@ -154,10 +154,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         """Return whether the next iteration belongs to the next epoch."""
         if self._rejoined or self.samples == 0:
             return False
-        share = self._pass
-        return self.position >= self.samples or (
-            share is not None and share.trained >= share.usable
-        )
+        done = self._pass is not None and self._pass.trained >= self._pass.usable
+        return done or self.position >= self.samples
 
     def advance(self) -> None:
         """Count all samples that the loop has received until now as trained.

@@ -12,7 +12,7 @@
             optimizer.step()
             state.commit()
 
-**The world takes shards, not its members.** If each rank took shards of its own, ranks would run
+**The ranks share each shard.** If each rank took shards of its own, ranks would run
 out at different steps, and one would wait in a collective for another that waits for data. So
 rank 0 asks the driver and broadcasts the answer, once for many steps. Every step trains the next
 records, each rank its part of them, and the end comes for all ranks after the same step.
@@ -85,7 +85,7 @@ _ShardStep = tuple[int, int]
 
 
 class _ShardPass:
-    """One pass over the shards of one world, until it must train first to be given more.
+    """One pass over the shards of one world; ends when these must be trained to get more.
 
     A DataLoader draws its steps ahead of training. Each rank's draws the same steps at the same
     moments, so the broadcasts in them match.
@@ -260,7 +260,7 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
                 progress.finished.append(progress.held.pop(0))
 
     def reset(self) -> None:
-        """Share what is left anew: the world has changed."""
+        """Drop the batch in training: the world has changed, and shares the rest anew."""
         self._current = None
 
     def state_dict(self) -> dict[str, Any]:

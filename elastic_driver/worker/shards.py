@@ -33,7 +33,7 @@ from rendezvous.errors import UnreachableError
 __all__ = ["IncompleteDataError", "ShardClient"]
 
 SLICE_S = 2.0  # the longest wait of one request, so that the driver keeps no waits of dead workers
-LONGEST_S = 24 * 3600.0  # the default bound of a wait
+LONGEST_S = 24 * 3600.0  # the default limit of `next`
 
 
 class IncompleteDataError(ElasticError):
@@ -87,13 +87,12 @@ class ShardClient:
             raise UsageError(
                 "give records=… for a data set, or partitions={name: offset} for a stream"
             )
-        self._dataset: messages.Description = (
-            messages.RangeDescription(
-                records or 0, shard_records, epochs, shuffle, seed, max_losses
-            )
-            if partitions is None
-            else messages.StreamDescription(dict(partitions), shard_records, max_losses)
-        )
+        self._dataset: messages.Description
+        if partitions is not None:
+            self._dataset = messages.StreamDescription(dict(partitions), shard_records, max_losses)
+        else:
+            sizes = records or 0, shard_records, epochs
+            self._dataset = messages.RangeDescription(*sizes, shuffle, seed, max_losses)
         self.name, self._timeout = name, timeout
         self._driver: RendezvousClient | None = None
         self._own = DataSets()  # of this process, where there is no driver

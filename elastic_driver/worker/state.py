@@ -80,7 +80,7 @@ class State:
         self._progress = TrainingProgress()  # the membership's, once this state is in a world
         self._round = 0  # the round this state was last synchronised in
         self._version = UNTRAINED
-        self._torn = False  # a sender was lost while its tensors came in
+        self._torn = False  # the sender was lost while its tensors arrived
         self._wants_snapshot = self._snapshot = snapshot
         if checkpoint_dir is None and (every, keep) != (None, None):
             raise UsageError("every= and keep= are of checkpoints: give checkpoint_dir= as well")
@@ -203,9 +203,9 @@ class State:
     def sync(self) -> None:
         """Make this state the same on every rank.
 
-        Collective; once a round, later calls do nothing. The members reported their versions when
-        the round was formed: the source follows from these (`core.state_version`), only ranks that
-        differ receive, and where none differs nothing is sent. Afterwards the state counts as
+        Collective. Only the first call of a round does this. The members reported their versions
+        when the round was formed: the source follows from these (`core.state_version`), only ranks
+        that differ receive, and where none differs nothing is sent. Afterwards the state counts as
         committed. Raises `UsageError` for attributes that cannot be sent and for models that
         differ, `StateLostError` where no rank has a whole state left.
         """
@@ -265,7 +265,7 @@ class State:
         return self._checkpoints.take_last(self._live(), request, rank)
 
     def final_checkpoint_problem(self, folder: Path) -> str | None:
-        """Return "" once the last checkpoint is complete, why it failed, or None meanwhile."""
+        """Return "" once the final checkpoint is complete, why it failed, or None meanwhile."""
         return None if self._checkpoints is None else self._checkpoints.outcome(folder)
 
     # ---- the parts of sync ---------------------------------------------------------------
@@ -276,7 +276,8 @@ class State:
         is_source = rank == agreement.source
         resumed = None
         if agreement.fresh:
-            sharing.check_sendable(state)  # now, on every rank, rather than at the first failure
+            # An attribute that cannot be sent is an error now, not only after the first failure.
+            sharing.make_envelope(sharing.split(state), state.parts, state.random.portable())
             if is_source:
                 resumed = self._reload(state)
         if agreement.receivers and is_source:

@@ -89,12 +89,12 @@ class TfNode:
                     raise
 
     def waiting_nodes(self) -> WaitingNodes:
-        """Return the waiting and the lost nodes; renews this node's lease."""
+        """Return the waiting and the lost nodes; renew this node's lease."""
         path = f"{contract.TF_WAITING_NODES_PATH}?{urlencode({'address': self.address})}"
         return msgspec.json.decode(self._client.get_bytes(path), type=WaitingNodes)
 
     def changed(self) -> bool:
-        """Return whether to ask for the next cluster; renews this node's lease."""
+        """Return whether this node should call `cluster_spec` again; renew its lease."""
         return self.waiting_nodes().count != 0
 
     def barrier(self, tag: str, timeout: float, *, failure: str | None = None) -> None:

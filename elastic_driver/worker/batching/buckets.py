@@ -1,7 +1,7 @@
 """Gradients and buffers of a model as a few flat tensors, in which they travel.
 
 `batching.gradients` fills buckets, adds them over the workers and empties them again. Nothing here
-communicates or decides weights. Sizes are elements unless a name says bytes.
+communicates or chooses weights. Sizes are elements unless a name says bytes.
 """
 
 from collections.abc import Sequence
@@ -82,9 +82,8 @@ class BufferChanges:
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for buffer in model.buffers():
             floats = buffer.is_floating_point() or buffer.is_complex()
-            kinds.setdefault((buffer.dtype if floats else torch.int64, buffer.device), []).append(
-                buffer
-            )
+            kind = buffer.dtype if floats else torch.int64, buffer.device
+            kinds.setdefault(kind, []).append(buffer)
         groups = {kind: _BufferGroup(kind[0], buffers) for kind, buffers in kinds.items()}
         self._moving = [group for (dtype, _), group in groups.items() if dtype != torch.int64]
         self._counting = [group for (dtype, _), group in groups.items() if dtype == torch.int64]

@@ -148,7 +148,7 @@ class PlainSum(StepSum):
 
 
 class ExactSum(StepSum):
-    """Sums in the fixed binary tree of `batch.microbatches`, with the same bits on any world size.
+    """Sums in the fixed tree of `policies.microbatches`, with the same bits on any world size.
 
     Each rank keeps O(log N) partial sums of its own leaves. At the end each rank is given one part
     of a bucket's elements: it receives that part of all ranks' partial sums (one all-to-all),
@@ -253,13 +253,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 def _all_to_all(received: Tensor, receive: Sequence[int], sent: Tensor, send: Sequence[int]) -> Any:
     """Begin an uneven all-to-all of elements, moved as bytes so that every dtype is supported."""
     width = sent.element_size()
-    return dist.all_to_all_single(
-        _as_bytes(received),
-        _as_bytes(sent),
-        [count * width for count in receive],
-        [count * width for count in send],
-        async_op=True,
-    )
+    counts = [[count * width for count in side] for side in (receive, send)]
+    return dist.all_to_all_single(_as_bytes(received), _as_bytes(sent), *counts, async_op=True)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """The samples of each micro-batch of an epoch, and the seeds of their random numbers.
 
 A micro-batch follows from (seed, epoch, step, virtual worker) alone; it makes no difference which
-worker fetches it, and how far ahead. `worker.batches` asks.
+worker fetches it, and how far ahead. `worker.batches` uses it.
 
-In deterministic mode chance follows from the same numbers: the model's (dropout) and the data
-set's (augmentation, collating), in whichever loader process that runs. Python's, NumPy's and
+In deterministic mode random numbers follow from the same: the model's (dropout) and the data
+set's (augmentation, collating), in any loader process. Python's, NumPy's and
 torch's global generators are seeded; NumPy's only where the script has loaded it. The same bits
 further need the same kernels: the same build of torch, kind of device, and number of intra-op
 threads. `fix_kernels` sets all that can be set from here.

@@ -85,9 +85,8 @@ class BalancedShares:
         round_id, size, virtual_workers = self._world
         shares = list(given.shares)
         fits = given.round == round_id and len(shares) == size and min(shares) >= 0
-        if not fits or sum(shares) != virtual_workers or shares == self._shares:
-            return None
-        return shares
+        new = sum(shares) == virtual_workers and shares != self._shares
+        return shares if fits and new else None
 
     def _report(self) -> None:
         """Have the heartbeat report this rank's share and, on rank 0, fetch new shares."""

@@ -1,7 +1,7 @@
 """The measurements of a node check: multiplies matrices, exchanges data with the partner.
 
 `serve` runs each task in a child process, one for each device of the paired nodes. Any failure
-ends the child with a traceback and exit status 1; the check reads both. A task never judges.
+ends the child with a traceback and exit status 1; the check reads both. The driver compares.
 
 A task can also train a transformer on random data, as large as the device has room for. Sizes are
 GPT-2's (Radford et al. 2019, table 2); on a CPU the model is small and takes seconds. There is no
@@ -110,7 +110,7 @@ class NodeCheckTask:
         settings: the sizes and numbers of what is measured.
         rank: of this process in the group.
         places: of every rank.
-        lock: keeps processes that share a machine from timing each other.
+        lock: held while something is timed: processes on one machine would slow each other.
         shared: whether this process's machine has other hosts.
     """
 

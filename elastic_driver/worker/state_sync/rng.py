@@ -18,9 +18,9 @@ _KEY_BYTES = 624 * _WORD_BYTES  # NumPy stores the position behind the key
 
 
 class MersenneWatch:
-    """A Mersenne Twister of this process that is asked for its state only when it has moved.
+    """A Mersenne Twister of this process; its state is read again only after it was used.
 
-    Asking takes 30 to 60 µs at the end of a step, when the processor's caches hold other things,
+    Reading takes 30 to 60 µs at the end of a step, when the processor's caches hold other things,
     and most loops draw from torch alone. Two words of the generator's memory tell whether it moved:
     the position changes with each draw, and every word of the key when the position starts over,
     or with another seed. (Seeding sets the first word to a constant, so the second is read.)
@@ -51,7 +51,7 @@ class MersenneWatch:
         words = self.words()
         if words != self._seen:
             self._state = self._ask()
-            # To use a stored Gaussian up moves no word, so with one stored, ask every time.
+            # Using up a stored Gaussian changes neither word: ask again while one is stored.
             self._seen = None if self._state[self._gaussian] else words
         return self._state
 

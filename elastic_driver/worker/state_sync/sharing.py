@@ -1,8 +1,8 @@
 """Finds the rank with the newest state, and sends that state to the ranks that need it.
 
 `state` asks `agree` after every rejoin, then calls, on every rank of the world and in the same
-order: `send` on the source, `receive` where the state is to be taken over, `stand_by` where it is
-right already and all ranks take part. One document is sent first (the names of everything, and
+order: `send` on the source, `receive` on ranks that need the state, `stand_by` on ranks that have
+it already, where all ranks take part. One document is sent first (the names of everything, and
 every plain value), then all tensors, into the receivers' own.
 """
 
@@ -141,11 +141,6 @@ def unpack(data: bytes) -> Envelope:
     return msgspec.msgpack.decode(data, type=Envelope)
 
 
-def check_sendable(state: LiveState) -> None:
-    """Raise `UsageError`, naming the attribute, where one could not be sent."""
-    make_envelope(split(state), state.parts, state.random.portable())
-
-
 def take_over(
     state: LiveState, envelope: Envelope, fill: Callable[[list[Tensor]], None], with_random: bool
 ) -> None:
@@ -182,7 +177,7 @@ def take_over(
 
 
 def send(state: LiveState, route: Route, resumed: int | None = None) -> None:
-    """Send the whole state from this rank; `resumed` as in `Envelope`."""
+    """Send the whole state from this rank; `resumed`: see `Envelope`."""
     contents = split(state)
     envelope = make_envelope(contents, state.parts, state.random.portable(), resumed)
     carry_bytes(msgspec.msgpack.encode(envelope), route)

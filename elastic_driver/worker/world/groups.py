@@ -137,13 +137,13 @@ class RoundGroup:
         _close(self.store)
 
 
-Run = Callable[[Callable[[], RoundGroup]], RoundGroup]
+Run = Callable[[Callable[[], RoundGroup]], RoundGroup]  # calls its argument in a thread
 
 
 def build(
     run: Run, store: Store, rank: int, size: int, *, device: Any, port: int | None, vote: str | None
 ) -> RoundGroup:
-    """Build a group; `run` calls the part that blocks in a thread that can be given up.
+    """Build a group; `run` calls the part that blocks, in a thread that can be given up.
 
     Args:
         run: returns what its argument returns, or raises `RoundOverError`.
