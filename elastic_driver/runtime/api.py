@@ -33,15 +33,9 @@ from elastic_driver import contract
 from elastic_driver.core import events as ev
 from elastic_driver.errors import ExitCode
 from elastic_driver.policies.nodecheck.messages import TaskEnded
-from elastic_driver.runtime import metrics
+from elastic_driver.runtime import machine_api, metrics
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.joined import JoinedNodes
-from elastic_driver.runtime.machine_api import (
-    OpenRequests,
-    RequestEvent,
-    add_machine_routes,
-    call_on,
-)
 from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import EVENTS_PATH
 
@@ -77,7 +71,7 @@ class DriverPort(Protocol):
     def size_bounds(self) -> tuple[int, int | None]:
         """The fewest and (None: no limit) the most workers the job may have."""
 
-    def post(self, event: Request | RequestEvent) -> bool:
+    def post(self, event: Request | machine_api.RequestEvent) -> bool:
         """Put an event into the mailbox; False when it is full or the job is over."""
 
     def request_stop(self, reason: str, exit_code: int) -> None:
@@ -101,7 +95,7 @@ class DriverRoutes:
         self, driver: DriverPort, log: EventLog, joined: JoinedNodes | None = None
     ) -> None:
         self._driver, self._log = driver, log
-        self.requests, self._joined = OpenRequests(driver.post), joined
+        self.requests, self._joined = machine_api.OpenRequests(driver.post), joined
         self._streams = 0
 
     def add_to(self, app: web.Application) -> None:
@@ -116,7 +110,7 @@ class DriverRoutes:
         app.router.add_post(contract.STOP_PATH, self.stop)
         for path, kind in EVENT_OF_PATH.items():
             app.router.add_post(path, self._route_of(kind))
-        add_machine_routes(app, self.requests)
+        machine_api.add_machine_routes(app, self.requests)
         if self._joined is not None:
             self._joined.add_to(app)
 
@@ -241,7 +235,7 @@ class DriverRoutes:
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         self._streams += 1
         try:
-            with self._log.listening(lambda: call_on(loop, news.set)):
+            with self._log.listening(lambda: machine_api.call_on(loop, news.set)):
                 await response.prepare(request)
                 await self._send_events(response, since, news)
             await response.write_eof()

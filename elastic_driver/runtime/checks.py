@@ -118,9 +118,8 @@ class NodeChecks:
         write_token_file(self.folder.token_file, self._token)
         self.folder.write_endpoint(self._server.url, time.time())
         spec, task = self.settings.spec(self.folder.run_id), self.settings.task
-        self._server.apply(
-            [Set(contract.CHECK_SPEC, encode(spec)), Set(TASK_SETTINGS, encode(task))]
-        )
+        documents = ((contract.CHECK_SPEC, spec), (TASK_SETTINGS, task))
+        self._server.apply([Set(key, encode(document)) for key, document in documents])
         self.backend = self.make_backend(self._server.url, self.folder.token_file)
         self._answer, number, self._number = answer, self._number, self._number + 1
         limits, name = self.settings, self.settings.task.summary

@@ -60,7 +60,7 @@ class HostfileDiscovery:
     def __init__(
         self, path: Path | str, *, default_slots: int = 1, timeout: float | None = None
     ) -> None:
-        """Raises UsageError if the file cannot be read or parsed now; `timeout` is not needed."""
+        """Raises UsageError if the file cannot be read or parsed now; no `timeout` is needed."""
         self._path, self._default_slots, self._timeout = Path(path), default_slots, timeout
         self._cancelled = threading.Event()
         self._text = ""

@@ -125,11 +125,8 @@ class ElasticDriver:
             raise
         self._begun = True
         self._mailbox.put(mail.JobBegins(Job(self.settings), self.spec.run_id))
-        thread = DiscoveryThread(
-            discovery or self.discovery,
-            interval=self.options.discovery_interval,
-            post=self._mailbox.put,
-        )
+        source, interval = discovery or self.discovery, self.options.discovery_interval
+        thread = DiscoveryThread(source, interval=interval, post=self._mailbox.put)
         self._closing.callback(thread.stop)
         thread.start()
 
@@ -223,7 +220,7 @@ class ElasticDriver:
         routes = DriverRoutes(self, self._log, self.joined)
         self._closing.callback(self.run_dir.close)
         with self._startup_errors():
-            token = make_token()
+            token, take_shards = make_token(), routes.requests.take_shard_request
             write_token_file(self.run_dir.token_file, token)
             self._server = RendezvousServer(
                 self.options.bind_host,
@@ -232,10 +229,7 @@ class ElasticDriver:
                 others=() if self.joined is None else self.joined.secrets,
                 on_lease_expired=self._lease_expired,
                 routes=routes.add_to,
-                posts={
-                    EVENTS_PATH: routes.take_event,
-                    SHARDS_PATH: routes.requests.take_shard_request,
-                },
+                posts={EVENTS_PATH: routes.take_event, SHARDS_PATH: take_shards},
             )
             self._closing.callback(self._server.start().stop)
             self._server.apply([Set(contract.JOB_SPEC, encode(self.spec))])

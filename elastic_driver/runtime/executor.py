@@ -26,19 +26,9 @@ from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.mailbox import MachineEvent
 from elastic_driver.runtime.reporter import Reporter
+from rendezvous import wire
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import (
-    Delete,
-    DeletePrefix,
-    Entries,
-    Entry,
-    Get,
-    Operation,
-    Result,
-    Set,
-    Written,
-)
 
 AnyDecision: TypeAlias = do.Decision | SendEvent | CheckDecision
 AgentKey: TypeAlias = tuple[str, int]
@@ -117,10 +107,10 @@ class Executor:
             self._give(agent, doc.ShutdownOrder(grace, reason))
 
     def _set(self, key: str, value: bytes) -> None:
-        self.server.post([Set(key, value)])
+        self.server.post([wire.Set(key, value)])
 
     def _delete(self, *prefixes: str, seal: bool = False) -> None:
-        self.server.post([DeletePrefix(prefix, seal=seal) for prefix in prefixes])
+        self.server.post([wire.DeletePrefix(prefix, seal=seal) for prefix in prefixes])
 
     def _start_agent(self, host: str, incarnation: int) -> None:
         self.orders[host, incarnation] = 0
@@ -154,9 +144,10 @@ class Executor:
             return  # its process has ended meanwhile
         self.orders[agent] += 1
         number = self.orders[agent]
-        operations: list[Operation] = [Set(contract.agent_order(*agent, number), doc.encode(order))]
+        key = contract.agent_order(*agent, number)
+        operations: list[wire.Operation] = [wire.Set(key, doc.encode(order))]
         if number > KEPT_ORDERS:
-            operations.append(Delete(contract.agent_order(*agent, number - KEPT_ORDERS)))
+            operations.append(wire.Delete(contract.agent_order(*agent, number - KEPT_ORDERS)))
         self.server.post(operations)
 
     def _publish_world(self, world: doc.World) -> None:
@@ -169,7 +160,7 @@ class Executor:
 
     def _read_keys(self, decision: ReadKeys) -> None:
         began = time.monotonic()
-        found = self._get(Get(decision.keys), READ_S) or {}  # empty: the machine asks again
+        found = self._get(wire.Get(decision.keys), READ_S) or {}  # empty: the machine asks again
         entries = {key: (entry.value, entry.revision) for key, entry in found.items()}
         seconds = time.monotonic() - began + self.look_seconds
         self.post(KeysRead(decision.machine, decision.keys, entries, seconds))
@@ -182,9 +173,9 @@ class Executor:
         """
         notice = doc.Notice(decision.round, UNREACHABLE_STEP, decision.reason)
         keys = tuple(contract.worker_progress(worker) for worker in decision.workers)
-        asked = self._apply(Set(contract.JOB_NOTICE, doc.encode(notice)))
-        revision = asked.revision if isinstance(asked, Written) else 0
-        found = self._get(Get(keys, wait=FRESH_S, after=revision))
+        asked = self._apply(wire.Set(contract.JOB_NOTICE, doc.encode(notice)))
+        revision = asked.revision if isinstance(asked, wire.Written) else 0
+        found = self._get(wire.Get(keys, wait=FRESH_S, after=revision))
         if asked is None or found is None:
             return  # the core's question has a deadline
         readings = []
@@ -195,11 +186,11 @@ class Executor:
                 readings.append(ev.ProgressReading(progress.step, progress.step_time, answered))
         self.post(ev.ProgressReported(decision.number, tuple(readings)))
 
-    def _get(self, question: Get, timeout: float = 10.0) -> dict[str, Entry] | None:
+    def _get(self, question: wire.Get, timeout: float = 10.0) -> dict[str, wire.Entry] | None:
         found = self._apply(question, timeout)
-        return found.entries if isinstance(found, Entries) else None
+        return found.entries if isinstance(found, wire.Entries) else None
 
-    def _apply(self, operation: Operation, timeout: float = 10.0) -> Result | None:
+    def _apply(self, operation: wire.Operation, timeout: float = 10.0) -> wire.Result | None:
         """Return the store's answer; None if it has too much to do."""
         try:
             return self.server.apply([operation], timeout=timeout)[0]

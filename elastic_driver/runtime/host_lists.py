@@ -62,9 +62,8 @@ def parse_hosts(text: str, *, default_slots: int = 1, source: str = "-H") -> Hos
 def parse_host_lines(text: str, *, default_slots: int = 1, source: str) -> Hosts:
     """Return the hosts of a hostfile or a discovery script's output; there may be none."""
     lines = enumerate((line.partition("#")[0] for line in text.splitlines()), start=1)
-    return _collect(
-        [(n, line) for n, line in lines if line.strip()], default_slots, f"{source}, line"
-    )
+    entries = ((n, line) for n, line in lines if line.strip())
+    return _collect(entries, default_slots, f"{source}, line")
 
 
 def check_host(name: str) -> str | None:

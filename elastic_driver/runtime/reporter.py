@@ -158,10 +158,8 @@ class Reporter:
         """Write whole lines, or count them as dropped."""
         with self._lock:
             if self._dropped and self._has_room(0.0):
-                lines = [
-                    f"{NAME}: {self._dropped} lines were dropped: the terminal did not take them",
-                    *lines,
-                ]
+                lost = f"{self._dropped} lines were dropped: the terminal did not take them"
+                lines = [f"{NAME}: {lost}", *lines]
                 self._dropped = 0
             data = "".join(f"{_printable(line)}\n" for line in lines)
             if not self._put(data):
