@@ -55,9 +55,9 @@ JOB_SAVE = "job/save"  # documents.SaveRequest: write the final checkpoint
 JOB_ALLOCATION = "job/allocation"  # documents.Allocation: each worker's share of a step
 
 
+# Agents and workers that a node check starts have incarnations from here on, and its tasks have
+# round numbers from here on, so that names of a check and of the job never collide.
 FIRST_OF_CHECKS = 10**9
-"""Agents and workers that a node check starts have incarnations from here on, and its tasks have
-round numbers from here on, so that names of a check and of the job never collide."""
 
 
 def spec_key(incarnation: int) -> str:

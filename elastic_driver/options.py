@@ -24,8 +24,8 @@ _FALSE = frozenset({"0", "false", "no", "off", ""})
 _WHOLE = re.compile(r"[0-9]{1,9}\Z")  # int() would also take signs, blanks and Unicode digits
 _NAME = r"\s*[A-Za-z0-9_.@:-]+\s*"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+# TensorFlow's roles, in the order in which workers get them; (role, None): all other workers.
 TfRoles = tuple[tuple[str, int | None], ...]
-"""TensorFlow's roles, in the order in which workers get them; (role, None): all other workers."""
 # TensorFlow's roles, and the largest number of each.
 _TF_MOST = {"chief": 1, "worker": 10**9, "ps": 10**9, "evaluator": 1}
 

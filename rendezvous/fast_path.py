@@ -37,13 +37,11 @@ _AHEAD_BYTES = (
 )  # the most that may arrive while a request is answered
 _END = b"\r\n\r\n"
 
+# Sends a status and a JSON document to a client.
 Answer = Callable[[int, bytes], None]
-"""Sends a status and a JSON document to a client."""
+# Takes a POST's path and body, and answers it, at once or later, on the loop. Returns a function
+# to call when the client goes away; None: nothing was done, aiohttp has to answer.
 Post = Callable[[str, bytes, Answer], Callable[[], object] | None]
-"""Takes a POST's path and body, and answers it, at once or later, on the loop.
-
-Returns a function to call when the client goes away; None: nothing was done, aiohttp has to answer.
-"""
 
 
 # ---- heads -------------------------------------------------------------------------------

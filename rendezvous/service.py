@@ -23,8 +23,8 @@ _HELD_UP_S = 0.5  # a timer this late means that the loop itself was held up
 _RESULT_BYTES = 256  # assumed size of a result without its values
 
 Results = tuple[Result, ...]
+# Takes the results of a batch, or None if the service was closed first.
 Done = Callable[[Results | None], None]
-"""Takes the results of a batch, or None if the service was closed first."""
 V = TypeVar("V")
 
 

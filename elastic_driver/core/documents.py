@@ -259,10 +259,10 @@ class Failure(Struct, frozen=True):
 
 
 T = TypeVar("T")
+# Return any document or order here as JSON.
 encode: Callable[[Struct | JobSpec], bytes] = msgspec.json.Encoder().encode
-"""Return any document or order here as JSON."""
+# Return an agent's order; raises `msgspec.ValidationError` for anything else.
 decode_order: Callable[[bytes], Order] = msgspec.json.Decoder(Order).decode
-"""Return an agent's order; raises `msgspec.ValidationError` for anything else."""
 
 
 def decode(kind: type[T], data: bytes) -> T:

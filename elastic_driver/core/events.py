@@ -167,13 +167,13 @@ class WorkerLeaving(WorkerEvent, frozen=True, tag="worker_leaving", forbid_unkno
 
 
 Together: TypeAlias = AgentReady | WorkerStarted | WorkerReady | WorkerStepped
+# Events that all workers of a job send at about the same time.
 TOGETHER: tuple[type[Together], ...] = (AgentReady, WorkerStarted, WorkerReady, WorkerStepped)
-"""Events that all workers of a job send at about the same time."""
+# Events that `POST /v1/events` takes.
 WireEvent: TypeAlias = (
     Together | WorkerStalled | WorkerResumed | WorkerStack | WorkerExited | WorkerSaved
     | HostLeaving | WorkerLeaving
 )  # fmt: skip
-"""Events that `POST /v1/events` takes."""
 
 # ---- requests of users: the bodies of the driver's routes ---------------------------------
 
@@ -337,5 +337,5 @@ OtherEvent: TypeAlias = (
     | WorkerStack | StacksRequested | WorkerSaved | JobLeaving | ProgressReported | ScaleRequested
     | StopRequested | Tick
 )  # fmt: skip
+# Every event for the job; mypy reports one that no rule takes in (`core/job.py`).
 JobEvent: TypeAlias = ProcessEvent | OtherEvent
-"""Every event for the job; mypy reports one that no rule takes in (`core/job.py`)."""

@@ -21,8 +21,8 @@ from elastic_driver.options import TfRoles
 CHIEF, WORKER, PS, EVALUATOR = "chief", "worker", "ps", "evaluator"
 WORKERS_ONLY: TfRoles = ((WORKER, None),)
 FIRST_FALLBACK_PORT = 29501  # where an agent has no free port left to offer; 29500 is torch's
+# A host's name and a slot there.
 Where = tuple[str, int]
-"""A host's name and a slot there."""
 K = TypeVar("K", bound=Hashable)
 
 

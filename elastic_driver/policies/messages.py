@@ -12,8 +12,8 @@ from elastic_driver.core.decisions import CausedDecision
 from elastic_driver.core.events import JobEvent
 
 MachineName: TypeAlias = Literal["job", "check", "stragglers", "shards", "tf"]
+# Values of the store with their revisions, by key.
 Entries: TypeAlias = dict[str, tuple[bytes, int]]
-"""Values of the store with their revisions, by key."""
 
 
 class Rejection(Struct, frozen=True):

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 from elastic_driver.errors import UsageError
 
+# A node of the summation tree, (level, index): its first leaf is index·2^level.
 Block = tuple[int, int]
-"""A node of the summation tree, (level, index): its first leaf is index·2^level."""
 
 T = TypeVar("T")
 

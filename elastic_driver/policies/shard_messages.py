@@ -9,8 +9,8 @@ from msgspec import Meta, Struct
 
 from elastic_driver.core.documents import WorkerId
 
+# The holder of shards that all members of the job's world train together.
 WORLD = "world"
-"""The holder of shards that all members of the job's world train together."""
 
 Offset = Annotated[int, Meta(ge=0, le=2**62)]
 Count = Annotated[int, Meta(ge=1, le=2**62)]

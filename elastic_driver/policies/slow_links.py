@@ -32,8 +32,8 @@ _BRIEF = 15  # looks; an alarm that is withdrawn sooner was a false one
 _TRAFFIC = 0.1  # of the busiest pair's bytes; a pair with less exchanges no gradients
 
 _Pair = tuple[str, str]  # sender, receiver
+# The last step of each rank, and the totals of its connections by this step.
 _Reports = dict[int, tuple[int, Links]]
-"""The last step of each rank, and the totals of its connections by this step."""
 
 
 @dataclass(slots=True)

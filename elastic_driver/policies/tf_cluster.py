@@ -27,8 +27,8 @@ MAX_TAGS = 4096  # that wait for members at the same time
 MAX_HELD_BYTES = 256 * 1024 * 1024  # of values that wait for others
 _ANEW = "ask for the next cluster_spec"
 
+# The ticket of a request, the node that sent it, and the reply.
 Answer = tuple[int, str, tf.ClusterSpec | tf.Synchronized | Rejection]
-"""The ticket of a request, the node that sent it, and the reply."""
 
 
 # ---- barriers and exchanges --------------------------------------------------------------

@@ -44,17 +44,14 @@ MAX_STREAMS = 64  # readers that follow the event log at the same time
 _KEEP_ALIVE_S = 15.0
 _EVENT_STREAM = "text/event-stream"
 
+# The event that a POST to each path puts into the mailbox. The event's fields are those of the
+# JSON body and the names in the path; a body may be empty if every other field has a default.
 EVENT_OF_PATH: dict[str, type[ev.JobEvent]] = {
     contract.SCALE_PATH: ev.ScaleRequested,
     contract.DRAIN_PATH: ev.DrainRequested,
     contract.UNDRAIN_PATH: ev.DrainCancelled,
     contract.STACKS_PATH: ev.StacksRequested,
 }
-"""The event that a POST to each path puts into the mailbox.
-
-The event's fields are those of the JSON body and the names in the path; a body may be empty if
-every other field has a default.
-"""
 Request = ev.JobEvent | TaskEnded
 
 

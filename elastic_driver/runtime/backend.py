@@ -14,8 +14,8 @@ from typing import Protocol, TypeAlias
 from elastic_driver.options import Heading, option, text, whole
 from elastic_driver.runtime.host_lists import Hosts
 
+# Called once, with a reason for people, when an agent is gone or never came up.
 OnLost: TypeAlias = Callable[[str], None]
-"""Called once, with a reason for people, when an agent is gone or never came up."""
 
 
 # fmt: off
@@ -103,5 +103,5 @@ class Backend(Protocol):
         return host
 
 
+# `(endpoint, token_file) -> backend`: the driver calls it once its rendezvous is up.
 MakeBackend: TypeAlias = Callable[[str, Path], Backend]
-"""`(endpoint, token_file) -> backend`: the driver calls it once its rendezvous is up."""

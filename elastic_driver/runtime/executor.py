@@ -31,14 +31,14 @@ from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
 
 AnyDecision: TypeAlias = do.Decision | SendEvent | CheckDecision
+# The host and the incarnation of an agent.
 AgentKey: TypeAlias = tuple[str, int]
-"""The host and the incarnation of an agent."""
 
 READ_S = 1.0  # for the store to answer a `ReadKeys`
 KEPT_ORDERS = 4096  # of one agent; it reads them as they come, and is never that far behind
 FRESH_S = 0.1  # for the workers to report their progress when a boundary is to be named
+# A notice with this step ends no round; it only makes every worker report its progress.
 UNREACHABLE_STEP = 2**53
-"""A notice with this step ends no round; it only makes every worker report its progress."""
 _FIELDS = ("round", "host", "slot", "rank", "pid", "worker", "reason")  # of every log line
 
 

@@ -25,8 +25,8 @@ from typing import TypeAlias
 
 from elastic_driver.errors import UsageError
 
+# (host, slots) in the order of first mention, without repeats.
 Hosts: TypeAlias = tuple[tuple[str, int], ...]
-"""(host, slots) in the order of first mention, without repeats."""
 
 MAX_HOSTS = 100_000
 MAX_SLOTS = 65_536  # of one host

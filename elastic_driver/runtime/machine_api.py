@@ -61,8 +61,8 @@ _DECODE_FAST: dict[str, Callable[[bytes], shards.NextRequest | shards.DoneReques
 }
 
 
+# An encoded answer; None: one without content.
 Answer = bytes | Problem | None
-"""An encoded answer; None: one without content."""
 
 
 class OpenRequests:

@@ -51,8 +51,8 @@ class StopNow:
 PolicyEvent: TypeAlias = (
     ShardRequest | StopOrdered | TfRequest | RequestDropped | KeysRead | RoundPublished | TaskEnded
 )
+# The events of machines; each has a `machine`.
 MachineEvent: TypeAlias = JobEvent | EventBatch | PolicyEvent
-"""The events of machines; each has a `machine`."""
 Message: TypeAlias = MachineEvent | StatusAsked | StopNow | JobBegins | CheckAsked
 M = TypeVar("M")
 

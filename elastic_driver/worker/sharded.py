@@ -80,8 +80,8 @@ class ShardUpdate(Struct):
 
 
 _decode_update = msgspec.json.Decoder(ShardUpdate).decode
+# The records of one step of the whole world, and how many of them are repeated.
 _ShardStep = tuple[int, int]
-"""The records of one step of the whole world, and how many of them are repeated."""
 
 
 class _ShardPass:

@@ -12,8 +12,8 @@ from typing import Any
 
 from launcher.agent.lines import LineSplitter
 
+# Called with the stream (1 stdout, 2 stderr) and lines without their newline.
 OnLines = Callable[[int, list[bytes]], None]
-"""Called with the stream (1 stdout, 2 stderr) and lines without their newline."""
 
 DRAIN_S = 1.0  # for output to end after the program: a helper of its own may hold the pipe
 

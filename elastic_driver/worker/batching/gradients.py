@@ -25,8 +25,8 @@ from elastic_driver.errors import UsageError
 from elastic_driver.policies.microbatches import Block, TreeSum, finish_tree, tree_blocks
 from elastic_driver.worker.batching.buckets import BufferChanges, make_buckets
 
+# Gradients, None where there is none, then the changes of floating-point buffers.
 Entries = list[Tensor | None]
-"""Gradients, None where there is none, then the changes of floating-point buffers."""
 
 
 class StepSum(ABC):

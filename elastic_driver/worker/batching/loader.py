@@ -27,8 +27,8 @@ from elastic_driver.policies.permutation import Permutation, mix
 _AHEAD = 4096  # samples whose positions are shuffled together
 _DATA = 1  # makes the data set's randomness differ from the model's
 
+# (seed, epoch, step, virtual worker) of a micro-batch.
 Identity = tuple[int, int, int, int]
-"""(seed, epoch, step, virtual worker) of a micro-batch."""
 
 
 class EpochPlan(Struct, frozen=True):

@@ -42,8 +42,8 @@ MAX_WAIT_S = 30.0  # longest that training waits for the previous checkpoint
 LOGGED_WAIT_S = 3.0  # a shorter wait is not logged
 EXIT_S = 60.0  # a process that ends waits this long for its own share …
 EXIT_OTHERS_S = 10.0  # … and this long for the others'
+# The rank of this process, the workers that write together, and the name of their attempt.
 Group = tuple[int, Sequence[str], str]
-"""The rank of this process, the workers that write together, and the name of their attempt."""
 
 
 class Checkpoints:

@@ -17,8 +17,8 @@ from torch import Tensor
 from elastic_driver.errors import UsageError
 
 IMMUTABLE = frozenset({int, float, bool, str, bytes, complex, type(None), type, range, slice})
+# The dtype (torch's name for it) and the shape of a tensor.
 TensorKind = tuple[str, tuple[int, ...]]
-"""The dtype (torch's name for it) and the shape of a tensor."""
 
 
 def copied(value: Any) -> Any:
