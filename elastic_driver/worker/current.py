@@ -39,7 +39,7 @@ def is_initialized() -> bool:
 
 
 def place() -> SlotInfo:
-    """Return all numbers at once."""
+    """Return all numbers of this process's place."""
     if _Current.place is None:
         raise NotInitializedError(
             "rank and size were asked for before this process joined a world; "

@@ -40,7 +40,7 @@ from elastic_driver.policies.permutation import Permutation, mix
 from elastic_driver.policies.shard_messages import WORLD, End, Granted, Shard
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.shards import ShardClient
-from elastic_driver.worker.state_sync.transfer import carry_bytes, to_all
+from elastic_driver.worker.state_sync.transfer import Route, carry_bytes
 from elastic_driver.worker.world import session
 
 __all__ = ["ShardedDataset"]
@@ -130,7 +130,8 @@ class _ShardPass:
             update = data.ask(data.batch_size * self.size + self._ahead(), first=first)
             written = msgspec.json.encode(update)
         if self.size > 1:
-            written = carry_bytes(written or None, to_all(0))
+            route = Route(0, frozenset(range(1, self.size)))
+            written = carry_bytes(written or None, route)
         update = _decode_update(written)
         progress = data.progress = update.progress or data.progress
         progress.finished = [h for h in progress.finished if h.token not in update.reported]

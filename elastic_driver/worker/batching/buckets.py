@@ -17,7 +17,7 @@ BUCKET_BYTES = 25 * 1024 * 1024  # DistributedDataParallel's default
 class Bucket:
     """Tensors of one dtype and device that travel as one flat tensor.
 
-    Behind the values stands one flag each: whether the entry has a value at all. A parameter
+    The values are followed by one flag for each entry: whether it has a value at all. A parameter
     that no micro-batch used keeps `grad=None`, as in plain torch: optimizers skip it.
     """
 

@@ -97,7 +97,7 @@ def best_of(
 
 
 def together(work: Work, settle: Work, reduce: Reduce, account: CpuAccount = CpuTime) -> float:
-    """Return the seconds of the best of some calls that all ranks make, the same number each.
+    """Return the seconds of the fastest of several calls; all ranks make the same number of calls.
 
     All ranks begin each call together, and its time is that of the slowest rank: a sender is done
     once the kernel has taken its data, long before a narrow link has carried them. A single call

@@ -264,7 +264,7 @@ class NodeCheckTask:
 
 
 def use_device() -> torch.device:
-    """Return the device of our slot, selected; several processes may share the last one."""
+    """Select the device of our slot and return it; several processes may share the last one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     slot = int(os.environ["LOCAL_RANK"])

@@ -43,11 +43,6 @@ class Route(Struct, frozen=True):
         return dist.irecv(content, self.source)
 
 
-def to_all(source: int) -> Route:
-    """Return the route from one rank to all others."""
-    return Route(source, frozenset(range(dist.get_world_size())) - {source})
-
-
 def carry_bytes(data: bytes | None, route: Route) -> bytes:
     """Return the source's bytes on every rank that takes part; all but the source pass None."""
     length = torch.tensor([0 if data is None else len(data)])

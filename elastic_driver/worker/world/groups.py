@@ -47,7 +47,7 @@ class RoundOverError(Exception):
 
 
 class _Handover:
-    """The function that makes the groups of the registered backend, while this process has any."""
+    """Holds the function that makes the groups of our backend; None outside of a round."""
 
     create: GroupCreator | None = None
 

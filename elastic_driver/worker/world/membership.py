@@ -73,7 +73,7 @@ class JobMembership:
     def last_ready_described(self, state: object) -> bool:
         """Return whether our last READY described this `state` object.
 
-        The first state that asks is taken for it; a second one in the same script is not.
+        If READY described no state, the first `state` that this is called with counts as described.
         """
         if self._described is None:
             self._described = state
@@ -237,8 +237,10 @@ class JobMembership:
         if to_restore is not None:
             to_restore.restore()
         self._leaving_since = time.monotonic()
-        self.leave()
-        self._leaving_since = None
+        try:
+            self.leave()
+        finally:  # an error of torch ends the script, which may take longer than `TAKE_DOWN_S`
+            self._leaving_since = None
         if has_device:
             self._report_ready(version, reason)
 

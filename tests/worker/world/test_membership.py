@@ -38,3 +38,17 @@ def test_a_notice_that_comes_after_the_build_wakes_the_heartbeat_when_the_round_
     member._enter(World(round=1, members=(me,), reason="test"), me, HashStore(), 0)
     assert bool(select.select([preemption], [], [], 0)[0]) == ended
     preemption.close()
+
+
+def test_an_error_while_a_round_is_left_is_not_taken_for_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    member = JobMembership(None)
+
+    def leave() -> None:
+        raise RuntimeError("torch cannot destroy the group")
+
+    monkeypatch.setattr(member, "leave", leave)
+    with pytest.raises(RuntimeError, match="torch cannot"):
+        member.join("a new host")
+    assert member._leaving_since is None
