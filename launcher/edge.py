@@ -26,7 +26,7 @@ NAMES = ("elastic_driver", "rendezvous")
 def run_command(name: str, act: Callable[[], int]) -> int:
     """Call `act`, the body of the command `name`; return the exit status."""
     _pin_packages()
-    from elastic_driver.errors import ElasticError, ExitCode  # noqa: PLC0415 - ours from here on
+    from elastic_driver.errors import ElasticError, ExitCode  # noqa: PLC0415 - now ours is found
 
     try:
         return act()
@@ -48,7 +48,7 @@ def run_command(name: str, act: Callable[[], int]) -> int:
 def _pin_packages() -> None:
     """Load our packages from the folder of this file, so that later imports find ours.
 
-    Only the packages themselves, which is fast; their modules follow the package's path.
+    Only the packages are loaded now, which is fast; Python finds their modules through them.
     """
     for name in NAMES:
         file = getattr(sys.modules.get(name), "__file__", None)

@@ -1,4 +1,4 @@
-"""Carries out a command line in one pass: values, facts of this machine, plan; then act or show.
+"""Carries out a command line: reads the options, makes a plan, and runs it or shows it.
 
 `launcher.cli` calls `run`. This module decides nothing about the job.
 """
@@ -37,9 +37,9 @@ def render_version() -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Carry out `argv`: values, facts of this machine, plan, and then act or show.
+    """Carry out the command line `argv` (without the program's name); return the exit status.
 
-    Returns the exit status; raises `ElasticError` for everything that is not a bug.
+    Raises `ElasticError` for everything that is not a bug.
     """
     line = resolve(argv, os.environ)
     options = line.options
@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def describe_agents(plan: LaunchPlan) -> list[tuple[str, str]]:
-    """Return (host, what would run there) for --dry-run; `HOST` stands for hosts found later."""
+    """Return (host, its agent's command line) for --dry-run; `HOST`: any host found later."""
     if isinstance(plan.hosts, JoinedHosts):
         return []
     backend, described = make_backend(plan.backend, plan.agents), []
@@ -90,7 +90,7 @@ def describe_agents(plan: LaunchPlan) -> list[tuple[str, str]]:
 
 
 def serve_job(line: CommandLine, plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
-    """Hold a job that nodes join; if another process here serves it already, join that one."""
+    """Run the driver of a job that nodes join; if another process here does so already, join it."""
     from launcher.join.serve import serve  # noqa: PLC0415 - see `run`
 
     with claim_port(hosts.role.port) as ours:

@@ -1,8 +1,8 @@
 """The address at which other hosts reach this machine, and its interface.
 
-The routing table knows: a UDP socket that is connected towards a host (no packet is sent) has
-the address that the host will see. The launcher finds the rendezvous' address with it, each agent
-the address and the interface of its workers.
+The kernel's routing table tells it: a UDP socket that is connected towards a host (no packet is
+sent) has the address that the host will see. The launcher finds the address of the rendezvous in
+this way, and each agent finds the address and the interface of its workers.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-_ANY_PORT = 9  # discard; nothing is sent there
+_ANY_PORT = 9  # of the discard service; nothing is sent there
 SOMEWHERE = "192.0.2.1"  # RFC 5737: an address of no host, to ask for the default route
 
 
@@ -29,7 +29,7 @@ def address_towards(address: str, port: int = _ANY_PORT) -> str | None:
 
 
 def addresses_of(host: str) -> list[str]:
-    """Return the addresses of a host's name, the best first; empty if it has none."""
+    """Return the addresses of a host's name in the resolver's order; empty if it has none."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -55,7 +55,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of(interfaces: Iterable[str]) -> tuple[str, str] | None:
-    """Return (address, name) of the first of these interfaces that is here: IPv4 if it has one."""
+    """Return the address (IPv4 if it has one) and the name of the first interface that is here."""
     known = psutil.net_if_addrs()
     for name in interfaces:
         entries = known.get(name, [])
@@ -70,8 +70,8 @@ def address_of(interfaces: Iterable[str]) -> tuple[str, str] | None:
 def meeting_point(endpoint: str, wanted: Sequence[str]) -> tuple[str | None, str | None]:
     """Return (address, interface) at which workers of other hosts reach those of this one.
 
-    These are of the first of the `wanted` interfaces that is here, else of the one that leads to
-    the rendezvous at `endpoint`, a URL.
+    It is the first of the `wanted` interfaces that this host has, or else the interface on the way
+    to the rendezvous at `endpoint`, a URL.
     """
     if named := address_of(wanted):
         return named

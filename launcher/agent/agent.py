@@ -56,13 +56,13 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     host: str  # this host's name, as discovery has it
     incarnation: int  # counts the agents of this host
     token_file: str  # path of the job's token
-    address: str | None = None  # where other hosts reach this one; None: the way to the driver
+    address: str | None = None  # at which other hosts reach this one; None: that towards the driver
     lifeline: bool = False  # our stdin is a pipe that closes when the driver dies
-    orphan_files: list[str] = []  # to be removed when it does
+    orphan_files: list[str] = []  # files of the driver, to be removed if it dies
 
 
 class Agent:
-    """Carries out the driver's orders on this host until it ends; `run` once."""
+    """Carries out the driver's orders on this host until it ends; `run` is called once."""
 
     def __init__(
         self, config: AgentConfig, token: str, inherited: WarmParent | None = None
@@ -73,16 +73,16 @@ class Agent:
         self._starter = WorkerStarter(self._say, marks, inherited)
         self._events: asyncio.Queue[WireEvent] = asyncio.Queue()  # for the driver, in order
         self._tasks: list[asyncio.Task[None]] = []
-        self._ended = asyncio.Event()  # with these three:
+        self._ended = asyncio.Event()  # set with a reason, an exit status, and the driver's state
         self._reason, self._exit_code, self._driver_gone = "", 0, False
         self._signals = 0
-        self._notice = 0.0  # for leaving in good order; 0: the driver is not to be told
-        self._leave_timer: asyncio.TimerHandle | None = None  # the host's end was announced
+        self._notice = 0.0  # seconds to leave in good order; 0: a signal ends this agent at once
+        self._leave_timer: asyncio.TimerHandle | None = None  # runs after `_announce`
         self._workers: Workers | None = None
         self._err: Console | None = None
 
     async def run(self) -> int:
-        """Live until the end; return the exit status."""
+        """Take part in the job until the agent has a reason to end; return the exit status."""
         become_subreaper()
         self._listen()
         self._err = Console(2, "stderr", on_trouble=lambda _sentence: None)
@@ -173,9 +173,10 @@ class Agent:
         self._end(reason, ExitCode.UNAVAILABLE, ORPHAN_GRACE_S, driver_gone=True)
 
     def _end(self, reason: str, exit_code: int, grace: float, *, driver_gone: bool = False) -> None:
-        """Begin to end: stop the workers within `grace` seconds, or a former call's if shorter.
+        """Begin to end: kill workers that are still here in `grace` seconds.
 
-        The first reason counts, unless the driver is gone.
+        If it is called again, the shorter time counts, and the first reason unless the driver is
+        gone.
         """
         if driver_gone or not self._ended.is_set():
             self._reason, self._exit_code, self._driver_gone = reason, int(exit_code), driver_gone

@@ -5,9 +5,9 @@ pieces that a pipe takes whole. A reader that stops reading holds the workers up
 seconds at most; then their output is dropped, with a message, until the reader goes on. No error
 here ends a worker.
 
-`O_NONBLOCK` belongs to the open file that we share with the driver and the other agents: to set it
-would make *their* writes fail. So a pipe or terminal is opened once more through /proc, sockets are
-asked per call, and where neither can be done we look before we write.
+`O_NONBLOCK` belongs to the open file that we share with the driver and the other agents: if we set
+it, *their* writes would fail. So a pipe or terminal is opened once more through /proc, each write
+to a socket has a flag, and if neither is possible, we poll before each write.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 PIPE_PIECE = select.PIPE_BUF  # a pipe takes that much whole or not at all (POSIX)
-FREE_PIECE = 64 * 1024
+FREE_PIECE = 64 * 1024  # bytes that are written to a file at once
 STALL_S = 5.0
-HIGH_WATER = 256 * 1024  # bytes waiting: workers' pipes are not read any more
-LOW_WATER = 64 * 1024
+HIGH_WATER = 256 * 1024  # waiting bytes at which reading of workers' pipes pauses
+LOW_WATER = 64 * 1024  # waiting bytes at which it goes on
 
 
 class Outlet(NamedTuple):
-    """A descriptor of our own for a stream that others use too.
+    """Our own descriptor for a stream that other processes use too.
 
-    `write` takes up to `piece` bytes at a time and returns how many were written; it raises
-    BlockingIOError where there is no room, and OSError where the stream is broken.
+    `write` takes up to `piece` bytes at a time and returns the number that was written; it raises
+    BlockingIOError if there is no room, and OSError if the stream is broken.
     """
 
     fd: int
@@ -137,7 +137,7 @@ class Console:
     # ---- writing -------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Write what waits, as far as there is room; the loop calls again when there is more."""
+        """Write waiting lines as far as there is room; the loop calls again when there is more."""
         if self._outlet is None:
             return
         fd, limit, write = self._outlet

@@ -14,8 +14,7 @@ from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec, StartWorkerOrder
 from launcher.network import is_loopback
 
-# Variables that an outer launcher may have left in our own environment; they would confuse the
-# script.
+# Variables that an outer launcher may have left in our environment would confuse the script.
 _NOT_INHERITED_PREFIX = "TORCHELASTIC_"
 _OURS = (str(name) for name in vars(contract).values() if str(name).startswith("ELASTIC_"))
 _NOT_INHERITED = frozenset((*contract.TORCHRUN_NAMES, *_OURS))
@@ -38,7 +37,7 @@ def worker_environment(
     """Return the whole environment of a new worker.
 
     `JobSpec.env` overrides inherited variables, and the names of the contract override both.
-    The remaining defaults (threads, buffering, interface) yield to whatever the user has set.
+    The other defaults (threads, buffering, interface) apply only if the user has set no value.
     """
     place = order.place
     defaults: dict[str, object] = {}

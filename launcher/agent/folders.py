@@ -1,12 +1,12 @@
 """Private folders that show whether the process that made them still lives.
 
-The holder of a folder keeps a file in it locked, with its pid inside. The kernel opens the lock
-however the holder ends, so any process of the same user can tell a folder in use from one that was
-left behind by a process that was killed or a machine that lost its power.
+The holder of a folder keeps a file in it locked, with its pid inside. The kernel releases the lock
+at the holder's end of any kind. So each process of the same user can see whether a folder is in use
+or was left behind by a process that was killed or a machine that lost its power.
 
 Workers of one agent share a *scratch folder*: a DataLoader's processes hand tensors over through a
-socket in a folder of the temporary folder (`pymp-…`), which a process that is killed cannot remove.
-The scratch folder goes with the agent, or, where that is killed too, with the next sweep.
+socket in a temporary folder (`pymp-…`), which a process that is killed cannot remove. The agent
+removes the scratch folder at its end; if the agent is killed too, the next sweep removes it.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from pathlib import Path
 BEGINNING_S = 60.0  # the holder of a younger folder may not have locked it yet
 _LOCK = "keeper"  # it is locked before it gets this name; without a lock its holder is dead
 _BEGUN = "keeper.begun"  # its name before that
-_SCRATCH_PREFIX = "elastic-mp-"  # short, as the paths of sockets may not be long
-_LONGEST = 107 - len("/listener-12345678")  # what the path of a socket may hold, unix(7)
+_SCRATCH_PREFIX = "elastic-mp-"  # short, because the paths of sockets must be short
+_LONGEST = 107 - len("/listener-12345678")  # bytes of the path of a socket's folder, unix(7)
 
 
 @contextlib.contextmanager
@@ -42,10 +42,10 @@ def held_folder(folder: Path) -> Iterator[Path]:
 
 
 def holder_of(folder: Path) -> int | None:
-    """Return the pid of the live process that holds this folder; None where there is none."""
+    """Return the pid of the live process that holds this folder; None if there is none."""
     with contextlib.suppress(OSError), (folder / _LOCK).open() as lock:
         try:
-            # Shared: other processes that ask at the same time are no holders.
+            # A shared lock: other processes that look at the same time do not count as holders.
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return int(lock.read() or 0) or None
@@ -67,7 +67,7 @@ def clear_unheld(folder: Path) -> None:
 
 
 def sweep(prefix: str) -> None:
-    """Remove this user's folders of this prefix in the temporary folder that no process holds."""
+    """Remove this user's temporary folders with this prefix that no process holds."""
     for folder in Path(tempfile.gettempdir()).glob(prefix + "*"):
         with contextlib.suppress(OSError):
             found = folder.stat()
@@ -82,7 +82,7 @@ def sweep(prefix: str) -> None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[str | None]:
-    """Hold a scratch folder as long as this lasts; None: there is none, workers make their own."""
+    """Hold a scratch folder as long as this lasts; None: it cannot be made, workers use theirs."""
     sweep_scratch()
     folder = Path(tempfile.gettempdir(), _SCRATCH_PREFIX + secrets.token_hex(4))
     with contextlib.ExitStack() as stack:

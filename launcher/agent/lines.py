@@ -6,11 +6,11 @@ Pure: bytes in, lines out, without their newline; `now` is handed in, in monoton
 import re
 
 MAX_LINE_BYTES = 16 * 1024
-QUIET_S = 1.0  # after the last line, if the process writes nothing more
-ALIVE_S = 0.5  # after the last line, once the process has written to stdout again
-AGAIN_S = 0.5  # until the next look at a process that is busy, perhaps with its end
-LONGEST_S = 20.0  # a loaded machine takes seconds to tear down an interpreter with torch in it
-MAX_BYTES = 48 * 1024
+QUIET_S = 1.0  # for which a traceback is held after its last line
+ALIVE_S = 0.5  # the same, once the process has written to stdout again
+AGAIN_S = 0.5  # for which it is held once more if the process is busy, perhaps with its end
+LONGEST_S = 20.0  # for which it is held at most; a loaded machine ends a process in seconds
+MAX_BYTES = 48 * 1024  # of a traceback that is held
 
 # Torch writes its rank before every line of an uncaught exception once a group exists.
 _TRACEBACK = re.compile(rb"(\[rank\d+\]: )?Traceback \(most recent call last\):")
@@ -63,7 +63,7 @@ class LineSplitter:
         return b"\r" in self._rest
 
     def finish(self) -> list[bytes]:
-        """Return the last line, where it ended without a newline."""
+        """Return the last line, if it ended without a newline."""
         rest, self._rest = visible(self._rest), b""
         return self._pieces(rest) if rest and rest != self._shown else []
 
@@ -73,7 +73,7 @@ class LineSplitter:
 
 
 def _without_overwritten(rest: bytes) -> bytes:
-    """Keep the newest state only, and the one before it: the newest may be half written."""
+    """Keep only the newest state and the one before it: the newest may be half written."""
     if rest.count(b"\r") > 2:
         return b"\r" + b"\r".join(rest.rsplit(b"\r", 2)[1:])
     return rest
@@ -121,7 +121,7 @@ class HoldBack:
         self._due = min(self._due, now + ALIVE_S)
 
     def extend(self, now: float) -> bool:
-        """Hold a little longer; False where that has been long enough."""
+        """Hold for `AGAIN_S` more; return False if `LONGEST_S` is over."""
         if now >= self._since + LONGEST_S:
             return False
         self._due = min(now + AGAIN_S, self._since + LONGEST_S)

@@ -26,9 +26,9 @@ from launcher.agent.lines import HoldBack, LineSplitter, visible
 
 OUT, ERR = 1, 2  # bits of torchrun's Std
 READ_BYTES = 64 * 1024
-PIPE_READS = 16  # a full pipe, from a process that was not ours to end
-PROGRESS_S = 1.0  # a progress bar is shown anew that often
-ENDING_CPU_S = 2.0  # more than an interpreter with torch in it needs for its end
+PIPE_READS = 16  # reads at the end: enough for a full pipe, if a process still holds it open
+PROGRESS_S = 1.0  # between two states of a progress bar that are shown
+ENDING_CPU_S = 2.0  # CPU seconds; more than an interpreter with torch needs for its end
 TAIL_LINES = 30
 TAIL_BYTES = 32 * 1024
 _BUSY = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_ZOMBIE)
@@ -162,9 +162,9 @@ class Stream:
             self._wake_at(self._holdback.due())
 
     def finish(self, failed: bool) -> str:
-        """Show the rest, now that the worker is gone, and return the tail.
+        """Show the remaining output after the worker's end; return the last lines.
 
-        After a failure a traceback that is still held is not shown: it is the tail.
+        After a failure a traceback that is still held is not shown: it is returned.
         """
         self.close_child_side()
         for _ in range(PIPE_READS):
@@ -212,7 +212,7 @@ class Stream:
     # ---- showing -------------------------------------------------------------------------
 
     def _show(self, lines: list[bytes]) -> None:
-        """Show lines in their order: through the hold-back, where there is one."""
+        """Show lines in their order, after `HoldBack` if this stream has one."""
         if self._holdback is not None and lines:
             was_holding = self._holdback.holding
             lines = self._holdback.feed(lines, self._loop.time())
@@ -274,7 +274,7 @@ class WorkerOutput:
     ) -> None:
         self.rank, self.timestamp, self.say = order.place.rank, spec.timestamp, say
         self.pid = 0  # of the worker, once it was started
-        self._cpu_then = 0.0  # seconds it had used when its last traceback began
+        self._cpu_then = 0.0  # CPU seconds of the worker when its last traceback began
         routing = route(spec, order.place.slot)
 
         def stream(number: int, label: str, holdback: HoldBack | None) -> Stream:
@@ -302,7 +302,7 @@ class WorkerOutput:
             await asyncio.wait_for(both, timeout)
 
     def finish(self, failed: bool) -> str:
-        """Show the rest, free everything, and return the last lines of stderr."""
+        """Show the remaining output, free everything, and return the last lines of stderr."""
         self.stdout.finish(failed)
         return self.stderr.finish(failed)
 
@@ -313,7 +313,7 @@ class WorkerOutput:
             self._cpu_then = _cpu_time(psutil.Process(self.pid))
 
     def may_be_ending(self) -> bool:
-        """Return whether the worker is busy, and has not been for longer than an ending takes."""
+        """Return whether the worker is busy, and has used no more CPU time than its end takes."""
         try:
             process = psutil.Process(self.pid)
             return process.status() in _BUSY and _cpu_time(process) < self._cpu_then + ENDING_CPU_S
@@ -329,7 +329,7 @@ def _cpu_time(process: psutil.Process) -> float:
 def last_lines(tail: bytes, held: list[bytes]) -> str:
     """Return the report's excerpt: the last `TAIL_LINES` lines, or all of a held traceback.
 
-    At most about `TAIL_BYTES`; of something longer the end counts more than the beginning.
+    It has about `TAIL_BYTES` at most; more is kept of the end of a long text than of its beginning.
     """
     lines = [visible(line) for line in tail.rstrip().split(b"\n")]
     wanted = held if len(held) > TAIL_LINES else lines[-TAIL_LINES:]

@@ -1,7 +1,7 @@
-"""Free TCP ports on this host, for torch's stores and for servers of the workers' own.
+"""Free TCP ports on this host, for torch's stores and for servers that workers start.
 
-They lie outside the range from which the kernel takes ports for outgoing connections, so that
-none is taken away between the test here and the moment when a worker listens on it.
+They lie outside the range from which the kernel takes ports for outgoing connections. So the kernel
+gives none of them away between the test here and the moment when a worker listens on it.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ _USABLE = range(10240, 65536)  # below it many services have their registered po
 def free_ports(wanted: int, range_file: Path = _RANGE_FILE) -> tuple[int, ...]:
     """Return up to `wanted` distinct ports that can be bound right now, in random order.
 
-    Random, because agents of several jobs on one machine ask at the same time. Fewer than
-    `wanted` (or none) where the host has no more.
+    The order is random because agents of several jobs on one machine ask at the same time. There
+    are fewer than `wanted` (or none) if the host has no more.
     """
     low, high = _DEFAULT_RANGE
     with contextlib.suppress(OSError, ValueError):
         low, high = map(int, range_file.read_text().split())
-    # Where the range leaves none outside, any port is better than none.
+    # If no port lies outside the range, any port is better than none.
     candidates = [port for port in _USABLE if not low <= port <= high] or list(_USABLE)
     random.shuffle(candidates)
     return tuple(islice(filter(_can_bind, candidates), wanted))

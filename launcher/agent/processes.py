@@ -2,8 +2,8 @@
 
 The agent, the local backend and a node that joins are *child subreapers*: a process whose parent
 has died becomes their child in place of init's, so that nothing a worker leaves behind escapes. The
-functions look at descendants of the calling process only: a process with our variables that is not
-our descendant is none of ours.
+functions look only at descendants of the calling process: another process is not ours, even if it
+has our variables.
 
 A worker leads a session and process group of its own. When it has ended, the agent first kills the
 processes it left behind, and then reports the end: the rest of the group, and descendants that left
@@ -29,7 +29,7 @@ from elastic_driver import contract
 
 EXIT_NOT_EXECUTABLE = 126  # as the shells say it
 EXIT_NOT_FOUND = 127
-LEFTOVERS_S = 2.0  # for the kernel to end what was killed
+LEFTOVERS_S = 2.0  # for the kernel to end killed processes
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm sends them before it takes a machine away
 _LOOK_AGAIN_S = 0.005
 _STOP_MARK = signal.Signals[contract.STOP_MARK]
@@ -42,7 +42,7 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def become_subreaper(wanted: bool = True) -> None:
-    """Adopt (or no longer adopt) descendants whose parent dies; raises OSError where refused."""
+    """Adopt (or no longer adopt) descendants whose parent dies; raises OSError if refused."""
     if _prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot become a child subreaper: {os.strerror(number)}")
@@ -198,7 +198,7 @@ def start_fresh(spec: ProcessSpec) -> int:
             reason = "permission denied; is it a directory, or does it lack `chmod +x`?"
         sentence = f"cannot execute {spec.argv[0]!r}: {reason}"
         raise StartError(sentence, EXIT_NOT_EXECUTABLE) from error
-    process.returncode = 0  # the caller reaps it; a Popen that believes to be done does not
+    process.returncode = 0  # so that Popen does not reap it; the caller does
     return process.pid
 
 
@@ -215,9 +215,7 @@ def ignore_notices() -> None:
 
 def _check_folder(cwd: str) -> None:
     if not os.path.isdir(cwd):
-        problem = (
-            "does not exist on this host; create it, or start the job from a shared file system"
-        )
+        problem = "does not exist on this host; create it, or use a folder of a shared disk"
     elif not os.access(cwd, os.X_OK):
         problem = "may not be entered on this host; check its permissions"
     else:
@@ -264,9 +262,8 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         when = loop.time() + grace
         if self._kill_at is None:
-            self._signal(
-                _STOP_MARK
-            )  # so that the worker does not take SIGTERM for a notice and train on
+            # The mark tells the worker that SIGTERM is no notice, on which it would train on.
+            self._signal(_STOP_MARK)
             self._signal(signal.SIGTERM)
         elif when >= self._kill_at.when():
             return
@@ -275,12 +272,12 @@ class WorkerProcess:
         self._kill_at = loop.call_at(when, self._signal, signal.SIGKILL)
 
     async def ended(self) -> int:
-        """Wait for the end of the leader and of all it left; return its code as subprocess does."""
+        """Wait for the end of the worker and its leftovers; return its code as subprocess does."""
         await wait_for_end(self.pid)
         self._ended = True
         if self._kill_at is not None:
             self._kill_at.cancel()
-        # The leader is still a zombie, so its number cannot have become another process's.
+        # The worker is still a zombie, so no other process can have its number.
         self._signal(signal.SIGKILL)
         await end_all(lambda: [p for p in self._strays() if stems_from(p, self.pid, self._marks)])
         return reap(self.pid) or 0

@@ -12,12 +12,12 @@ SPARE_FLAG = "--when-told"  # in place of all other arguments
 
 
 def send_arguments(lifeline: int, arguments: Sequence[str]) -> None:
-    """Write them to the writing end of its stdin; raises OSError if it does not read any more."""
+    """Write the arguments to the agent's stdin (`lifeline`); raises OSError if it has ended."""
     os.write(lifeline, json.dumps(list(arguments)).encode("ascii") + b"\n")
 
 
 def receive_arguments(stdin: int) -> list[str]:
-    """Wait for the arguments; none come if the driver's process has ended or needs no spare."""
+    """Wait for the arguments; empty if the driver's process has ended or needs no spare."""
     received = bytearray()
     while not received.endswith(b"\n"):
         piece = os.read(stdin, 4096)

@@ -23,7 +23,7 @@ LOOK_S = 5.0  # for py-spy; a big process takes about one
 
 
 class Seen(Struct, frozen=True):
-    """`where` in some words; `stack` with the innermost frame last, empty where unknown."""
+    """`where` it is, in a few words; its `stack`, innermost frame last, empty if unknown."""
 
     where: str
     stack: str = ""

@@ -22,7 +22,7 @@ from launcher.agent.processes import ProcessSpec, StartError, WorkerProcess
 from launcher.agent.stacks import look
 from launcher.agent.warm.starter import WorkerStarter
 
-DRAIN_S = 2.0  # for pipes that a process out of our reach still holds open
+DRAIN_S = 2.0  # for pipes to end; a process that we cannot kill may hold them open
 
 
 class Workers:
@@ -72,7 +72,7 @@ class Workers:
         life.add_done_callback(self._lives.discard)
 
     def stop(self, worker: str, grace: float) -> None:
-        """Stop a worker, or do not start it at all; harmless when it is not there (any more)."""
+        """Stop a worker, or do not start it at all; harmless if it has ended or is unknown."""
         self._pending.discard(worker)
         if worker in self._running:
             self._running[worker][0].stop(grace)
@@ -154,9 +154,10 @@ class Workers:
         await output.drained(DRAIN_S)
         tail = output.finish(failed=code != 0)
         del self._running[worker]
-        # A process that was killed did not fall by itself, whatever it logged before.
-        fell = code > 0 or code == -signal.SIGABRT
-        self._report(WorkerExited(worker, code, tail, victim=fell and looks_like_peer_loss(tail)))
+        # A worker that was killed is no victim of another's failure, whatever it logged before.
+        failed = code > 0 or code == -signal.SIGABRT
+        victim = failed and looks_like_peer_loss(tail)
+        self._report(WorkerExited(worker, code, tail, victim=victim))
 
     def _execute(self, order: StartWorkerOrder, output: WorkerOutput) -> WorkerProcess:
         env = worker_environment(self._inherited, self._spec, order, self._meeting)

@@ -13,14 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from elastic_driver.errors import ClusterError
-from launcher.network import (
-    SOMEWHERE,
-    address_towards,
-    bracketed,
-    default_address,
-    interface_of,
-    is_loopback,
-)
+from launcher import network
 
 _HOSTS_FILE = Path("/etc/hosts")
 LOOPBACK = "127.0.0.1"
@@ -31,13 +24,13 @@ def is_this_machine(host: str, hosts_file: Path = _HOSTS_FILE) -> bool:
     name, own = host.lower().rstrip("."), socket.gethostname().lower()
     addresses = (name, *_addresses_in(hosts_file, name))
     return name in (own, own.partition(".")[0]) or any(
-        is_loopback(address) or interface_of(address) is not None for address in addresses
+        network.is_loopback(a) or network.interface_of(a) is not None for a in addresses
     )
 
 
 def meeting_address(host: str) -> str:
     """Return the address at which processes of this machine reach one on `host`."""
-    return host if is_loopback(host) and host != "localhost" else LOOPBACK
+    return host if network.is_loopback(host) and host != "localhost" else LOOPBACK
 
 
 def own_address(bind_host: str | None) -> str | None:
@@ -48,7 +41,7 @@ def own_address(bind_host: str | None) -> str | None:
     bound = ipaddress.ip_address(bind_host or LOOPBACK)
     if bound.is_loopback:
         return None
-    return default_address() if bound.is_unspecified else bind_host
+    return network.default_address() if bound.is_unspecified else bind_host
 
 
 def find_address(host: str, look_up: Callable[[str], str]) -> str | None:
@@ -56,9 +49,9 @@ def find_address(host: str, look_up: Callable[[str], str]) -> str | None:
 
     `look_up` gives the name by which the network knows the host.
     """
-    towards = address_towards(look_up(host))
+    towards = network.address_towards(look_up(host))
     # The name of a host behind a jump host may have no address here: take the default route.
-    return towards or address_towards(SOMEWHERE)
+    return towards or network.address_towards(network.SOMEWHERE)
 
 
 def endpoint_for(host: str, url: str, bind_host: str | None, look_up: Callable[[str], str]) -> str:
@@ -84,7 +77,7 @@ def endpoint_for(host: str, url: str, bind_host: str | None, look_up: Callable[[
             f"no way to {host}: its name has no address here, and there is no default route; "
             "give the rendezvous an address with --rdzv-endpoint"
         )
-    return f"http://{bracketed(address)}:{urlsplit(url).port}"
+    return f"http://{network.bracketed(address)}:{urlsplit(url).port}"
 
 
 def _addresses_in(hosts_file: Path, name: str) -> list[str]:

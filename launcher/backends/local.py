@@ -40,8 +40,8 @@ from launcher.backends.base import AgentPlan, agent_arguments, describe_end
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 
-CALM_S = 2.0  # without a new agent: now a spare takes no processor from the others
-SPEC_S = 5.0  # for the rendezvous to return what the job runs; it was published before
+CALM_S = 2.0  # without a new agent, before a spare is started that would slow the others down
+SPEC_S = 5.0  # for the rendezvous to return the job's specification, which is there already
 LAST_RESORT_S = 2.0  # for the kernel to end killed processes
 _SPARE = ("", 0)  # no host and no incarnation: the key of the agent that waits for them
 _AGENT = (sys.executable, "-m", "launcher.agent")
@@ -49,7 +49,7 @@ _AGENT = (sys.executable, "-m", "launcher.agent")
 
 @dataclass(eq=False)
 class _LocalAgent:
-    """An agent that the driver has asked for, until the driver has heard of its end."""
+    """An agent, from the driver's request until its end was reported to the driver."""
 
     plan: AgentPlan
     on_lost: OnLost
@@ -94,7 +94,7 @@ class LocalBackend(Backend):
         self._agents: dict[tuple[str, int], _LocalAgent] = {}
         self._first: str | None = None  # host that had an agent
         self._starter = WorkerStarter(_say, self._env)
-        self._launched = False  # the starter's warm parent
+        self._launched = False  # whether the starter has had a warm parent
         self._calm: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -234,7 +234,7 @@ class LocalBackend(Backend):
         with RendezvousClient(self._endpoint, token, timeout=SPEC_S) as client:
             entry = client.get(contract.spec_key(incarnation))
         if entry is None:
-            raise ClusterError("the rendezvous does not know what the job runs")
+            raise ClusterError("the rendezvous does not have the job's specification")
         return decode(JobSpec, entry.value)
 
     def _start(self, agent: _LocalAgent) -> None:

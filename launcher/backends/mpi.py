@@ -21,7 +21,7 @@ from launcher.backends.ssh import SSH_MEANINGS, SshShell
 LAUNCH_S = 10.0  # for Open MPI's daemon to start on a host, beyond ssh's own time
 _VERSION_S = 10.0
 _LOST = "lost communication with a remote daemon"
-_RULE = "-----"  # above and below what mpirun itself has to say
+_RULE = "-----"  # a line above and below the messages of mpirun itself
 _SETTING, _AS_ROOT, _RANK = "OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_COMM_WORLD_RANK"
 
 # Text in mpirun's output → what happened, and what to try.
@@ -69,7 +69,7 @@ class MpirunShell(RemoteShell):
         return super().name_problem(host)
 
     def environ(self) -> Mapping[str, str]:
-        """See `RemoteShell.environ`: Open MPI's settings stay, those of us as a rank go."""
+        """See `RemoteShell.environ`: settings of Open MPI stay, variables of a rank are removed."""
         is_rank = _RANK in self.variables
         return {
             name: value

@@ -62,7 +62,7 @@ class RemoteShell(ABC):
         return self.command(host, script(self.python, self.home, *words))
 
     def name_problem(self, host: str) -> str | None:
-        """Return what is wrong with a host's name; None if nothing is."""
+        """Return the problem of a host's name; None if it is valid."""
         return check_host(host)
 
     def environ(self) -> Mapping[str, str] | None:
@@ -96,9 +96,7 @@ class RemoteShell(ABC):
         `exit_code` is as subprocess gives it, `said` what came on stderr.
         """
         if exit_code == NO_PYTHON:
-            return (
-                f"{host}: there is no Python at {self.python}; install the same environment there"
-            )
+            return f"{host}: there is no Python at {self.python}; install the same one there"
         if "No module named" in said:
             return f"{host}: elastic-driver is not installed in its {self.python}{last_line(said)}"
         return f"{host}: {self.python} ended with exit status {exit_code}{last_line(said)}"
@@ -164,7 +162,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def precheck(hosts: Sequence[str], shell: RemoteShell, cwd: str) -> dict[str, str]:
-    """Return host → why for the hosts where no agent can run, in the order given.
+    """Return host → problem for the hosts where no agent can run, in the order given.
 
     Each host is asked once, `AT_ONCE` at a time, with a deadline. Nothing is left on the hosts.
     """
@@ -174,7 +172,7 @@ def precheck(hosts: Sequence[str], shell: RemoteShell, cwd: str) -> dict[str, st
 
 
 def judge(host: str, found: Found, cwd: str, ours: str) -> str | None:
-    """Return what is wrong with a host that has answered; None if nothing is."""
+    """Return the problem of a host that has answered; None if it has none."""
     if found.version != ours:
         return f"{host}: elastic-driver {found.version} is installed there, and {ours} here"
     if not found.folder:

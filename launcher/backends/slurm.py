@@ -23,13 +23,10 @@ _SLURMS = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_")
 _MEANINGS = (
     ("Requested node configuration is not available", "it is not a node of this allocation"),
     ("Requested nodes are busy", "Slurm has no room for a step there; is the node down?"),
-    ("Unable to confirm allocation", "Slurm knows this allocation no more; is its time over?"),
-    ("Invalid job id", "Slurm knows this allocation no more; is its time over?"),
+    ("Unable to confirm allocation", "Slurm does not know this allocation; is its time over?"),
+    ("Invalid job id", "Slurm does not know this allocation; is its time over?"),
     ("Job/step already completing", "the allocation is ending"),
-    (
-        "Unable to contact slurm controller",
-        "slurmctld does not answer; ask the cluster's operators",
-    ),
+    ("Unable to contact slurm controller", "slurmctld does not answer; ask the operators"),
     ("Communication connection failure", "its slurmd does not answer; is the node down?"),
     ("Node failure", "Slurm says that the node failed"),
 )

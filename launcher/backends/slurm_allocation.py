@@ -33,8 +33,8 @@ class SlurmAllocation(Struct, frozen=True, kw_only=True):
 
     job_id: str
     nodes: tuple[str, ...]
-    tasks: tuple[int, ...] | None = None  # of each node; None: Slurm was given no number
-    gpus: int = 0  # of a node
+    tasks: tuple[int, ...] | None = None  # of each node; None: the user gave Slurm no number
+    gpus: int = 0  # of each node
     cpus: int | None = None  # of the smallest node
     step_tasks: int = 1  # how often srun has started us; 1 if it has not
 
@@ -50,9 +50,9 @@ class SlurmAllocation(Struct, frozen=True, kw_only=True):
             slots: `--slots-per-host` or `--nproc-per-node`, if given; it comes first.
             wanted: workers of the whole job, if given.
 
-        Without `slots` a node has a worker for each task that Slurm was asked for. It has a worker
-        for each GPU if every node has one task, as in scripts written for torchrun, or no tasks
-        were asked for. Without GPUs the nodes share the `wanted` workers.
+        Without `slots` a node has a worker for each task that the user requested from Slurm. If no
+        tasks were requested, or one on each node as for torchrun, it has a worker for each GPU.
+        Without tasks and GPUs the nodes share the `wanted` workers.
         """
         if slots is None and self.tasks is not None and (max(self.tasks) > 1 or not self.gpus):
             return tuple(zip(self.nodes, self.tasks, strict=True))
@@ -137,7 +137,7 @@ class AllocationDiscovery:
         self._slots, self._hosts = dict(hosts), hosts
         self.on_over: Callable[[str], None] = lambda _reason: None
         self._over = False
-        self._asked = time.monotonic()  # the variables that `hosts` is from are fresh
+        self._asked = time.monotonic()  # `hosts` was read from fresh variables
         self._program = shutil.which("squeue", path=environ.get("PATH"))
         self._squeue = ScriptProbe(
             Path(self._program or "squeue"),

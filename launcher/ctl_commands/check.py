@@ -52,7 +52,7 @@ Exit status
 
 
 def check(words: list[str]) -> int:
-    """`elasticctl check`: 1 if a node is faulty (or slow, with --exclude-straggler)."""
+    """Run `elasticctl check`; return 1 if a node is faulty (or slow, with --exclude-straggler)."""
     line = resolve([word for word in words if word != _HISTORY], os.environ)
     if line.options.help:
         print(_HELP, end="")
@@ -95,7 +95,7 @@ def _show_history(line: CommandLine, names: list[str]) -> int:
 
 
 def config(words: list[str]) -> int:
-    """`elasticctl config show`: the value of every option; first those that were set."""
+    """Run `elasticctl config show`: print the value of every option, first those that are set."""
     if words and words[0] in ("-h", "--help"):
         print(_CONFIG_USAGE)
         return 0

@@ -57,29 +57,29 @@ _SECONDS, _COUNT = _reader(SECONDS_OR_0), _reader(whole())
 # The arguments of argparse's add_argument: names, and the rest.
 _FLAG = {"action": "store_true"}
 _WHICH_JOB: dict[str, dict[str, Any]] = {
-    "--run-id": {"metavar": "ID", "help": "its name"},
-    "--endpoint": {"metavar": "URL", "help": "the address of its driver"},
-    "--token-file": {"metavar": "F", "type": Path, "help": "the file with its token"},
+    "--run-id": {"metavar": "ID", "help": "the job's name"},
+    "--endpoint": {"metavar": "URL", "help": "the address of the job's driver"},
+    "--token-file": {"metavar": "F", "type": Path, "help": "the file with the job's token"},
     "--state-dir": {"metavar": "D", "type": Path, "help": "the folder of all runs"},
 }
 _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     "status": {
         "--json": {**_FLAG, "help": "print the driver's own document"},
         "--watch": {**_FLAG, "help": "print it again and again, until the job is over"},
-        "--interval": {"type": _SECONDS, "default": 2.0, "metavar": "S", "help": "default 2"},
+        "--interval": {"type": _SECONDS, "default": 2.0, "metavar": "S", "help": "default 2 s"},
     },
     "hosts": {"--json": {**_FLAG, "help": "print a JSON array"}},
     "events": {
         "-f --follow": {**_FLAG, "help": "go on until the job is over"},
-        "--since": {"type": _COUNT, "default": 0, "metavar": "N", "help": "those after number N"},
+        "--since": {"type": _COUNT, "default": 0, "metavar": "N", "help": "start after event N"},
         "--json": {**_FLAG, "help": "print one JSON object a line"},
     },
-    "stacks": {"--last": {**_FLAG, "help": "show the last collected stacks, as of a hang"}},
-    "scale": {"workers": {"type": _COUNT, "metavar": "N"}},
+    "stacks": {"--last": {**_FLAG, "help": "show those collected last, as at a hang"}},
+    "scale": {"workers": {"type": _COUNT, "metavar": "N", "help": "the number of workers"}},
     "drain": {
-        "host": {"metavar": "HOST"},
+        "host": {"metavar": "HOST", "help": "its name, as elasticctl hosts shows it"},
         "--reason": {"default": "elasticctl drain", "help": "for the event log"},
-        "--deadline": {"type": _SECONDS, "metavar": "S", "help": "it must be empty in S seconds"},
+        "--deadline": {"type": _SECONDS, "metavar": "S", "help": "seconds to leave it"},
         "--cancel": {**_FLAG, "help": "allow new workers on it again"},
     },
     "stop": {"--reason": {"default": "elasticctl stop", "help": "for the event log"}},
@@ -200,7 +200,7 @@ def scale(given: Given, job: Job) -> None:
 def drain(given: Given, job: Job) -> None:
     """Make HOST's workers leave at a step boundary; they are replaced first if there is room.
 
-    HOST gets no workers again until the discovery has lost and found it, or --cancel.
+    HOST gets no workers until it disappears from the discovery and comes back, or until --cancel.
     """
     body = {"reason": given.reason}
     if given.deadline is not None and not given.cancel:
@@ -214,7 +214,7 @@ def drain(given: Given, job: Job) -> None:
 def stop(given: Given, job: Job) -> None:
     """End the job; elasticrun returns 143.
 
-    Workers get SIGTERM and --stop-grace, unless the job is stopped a second time.
+    Workers get SIGTERM, and SIGKILL after --stop-grace; a second stop kills them at once.
     """
     job.post_json(contract.STOP_PATH, msgspec.json.encode({"reason": given.reason}))
     print(f"run {given.run_id} is stopping")

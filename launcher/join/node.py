@@ -93,7 +93,7 @@ def join(plan: JoinPlan) -> int:
 
 
 class Node:
-    """This process, from its first attempt to join to its end; `run` once."""
+    """A node, from its first attempt to join to the end of its process; `run` is called once."""
 
     def __init__(self, plan: JoinPlan) -> None:
         self._plan = plan

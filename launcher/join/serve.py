@@ -22,7 +22,7 @@ from launcher.launch.submit import make_driver, run_driver
 
 
 def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
-    """Hold the job until it ends; return its exit status.
+    """Run the driver until the job ends; return the exit status.
 
     Raises UsageError for options that need a list of hosts, ElasticError if the job cannot begin.
     """

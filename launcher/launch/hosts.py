@@ -28,7 +28,7 @@ _SHOWN = 8  # entries of a long list in a message
 
 @dataclass(frozen=True)
 class Serve:
-    """The role of the node that holds the job; `own`: workers run on this node too."""
+    """The role of the node that runs the driver; `own`: workers run on this node too."""
 
     host: str
     port: int
@@ -54,7 +54,7 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that planning needs from outside."""
+    """Facts about this machine and its environment that the plan depends on."""
 
     run_id: str
     state_dir: str
@@ -134,8 +134,8 @@ def choose_hosts(
     Args:
         line: the command line.
         facts: the facts of this machine.
-        slots: of a host that is listed without a number, if an option says it.
-        wanted: workers of the whole job, if an option says it.
+        slots: the slots of a host that is listed without a number, if an option sets them.
+        wanted: the workers of the whole job, if an option sets them.
         allocation: the Slurm allocation that agents are started in.
 
     Raises UsageError for a host that is no node of the allocation.

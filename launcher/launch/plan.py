@@ -178,7 +178,7 @@ class _Wish(NamedTuple):
 
 
 def slots_of_a_host(options: LaunchOptions, machine: MachineFacts) -> int | None:
-    """Return the slots of a host listed without a number; None if no option says it.
+    """Return the slots of a host that is listed without a number; None if no option sets them.
 
     Raises UsageError for `--nproc-per-node gpu` if there is no GPU.
     """

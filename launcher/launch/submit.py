@@ -51,7 +51,7 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     discovery = source = make_discovery(plan.hosts)
     hosts: Hosts = ()
     if plan.backend != "local" or plan.hosts.hosts is not None:
-        with contextlib.suppress(ElasticError):  # no error yet: the driver asks again
+        with contextlib.suppress(ElasticError):  # no end of the job: the driver asks again
             hosts = discovery.find()
     plan, job = bound(plan, hosts)
     problems = make_backend(plan.backend, job).find_problems(hosts)
@@ -157,7 +157,8 @@ def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> Launch
 def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
     """While this lasts, let signals end the job and not this process.
 
-    A signal that announces the end, as Slurm's --signal, leaves `notice` seconds; 0: none.
+    A signal that announces the end (Slurm's --signal) gives the job `notice` seconds to leave; if
+    `notice` is 0, the job stops at once.
     """
 
     def ask(number: int) -> None:

@@ -43,7 +43,7 @@ class LaunchOptions:
         "Slots of a host that is listed without a number.", aliases=("--slots",), shown="1")
 
     serve: bool = option(JOIN, FLAG, False,
-        "Run no workers here: hold the job, and train on the nodes that --join it.")
+        "Run the job's driver here, but no workers: train on the nodes that --join the job.")
     join: tuple[str, int] | None = option(JOIN, o.ENDPOINT, None,
         "Make this node a host of the job at HOST:PORT, with --nproc-per-node workers. It may "
         "start before the server, and come back after it has left (Ctrl-C, SIGTERM).")
@@ -62,7 +62,7 @@ class LaunchOptions:
     master_port: int | None = option(JOIN, whole("PORT", least=1), None,
         "The port of node 0.", shown="MASTER_PORT in the environment, else 29500")
     token_file: str | None = option(JOIN, text("FILE"), None,
-        "A file that only you can read, with the secret that lets nodes join: the same everywhere.",
+        "A file with the secret that lets nodes join, the same on all nodes. Only you may read it.",
         shown="the run's own token in a shared --state-dir, else derived from --run-id")
 
     num_proc: int | None = option(SIZE, whole(least=1), None,

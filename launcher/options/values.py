@@ -35,7 +35,7 @@ class Setting(NamedTuple):
     """The value of an option, and its source."""
 
     value: Any
-    text: str  # the words that were given; of variables only the names
+    text: str  # the words that were given; for --env only the names of the variables
     source: str = "default"  # or `command line`, a variable, `FILE line N`
     level: int = 0  # of the source: 0 default, 1 file, 2 environment, 3 command line
 

@@ -1,4 +1,4 @@
-"""The commands that can run from a warm parent, and the modules it is worth warming for them.
+"""Decides whether a command can run in forks of a warm parent, and which modules it imports.
 
 These are pure functions of a command line and the source files it names; `plan` calls them once
 when the agent starts. Source is read and parsed here, never imported or run.
@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 20
 
 
 class NotWarmable(Exception):
-    """The command has to be executed anew; the text says why."""
+    """A new process has to execute the command, instead of a fork; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class PythonCommand:
 
 
 def parse(argv: Sequence[str], env: Mapping[str, str]) -> PythonCommand:
-    """Take `argv` apart; raises `NotWarmable` unless it is this interpreter running a program.
+    """Take `argv` apart; raises `NotWarmable` unless this interpreter runs a program with it.
 
     Flags that only configure the interpreter are allowed. Flags that make it ignore PYTHONPATH or
-    `site` are not, because the warm parent needs both; nor are flags that print while importing.
+    `site` are refused, because the warm parent needs both, and so are flags that print at imports.
     """
     if not argv:
         raise NotWarmable("the command is empty")
@@ -50,7 +50,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str]) -> PythonCommand:
             return PythonCommand("script", word)
         if word == "-" or word.startswith("--"):
             raise NotWarmable(f"python's argument {word!r} needs a new interpreter")
-        for position, letter in enumerate(word[1:], 2):  # a cluster: `-uO`, `-Xdev`, `-mpkg`
+        for position, letter in enumerate(word[1:], 2):  # `-uO`, `-Xdev` or `-mpkg`
             if letter in _HARMLESS:
                 continue
             if letter not in _WITH_VALUE and letter not in _ENDING:
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str]) -> PythonCommand:
 
 
 def _check_interpreter(name: str, env: Mapping[str, str]) -> None:
-    """Raise `NotWarmable` unless it is the agent's interpreter: others have other modules."""
+    """Raise `NotWarmable` unless `name` is the agent's interpreter: others have other modules."""
     found = shutil.which(name, path=env.get("PATH", os.defpath))
     ours = sys.executable
     if found is None:
@@ -80,7 +80,7 @@ def _check_interpreter(name: str, env: Mapping[str, str]) -> None:
 
 
 def first_path(command: PythonCommand, cwd: str) -> str | None:
-    """Return the folder that the interpreter puts before `sys.path`; None: it holds no modules."""
+    """Return the folder that Python puts first in `sys.path`; None for `-c`, which has no file."""
     if command.kind == "script":
         script = os.path.realpath(os.path.join(cwd, command.target))
         return script if os.path.isdir(script) else os.path.dirname(script)

@@ -1,8 +1,8 @@
 """The plan of a job's warm parent: its command, its variables, the modules to import.
 
-It is made once, when the agent has read the job's specification, and carried out by `starter`. A
-plan also checks each request: a worker can be forked from a warm parent only if it needs nothing
-else than the warm parent was started with (command, folder, variables that imports may read).
+The agent makes the plan once, when it has read the job's specification, and `starter` carries it
+out. The plan also checks each request: a worker can be forked only if it has the command, the
+folder and the variables (those that imports may read) that its warm parent was started with.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ DEFAULT_PRELOAD = ("torch",)
 _THREADS = "OMP_NUM_THREADS"
 _OWN_PACKAGES = ("elastic_driver", "rendezvous", "launcher")
 
-# Variables in which workers may differ from their warm parent: they are read when something is
-# used, not when it is imported (OMP_NUM_THREADS is, and torch is called again for it).
+# Variables in which workers may differ from their warm parent, because libraries read them when
+# they are used. (OMP_NUM_THREADS is read at the import, so a worker sets torch's threads again.)
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _LATE = frozenset((*TORCHRUN_NAMES, _THREADS, "TF_CONFIG", *_DEVICES))
 _LATE_PREFIXES = ("ELASTIC_", "TORCHELASTIC_", "GLOO_", "NCCL_")
@@ -34,7 +34,7 @@ _LATE_PREFIXES = ("ELASTIC_", "TORCHELASTIC_", "GLOO_", "NCCL_")
 
 @dataclass(frozen=True)
 class WarmPlan:
-    """One warm parent: started with `argv`, `env` and `cwd`, it imports `preload`."""
+    """One warm parent: it is started with `argv`, `env` and `cwd`, and imports `preload`."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -42,15 +42,14 @@ class WarmPlan:
     preload: tuple[str, ...]
     path0: str | None  # where the interpreter finds modules first
     spares: int
-    rehearse: bool = True  # take a tiny training step too, where torch is among the modules
+    rehearse: bool = True  # also take a tiny training step, if torch is among the modules
 
     def digest(self) -> str:
-        """Return a short form of all of it: equal plans have equal ones, on any machine."""
-        everything = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.sha256(everything.encode("ascii")).hexdigest()
+        """Return a hash of the plan; equal plans have equal hashes on all machines."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def check(self, spec: ProcessSpec, threads: int) -> None:
-        """Raise `NotWarmable` with the reason where `spec` needs an interpreter of its own.
+        """Raise `NotWarmable` with the reason if `spec` needs a new interpreter.
 
         `threads` is the size of torch's thread pool in the warm parent. A worker's may be smaller.
         """
@@ -86,13 +85,12 @@ def plan(
 
     Args:
         argv: the command of every worker, interpreter first.
-        env: the variables of the workers, those included that differ between them.
-        cwd: their working directory.
-        warm: spares to keep (`--warm`); 0 for no warm workers, None to decide: one spare, unless
-            the program surely imports nothing but the standard library and `preload` is the
-            default.
+        env: the variables of a worker, also those that differ between workers.
+        cwd: the working directory of the workers.
+        warm: spares to keep (`--warm`); 0: no warm workers; None: one spare, or none if `preload`
+            is the default and the program surely imports nothing but the standard library.
         preload: modules to import (`--preload`).
-        rehearse: take a tiny training step too.
+        rehearse: also take a tiny training step.
     """
     if warm == 0:
         raise NotWarmable("warm workers are switched off (--warm 0)")
@@ -107,16 +105,14 @@ def plan(
         package = elastic_driver.worker
         found = pkgutil.iter_modules(package.__path__)
         modules += [f"{package.__name__}.{module.name}" for module in found]
-    spares, preloaded = 1 if warm is None else warm, tuple(dict.fromkeys(modules))
-    return WarmPlan(
-        tuple(argv), early_variables(env), cwd, preloaded, path0, spares, rehearse=rehearse
-    )
+    early, unique, spares = early_variables(env), tuple(dict.fromkeys(modules)), warm or 1
+    return WarmPlan(tuple(argv), early, cwd, unique, path0, spares, rehearse=rehearse)
 
 
 def plan_for(spec: JobSpec, inherited: Mapping[str, str]) -> WarmPlan:
-    """Return the warm parent of a job's workers, for a process with the environment `inherited`.
+    """Return the warm parent of a job's workers; raises `NotWarmable` if there should be none.
 
-    Raises `NotWarmable` where there should be none.
+    `inherited` is the environment of the agent.
     """
     env = common_environment(inherited, spec)
     return plan(
@@ -125,7 +121,7 @@ def plan_for(spec: JobSpec, inherited: Mapping[str, str]) -> WarmPlan:
 
 
 def _has_own(path0: str | None) -> bool:
-    """Return whether the script brings modules of its own by the names of our packages."""
+    """Return whether there are modules with the names of our packages beside the script."""
     home = os.path.dirname(elastic_driver.__path__[0])
     return path0 not in (None, home) and any(
         commands.local_files(str(path0), name) for name in _OWN_PACKAGES

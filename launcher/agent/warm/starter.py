@@ -1,13 +1,13 @@
 """Starts processes as forks of a warm parent, which has imported the heavy modules already.
 
-`WorkerStarter` is the owner's end of the conversation with a warm parent (the folder `parent`),
-which is the job's own command, held just before its first line. An agent owns one and starts its
-workers from it. The local backend owns one where several agents share this machine, and starts the
-agents from it; each gets a warm parent of its own that is a fork of the backend's.
+A warm parent (the folder `parent`) is the job's own command, held just before its first line. Its
+owner talks to it through a `WorkerStarter`. An agent owns a warm parent and forks its workers from
+it. If several agents share this machine, the local backend owns one too and forks the agents from
+it; each agent gets a warm parent of its own, which is a fork of the backend's.
 
-A process that the warm parent cannot provide (another command, an unsafe fork, a parent that has
-died) is executed afresh, and the starter says the reason once. Either way the new process is a
-child of the owner. All waiting here has a deadline; times are seconds.
+A process that cannot be forked (another command, an unsafe fork, a warm parent that has died) is
+executed as a new process, and the starter shows the reason once. In both cases the process is a
+child of the owner. Each wait here has a deadline; times are seconds.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.parent._elastic_warm_worker import BORN_WARM, receive_line, send_line
 from launcher.agent.warm.plan import WarmPlan
 
-WARM_UP_S = 60.0  # longer than importing takes even from a slow network file system
+WARM_UP_S = 60.0  # for the imports; more than they take from a slow network file system
 MOST_LAUNCHES = 4  # warm parents that one owner starts in all, if they keep dying
 START_S = 5.0  # for a spare to answer; two forks on a busy machine take a tenth of a second
-END_S = 2.0  # for the kernel to end what was killed
-_PAD = "x" * 8192  # room in /proc/<pid>/environ for the variables that siblings do not share
+END_S = 2.0  # for the kernel to end killed processes
+_PAD = "x" * 8192  # room in /proc/<pid>/environ for the variables that differ between workers
 _HOOK = str(Path(__file__).parent / "parent")
 _LOOK_AGAIN_S = 0.001
 
@@ -43,11 +43,11 @@ class WarmParent:
     """A warm parent's process, a child of ours, and our ends of the conversation."""
 
     pid: int
-    session: int  # of the warm parent, and of all it forked that is no worker or agent yet
-    queue: socket.socket  # requests; its spares take them
-    status: socket.socket  # its messages; it ends when we close our end
+    session: int  # of the warm parent and its spares; a worker or agent has its own
+    queue: socket.socket  # for requests, which the spares take
+    status: socket.socket  # for its messages; it ends when we close our end
     log: IO[bytes]  # the output of its imports
-    digest: str  # of the plan it was made for
+    digest: str  # of its plan
     ended: bool = False
     _received: bytes = b""
 
@@ -61,7 +61,7 @@ class WarmParent:
         return own
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have come; note its end in `ended`."""
+        """Return the messages that have arrived; set `ended` when it has ended."""
         self.status.setblocking(False)
         with suppress(BlockingIOError):
             while not self.ended:
@@ -96,7 +96,7 @@ class WarmParent:
         return pid
 
     def last_words(self) -> str:
-        """Return the last line it wrote, in brackets; empty where it wrote none."""
+        """Return the last line that it wrote, in parentheses; empty if it wrote none."""
         with suppress(OSError, ValueError):
             self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - 4096))
             if words := self.log.read().decode("utf-8", "replace").strip():
@@ -121,7 +121,7 @@ class WarmParent:
 def execute(plan: WarmPlan, marks: Mapping[str, str]) -> WarmParent:
     """Start the plan's command with our `sitecustomize` in front of its own; may raise OSError.
 
-    The order of its variables shows in `/proc/<pid>/environ`: a worker's own are written over
+    The order of the variables matters: in `/proc/<pid>/environ`, the variables of a worker replace
     everything from ELASTIC_WARM_FDS on.
     """
     env = dict(plan.env)
@@ -148,17 +148,17 @@ def execute(plan: WarmPlan, marks: Mapping[str, str]) -> WarmParent:
             )
         on_error.pop_all()
     process.returncode = 0  # we reap it ourselves
-    pid, digest = process.pid, plan.digest()
+    digest = plan.digest()
     status.settimeout(START_S)
-    with suppress(OSError):  # it has died already: `receive` will see it
+    with suppress(OSError):  # if it has died already, `receive` will see its end
         send_line(status, {**asdict(plan), "parent": os.getpid(), "digest": digest})
-    return WarmParent(pid, pid, queue, status, log, digest)
+    return WarmParent(process.pid, process.pid, queue, status, log, digest)
 
 
 def inherit(environ: MutableMapping[str, str]) -> WarmParent | None:
-    """Take the warm parent of this process out of its environment; None: it has none.
+    """Return the warm parent that this process was forked with; None: it was executed.
 
-    Only an agent that is itself a fork (`parent._elastic_warm_worker`) has a warm parent so early.
+    The variable of an agent that is a fork (`parent._elastic_warm_worker`) describes it.
     """
     words = environ.pop(BORN_WARM, None)
     if words is None:
@@ -178,16 +178,15 @@ def _end_child(pid: int) -> None:
 
 
 class WorkerStarter:
-    """Forks processes where it can, and executes the others.
+    """Forks processes from a warm parent, and executes those that cannot be forked.
 
-    The owner must be a child subreaper: processes become its children because their first parent
-    has ended. Until `launch` is called every process is executed. A starter belongs to one thread.
+    The owner must be a child subreaper: forks become its children when their first parent ends.
+    Until `launch` is called, every process is executed. A starter belongs to one thread.
 
     Args:
         say: shows a sentence to the user.
-        marks: variables by which the owner knows the warm parent's processes.
-        inherited: a warm parent that the agent was forked with; it serves a plan that equals its
-            own.
+        marks: variables by which the owner knows the processes of the warm parent.
+        inherited: a warm parent that the agent was forked with; it is used if its plan is equal.
     """
 
     def __init__(
@@ -231,10 +230,10 @@ class WorkerStarter:
                 return
 
     def start(self, spec: ProcessSpec) -> int:
-        """Start a process, by a fork if the warm parent is warm; return the pid of our child.
+        """Start a process, as a fork if the warm parent can fork; return the pid of our child.
 
-        The child is as `start_fresh` describes it. Takes milliseconds; raises `StartError` where
-        nothing was started.
+        The child is as `start_fresh` describes it. Takes milliseconds; raises `StartError` if no
+        process was started.
         """
         parent = self._warm_parent()
         if parent is not None and self._plan is not None:
@@ -249,7 +248,7 @@ class WorkerStarter:
         return start_fresh(spec)
 
     def own_pids(self) -> set[int]:
-        """Return the pids of the warm parent and its spares: no stray processes."""
+        """Return the pids of the warm parent and its spares."""
         return set() if self._parent is None else self._parent.own_pids()
 
     def close(self) -> None:
@@ -287,13 +286,14 @@ class WorkerStarter:
         return None if self._threads is None else parent
 
     def _lose(self, why: str) -> None:
-        """Give this warm parent up, and start the next if there were not too many."""
+        """End this warm parent, and start the next one unless `MOST_LAUNCHES` were started."""
         self.close()
         if self._plan is not None and self._launches < MOST_LAUNCHES:
             self._say_once(f"the warm parent is lost: {why}; starting another")
             self._launch(self._plan)
         else:
-            self._say_once(f"no warm workers from now on: {why}, {self._launches} times now")
+            lost = f"{self._launches} warm parents were lost"
+            self._say_once(f"no warm workers from now on: {why}; {lost}")
 
     def _say_once(self, sentence: str) -> None:
         if sentence not in self._said:

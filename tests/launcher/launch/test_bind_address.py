@@ -8,7 +8,7 @@ import pytest
 
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import BackendJob
-from launcher.backends import addresses
+from launcher import network
 from launcher.backends.addresses import endpoint_for
 from launcher.backends.ssh import SshShell
 from launcher.launch.bind_address import choose_bind_host
@@ -40,7 +40,7 @@ def test_loopback_gives_way_to_the_address_that_the_hosts_reach(tmp_path: Path) 
 def test_a_host_that_there_is_no_way_to_does_not_keep_the_others_from_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(addresses, "SOMEWHERE", "no-default-route.invalid")
+    monkeypatch.setattr(network, "SOMEWHERE", "no-default-route.invalid")
     ssh = fake_ssh(tmp_path, {"a": "::1", "gone": "gone.invalid"})
     assert choose("127.0.0.1", ["gone", "a"], ssh) == "::1"
     assert choose("127.0.0.1", ["gone"], ssh) == "127.0.0.1"

@@ -1,13 +1,13 @@
 """The warm parent: imports what workers need, then forks them on request.
 
-It is the job's own command (`python train.py --epochs 3`), held by `sitecustomize` just before the
-interpreter would run it. So everything a worker takes from its interpreter (flags, `sys.argv`,
-`sys.path`, `__main__`, tracebacks, the exit status) is made by CPython itself, not imitated.
+It is the job's own command (`python train.py --epochs 3`); `sitecustomize` holds it just before the
+interpreter would run the script. So CPython itself makes all that a worker takes from its
+interpreter (flags, `sys.argv`, `sys.path`, `__main__`, tracebacks, the exit status).
 
 Its owner is an agent, or the local backend where several agents share this machine. It keeps
 *spares*: processes that are forked in advance, are the owner's children already, and wait for a
-request (`_elastic_warm_worker`). The agents that the backend asks for get a warm parent each, which
-is a fork too and goes on here.
+request (`_elastic_warm_worker`). Each agent that the backend requests gets a warm parent of its
+own, which is a fork too and runs the same code.
 
 It uses the standard library only, reads nothing but its inherited sockets, and starts no thread. It
 never touches an accelerator: a process that forks after that has a broken device (CUDA says "cannot
@@ -47,11 +47,11 @@ _MOST_DEATHS = 3
 
 
 def serve(conversation: str, baseline: frozenset[str]) -> None:
-    """Be the warm parent for ever; returns only in a process that is to run the command.
+    """Run the warm parent until it ends; return only in a worker, which then runs the command.
 
     Args:
         conversation: two inherited descriptors: the queue of requests, which all spares read, and
-            the line to our owner; when it closes, we end.
+            the connection to our owner; we end when it closes.
         baseline: the modules that a new interpreter has imported by now.
     """
     queue_fd, status_fd = (int(number) for number in conversation.split(","))
@@ -91,7 +91,7 @@ def serve(conversation: str, baseline: frozenset[str]) -> None:
         "threads": torch.get_num_threads() if torch else 0,
     }
     ends: worker.Ends | None = (queue, status)
-    while ends is not None:  # again in the warm parent of an agent that was forked
+    while ends is not None:  # once more in the warm parent of an agent that was forked
         ends = _keep_spares(setup, *ends)
 
 
@@ -104,7 +104,7 @@ def _refuse(status: socket.socket, reason: str) -> NoReturn:
 
 
 def _warm_up(setup: dict[str, Any]) -> list[str]:
-    """Import the modules as the script would; return a line for each that cannot be had."""
+    """Import the modules as the script would; return a line for each that cannot be imported."""
     missing: list[str] = []
     path0: str | None = setup["path0"]
     gc.disable()  # until the fork: most objects of an import live as long as the process
@@ -125,12 +125,12 @@ def _warm_up(setup: dict[str, Any]) -> list[str]:
 
 
 def _let_last_work_end(torch: Any) -> None:
-    """Keep torch from locking up where a DistributedDataParallel object outlives its group.
+    """Keep torch from a deadlock if a DistributedDataParallel object outlives its group.
 
-    Its reducer is the group's last owner then, and waits for the group's threads while it holds
-    the interpreter's lock, which a thread that drops its last work may still want (seen with
-    torch 2.13; destructors that block are pytorch's issue 56297). A new process is mostly
-    saved by the imports that it has yet to make; a worker that has made them is too quick.
+    The object's reducer is then the group's last owner, and waits for the group's threads while it
+    holds the interpreter's lock. A thread that frees its last work may still need this lock (seen
+    with torch 2.13; for destructors that block see pytorch's issue 56297). A new process is rarely
+    fast enough for it, because it makes its imports first; a warm worker is.
     """
     wrapper = torch.nn.parallel.DistributedDataParallel
 
@@ -145,7 +145,7 @@ def _let_last_work_end(torch: Any) -> None:
 def _thread_setters(torch: Any) -> list[Callable[[int], Any]]:
     """Return the setters for another OMP_NUM_THREADS: of torch, and of numpy's OpenBLAS.
 
-    They are found in advance, because a worker that starts has no time to search.
+    The warm parent finds them in advance, so that the start of a worker takes no time for it.
     """
     setters = [torch.set_num_threads]
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
@@ -159,7 +159,7 @@ def _thread_setters(torch: Any) -> list[Callable[[int], Any]]:
 
 
 def _unsafe(setup: dict[str, Any], known: set[int]) -> str | None:
-    """Return why a fork of this process would not be as good as a new one; None where it is."""
+    """Return why this process must not be forked; None if forks are as good as new processes."""
     names = ", ".join(setup["preload"]) or "nothing"
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
@@ -183,7 +183,7 @@ def _unsafe(setup: dict[str, Any], known: set[int]) -> str | None:
 
 
 def _shadowed(setup: dict[str, Any]) -> str | None:
-    """Return which module beside the script would take the place of an imported one, if any."""
+    """Return a problem if a module beside the script would replace an imported one; else None."""
     path0 = setup["path0"]
     if path0 is None:
         return None
@@ -206,9 +206,9 @@ def _shadowed(setup: dict[str, Any]) -> str | None:
 def _keep_spares(
     setup: dict[str, Any], queue: socket.socket, status: socket.socket
 ) -> worker.Ends | None:
-    """Keep that many spares waiting; return only in a spare that was taken.
+    """Keep the plan's number of spares waiting; return only in a spare that was taken.
 
-    See `await_request` for the value it returns there.
+    There it returns the value of `await_request`.
     """
     lives: list[int] = []  # one pipe for each spare: it says when the spare is taken or dies
     deaths = 0  # in a row

@@ -66,7 +66,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def first_step(torch: Any) -> None:
-    """Take one optimizer step on the CPU, in one thread: 1 s of imports, and memory to write.
+    """Take one optimizer step on the CPU, in one thread, which saves the job's first step 1 s.
 
     No accelerator is touched: a CUDA driver that was asked for its devices is unusable in forks,
     and optimizers ask before their first step. In a torch that was built for an accelerator the
@@ -95,13 +95,13 @@ def first_step(torch: Any) -> None:
 
 
 def await_request(setup: dict[str, Any], queue: socket.socket, lifeline: int) -> Ends | None:
-    """Wait for a request and become the process it asks for.
+    """Wait for a request and become the requested process.
 
-    Return None in a worker, which goes on to the job's command. An agent executes its own program;
+    Return None in a worker, which then runs the job's command. An agent executes its own program;
     in the warm parent that is forked for it, return the warm parent's ends of the conversation.
 
-    Our end of the pipe `lifeline` shows the warm parent that we have become a child of its owner
-    (`+`), that we still wait (it is open), and that we were taken (`t`) or have died (its end).
+    Our end of the pipe `lifeline` tells the warm parent that we have become a child of its owner
+    (`+`), that a request has taken us (`t`), or that we have died (the end of the pipe).
     """
     die_with(setup["parent"])
     os.write(lifeline, b"+")
@@ -156,7 +156,7 @@ def _set_streams(stdio: list[int]) -> None:
 
 
 def _become_worker(setup: dict[str, Any], env: dict[str, str], stdio: list[int]) -> None:
-    """Change everything in which a worker differs from the warm parent, but for the randomness."""
+    """Change everything in which a worker differs from the warm parent, except random seeds."""
     os.chdir(setup["cwd"])
     _set_streams(stdio)
     os.environ.clear()
@@ -177,8 +177,8 @@ def _become_worker(setup: dict[str, Any], env: dict[str, str], stdio: list[int])
 def _renew_stream(stream: Any, fd: int) -> None:
     """Make a standard stream anew over its descriptor, as CPython's `create_stdio` does.
 
-    The object stays, because handlers of loggers may hold it. What it knows of the descriptor
-    (terminal or not, seekable or not, block size) is learned again.
+    The object stays, because handlers of loggers may hold it. Its facts about the descriptor
+    (terminal or not, seekable or not, block size) are read again.
     """
     unbuffered = bool(stream.write_through)
     binary: Any = open(fd, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
@@ -197,7 +197,7 @@ def _renew_stream(stream: Any, fd: int) -> None:
 
 
 def _own_randomness() -> None:
-    """Seed what a new process seeds, so that siblings differ (`random` does it by itself)."""
+    """Seed what a new process would seed, so that workers differ (`random` does it by itself)."""
     loaded: dict[str, Any] = dict(sys.modules)
     if "numpy.random" in loaded:
         loaded["numpy.random"].seed()
@@ -212,9 +212,9 @@ def _own_randomness() -> None:
 def _show_environment(base: dict[str, str], env: dict[str, str]) -> None:
     """Write the worker's own variables where `/proc/<pid>/environ` shows them.
 
-    The kernel shows the memory in which the process found its variables at its start. Those it
-    shares with its siblings stand there already; the rest goes over what follows `_MARK`, which
-    the agent has made large enough. Tools tell a job's processes by these variables.
+    The kernel shows the memory that held the variables when the process began. The variables that
+    all workers share stand there already; the others are written over the part from `_MARK` on,
+    which the agent has made large enough. Tools know a job's processes by these variables.
     """
     with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()

@@ -1,9 +1,9 @@
 """Turns an interpreter into a warm parent, and a fork of it into a worker.
 
 `site` imports this module after the interpreter is set up and before it runs its command. Here
-the warm parent stays for good; each worker forked from it *returns*, and its interpreter then
-runs the command as if nothing had happened. The real `sitecustomize`, if there is one, is
-imported in the worker, at the moment at which it would have been.
+the warm parent stays until its end. In a worker that was forked from it, the import returns, and
+the interpreter runs the command as a new one would. The real `sitecustomize`, if there is one, is
+imported in the worker, at the usual moment.
 
 An error must end the process: otherwise the training script would run in the warm parent.
 """
