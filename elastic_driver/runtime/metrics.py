@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from elastic_driver.core.rules.workers import WorkerState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-HOST_STATES = ("usable", "cool-down", "draining", "drained", "removed")
+HOST_STATES = ("usable", "checking", "cool-down", "draining", "drained", "removed")
 JOB_STATES = ("forming", "running", "changing", "finishing", "succeeded", "failed")
 _GAUGES = (  # name, key in the document, help
     ("job_start_time_seconds", "started", "Start of the driver, in unix seconds."),

@@ -97,6 +97,7 @@ def test_the_figures_are_those_of_the_status() -> None:
         ("elastic_workers", "starting"): 1,
         ("elastic_workers", "lost"): 0,
         ("elastic_hosts", "usable"): 2,
+        ("elastic_hosts", "checking"): 0,
         ("elastic_hosts", "cool-down"): 1,
         ("elastic_hosts", "drained"): 0,
         ("elastic_slow_rank_ratio", "b", "compute", "1"): 2.5,

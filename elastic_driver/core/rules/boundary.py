@@ -21,9 +21,7 @@ from elastic_driver.core.rules.workers import RUNNING
 
 BASE_MARGIN = 0.1  # seconds: store → long-poll → heartbeat thread, on a busy machine
 MARGIN_PER_WORKER = 0.0005  # the server answers its long-polls one after the other
-LEAST_MARGIN = (
-    0.03  # seconds: a heartbeat thread may have to wait for the interpreter, or for a core
-)
+LEAST_MARGIN = 0.03  # seconds: a heartbeat thread may wait for the interpreter, or for a core
 MARGIN_PER_ANSWER = 5  # times the measured time of question and answer; a notice needs half of it
 LONGEST_AHEAD = 10_000  # steps; a nonsensical step time must not name a step out of reach
 REPORT_S = 2.0  # for the executor to report; usually it takes milliseconds

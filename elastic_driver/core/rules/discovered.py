@@ -63,9 +63,7 @@ class Rechecks(Rule):
             if host is None or host.position != position:
                 continue
             held = self.hosts.release(host)
-            result = results.get(name) or ev.HostResult(
-                name, False, "the check has no result for it"
-            )
+            result = results.get(name) or ev.HostResult(name, False, "it has no result")
             if not result.passed:
                 cooldown = self.hosts.check_failed(host, now, f"node check: {result.reason}")
                 self.effects.announce("host_blacklisted", cooldown, name)

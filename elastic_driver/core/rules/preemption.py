@@ -133,7 +133,7 @@ class Preemption(Rule):
         self._begin(event.reason or "the job has to go", now, now + time_to_leave(event.deadline))
 
     def advance(self, now: float) -> None:
-        """Begin to end the job if all hosts go away; end a job that has to go in time."""
+        """Begin to end the job if all hosts go away; end a leaving job when its time is over."""
         if self.outcome.departure is None:
             self._consider(now)
         departure = self.outcome.departure
