@@ -24,7 +24,7 @@ from msgspec import Struct
 from rendezvous import wire
 from rendezvous.auth import is_authorized
 from rendezvous.service import Results, StoreService
-from rendezvous.web import PostsOnce
+from rendezvous.web import PostsOnce, Problem, problem_body
 
 PIECE_BYTES = 64 * 1024  # the most of an answer in the memory of one connection
 STUCK_S = 60.0
@@ -32,9 +32,8 @@ IDLE_S = 600.0  # without a request; then the client has to connect again
 SWEEP_S = 15.0
 MAX_HEAD_BYTES = 8192  # as in aiohttp
 MAX_BODY_BYTES = 256 * 1024  # larger ones are rare, and need not be quick
-_AHEAD_BYTES = (
-    MAX_HEAD_BYTES + MAX_BODY_BYTES
-)  # the most that may arrive while a request is answered
+# The most that may arrive while a request is being answered.
+_AHEAD_BYTES = MAX_HEAD_BYTES + MAX_BODY_BYTES
 _END = b"\r\n\r\n"
 
 # Sends a status and a JSON document to a client.
@@ -161,9 +160,8 @@ class FastConnection(asyncio.Protocol):
         self._shared = shared
         self._inbox = b""  # bytes received and not carried out yet
         self._waits = False  # a request waits for its answer
-        self._leave: Callable[[], object] | None = (
-            None  # to call if the client leaves during that wait
-        )
+        # To call if the client goes away during that wait.
+        self._leave: Callable[[], object] | None = None
         self._rest: memoryview | None = None  # the part of the answer that is not written yet
         self._paused = False  # the client has not taken all that was written
         self._moved = shared.loop.time()  # the last time that bytes came or went
@@ -302,8 +300,6 @@ _HEADS = {
     ).encode()
     for status in HTTPStatus
 }
-_STOPPING = wire.encode(
-    wire.ErrorBody(
-        wire.ErrorDetail("stopping", "the rendezvous server was stopped", "try again in a moment")
-    )
+_STOPPING = problem_body(
+    Problem(503, "stopping", "the rendezvous server was stopped", "try again in a moment")
 )

@@ -11,7 +11,7 @@
 A GET whose wait runs out is answered 408 `timed_out`: ask again. Keys below a sealed prefix
 are answered 410 `sealed`. In the store, scope and key are one name, `scope/key`.
 
-Other rooms' handlers are mounted behind the same middlewares: `guard` checks the token and gives
+Other modules' handlers are mounted behind the same middlewares: `guard` checks the token and gives
 errors one shape, `PostsOnce` answers repeated POSTs. Handlers read typed bodies with `read_json`,
 answer with `json_answer`, and raise `Problem` to answer with an error. Any other exception becomes
 a 500 that only tells the client where to look.

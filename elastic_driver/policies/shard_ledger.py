@@ -60,9 +60,8 @@ class ShardLedger:
         self._returned: deque[Shard] = deque()  # to do before the next shard of the source
         self._past: dict[Shard, _Past] = {}  # of shards that are returned, doing or quarantined
         self._quarantine: dict[Shard, Quarantined] = {}
-        self._poison: dict[
-            tuple[str, int, int], Quarantined
-        ] = {}  # their records, for later epochs
+        # The same by their records, for later epochs.
+        self._poison: dict[tuple[str, int, int], Quarantined] = {}
         self._last_done: dict[str, tuple[Shard, int]] = {}  # so that a repeated report is no error
         self._epoch = 0
         self._done = self._done_records = 0

@@ -45,8 +45,8 @@ class RangeDescription(Struct, frozen=True, tag="range", forbid_unknown_fields=T
     """A data set of `records` records, cut into shards of `shard_records`, for some epochs.
 
     `shuffle` draws the shards of each epoch in an order given by (seed, epoch); the records
-    inside a shard are the trainer's to shuffle. `epochs` None: for ever. `max_losses`: so many
-    workers may die training a shard before it is put in quarantine.
+    inside a shard are shuffled by the trainer. `epochs` None: for ever. `max_losses`: the number of
+    workers that die training a shard before it is put in quarantine.
     """
 
     records: Offset
@@ -130,7 +130,7 @@ class DoneRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResumeRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """After a change of the world: these tokens (→ records trained) are known to be held."""
+    """After a change of the world: `worker` holds these tokens (→ records trained of each)."""
 
     worker: WorkerId
     dataset: Description

@@ -41,7 +41,7 @@ class _Waiting(NamedTuple):
 
 
 class DataSets:
-    """Hands out the shards of all data sets, and keeps account of them."""
+    """Hands out the shards of all data sets, and records which are done."""
 
     def __init__(self) -> None:
         self._ledgers: dict[str, ShardLedger] = {}  # by the data set's name
@@ -53,7 +53,7 @@ class DataSets:
         self._due: float | None = None  # when the leases are checked next
         self._out: list[Reply | Announce] = []
 
-    # ---- the door ------------------------------------------------------------------------
+    # ---- a machine's methods -------------------------------------------------------------
 
     def handle(self, event: ShardEvent, now: float) -> list[Reply | Announce]:
         """Take in a request, the end of a worker or a host, or the time."""
@@ -160,7 +160,7 @@ class DataSets:
         return True
 
     def _changed(self, name: str, now: float) -> None:
-        """Answer the requests that wait, as far as there is an answer for them now."""
+        """Answer the waiting requests for this data set that can be answered now."""
         ledger = self._ledgers[name]
         if not self._waiting or not ledger.may_have_news():
             return
@@ -175,7 +175,7 @@ class DataSets:
             self._ended(worker, reason, now)
 
     def _ended(self, worker: str, reason: str | None, now: float) -> None:
-        """Take a worker's shards back; `reason`: of its loss, or None if its end was planned."""
+        """Take a worker's shards back; `reason` of its loss, or None if its end was planned."""
         self._alive.discard(worker)
         self._stopping.discard(worker)
         self._gone[worker] = None

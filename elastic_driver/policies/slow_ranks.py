@@ -6,8 +6,8 @@ ranks of a synchronous step *finish* together, so only the compute time shows th
 
 A rank's time is the median of its last reports. At each *look* (all ranks have reported a step) it
 is compared with the usual time of all ranks. An alarm needs several looks in a row that agree, and
-ends at a lower limit than it begins, so that jitter raises none. Another process that takes the
-processor for half a second makes a rank half as slow again, hardly ever several times as slow: a
+ends at a lower limit than it begins, so that jitter raises none. If another process takes the
+processor for half a second, a rank takes about 1.5 times as long, hardly ever several times: a
 slight difference must therefore last longer. If most ranks would be slow, the difference must be
 larger.
 

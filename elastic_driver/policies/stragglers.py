@@ -53,7 +53,7 @@ class Stragglers:
         self._seen = 0  # the newest revision that was read
         self._false_alarms = 0  # of earlier rounds
 
-    # ---- the door ------------------------------------------------------------------------
+    # ---- a machine's methods -------------------------------------------------------------
 
     def handle(self, event: RoundPublished | KeysRead | Tick, now: float) -> list[Decided]:
         """Take in a new round, the progress that was read, or the time for a look."""

@@ -155,9 +155,8 @@ class TfCluster:
         self._lease = lease
         self._leases: dict[str, float] = {}  # node → the end of its lease
         self._waiting: dict[str, _Call] = {}  # in the order of their arrival
-        self._wished: tf.ClusterSpecRequest | None = (
-            None  # the numbers that all waiting nodes have asked for
-        )
+        # The newest request; all waiting nodes have asked for the same numbers.
+        self._wished: tf.ClusterSpecRequest | None = None
         self._window: float | None = None  # the end of the time in which others may still join
         self._generation = 0
         self._tasks: dict[str, Task] = {}  # of the newest generation, the oldest member first
@@ -168,7 +167,7 @@ class TfCluster:
         self._meetings = Meetings(0, ())
         self._out: list[Reply] = []
 
-    # ---- the door ------------------------------------------------------------------------
+    # ---- a machine's methods -------------------------------------------------------------
 
     def handle(self, event: tf.TfRequest | RequestDropped | Tick, now: float) -> list[Reply]:
         """Take in a request, the loss of a request's client, or the time."""

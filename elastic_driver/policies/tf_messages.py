@@ -19,8 +19,8 @@ Nodes = Annotated[int, Meta(ge=1, le=100_000)]
 class ClusterSpecRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """`address` (`host:port`) wants to be in a cluster of `min_nodes` to `max_nodes`.
 
-    `wait`: the longest that this request may take. `gather`: how long others may still join once
-    the minimum has come. All nodes that wait together must give the same numbers.
+    `wait`: the most seconds that this request may take. `gather`: the seconds in which others may
+    still join once `min_nodes` have come. All nodes that wait together must give the same numbers.
     """
 
     address: Address

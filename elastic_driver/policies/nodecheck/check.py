@@ -92,12 +92,9 @@ class NodeCheck:
     def report(self, measurements: Iterable[Measurement]) -> None:
         """Take the results of the planned round; a node without one has failed."""
         results = {m.node: m for m in measurements}
-        self._rounds.append(
-            tuple(
-                GroupResult(tuple(results.get(n) or failed(n, "no result") for n in group))
-                for group in self.plan()
-            )
-        )
+        for_node = {n: results.get(n) or failed(n, "no result") for n in self.nodes}
+        members = (tuple(for_node[node] for node in group) for group in self.plan())
+        self._rounds.append(tuple(map(GroupResult, members)))
         self._next = None
 
     def give_up(self, node: str, reason: str) -> None:

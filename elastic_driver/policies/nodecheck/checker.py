@@ -102,7 +102,7 @@ class NodeChecker:
         self._task_seconds = 0.0
         self._out: list[CheckDecision] = []
 
-    # ---- the door ------------------------------------------------------------------------
+    # ---- a machine's methods -------------------------------------------------------------
 
     def handle(
         self, event: ev.Event | messages.TaskEnded | KeysRead, now: float

@@ -29,9 +29,8 @@ class CheckReport(Struct, frozen=True, kw_only=True):
     state: str = "done"  # checking | done
     rounds: int
     seconds: float  # that the check has taken
-    task_seconds: float = (
-        0.0  # of these, the time from the common start of the tasks to the last end
-    )
+    # Of these, the time from the common start of the tasks to the end of the last one.
+    task_seconds: float = 0.0
     nodes: tuple[NodeVerdict, ...]
     checked_at: float | None = None  # unix seconds at its end
     task: str = ""  # describes the task; times of the same task compare
