@@ -130,7 +130,10 @@ class NodeChecks:
         report = msgspec.structs.replace(report, checked_at=time.time())
 
         def work() -> None:
-            self._close()
+            try:
+                self._close()
+            except Exception as error:  # the report is right all the same
+                self.say(f"the agents of the node check could not be ended: {error}")
             if not self.stopped:
                 self._answer(report)
 
@@ -146,9 +149,11 @@ class NodeChecks:
 
     def _close(self) -> None:
         if self.backend is not None:
-            self.backend.close(0.0)
-            self.folder.close()
-            self.backend = None
+            try:
+                self.backend.close(0.0)
+                self.folder.close()
+            finally:
+                self.backend = None
 
     def verdict(self, asked: CheckHosts, found: CheckReport | Exception) -> HostsChecked:
         """Return the answer for the job, and keep the report of a check that the job asked for.

@@ -171,3 +171,19 @@ def test_a_folder_that_is_gone_costs_the_file_and_not_the_check(tmp_path: Path) 
     job.end(SECOND)
     assert len(job.results()) == 2
     assert any("cannot keep what the check found" in line for line in job.said)
+
+
+def test_a_backend_that_fails_to_close_costs_neither_the_answer_nor_the_next_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = Checks(tmp_path)
+
+    def close(_grace: float) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checks, "close", close)
+    checks.begin()
+    checks.end(SECOND)
+    assert [result.host for result in checks.results()] == ["b", "c"]
+    assert "no space left on device" in checks.said[0]
+    checks.begin(2)
