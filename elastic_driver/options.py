@@ -201,10 +201,8 @@ def _tf_roles(word: str) -> TfRoles:
         if role in roles:
             raise ValueError(f"names {role} twice")
         if role == "worker" and count != "*":
-            raise ValueError(
-                f"needs worker=*, got worker={count}: they are all other processes, and -np and "
-                "--max-np set their number"
-            )
+            others = "they are all other processes, and -np and --max-np set their number"
+            raise ValueError(f"needs worker=*, got worker={count}: {others}")
         roles[role] = None if role == "worker" else _whole(count, 0)
         if (roles[role] or 0) > _TF_MOST[role]:
             raise ValueError(f"allows TensorFlow's one {role} at most, got {count}")
@@ -216,9 +214,8 @@ FLAG = ValueKind(_flag, words=0)  # in the environment and in files: 1/true/yes/
 SECONDS = ValueKind(_seconds, "SECONDS")
 SECONDS_OR_0 = ValueKind(lambda word: _seconds(word, zero=True), "SECONDS")
 SECONDS_RANGE = ValueKind(_seconds_range, "MIN MAX", words=2)
-NODE_RANGE = matching(  # torchrun's --nnodes
-    "MIN[:MAX]", r"[0-9]{1,9}(:[0-9]{1,9})?", "needs N or MIN:MAX", _node_range
-)
+# torchrun's --nnodes
+NODE_RANGE = matching("MIN[:MAX]", r"[0-9]{1,9}(:[0-9]{1,9})?", "needs N or MIN:MAX", _node_range)
 NODE_WORKERS = ValueKind(_node_workers, "N|auto|cpu|gpu")  # torchrun's --nproc-per-node
 ENDPOINT = ValueKind(_endpoint, "HOST:PORT")  # IPv6 in brackets; without a port: port 0
 VARIABLES = ValueKind(_variables, "NAME[=VALUE]", repeat=True)  # NAME alone: value None

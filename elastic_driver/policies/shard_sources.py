@@ -22,10 +22,9 @@ class RangeSource:
     def __init__(self, dataset: RangeDescription) -> None:
         records, size, epochs = dataset.records, dataset.shard_records, dataset.epochs
         if records < 0 or size < 1 or (epochs is not None and epochs < 1):
-            raise UsageError(
-                f"a data set of {records} records in shards of {size} for {epochs} epochs "
-                "makes no sense; records start at 0, shard size and epochs at 1"
-            )
+            what = f"a data set of {records} records in shards of {size} for {epochs} epochs"
+            least = "records start at 0, shard size and epochs at 1"
+            raise UsageError(f"{what} makes no sense; {least}")
         self._dataset = dataset
         self._shards = -(-records // size)  # of one epoch
         self._begin(0, taken=0)
@@ -64,10 +63,8 @@ class RangeSource:
     def load(self, state: RangeState | StreamState) -> None:
         """Continue from `save()` of a source with the same description."""
         if not isinstance(state, RangeState) or state.taken > self._shards:
-            raise UsageError(
-                "the saved shard progress is of another data set; "
-                "restore it with the same records, shard size and seed"
-            )
+            hint = "restore it with the same records, shard size and seed"
+            raise UsageError(f"the saved shard progress is of another data set; {hint}")
         self._begin(state.epoch, state.taken)
 
 
@@ -128,9 +125,8 @@ class StreamSource:
     def load(self, state: RangeState | StreamState) -> None:
         """Continue from `save()` of a stream with the same partitions."""
         if not isinstance(state, StreamState) or state.offsets.keys() != self._offsets.keys():
-            raise UsageError(
-                "the saved shard progress is of another stream; restore it with its partitions"
-            )
+            hint = "restore it with its partitions"
+            raise UsageError(f"the saved shard progress is of another stream; {hint}")
         self._offsets, self._ends = dict(state.offsets), dict(state.ends)
         self._closed = set(state.closed)
 

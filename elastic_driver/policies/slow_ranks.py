@@ -64,10 +64,8 @@ class SlowRank(Struct, frozen=True):
 
     def describe(self) -> str:
         """Return one line for the event log."""
-        return (
-            f"rank {self.rank} on {self.host} is slow ({self.kind.value}): "
-            f"{self.ratio:.1f} times the usual time"
-        )
+        which = f"rank {self.rank} on {self.host} is slow ({self.kind.value})"
+        return f"{which}: {self.ratio:.1f} times the usual time"
 
 
 class Change(Struct, frozen=True):

@@ -176,13 +176,5 @@ class Stragglers:
         self, event: str, reason: str, rank: int, detail: Mapping[str, str | float]
     ) -> Announce:
         member = self._world.members[rank]
-        return Announce(
-            event,
-            reason,
-            round=self._world.round,
-            host=member.place.host,
-            slot=member.place.slot,
-            rank=rank,
-            worker=member.worker,
-            detail={**detail},
-        )
+        place = (member.place.host, member.place.slot, rank, None, member.worker)
+        return Announce(event, reason, self._world.round, *place, {**detail})

@@ -112,10 +112,8 @@ class Meetings:
         for tag, meeting in self._open():
             if meeting.deadline <= now:
                 missing = [name for name in self._members if name not in meeting.called]
-                problem = (
-                    f"{tag!r} timed out: {', '.join(missing[:8])} "
-                    f"({len(missing)} of {len(self._members)}) did not come"
-                )
+                who = f"{', '.join(missing[:8])} ({len(missing)} of {len(self._members)})"
+                problem = f"{tag!r} timed out: {who} did not come"
                 answers += self._answer(meeting, Rejection("timed_out", problem, _ANEW))
         return answers
 
@@ -265,12 +263,9 @@ class TfCluster:
             return None
         if (least, most, request.gather) == (wished.min_nodes, wished.max_nodes, wished.gather):
             return None
-        return Rejection(
-            "other_bounds",
-            f"others wait for {wished.min_nodes} to {wished.max_nodes} nodes and gather for "
-            f"{wished.gather:g} s",
-            "ask for the same on every node",
-        )
+        nodes = f"{wished.min_nodes} to {wished.max_nodes} nodes"
+        problem = f"others wait for {nodes} and gather for {wished.gather:g} s"
+        return Rejection("other_bounds", problem, "ask for the same on every node")
 
     # ---- generations ---------------------------------------------------------------------
 

@@ -97,12 +97,9 @@ class DriverRoutes:
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
-        for path, read in (
-            (EVENTS_PATH, self.get_events),
-            (contract.STATUS_PATH, self.get_status),
-            (contract.METRICS_PATH, self.get_metrics),
-        ):
-            app.router.add_get(path, read, allow_head=False)
+        app.router.add_get(EVENTS_PATH, self.get_events, allow_head=False)
+        app.router.add_get(contract.STATUS_PATH, self.get_status, allow_head=False)
+        app.router.add_get(contract.METRICS_PATH, self.get_metrics, allow_head=False)
         app.router.add_post(EVENTS_PATH, self.post_event)
         app.router.add_post(contract.STOP_PATH, self.stop)
         for path, kind in EVENT_OF_PATH.items():
@@ -234,15 +231,13 @@ class DriverRoutes:
         try:
             with self._log.listening(lambda: machine_api.call_on(loop, news.set)):
                 await response.prepare(request)
-                await self._send_events(response, since, news)
+                await self._send(response, since, news)
             await response.write_eof()
         finally:
             self._streams -= 1
         return response
 
-    async def _send_events(
-        self, response: web.StreamResponse, since: int, news: asyncio.Event
-    ) -> None:
+    async def _send(self, response: web.StreamResponse, since: int, news: asyncio.Event) -> None:
         """Write every event after number `since` until the log is closed."""
         over = False
         while not over:

@@ -110,20 +110,19 @@ class NodeChecks:
         """
         if self.stopped or self.backend is not None or self._server is None:
             raise ClusterError("another check is going on")
-        every, known = self.settings.every_slot, self.report.nodes if self.report else ()
-        checked = tuple((host, n if every else 1) for host, n in hosts if n > 0)
+        settings, known = self.settings, self.report.nodes if self.report else ()
+        checked = tuple((host, n if settings.every_slot else 1) for host, n in hosts if n > 0)
         if not checked:
             raise ClusterError("there are no hosts to check; does the source of hosts name any?")
         self.folder.create()
         write_token_file(self.folder.token_file, self._token)
         self.folder.write_endpoint(self._server.url, time.time())
-        spec, task = self.settings.spec(self.folder.run_id), self.settings.task
+        spec, task = settings.spec(self.folder.run_id), settings.task
         documents = ((contract.CHECK_SPEC, spec), (TASK_SETTINGS, task))
         self._server.apply([Set(key, encode(document)) for key, document in documents])
         self.backend = self.make_backend(self._server.url, self.folder.token_file)
         self._answer, number, self._number = answer, self._number, self._number + 1
-        limits, name = self.settings, self.settings.task.summary
-        return NodeChecker(checked, number=number, limits=limits, task=name, known=known)
+        return NodeChecker(checked, number=number, limits=settings, task=task.summary, known=known)
 
     def end(self, report: CheckReport) -> None:
         """End the agents' backend and answer with the report, in a thread."""

@@ -112,25 +112,20 @@ class ScriptDiscovery:
         elif self._path.is_dir():
             problem = "is a folder, not a file"
         elif not os.access(self._path, os.R_OK | os.X_OK):
-            problem = (
-                "is not executable; try chmod +x, and check that its first line names its "
-                "interpreter (#!/bin/sh)"
-            )
+            first_line = "check that its first line names its interpreter (#!/bin/sh)"
+            problem = f"is not executable; try chmod +x, and {first_line}"
         if problem is not None:
             raise UsageError(f"the discovery script {path} {problem}")
         self._probe = ScriptProbe(self._path, timeout=timeout, max_output=MAX_TEXT_BYTES)
 
     def find(self) -> Hosts:
         """Run the script once and return the hosts that it printed."""
+        source = f"discovery script {self._path}"
         try:
-            output = self._probe.run()
+            text = self._probe.run().decode("utf-8", "backslashreplace")
         except ProbeError as error:
-            raise DiscoveryError(f"discovery script {self._path} {error}") from error
-        return parse_host_lines(
-            output.decode("utf-8", "backslashreplace"),
-            default_slots=self._default_slots,
-            source=f"discovery script {self._path}",
-        )
+            raise DiscoveryError(f"{source} {error}") from error
+        return parse_host_lines(text, default_slots=self._default_slots, source=source)
 
     def cancel(self) -> None:
         """Kill a running script, and never start one again."""

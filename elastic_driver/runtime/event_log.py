@@ -89,14 +89,11 @@ class EventLog:
                     broken = error
                     self._file.close()
                     self._file = None
-            listeners = tuple(self._listeners)
-        for listener in listeners:
-            listener()
+        self._call_listeners()
         if broken is not None:
-            self._on_broken(
-                f"event log {self._path}: {broken.strerror or broken}; the job goes on, and "
-                "later events are kept in memory only (make room and look at /v1/events)"
-            )
+            problem = f"event log {self._path}: {broken.strerror or broken}"
+            kept = "later events are kept in memory only (make room and look at /v1/events)"
+            self._on_broken(f"{problem}; the job goes on, and {kept}")
         return logged
 
     def since(self, n: int) -> list[LoggedEvent]:
@@ -116,6 +113,10 @@ class EventLog:
             if self._file is not None:
                 self._file.close()
                 self._file = None
+        self._call_listeners()
+
+    def _call_listeners(self) -> None:
+        with self._lock:
             listeners = tuple(self._listeners)
         for listener in listeners:
             listener()

@@ -133,13 +133,10 @@ class Executor:
             backend.kill(host, incarnation)
 
     def _give(self, agent: AgentKey, order: doc.Order) -> None:
-        match order:
-            case doc.StartWorkerOrder(worker=worker):
-                self._agent_of[worker] = agent
-            case doc.StopWorkerOrder(worker=worker):
-                self.post(StopOrdered(worker))
-            case _:
-                pass
+        if isinstance(order, doc.StartWorkerOrder):
+            self._agent_of[order.worker] = agent
+        elif isinstance(order, doc.StopWorkerOrder):
+            self.post(StopOrdered(order.worker))
         if agent not in self.orders:
             return  # its process has ended meanwhile
         self.orders[agent] += 1
@@ -213,8 +210,6 @@ class Executor:
                 self._tails.elastic = True
             case ev.WorkerStepped(round=round_id):  # the job goes on after what went wrong before
                 self._show(self._tails.step_finished(round_id))
-            case _:
-                pass
 
     def _agent_lost(self, host: str, incarnation: int) -> None:
         agent = (host, incarnation)
@@ -248,8 +243,6 @@ class Executor:
             case "worker_exited" if exited is not None and not event.detail["expected"]:
                 # The traceback of a stopped worker explains no failure.
                 self._tails.add(exited, 1 if world is None else world.round)
-            case _:
-                pass
         self._log_and_show(event)
 
     def _log_and_show(self, event: do.Announce) -> None:

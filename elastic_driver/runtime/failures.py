@@ -104,7 +104,5 @@ def last_words(failure: Failure) -> list[str]:
 def describe_failure(failure: Failure) -> str:
     """Describe a failed worker in one line: rank, host, worker, pid, exit code."""
     process = f"pid {failure.pid}" if failure.pid else "never started"
-    return (
-        f"rank {failure.rank} on host {failure.host} "
-        f"(worker {failure.worker}, {process}): {describe_exit(failure.exit_code)}"
-    )
+    which = f"rank {failure.rank} on host {failure.host} (worker {failure.worker}, {process})"
+    return f"{which}: {describe_exit(failure.exit_code)}"

@@ -63,9 +63,7 @@ class DriverLoop:
     def turn(self, until: float | None = None) -> None:
         """Handle the next message, if one comes before a deadline, and the deadlines passed."""
         deadlines = [due for due in (*self._deadlines.values(), until) if due is not None]
-        timeout = None
-        if deadlines:
-            timeout = max(_SPIN_GUARD_S, min(deadlines) - time.monotonic())
+        timeout = max(_SPIN_GUARD_S, min(deadlines) - time.monotonic()) if deadlines else None
         try:
             message = self.mailbox.get(timeout)
         except queue.Empty:
@@ -140,16 +138,14 @@ class DriverLoop:
         if self.debug and (violated := machine.check()):
             raise AssertionError(f"after {event}: {'; '.join(violated)}")
         replies = [decision for decision in decisions if isinstance(decision, Reply)]
-        if len(replies) < len(decisions):
-            self._carry_out(stamped(decisions, self._events))
-        if replies:  # without the number, see `CausedDecision`
+        others = [decision for decision in decisions if not isinstance(decision, Reply)]
+        self._carry_out(stamped(others, self._events))
+        if replies:  # all together, and without the number, see `CausedDecision`
             self.answer(replies)
 
     def _carry_out(self, decisions: list[Any]) -> None:
         for decision in decisions:
             match decision:
-                case Reply():
-                    pass  # all replies are sent together
                 case EndJob():
                     self.end = self.end or decision
                 case CheckHosts(hosts=hosts):

@@ -148,9 +148,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def _describe_exit(code: int, errors: bytearray) -> str:
     """Describe the program's exit, with the last line of its stderr."""
-    how = f"exited with status {code}"
-    if code < 0:
-        how = f"was killed by {signal_name(-code)}"
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
     lines = errors.decode("utf-8", "backslashreplace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f"{how}: {last[:200]!r}" if last else how

@@ -118,10 +118,8 @@ class RunDir:
         except (FileNotFoundError, msgspec.DecodeError):
             return
         if endpoint.pid != os.getpid() and psutil.pid_exists(endpoint.pid):
-            raise UsageError(
-                f"run id {self.run_id} is in use by process {endpoint.pid} ({endpoint.url}); "
-                "give another --run-id, or stop that job first"
-            )
+            used = f"run id {self.run_id} is in use by process {endpoint.pid} ({endpoint.url})"
+            raise UsageError(f"{used}; give another --run-id, or stop that job first")
         self.endpoint_file.unlink(missing_ok=True)
 
     @contextlib.contextmanager

@@ -56,11 +56,7 @@ class NodeCheck:
     """
 
     def __init__(
-        self,
-        nodes: Sequence[str],
-        *,
-        stragglers: bool = True,
-        known: Sequence[NodeVerdict] = (),
+        self, nodes: Sequence[str], *, stragglers: bool = True, known: Sequence[NodeVerdict] = ()
     ) -> None:
         self.nodes = tuple(nodes)
         self._stragglers = stragglers

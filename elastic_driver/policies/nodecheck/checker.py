@@ -130,8 +130,6 @@ class NodeChecker:
                 self._task_ended(event)
             case KeysRead():
                 self._results_read(event)
-            case _:
-                pass
         while self._advance(now):
             pass
         out, self._out = self._out, []
@@ -194,9 +192,8 @@ class NodeChecker:
                 self._end_round()
                 self._next_round(now)
             case Phase.CLOSING if late or not self._running:
-                for host in self._running:
-                    kill = do.KillAgent(host, self._incarnation, "it has not ended by itself")
-                    self._out.append(kill)
+                why = "it has not ended by itself"
+                self._out += [do.KillAgent(h, self._incarnation, why) for h in self._running]
                 self._running.clear()
                 self._agents.clear()
                 self._phase, self._due = Phase.OVER, None
@@ -229,9 +226,8 @@ class NodeChecker:
         """Start the tasks of the next round, or let the agents end if there is none."""
         groups = self._check.plan()
         if not groups:
-            for host in self._running:
-                stop = do.StopAgent(host, self._incarnation, 0.0, "the node check is over")
-                self._out.append(stop)
+            why = "the node check is over"
+            self._out += [do.StopAgent(h, self._incarnation, 0.0, why) for h in self._running]
             self._phase, self._due = Phase.CLOSING, now + SHUTDOWN_S
             return
         nodes, number = sum(map(len, groups)), len(self._check.rounds) + 1
@@ -263,9 +259,8 @@ class NodeChecker:
         address = first.address if first is not None else "127.0.0.1"
         port = first.ports[0] if first is not None and first.ports else 0
         ages = {host: (False, age) for age, host in enumerate(task.group)}
-        for worker, place in assign(
-            Seat(p.worker, p.host, p.slot, ages[p.host]) for p in task.processes
-        ):
+        seats = (Seat(p.worker, p.host, p.slot, ages[p.host]) for p in task.processes)
+        for worker, place in assign(seats):
             if self._waiting.pop((place.host, place.slot), None) is None:
                 order = StartWorkerOrder(worker, place, task.number, 0, address, port)
                 self._order(place.host, order, "its node is checked")
@@ -338,7 +333,6 @@ class NodeChecker:
         self._give_up(host, reason)
         for process in self._processes.values():
             if process.host == host and not process.ended:
-                process.ended = True
                 self._failed(process, "its agent was lost")
 
     def _give_up(self, host: str, reason: str) -> None:
