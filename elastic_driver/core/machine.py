@@ -23,19 +23,15 @@ class Machine(Protocol[Event_contra, Decision_co]):
 
     def handle(self, event: Event_contra, now: float) -> Sequence[Decision_co]:
         """Take in one event; return the decisions to carry out, in order. Never raises for one."""
-        ...
 
     def deadline(self) -> float | None:
         """Return when to send a `Tick` if nothing happens before; None if only an event helps."""
-        ...
 
     def check(self) -> list[str]:
         """Return every violated invariant as a sentence; usually there is none."""
-        ...
 
     def snapshot(self) -> bytes:
         """Return the state as bytes, for a journal and for comparing two machines."""
-        ...
 
 
 def stamped(decisions: Iterable[AnyDecision], cause: int) -> list[AnyDecision]:

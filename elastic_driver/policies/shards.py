@@ -224,11 +224,9 @@ class DataSets:
         if ledger is None:
             return self._open(name, request.dataset)
         if ledger.dataset != request.dataset:
-            return Rejection(
-                "other_dataset",
-                f"the data set {name!r} was opened as {ledger.dataset}, not as {request.dataset}",
-                "describe it alike on every worker, or give one of them another name",
-            )
+            opened = f"was opened as {ledger.dataset}, not as {request.dataset}"
+            hint = "describe it alike on every worker, or give one of them another name"
+            return Rejection("other_dataset", f"the data set {name!r} {opened}", hint)
         return ledger
 
     def _open(self, name: str, dataset: m.Description) -> ShardLedger | Rejection:

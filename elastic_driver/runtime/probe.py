@@ -109,10 +109,9 @@ class ScriptProbe:
                     ready = [key for key, _ in selector.select(deadline - time.monotonic())]
                     over = any(key.fd == exited for key in ready)
                     if not over and time.monotonic() >= deadline:
-                        raise ProbeError(
-                            f"gave no answer within {self._timeout:g} s and was killed; "
-                            "make it faster, or raise --discovery-timeout"
-                        )
+                        problem = f"gave no answer within {self._timeout:g} s and was killed"
+                        hint = "make it faster, or raise --discovery-timeout"
+                        raise ProbeError(f"{problem}; {hint}")
                     # Everything that it wrote before it exited is in the pipes.
                     for key in list(selector.get_map().values()) if over else ready:
                         if key.fd != exited and not self._read(key.fd, key.data):

@@ -68,10 +68,9 @@ class RunDir:
     def __init__(self, state_dir: Path, run_id: str) -> None:
         """Only check the name; raises UsageError if it is not usable for a folder."""
         if len(run_id) > MAX_RUN_ID_CHARS or not _RUN_ID.match(run_id):
-            raise UsageError(
-                f"run id {run_id[:80]!r} is not usable as a folder's name; take letters, digits, "
-                f"'.', '_' and '-', a letter or digit first, at most {MAX_RUN_ID_CHARS}"
-            )
+            problem = f"run id {run_id[:80]!r} is not usable as a folder's name"
+            hint = "take letters, digits, '.', '_' and '-', a letter or digit first"
+            raise UsageError(f"{problem}; {hint}, at most {MAX_RUN_ID_CHARS}")
         self.run_id = run_id
         self.path = state_dir.expanduser().absolute() / run_id
         self.events_file = self.path / "events.jsonl"

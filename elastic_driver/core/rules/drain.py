@@ -170,8 +170,7 @@ class Drains(Rule):
         """End the replacement if the successor has taken over, or if it can no longer succeed."""
         worker = self.workers.workers.get(replacement.worker)
         there = self._active_on(replacement.target)
-        started = (w for w in there if w.number > replacement.after and not w.leaving)
-        successor = next(started, None)
+        successor = next((w for w in there if w.number > replacement.after and not w.leaving), None)
         ready = successor is not None and successor.state in (READY, RUNNING)
         if worker and successor and ready and worker.state in (STOPPING, STOPPED):
             by = f"by {successor.id}: {replacement.drain.reason}"

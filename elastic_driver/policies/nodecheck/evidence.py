@@ -175,11 +175,8 @@ class Evidence:
 
         One measurement may be disturbed by chance, and beside a slow partner every network is slow.
         """
-        beside_fast = [
-            group
-            for group in self._groups[node]
-            if group.passed and not self._slow_network.issuperset({*group.names} - {node})
-        ]
+        passed = [group for group in self._groups[node] if group.passed]
+        beside_fast = [g for g in passed if not self._slow_network.issuperset({*g.names} - {node})]
         slow = node in self._slow_network and len(beside_fast) < _MEASUREMENTS
         return slow or self.slow_alone(node)
 
