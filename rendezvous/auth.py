@@ -16,13 +16,12 @@ from pathlib import Path
 from rendezvous.errors import TokenError
 
 AUTHORIZATION = "Authorization"
-_TOKEN_BYTES = 32
 _MAX_FILE_BYTES = 4096
 
 
 def make_token() -> str:
     """Return a new random token of 256 bits, made of characters that fit into a header."""
-    return secrets.token_urlsafe(_TOKEN_BYTES)
+    return secrets.token_urlsafe(32)
 
 
 def write_token_file(path: str | os.PathLike[str], token: str) -> Path:

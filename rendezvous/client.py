@@ -9,7 +9,6 @@ numeric address. Times are seconds.
 """
 
 import contextlib
-import http.client
 import os
 import random
 import secrets
@@ -18,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException
 from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -32,10 +32,12 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 _CHUNK_BYTES = 1024 * 1024
 _STOPPING = 503  # the only status that is worth a repeat: a successor may take over
 _STREAM, _DATA = "text/event-stream", b"data: "  # a stream of server-sent events; one event
+# Method, path, body and headers.
+_Request = tuple[str, str, bytes | None, dict[str, str]]
 R = TypeVar("R")
 
 
-class RendezvousClient:
+class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
     """Connections to one driver.
 
     `timeout` is the time for a call, without the waits that it contains; with `repeats=False` a
@@ -54,8 +56,8 @@ class RendezvousClient:
         self._token, self._repeats = token, repeats
         self._headers = {AUTHORIZATION: bearer(token), "Content-Type": "application/json"}
         self._lock = threading.Lock()  # guards the next two
-        self._idle: list[http.client.HTTPConnection] = []
-        self._busy: set[http.client.HTTPConnection] = set()
+        self._idle: list[HTTPConnection] = []
+        self._busy: set[HTTPConnection] = set()
         self._aborted = threading.Event()
         self._pid = os.getpid()
 
@@ -141,9 +143,8 @@ class RendezvousClient:
                         if line.startswith(_DATA):
                             yield line[len(_DATA) :].rstrip(b"\r")
                 connection.close()
-        except (OSError, http.client.HTTPException) as error:
-            waited = time.monotonic() - started
-            raise errors.UnreachableError(self.url, waited, error) from error
+        except (OSError, HTTPException) as error:
+            raise errors.UnreachableError(self.url, time.monotonic() - started, error) from error
 
     # ---- life ----------------------------------------------------------------------------
 
@@ -164,9 +165,6 @@ class RendezvousClient:
                 if connection.sock is not None:
                     with contextlib.suppress(OSError):  # it is closed already
                         connection.sock.shutdown(socket.SHUT_RDWR)
-
-    def __enter__(self) -> "RendezvousClient":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -202,7 +200,7 @@ class RendezvousClient:
                     if status == _STOPPING and self._repeats:
                         raise ConnectionError("the server is stopping")
                 return self._checked(status, answer)
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, HTTPException) as error:
                 problem = error
             # The server may just have closed an idle connection: no need to pause.
             pause = 0.0 if reused else next(pauses)
@@ -215,11 +213,7 @@ class RendezvousClient:
                 raise errors.WokenError(f"woken while {self.url} did not answer")
 
     def _attempt(
-        self,
-        connection: http.client.HTTPConnection,
-        request: tuple[str, str, bytes | None, dict[str, str]],
-        until: float,
-        wake: int | None,
+        self, connection: HTTPConnection, request: _Request, until: float, wake: int | None
     ) -> tuple[int, bytes]:
         """Send the request once; return the answer's status and body.
 
@@ -236,13 +230,12 @@ class RendezvousClient:
             if wake in ready and socket_fd not in ready:
                 raise errors.WokenError(f"woken before {self.url} answered")
         response = connection.getresponse()
-        chunks: list[bytes] = []
-        while True:
+
+        def read_chunk() -> bytes:
             _arm(connection, until)
-            chunk = response.read(_CHUNK_BYTES)
-            if not chunk:
-                return response.status, b"".join(chunks)
-            chunks.append(chunk)
+            return response.read(_CHUNK_BYTES)
+
+        return response.status, b"".join(iter(read_chunk, b""))
 
     def _check_not_aborted(self) -> None:
         if self._aborted.is_set():
@@ -251,7 +244,7 @@ class RendezvousClient:
     # ---- connections ---------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _connection(self) -> Iterator[http.client.HTTPConnection]:
+    def _connection(self) -> Iterator[HTTPConnection]:
         """Give a connection for one call, perhaps a connected one; close it if the call fails."""
         if self._pid != os.getpid():
             # A fork: the connections belong to the parent, and closing our copies of their
@@ -263,7 +256,7 @@ class RendezvousClient:
         with self._lock:
             self._check_not_aborted()
             idle = self._idle.pop() if self._idle else None
-            connection = idle or http.client.HTTPConnection(self._host, self._port)
+            connection = idle or HTTPConnection(self._host, self._port)
             self._busy.add(connection)
         try:
             yield connection
@@ -278,12 +271,11 @@ class RendezvousClient:
                 elif connection.sock is not None:
                     self._idle.append(connection)
 
-    def _connect(self, connection: http.client.HTTPConnection, until: float) -> None:
+    def _connect(self, connection: HTTPConnection, until: float) -> None:
         """Connect as `http.client` does; meanwhile `abort` finds the socket and can end it."""
         problem = OSError(f"{self._host} has no address")
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            self._host, self._port, type=socket.SOCK_STREAM
-        ):
+        found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in found:
             connection.close()
             connection.sock = socket.socket(family, kind, protocol)
             connection.sock.settimeout(min(CONNECT_S, max(0.001, until - time.monotonic())))
@@ -349,7 +341,7 @@ def _readable(seconds: float, *descriptors: int) -> list[int]:
     return [descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)]
 
 
-def _arm(connection: http.client.HTTPConnection, until: float) -> None:
+def _arm(connection: HTTPConnection, until: float) -> None:
     """Let the next socket operation end at `until`."""
     left = until - time.monotonic()
     if left <= 0:

@@ -185,9 +185,8 @@ class RendezvousServer:
         fast_path = FastPath(service, posts_once, self._posts, self._tokens, runner.server)
         server = None
         try:
-            server = await loop.create_server(
-                partial(FastConnection, fast_path), sock=listener, backlog=BACKLOG
-            )
+            connect = partial(FastConnection, fast_path)
+            server = await loop.create_server(connect, sock=listener, backlog=BACKLOG)
             up.set_result(None)
             await self._stop.wait()
             # Accept no more connections, and finish those being accepted: a connection that finds

@@ -317,9 +317,8 @@ class KVStore:
         try:
             number = int(text) + amount
         except ValueError:
-            return wire.StoreRefusal(
-                "not_a_number", f"key {key!r} holds {text[:40]!r}, which is no number"
-            )
+            problem = f"key {key!r} holds {text[:40]!r}, which is no number"
+            return wire.StoreRefusal("not_a_number", problem)
         if not -_COUNTER_LIMIT <= number < _COUNTER_LIMIT:
             return wire.StoreRefusal("too_large", f"key {key!r}: the sum does not fit into 64 bits")
         refused = self._write(key, str(number).encode())
@@ -337,10 +336,9 @@ class KVStore:
         if refused := self._refuse_sealed(key):
             return refused
         if len(value) > wire.MAX_VALUE_BYTES:
-            return wire.StoreRefusal(
-                "too_large",
-                f"key {key!r}: {len(value)} bytes are over the limit of {wire.MAX_VALUE_BYTES}",
-            )
+            limit = wire.MAX_VALUE_BYTES
+            problem = f"key {key!r}: {len(value)} bytes are over the limit of {limit}"
+            return wire.StoreRefusal("too_large", problem)
         self._revision += 1
         before = self._revision_of(key)
         self._data[key] = wire.Entry(value, self._revision)
@@ -383,6 +381,5 @@ class KVStore:
 
 
 def _sealed(key: str, prefix: str) -> wire.StoreRefusal:
-    return wire.StoreRefusal(
-        "sealed", f"key {key!r}: everything below {prefix!r} is over and sealed"
-    )
+    problem = f"key {key!r}: everything below {prefix!r} is over and sealed"
+    return wire.StoreRefusal("sealed", problem)

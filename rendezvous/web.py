@@ -105,9 +105,8 @@ async def shape_errors(
         return error_answer(Problem(503, "stopping", str(error), "try again in a moment"))
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        return error_answer(
-            Problem(500, "internal", "this request met a bug of ours", "see the driver's log")
-        )
+        bug = Problem(500, "internal", "this request met a bug of ours", "see the driver's log")
+        return error_answer(bug)
 
 
 def problem_body(problem: Problem) -> bytes:
@@ -183,8 +182,7 @@ class PostsOnce:
 
     def _keep(self, key: str, answer: PostAnswer) -> PostAnswer:
         if answer.status < 500:
-            now = asyncio.get_running_loop().time()
-            self._memory.put(key, answer, len(answer.body), now)
+            self._memory.put(key, answer, len(answer.body), asyncio.get_running_loop().time())
         return answer
 
 
@@ -235,9 +233,8 @@ class KVRoutes:
         if entry is None:
             raise Problem(404, "not_found", f"no key {key!r}", "?wait=S waits until it is written")
         headers = {wire.REVISION_HEADER: str(entry.revision)}
-        return web.Response(
-            body=entry.value, content_type="application/octet-stream", headers=headers
-        )
+        binary = "application/octet-stream"
+        return web.Response(body=entry.value, content_type=binary, headers=headers)
 
     async def put(self, request: web.Request) -> web.Response:
         """Store the body as it is, with a lease if one is given."""

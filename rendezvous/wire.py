@@ -34,7 +34,6 @@ REQUEST_ID_HEADER = "X-Request-Id"
 Key = Annotated[str, Meta(min_length=1, max_length=MAX_KEY_CHARS)]
 Value = Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_WAIT_S)]
-RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
 R = TypeVar("R")
 
 
@@ -164,7 +163,7 @@ class KVBatch(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     operations: Annotated[tuple[Operation, ...], Meta(min_length=1, max_length=MAX_OPERATIONS)]
-    request_id: RequestId
+    request_id: Annotated[str, Meta(min_length=1, max_length=64)]
 
     @property
     def write_id(self) -> str:

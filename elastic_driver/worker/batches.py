@@ -44,13 +44,8 @@ from elastic_driver import contract
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.microbatches import allocate_microbatches, virtual_ranges
 from elastic_driver.policies.permutation import mix
+from elastic_driver.worker.batching import loader as loading
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
-from elastic_driver.worker.batching.loader import (
-    EpochPlan,
-    SeededData,
-    fix_kernels,
-    seed_everything,
-)
 from elastic_driver.worker.batching.shares import BalancedShares
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.sampler import require_length
@@ -67,7 +62,8 @@ class _BatchPass:
         self.rank, size = rank_and_size()
         count = batches.virtual_workers
         samples, micro = len(batches.dataset), batches.micro_batch_size
-        self.plan = EpochPlan(samples, count, micro, batches.shuffle, batches.seed, batches.epoch)
+        order = batches.shuffle, batches.seed, batches.epoch
+        self.plan = loading.EpochPlan(samples, count, micro, *order)
         self.steps = range(batches.step, len(batches))
         given = self.balanced = batches.balanced_shares
         shares = given.enter(self.rank, size, count) if given else batches.shares(count, size)
@@ -83,7 +79,7 @@ class _BatchPass:
         micro_batches = plan.micro_batches(range(first, self.steps.stop), self.mine)
         dataset = self.batches.dataset
         loader = DataLoader(
-            SeededData(dataset) if deterministic else dataset,
+            loading.SeededData(dataset) if deterministic else dataset,
             batch_sampler=micro_batches if deterministic else (batch for _, batch in micro_batches),
             generator=generator,
             **self.batches.loader_options,
@@ -100,7 +96,7 @@ class _BatchPass:
     def seed(self, step: int, virtual_worker: int) -> None:
         """In deterministic mode, seed all random generators from this micro-batch alone."""
         if self.batches.deterministic:
-            seed_everything(self.plan.seed, self.plan.epoch, step, virtual_worker)
+            loading.seed_everything(self.plan.seed, self.plan.epoch, step, virtual_worker)
 
 
 class Step:
@@ -117,11 +113,10 @@ class Step:
         counts = batch_pass.plan.counts(number)
         self.epoch, self.number = batch_pass.plan.epoch, number
         self.samples = sum(counts)
-        self.summed = False
+        self.summed = self._begun = False
         self.weights = [count / self.samples for count in counts if count]
         self._pass = batch_pass
         self._mine = [v for v in batch_pass.mine if counts[v]]
-        self._begun = False
 
     def __len__(self) -> int:
         """Return the number of this worker's micro-batches in this step; 0 for a standby."""
@@ -222,18 +217,14 @@ class FixedBatch:
         **loader: Any,
     ) -> None:
         _check(dataset, micro_batch_size, model)
-        self.dataset = dataset
-        self.micro_batch_size = micro_batch_size
+        self.dataset, self.model, self.micro_batch_size = dataset, model, micro_batch_size
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
-        self.deterministic = deterministic
-        self.shares = shares
+        self.deterministic, self.shares = deterministic, shares
         balanced = os.environ.get(contract.BALANCE) == "1" if balance is None else balance
         self.balanced_shares = BalancedShares() if balanced else None
         self.loader_options = {"collate_fn": collate_fn, "num_workers": num_workers, **loader}
-        self.model = model
         self.sums: StepSum = ExactSum(model) if deterministic else PlainSum(model)
-        self.epoch = 0
-        self.step = 0
+        self.epoch = self.step = 0
         self.current: Step | None = None  # the step in training
         text = os.environ.get(contract.VIRTUAL_WORKERS, "")
         if virtual_workers is None and text:
@@ -245,7 +236,7 @@ class FixedBatch:
         self._named = self._virtual_workers = virtual_workers
         self._rejoined = False
         if deterministic:
-            fix_kernels(threads)
+            loading.fix_kernels(threads)
 
     @property
     def virtual_workers(self) -> int:

@@ -49,22 +49,20 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
         breaks: deque[object] = deque(maxlen=MAX_EQUAL_BREAKS)
         rejoined = False
         while True:
-            broken = False
             try:
                 state.sync()
                 if rejoined:
                     state.on_reset()
                 return function(state, *args, **kwargs)
-            except HostsUpdatedInterrupt as interrupt:
-                clear_frames(interrupt)
-                reason = describe(interrupt)
             except Exception as error:
-                members = member.world and [m.worker for m in member.world.members]
-                breaks.append((members, state.version))
-                if not broke_the_world(error) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
-                    raise
+                broken = not isinstance(error, HostsUpdatedInterrupt)
+                if broken:
+                    members = member.world and [m.worker for m in member.world.members]
+                    breaks.append((members, state.version))
+                    if not broke_the_world(error) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
+                        raise
                 clear_frames(error)
-                reason, broken = describe(error), True
+                reason = describe(error)
             member.join(reason, state, broken=broken)
             rejoined = True
 

@@ -79,9 +79,9 @@ class ShardUpdate(Struct):
     end: End | None = None
 
 
-_decode_update = msgspec.json.Decoder(ShardUpdate).decode
 # The records of one step of the whole world, and how many of them are repeated.
 _ShardStep = tuple[int, int]
+_NO_STEP = (0, 0)
 
 
 class _ShardPass:
@@ -130,9 +130,8 @@ class _ShardPass:
             update = data.ask(data.batch_size * self.size + self._ahead(), first=first)
             written = msgspec.json.encode(update)
         if self.size > 1:
-            route = Route(0, frozenset(range(1, self.size)))
-            written = carry_bytes(written or None, route)
-        update = _decode_update(written)
+            written = carry_bytes(written or None, Route(0, frozenset(range(1, self.size))))
+        update = msgspec.json.decode(written, type=ShardUpdate)
         progress = data.progress = update.progress or data.progress
         progress.finished = [h for h in progress.finished if h.token not in update.reported]
         progress.held.extend(HeldShard(one.shard, one.token) for one in update.granted)
@@ -185,9 +184,8 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
         if batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; give the records of one step, from 1")
         self.batch_size, self.together = batch_size, together
-        self.source, self.seed = source, seed
+        self.source, self.seed, self.loader_options = source, seed, loader
         self.shuffle = shuffle and partitions is None
-        self.loader_options = loader
         self.client = ShardClient(
             name,
             worker=WORLD if together else None,
@@ -201,7 +199,7 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
         )
         self.progress = ShardProgress()
         self._streams = partitions is not None
-        self._current: _ShardStep | None = None  # the batch in training
+        self._current: _ShardStep = _NO_STEP  # the batch in training
         self._committed: set[int] | None = None  # tokens finished at the last commit
 
     @property
@@ -212,8 +210,7 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
     @property
     def epoch(self) -> int:
         """The epoch of the records that come next."""
-        progress = self.progress
-        known = progress.held or progress.finished
+        known = self.progress.held or self.progress.finished
         return known[0].shard.epoch if known else 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -246,10 +243,7 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
 
     def advance(self) -> None:
         """Count the batch that the loop has as trained. A second call changes nothing."""
-        step, self._current = self._current, None
-        if step is None:
-            return
-        progress, (left, repeated) = self.progress, step
+        progress, (left, repeated), self._current = self.progress, self._current, _NO_STEP
         progress.trained += left
         progress.replayed += repeated
         while left:
@@ -262,7 +256,7 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
 
     def reset(self) -> None:
         """Drop the batch in training: the world has changed, and shares the rest anew."""
-        self._current = None
+        self._current = _NO_STEP
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress in each shard: plain values, equal on every rank at a commit."""

@@ -16,6 +16,7 @@ so that a script can be tried alone. Each client belongs to one thread. Times ar
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -50,7 +51,7 @@ class IncompleteDataError(ElasticError):
         self.dataset, self.shards = dataset, shards
 
 
-class ShardClient:
+class ShardClient(AbstractContextManager["ShardClient"]):
     """One worker's client for the shards of one data set.
 
     A data set has `records`, a stream has `partitions` that grow; give exactly one of the two.
@@ -170,9 +171,6 @@ class ShardClient:
         if self._driver is not None:
             self._driver.close()
 
-    def __enter__(self) -> "ShardClient":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -180,8 +178,7 @@ class ShardClient:
 
     def _open(self) -> None:
         """Open the data set, for requests that do not describe it."""
-        request = messages.ResumeRequest("opening", self._dataset, {})
-        self._ask("resume", request, messages.Resumed)
+        self._ask("resume", messages.ResumeRequest("opening", self._dataset, {}), messages.Resumed)
 
     def _ask(self, action: str, request: Any, kind: Any) -> Any:
         """Return the answer to a request, of this kind; wait for a driver that is away."""

@@ -156,8 +156,7 @@ class State:
         if self._checkpoints is not None:
             self._checkpoints.take_if_due(self._live(), self._version)
         progress = self._progress
-        computed = self._clock.finish_step()
-        if computed is not None:
+        if (computed := self._clock.finish_step()) is not None:
             progress.samples.record(self._version, computed)
         if progress.committed(self._version):
             raise HostsUpdatedInterrupt(progress.leave_reason)

@@ -10,6 +10,7 @@ TensorFlow is neither imported nor needed here. One node belongs to one thread. 
 """
 
 import time
+from contextlib import AbstractContextManager
 from typing import TypeVar
 from urllib.parse import urlencode
 
@@ -40,7 +41,7 @@ class TfClusterError(ClusterError):
         self.code = code
 
 
-class TfNode:
+class TfNode(AbstractContextManager["TfNode"]):
     """One node of a TensorFlow cluster that forms over HTTP.
 
     Args:
@@ -68,9 +69,7 @@ class TfNode:
             if job is None:
                 raise UsageError("no driver is known; use elasticrun, or endpoint= and token_file=")
             endpoint, token_file = job.endpoint, job.token_file
-        self.address = address
-        self._bounds = (min_nodes, max_nodes)
-        self._gather = gather
+        self.address, self._bounds, self._gather = address, (min_nodes, max_nodes), gather
         self._client = RendezvousClient(endpoint, read_token_file(token_file), timeout=ANSWER_S)
 
     def cluster_spec(self, timeout: float) -> ClusterSpec:
@@ -117,9 +116,6 @@ class TfNode:
     def close(self) -> None:
         """Close the connection; a later call opens another."""
         self._client.close()
-
-    def __enter__(self) -> "TfNode":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -77,8 +77,7 @@ def main() -> None:
             os.kill(os.getpid(), -code)
         if code:
             raise SystemExit(abs(code))
-        ended = messages.TaskEnded(worker, part.task)
-        client.post_json(EVENTS_PATH, msgspec.json.encode(ended))
+        client.post_json(EVENTS_PATH, msgspec.json.encode(messages.TaskEnded(worker, part.task)))
         key = messages.assignment_key(worker, number)
         while (entry := client.get(key, wait=_WAIT_S)) is None:
             pass  # as long as the check lasts; the agent ends this process

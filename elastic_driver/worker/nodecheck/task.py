@@ -117,8 +117,7 @@ class NodeCheckTask:
     def __init__(
         self, settings: TaskSettings, rank: int, places: list[Place], *, lock: Locks, shared: bool
     ) -> None:
-        self.settings = settings
-        self.rank, self.places = rank, places
+        self.settings, self.rank, self.places = settings, rank, places
         self.device = use_device()
         # Several devices of one machine are measured at the same time: each has its own work.
         on_cpu = self.device.type == "cpu"

@@ -84,10 +84,8 @@ class RandomStates:
         Torch's is a copy of the generator, which takes half the time of a state tensor. NumPy's is
         a tuple for a Mersenne Twister, and a dictionary for another kind of generator.
         """
-        states: dict[str, Any] = {
-            "python": self._python_state(),
-            "torch": torch.default_generator.clone_state(),
-        }
+        states: dict[str, Any] = {"python": self._python_state()}
+        states["torch"] = torch.default_generator.clone_state()
         if (numpy_random := sys.modules.get("numpy.random")) is not None:
             states["numpy"] = self._numpy_state(numpy_random)
         if torch.cuda.is_initialized():
@@ -100,8 +98,8 @@ class RandomStates:
             return numpy_random.get_state(legacy=False)
         if self._numpy is None or self._numpy.owner is not generator:
             key = generator.ctypes.state_address
-            ask = numpy_random.get_state
-            self._numpy = MersenneWatch(ask, 3, generator, key, key + _KEY_BYTES)
+            position = key + _KEY_BYTES
+            self._numpy = MersenneWatch(numpy_random.get_state, 3, generator, key, position)
         return self._numpy.state()
 
     def portable(self) -> dict[str, Any]:

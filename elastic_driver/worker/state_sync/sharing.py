@@ -66,13 +66,9 @@ def agree(world: World, *, reloads: bool = False, afresh: int | None = None) -> 
             f"round {world.round}: the last worker with the whole state died while sending it; "
             "give the state a checkpoint_dir to survive this"
         )
-    return Agreement(
-        source=source,
-        receivers=receivers_of(states, source),
-        version=max(states[source].steps, afresh or 0),
-        fresh=fresh,
-        exact=states[source].clean,
-    )
+    newest, receivers = states[source], receivers_of(states, source)
+    version = max(newest.steps, afresh or 0)
+    return Agreement(source, receivers, version, fresh, exact=newest.clean)
 
 
 # ---- the state as a message --------------------------------------------------------------
@@ -126,13 +122,12 @@ def make_envelope(
 
     Raises `UsageError`, naming the attribute, where one could not be read safely.
     """
-    packed_parts, plain = {}, {}
+    packed_parts: dict[str, PackedValue] = {}
+    plain: dict[str, PackedValue] = {}
     for name, (document, tensors) in contents.items():
         specs = tuple(TensorSpec.of(tensor) for _, tensor in tensors)
-        if name in parts:
-            packed_parts[name] = PackedValue(packed(document, f"the state of {name!r}"), specs)
-        else:
-            plain[name] = PackedValue(packed(document, f"the attribute {name!r}"), specs)
+        kind, target = ("state of", packed_parts) if name in parts else ("attribute", plain)
+        target[name] = PackedValue(packed(document, f"the {kind} {name!r}"), specs)
     return Envelope(packed_parts, plain, packed(random, "the random state"), resumed)
 
 
