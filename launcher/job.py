@@ -57,8 +57,7 @@ def run(argv: Sequence[str]) -> int:
         return join_job(line, role)
     facts = replace(collect_facts(line, os.environ), role=role)
     if options.backend == "mpi" and started_ranks(os.environ) > 1:
-        ranks = meet_ranks()
-        if ranks is None:  # rank 0 runs the job
+        if (ranks := meet_ranks()) is None:  # rank 0 runs the job
             return int(ExitCode.OK)
         facts = replace(facts, ranks=ranks)
     plan = make_plan(line, facts)

@@ -20,8 +20,7 @@ SOMEWHERE = "192.0.2.1"  # RFC 5737: an address of no host, to ask for the defau
 def address_towards(address: str, port: int = _ANY_PORT) -> str | None:
     """Return our address on the way to a host's name or address; None if there is no way."""
     with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
-        for family, _, _, _, target in found:
+        for family, _, _, _, target in socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(target)
                 return str(probe.getsockname()[0])
@@ -58,12 +57,10 @@ def address_of(interfaces: Iterable[str]) -> tuple[str, str] | None:
     """Return the address (IPv4 if it has one) and the name of the first interface that is here."""
     known = psutil.net_if_addrs()
     for name in interfaces:
-        entries = known.get(name, [])
-        for family in (socket.AF_INET, socket.AF_INET6):
-            for entry in entries:
-                parsed = _parse(entry.address) if entry.family == family else None
-                if parsed is not None and not parsed.is_link_local:
-                    return str(parsed), name
+        entries = [e for e in known.get(name, ()) if e.family in (socket.AF_INET, socket.AF_INET6)]
+        parsed = [_parse(entry.address) for entry in entries]
+        if usable := [found for found in parsed if found and not found.is_link_local]:
+            return str(min(usable, key=lambda found: found.version)), name
     return None
 
 

@@ -72,6 +72,7 @@ class Agent:
         marks = {contract.TOKEN_FILE: config.token_file}
         self._starter = WorkerStarter(self._say, marks, inherited)
         self._events: asyncio.Queue[WireEvent] = asyncio.Queue()  # for the driver, in order
+        self._report = self._events.put_nowait
         self._tasks: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()  # set with a reason, an exit status, and the driver's state
         self._reason, self._exit_code, self._driver_gone = "", 0, False
@@ -241,10 +242,6 @@ class Agent:
         return address or config.host, interface
 
     # ---- reports -------------------------------------------------------------------------
-
-    def _report(self, event: WireEvent) -> None:
-        """Have an event delivered after all that were reported before."""
-        self._events.put_nowait(event)
 
     async def _deliver(self, patience: float) -> None:
         """Deliver events for ever, one at a time; raises RendezvousError if the driver is gone.

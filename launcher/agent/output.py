@@ -322,8 +322,7 @@ class WorkerOutput:
 
 
 def _cpu_time(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+    return float(sum(process.cpu_times()[:2]))  # user and system
 
 
 def last_lines(tail: bytes, held: list[bytes]) -> str:

@@ -18,10 +18,6 @@ def send_arguments(lifeline: int, arguments: Sequence[str]) -> None:
 
 def receive_arguments(stdin: int) -> list[str]:
     """Wait for the arguments; empty if the driver's process has ended or needs no spare."""
-    received = bytearray()
-    while not received.endswith(b"\n"):
-        piece = os.read(stdin, 4096)
-        if not piece:
-            return []
-        received += piece
-    return [str(word) for word in json.loads(received)]
+    with open(stdin, "rb", closefd=False) as pipe:
+        line = pipe.readline()
+    return [str(word) for word in json.loads(line)] if line.endswith(b"\n") else []

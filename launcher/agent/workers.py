@@ -18,7 +18,7 @@ from launcher.agent import processes
 from launcher.agent.console import Console
 from launcher.agent.environment import Meeting, worker_environment
 from launcher.agent.output import WorkerOutput, link_ranks
-from launcher.agent.processes import ProcessSpec, StartError, WorkerProcess
+from launcher.agent.processes import EXIT_NOT_EXECUTABLE, ProcessSpec, StartError, WorkerProcess
 from launcher.agent.stacks import look
 from launcher.agent.warm.starter import WorkerStarter
 
@@ -137,9 +137,7 @@ class Workers:
         try:
             output = WorkerOutput(order, self._spec, self._log_dir, self._consoles, self._say)
         except (OSError, ValueError) as error:
-            self._report(
-                WorkerExited(worker, processes.EXIT_NOT_EXECUTABLE, f"cannot start: {error}")
-            )
+            self._report(WorkerExited(worker, EXIT_NOT_EXECUTABLE, f"cannot start: {error}"))
             return
         try:
             process = self._execute(order, output)

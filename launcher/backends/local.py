@@ -172,8 +172,7 @@ class LocalBackend(Backend):
         if self._grows:
             if self._calm is not None:
                 self._calm.cancel()
-            loop = asyncio.get_running_loop()
-            self._calm = loop.call_later(CALM_S, self._add_spare)
+            self._calm = asyncio.get_running_loop().call_later(CALM_S, self._add_spare)
 
     def _add(self, agent: _LocalAgent) -> None:
         self._agents[agent.key] = agent

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
@@ -42,7 +41,6 @@ SURELY_UP_S = 3.0  # if no end was reported by then, only the connection to the 
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 _LAST_WORDS_S = 3.0
 _MAX_SAID = 4096
-T = TypeVar("T")
 _OURS = (b"[", b"elasticrun:")  # how lines of workers and agents begin
 
 
@@ -97,8 +95,7 @@ class RemoteBackend(Backend):
 
     def find_problems(self, hosts: Hosts) -> dict[str, str]:
         """See `Backend.find_problems`."""
-        named = [host for host, slots in hosts if slots]
-        return precheck(named, self._shell, self._job.cwd) if named else {}
+        return precheck([host for host, slots in hosts if slots], self._shell, self._job.cwd)
 
     def look_up(self, host: str) -> str:
         """See `Backend.look_up`."""
@@ -106,11 +103,11 @@ class RemoteBackend(Backend):
 
     def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
         """See `Backend.start`."""
-        self._call(self._begin, _RemoteAgent(host, incarnation, on_lost))
+        self._call(partial(self._begin, _RemoteAgent(host, incarnation, on_lost)))
 
     def kill(self, host: str, incarnation: int) -> None:
         """See `Backend.kill`."""
-        self._call(self._begin_kill, (host, incarnation))
+        self._call(partial(self._begin_kill, (host, incarnation)))
 
     def close(self, grace: float) -> None:
         """See `Backend.close`."""
@@ -126,7 +123,7 @@ class RemoteBackend(Backend):
         if not thread.is_alive():
             loop.close()
 
-    def _call(self, function: Callable[[T], None], argument: T) -> None:
+    def _call(self, function: Callable[[], None]) -> None:
         """Call a function on the loop, which the first call starts."""
         with self._lock:
             if self._closed:
@@ -137,7 +134,7 @@ class RemoteBackend(Backend):
                 run = self._loop.run_forever
                 self._thread = threading.Thread(target=run, name="remote-agents", daemon=True)
                 self._thread.start()
-            self._loop.call_soon_threadsafe(function, argument)
+            self._loop.call_soon_threadsafe(function)
 
     # ---- on the loop ---------------------------------------------------------------------
 

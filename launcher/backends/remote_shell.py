@@ -96,9 +96,8 @@ class RemoteShell(ABC):
         `exit_code` is as subprocess gives it, `said` what came on stderr.
         """
         if exit_code == NO_PYTHON:
-            return (
-                f"{host}: there is no Python at {self.python}; install the same environment there"
-            )
+            missing = f"there is no Python at {self.python}"
+            return f"{host}: {missing}; install the same environment there"
         if "No module named" in said:
             return f"{host}: elastic-driver is not installed in its {self.python}{last_line(said)}"
         return f"{host}: {self.python} ended with exit status {exit_code}{last_line(said)}"

@@ -47,7 +47,6 @@ from launcher.options.table import LaunchOptions
 from rendezvous import errors
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient
-from rendezvous.errors import RendezvousError
 from rendezvous.wire import MAX_WAIT_S, Entries, Entry, Set, Watch, Written, expect
 
 FOLDER_PREFIX = "elastic-join-"
@@ -145,9 +144,8 @@ class Node:
         with held_folder(Path(tempfile.gettempdir(), FOLDER_PREFIX + offer.session)) as folder:
             token_file = write_token_file(folder / "token", joined.token)
             try:
-                entry = client.get(contract.JOB_SPEC, wait=GOODBYE_S)
-                if entry is None:
-                    raise RendezvousError("it has no job")
+                if (entry := client.get(contract.JOB_SPEC, wait=GOODBYE_S)) is None:
+                    raise errors.RendezvousError("it has no job")
                 check_spec(decode(JobSpec, entry.value), plan)
                 slots = f", {plan.slots} slot{'s' * (plan.slots != 1)}" if plan.slots else ""
                 plan.say(f"joined run {joined.run_id} at {plan.place} as {joined.name}{slots}")
@@ -155,7 +153,7 @@ class Node:
                 number = self._leaving
                 reason = f"it got {signal.Signals(number).name}" if number else "the job is over"
                 return code
-            except RendezvousError as error:
+            except errors.RendezvousError as error:
                 reason = ""
                 if self._leaving:
                     return 128 + self._leaving
@@ -165,7 +163,7 @@ class Node:
                 self._end_agent()
                 if reason:
                     reason = f"node {joined.name} has left: {reason}"
-                    with contextlib.suppress(RendezvousError):
+                    with contextlib.suppress(errors.RendezvousError):
                         _report(client, replace(offer, leaves=True, reason=reason), GOODBYE_S)
 
     def _run_agents(
@@ -176,8 +174,7 @@ class Node:
         order_key = messages.node_order(offer.session)
         lease = Set(messages.node_lease(offer.session), lease=joined.heartbeat_timeout)
         while True:
-            entry = _newer(client, lease, order_key, revision, self._wake)
-            if entry is not None:
+            if entry := _newer(client, lease, order_key, revision, self._wake):
                 order, revision = _decode_order(entry.value), entry.revision
             if order.over is not None:
                 if order.over.exit_code != ExitCode.OK:
@@ -214,13 +211,11 @@ class Node:
         agent, self._agent = self._agent, None
         if agent is None:
             return 0
-        agent.kill()
-        code = agent.wait()
-        if agent.stdin is not None:
-            agent.stdin.close()
+        with agent:  # waits for its end, and closes its stdin
+            agent.kill()
         asyncio.run(end_all(children, ORPHANS_S))
         sweep_scratch()
-        return code
+        return agent.returncode
 
 
 def _newer(
@@ -238,14 +233,12 @@ def _newer(
     return None if entries.timed_out else entries.entries[key]
 
 
-def _why_lost(error: RendezvousError) -> str:
-    match error:
-        case errors.UnauthorizedError():
-            return "another run is served there now"
-        case errors.SealedError() | errors.RequestError():
-            return "the server has given this node up"
-        case _:
-            return f"lost the server: {error}"
+def _why_lost(error: errors.RendezvousError) -> str:
+    if isinstance(error, errors.UnauthorizedError):
+        return "another run is served there now"
+    if isinstance(error, (errors.SealedError, errors.RequestError)):
+        return "the server has given this node up"
+    return f"lost the server: {error}"
 
 
 def _report(client: RendezvousClient, report: NodeReport, deadline: float | None = None) -> bytes:
@@ -312,7 +305,7 @@ def _attempt(plan: JoinPlan, offer: NodeReport) -> tuple[str, Joined] | str:
             return url, _offer(plan, url, offer)
         except TimeoutError:
             problem = f"{address} does not answer"
-        except (OSError, RendezvousError, msgspec.DecodeError) as error:
+        except (OSError, errors.RendezvousError, msgspec.DecodeError) as error:
             problem = getattr(error, "strerror", None) or str(error)
     return problem
 

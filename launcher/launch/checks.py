@@ -112,8 +112,7 @@ def _check_shadows(command: tuple[str, ...], cwd: Path, environ: Mapping[str, st
         return
     script = command[1]
     first = cwd if script.startswith("-") else (cwd / script).resolve().parent
-    shadow = find_shadow([first, *_python_path(cwd, environ)])
-    if shadow is not None:
+    if shadow := find_shadow([first, *_python_path(cwd, environ)]):
         raise UsageError(
             f"{shadow} would be imported by the workers in place of elastic-driver's own "
             f"package of that name; rename it, for instance to my_{shadow.name}"

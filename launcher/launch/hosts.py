@@ -297,11 +297,8 @@ def with_node_count(line: CommandLine, environ: Mapping[str, str]) -> CommandLin
 
 def _rank(environ: Mapping[str, str]) -> int | None:
     """Return this node's number; RANK is a worker's if there is a LOCAL_RANK beside it."""
-    if "NODE_RANK" in environ:
-        return _number(environ, "NODE_RANK")
-    if "RANK" in environ and "LOCAL_RANK" not in environ:
-        return _number(environ, "RANK")
-    return None
+    names = ("NODE_RANK",) if "LOCAL_RANK" in environ else ("NODE_RANK", "RANK")
+    return next((_number(environ, name) for name in names if name in environ), None)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

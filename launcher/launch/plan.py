@@ -85,10 +85,8 @@ class LaunchPlan:
             if names:
                 lines.append((label, " ".join(names)))
         lines += [("note", note) for note in self.notes]
-        if self.options.verbose:
-            lines += [
-                ("set", f"{name} {value}  ({who})") for name, value, who in self.line.origins()
-            ]
+        origins = self.line.origins() if self.options.verbose else ()
+        lines += [("set", f"{name} {value}  ({who})") for name, value, who in origins]
         return "\n".join(f"{label:<11} {text}" for label, text in lines)
 
 

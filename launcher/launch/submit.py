@@ -27,6 +27,7 @@ from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
 from elastic_driver.runtime.run_dir import RunDir
+from launcher.agent.processes import NOTICES
 from launcher.backends.registry import make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import handled
@@ -36,7 +37,6 @@ from launcher.launch.plan import LaunchPlan
 
 REPORT_FILE = "node_check.json"
 _CHECK_FOLDER = "node-check"  # in the run's folder; for the token and address of the check
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # they announce the end, as Slurm's --signal does
 _SIGNALS = {
     signal.SIGINT: ("interrupted by Ctrl-C", ExitCode.INTERRUPTED),
     signal.SIGTERM: ("told to stop by SIGTERM", ExitCode.TERMINATED),
@@ -175,6 +175,10 @@ def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
 # ---- the node check ----------------------------------------------------------------------
 
 
+def _say(line: str) -> None:
+    Reporter(sys.stderr).note(line)  # does not wait for a terminal that is stopped
+
+
 def check_before_training(
     driver: ElasticDriver, checks: NodeChecks, plan: LaunchPlan, hosts: Hosts, run_dir: RunDir
 ) -> dict[str, str]:
@@ -213,13 +217,9 @@ def check_settings(plan: LaunchPlan) -> CheckSettings:
 
 
 def make_checks(
-    plan: LaunchPlan,
-    starter: MakeBackend,
-    run_dir: RunDir,
-    say: Callable[[str], None] | None = None,
+    plan: LaunchPlan, starter: MakeBackend, run_dir: RunDir, say: Callable[[str], None] = _say
 ) -> NodeChecks:
     """Return the node checks of a run; `say` shows a line to the user."""
-    say = say or _say
     return NodeChecks(
         check_settings(plan),
         make_backend=starter,
@@ -281,7 +281,3 @@ def _ended_by_signals() -> Iterator[None]:
 
     with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), stop):
         yield
-
-
-def _say(line: str) -> None:
-    Reporter(sys.stderr).note(line)  # does not wait for a terminal that is stopped

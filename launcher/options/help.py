@@ -49,6 +49,5 @@ def _entry(option: Option, width: int) -> str:
     head = f"  {', '.join(spellings)} {option.kind.metavar}".rstrip()
     default = option.default_text
     text = f"{option.help} [{default}]" if default else option.help
-    return "\n".join(
-        [head, *textwrap.wrap(text, width, initial_indent=_PAD, subsequent_indent=_PAD)]
-    )
+    lines = textwrap.wrap(text, width, initial_indent=_PAD, subsequent_indent=_PAD)
+    return "\n".join([head, *lines])

@@ -106,13 +106,8 @@ def split(argv: Sequence[str]) -> tuple[dict[Option, Words], Words, Words]:
     given: dict[Option, Words] = {}
     remarks: list[str] = []
     rest = list(argv)
-    while rest:
-        if rest[0] == "--":
-            return given, tuple(rest[1:]), tuple(remarks)
-        if rest[0] in ("-m", "--module"):  # `-m module` is a command, as for python itself
-            return given, ("-m", *rest[1:]), tuple(remarks)
-        if not rest[0].startswith("-") or rest[0] == "-":
-            return given, tuple(rest), tuple(remarks)
+    # `-m module` is a command, as for python itself.
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--", "-m", "--module"):
         spelling, attached = _split_argument(rest.pop(0))
         if spelling in NEEDLESS:
             words, reason = NEEDLESS[spelling]
@@ -126,7 +121,9 @@ def split(argv: Sequence[str]) -> tuple[dict[Option, Words], Words, Words]:
             raise UsageError(f"{spelling} does not exist here; {FOREIGN[spelling]}")
         else:
             raise UsageError(f"unknown option {spelling}{_did_you_mean(spelling, _BY_SPELLING)}")
-    return given, (), tuple(remarks)
+    if rest and rest[0] in ("--", "--module"):
+        rest[:1] = [] if rest[0] == "--" else ["-m"]
+    return given, tuple(rest), tuple(remarks)
 
 
 def _split_argument(argument: str) -> tuple[str, str | None]:
@@ -205,8 +202,7 @@ def _from_file(path: Path) -> Layer:
     for key, value in _entries(path):
         source = f"{path} line {key.start_mark.line + 1}"
         name = _scalar(key, source)
-        option = _BY_NAME.get(name.replace("_", "-"))
-        if option is None:
+        if (option := _BY_NAME.get(name.replace("_", "-"))) is None:
             raise UsageError(f"{source}: {name!r} is not an option{_did_you_mean(name, _BY_NAME)}")
         if option in layer:
             raise UsageError(f"{source}: {name!r} is given twice; keep one of them")
