@@ -60,7 +60,8 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
     plan = without(plan, hosts, problems)
     checks = None
     if plan.options.checks_nodes:
-        checks = make_checks(plan, backend_maker(plan.backend, replace(job, grows=False)), run_dir)
+        starter = backend_maker(plan.backend, replace(job, grows=False))
+        checks = make_checks(plan, starter, run_dir, _say)
     backend = backend_maker(plan.backend, job)
     driver = make_driver(plan, discovery, backend, run_dir, checks=checks)
     if checks is not None:
@@ -217,7 +218,7 @@ def check_settings(plan: LaunchPlan) -> CheckSettings:
 
 
 def make_checks(
-    plan: LaunchPlan, starter: MakeBackend, run_dir: RunDir, say: Callable[[str], None] = _say
+    plan: LaunchPlan, starter: MakeBackend, run_dir: RunDir, say: Callable[[str], None]
 ) -> NodeChecks:
     """Return the node checks of a run; `say` shows a line to the user."""
     return NodeChecks(
