@@ -154,6 +154,7 @@ class LocalBackend(Backend):
         loop, self._loop = self._loop, None
         if loop is None or self._thread is None:
             return
+        self._starter.abort()  # the loop may wait for a warm parent that is stopped
         asyncio.run_coroutine_threadsafe(self._close(max(grace, 0.0)), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         self._thread.join()

@@ -181,7 +181,8 @@ class WorkerStarter:
     """Forks processes from a warm parent, and executes those that cannot be forked.
 
     The owner must be a child subreaper: forks become its children when their first parent ends.
-    Until `launch` is called, every process is executed. A starter belongs to one thread.
+    Until `launch` is called, every process is executed. A starter belongs to one thread, but for
+    `abort`.
 
     Args:
         say: shows a sentence to the user.
@@ -202,6 +203,7 @@ class WorkerStarter:
         self._launches = 0
         self._said: set[str] = set()
         self._waiting = asyncio.Lock()
+        self._aborted = False
 
     def launch(self, plan: WarmPlan) -> None:
         """Start the warm parent of this plan, unless an equal one was inherited."""
@@ -251,6 +253,16 @@ class WorkerStarter:
         """Return the pids of the warm parent and its spares."""
         return set() if self._parent is None else self._parent.own_pids()
 
+    def abort(self) -> None:
+        """Kill the warm parent, so that a fork that waits for it ends now. Any thread may call it.
+
+        The owner is about to close the starter: no other warm parent follows.
+        """
+        self._aborted = True
+        for pid in self.own_pids() & set(children()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End the warm parent and its spares; started processes stay."""
         parent, self._parent, self._threads = self._parent, None, None
@@ -288,6 +300,8 @@ class WorkerStarter:
     def _lose(self, why: str) -> None:
         """End this warm parent, and start the next one unless `MOST_LAUNCHES` were started."""
         self.close()
+        if self._aborted:
+            return
         if self._plan is not None and self._launches < MOST_LAUNCHES:
             self._say_once(f"the warm parent is lost: {why}; starting another")
             self._launch(self._plan)

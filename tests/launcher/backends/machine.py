@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -148,16 +149,20 @@ def command(pid: int) -> str:
 def kinds_of_files(pid: int) -> list[str]:
     """What a process has open, but for numbers and for where the warm parent's words are kept.
 
-    Without its connections to the driver: it has one or two, as its requests happen to meet.
+    Connections to one peer count once: it has one or two to the driver, as its requests happen to
+    meet. More than two of them are listed.
     """
+    peers: dict[str, str] = {}
+    for found in psutil.Process(pid).net_connections("inet"):
+        peers[str(found.fd)] = f"inet {found.status} {found.raddr}"
     links = []
-    connections = {str(found.fd) for found in psutil.Process(pid).net_connections("inet")}
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # it was closed meanwhile
-            if fd.name not in connections:
-                links.append(os.readlink(fd))
+            links.append(peers.get(fd.name) or os.readlink(fd))
     kinds = [re.sub(r"\[\d+\]|elastic-mp-\w+", "", link) for link in links]
-    return sorted(re.sub(r"/memfd:.*|/.*/#\d+ .*", "log", kind) for kind in kinds)
+    kinds = [re.sub(r"/memfd:.*|/.*/#\d+ .*", "log", kind) for kind in kinds]
+    twice = {k for k, n in Counter(kinds).items() if n == 2 and "ESTABLISHED addr" in k}
+    return sorted([kind for kind in kinds if kind not in twice] + list(twice))
 
 
 def signals(pid: int) -> list[str]:
