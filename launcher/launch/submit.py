@@ -76,7 +76,8 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
             driver.abandon()
             raise
     if isinstance(source, AllocationDiscovery):
-        source.on_over = lambda reason: driver.request_stop(reason, int(ExitCode.TERMINATED))
+        # Slurm may still be ending the steps: what the agents then report comes at any time.
+        source.on_over = lambda reason: announce_end(driver, reason, plan.settings.grace_period)
     return run_driver(driver, plan, discovery)
 
 
@@ -154,6 +155,15 @@ def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> Launch
     )
 
 
+def announce_end(driver: ElasticDriver, reason: str, notice: float) -> None:
+    """Let the job leave at a step boundary, within `notice` seconds; stop it at once if that is 0.
+
+    Any thread may call it. A driver that takes no notice (any more) stops at once, too.
+    """
+    if not notice or not driver.post(JobLeaving(reason, notice)):
+        driver.request_stop(reason, int(ExitCode.TERMINATED))
+
+
 @contextlib.contextmanager
 def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
     """While this lasts, let signals end the job and not this process.
@@ -164,8 +174,8 @@ def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
 
     def ask(number: int) -> None:
         reason, exit_code = _SIGNALS[signal.Signals(number)]
-        if notice and number in NOTICES:
-            driver.post(JobLeaving(reason, notice))
+        if number in NOTICES:
+            announce_end(driver, reason, notice)
         else:
             driver.request_stop(reason, int(exit_code))
 

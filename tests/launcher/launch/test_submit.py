@@ -17,21 +17,24 @@ from elastic_driver.runtime.driver import ElasticDriver
 from launcher.launch.bind_address import numeric_address
 from launcher.launch.checks import make_discovery
 from launcher.launch.hosts import DiscoveredHosts, FixedHosts
-from launcher.launch.submit import stop_on_signals
+from launcher.launch.submit import announce_end, stop_on_signals
 from tests.support.job import elasticrun
 
 
 class Asked:
     """Takes the place of a driver that is asked to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes: bool = True) -> None:
         self.requests: list[tuple[str, int]] = []
+        self.takes = takes
 
     def request_stop(self, reason: str, exit_code: int) -> None:
         self.requests.append((reason, exit_code))
 
-    def post(self, event: JobLeaving) -> None:
-        self.requests.append((event.reason, int(event.deadline)))
+    def post(self, event: JobLeaving) -> bool:
+        if self.takes:
+            self.requests.append((event.reason, int(event.deadline)))
+        return self.takes
 
 
 @contextlib.contextmanager
@@ -65,6 +68,17 @@ def test_a_notice_gives_the_job_the_grace_period(number: signal.Signals) -> None
         signal.raise_signal(signal.SIGTERM)
     told = f"told by {number.name} that its time is over"
     assert driver.requests == [(told, 40), ("told to stop by SIGTERM", 143)]
+
+
+@pytest.mark.parametrize(
+    ("notice", "takes", "asked"), [(30, True, 30), (0, True, 143), (30, False, 143)]
+)
+def test_the_end_of_an_allocation_is_a_notice_if_there_is_time_and_the_driver_takes_it(
+    notice: float, takes: bool, asked: int
+) -> None:
+    driver = Asked(takes=takes)
+    announce_end(cast("ElasticDriver", driver), "Slurm job 1 is over", notice)
+    assert driver.requests == [("Slurm job 1 is over", asked)]
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
