@@ -12,10 +12,9 @@ from elastic_driver.core.documents import Failure, Order, SaveRequest, World
 
 
 class CausedDecision(Struct, frozen=True, kw_only=True):
-    """A decision; `cause` is the number of the event that led to it (0: not numbered).
+    """A decision; `cause` is the number of the event that led to it (0: not numbered yet).
 
-    Only the driver's loop fills it in (`machine.stamped`), and not in a `Reply`: replies are not
-    recorded, and numbering a thousand replies a second would take too long.
+    The driver's loop fills it in (`machine.stamped`).
     """
 
     cause: int = 0

@@ -137,11 +137,10 @@ class DriverLoop:
         self._deadlines[name] = machine.deadline()
         if self.debug and (violated := machine.check()):
             raise AssertionError(f"after {event}: {'; '.join(violated)}")
-        replies = [decision for decision in decisions if isinstance(decision, Reply)]
-        others = [decision for decision in decisions if not isinstance(decision, Reply)]
-        self._carry_out(stamped(others, self._events))
-        if replies:  # all together, and without the number, see `CausedDecision`
-            self.answer(replies)
+        decided = stamped(decisions, self._events)
+        self._carry_out([each for each in decided if not isinstance(each, Reply)])
+        if replies := [each for each in decided if isinstance(each, Reply)]:
+            self.answer(replies)  # all together
 
     def _carry_out(self, decisions: list[Any]) -> None:
         for decision in decisions:
