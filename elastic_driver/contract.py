@@ -75,6 +75,11 @@ def agent_lease(host: str, incarnation: int) -> str:
     return f"agents/{host}.{incarnation}/lease"
 
 
+def agent_heartbeat(host: str, incarnation: int) -> str:
+    """Return the key of the lease that says until when the agent's next heartbeat comes."""
+    return f"agents/{host}.{incarnation}/heartbeat"
+
+
 def agent_order(host: str, incarnation: int, number: int) -> str:
     """Return the key of the agent's n-th order (documents.Order), counted from 1."""
     return f"agents/{host}.{incarnation}/orders/{number}"

@@ -46,6 +46,21 @@ class KillAgent(CausedDecision, frozen=True, tag="kill_agent"):
     reason: str
 
 
+class ProbeAgent(CausedDecision, frozen=True, tag="probe_agent"):
+    """Ask an agent for a sign of life, for at most `patience` seconds.
+
+    The answer is `AgentProbed` with the same `number`.
+    """
+
+    host: str
+    incarnation: int
+    address: str
+    port: int
+    patience: float
+    number: int
+    reason: str
+
+
 class GiveOrder(CausedDecision, frozen=True, tag="give_order"):
     """Hand an order to the host's agent."""
 
@@ -143,6 +158,6 @@ class EndJob(CausedDecision, frozen=True, tag="end_job"):
 
 
 Decision: TypeAlias = (
-    StartAgent | StopAgent | KillAgent | GiveOrder | CheckHosts | PublishWorld
+    StartAgent | StopAgent | KillAgent | ProbeAgent | GiveOrder | CheckHosts | PublishWorld
     | PublishNotice | PublishSave | SealRound | AskProgress | AskStacks | Announce | EndJob
 )  # fmt: skip

@@ -14,6 +14,9 @@ from elastic_driver.core.documents import Host, Seconds, Text, WorkerId
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Reason = Annotated[str, Meta(min_length=1, max_length=500)]
+# The observation that raises the suspicion that an agent is lost; "peers": a worker of another host
+# saw its connections to that host break.
+Evidence: TypeAlias = Literal["silent", "disconnected", "backend", "peers"]
 ASKED = "a user asked for it"
 
 
@@ -64,12 +67,14 @@ class AgentReady(AgentEvent, frozen=True, tag="agent_ready", forbid_unknown_fiel
     """An agent is up and waits for orders; `ports` are free ports for a torch store there.
 
     `slot_ports`: more free ports, for servers of the workers, if the job asks for any.
+    `probe_port`: where the agent answers a probe; 0: it answers none.
     """
 
     pid: Count
     address: Host
     ports: Annotated[tuple[int, ...], Meta(max_length=64)]
     slot_ports: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
+    probe_port: Annotated[int, Meta(ge=0, le=65535)] = 0
 
 
 class WorkerStarted(WorkerReport, frozen=True, tag="worker_started", forbid_unknown_fields=True):
@@ -243,6 +248,34 @@ class AgentLost(AgentEvent, frozen=True, tag="agent_lost"):
     reason: str
 
 
+class AgentSuspected(AgentEvent, frozen=True, tag="agent_suspected"):
+    """There is evidence that an agent is lost. One piece of evidence proves nothing.
+
+    `evidence`: it sent no heartbeat for longer than its heartbeats promised ("silent"); it closed
+    its connection to the driver and opened no other one ("disconnected"); the backend's connection
+    to its host closed ("backend").
+    """
+
+    evidence: Evidence
+    reason: str
+
+
+class AgentHeard(AgentEvent, frozen=True, tag="agent_heard"):
+    """An agent has sent a heartbeat: the first one, or the first after it was suspected."""
+
+
+class AgentProbed(AgentEvent, frozen=True, tag="agent_probed"):
+    """The answer to `ProbeAgent`, by its number, after `seconds`.
+
+    `result`: the agent answered; its host answered that no process listens there ("refused");
+    nothing answered in time, or the agent accepted the connection and sent nothing ("silent").
+    """
+
+    number: int
+    result: Literal["answered", "refused", "silent"]
+    seconds: float
+
+
 class LeaseExpired(Event, frozen=True, tag="lease_expired"):
     """An agent or a worker has not renewed its lease in the store.
 
@@ -332,7 +365,7 @@ ProcessEvent: TypeAlias = (
     WorkerStarted | WorkerReady | WorkerStepped | WorkerStalled | WorkerResumed | WorkerExited
 )  # every WorkerReport
 OtherEvent: TypeAlias = (
-    AgentReady | AgentLost | LeaseExpired | HostsDiscovered | DiscoveryFailed | HostsChecked
+    AgentReady | AgentLost | AgentSuspected | AgentHeard | AgentProbed | LeaseExpired | HostsDiscovered | DiscoveryFailed | HostsChecked
     | HostLeaving | WorkerLeaving | DrainRequested | DrainCancelled | RankSlow | RankRecovered
     | WorkerStack | StacksRequested | WorkerSaved | JobLeaving | ProgressReported | ScaleRequested
     | StopRequested | Tick

@@ -20,6 +20,7 @@ from elastic_driver.settings import Settings
 # before a round is formed, stacks are settled before a worker is given up.
 RULES = (
     "discovered",  # cool-downs end
+    "suspicion",  # hosts that may be lost are probed
     "agents",  # agents that do not come up are given up
     "rechecks",  # hosts are checked
     "stacks",  # a question to all workers is settled
@@ -93,6 +94,7 @@ class Job(JobParts):
                 self.reports.on_started(worker, event, now)
             case ev.WorkerReady():
                 self.reports.on_ready(worker, event, now)
+                self.suspicion.on_left(worker, event, now)
             case ev.WorkerStepped():
                 self.reports.on_stepped(worker, event, now)
             case ev.WorkerExited():
@@ -108,8 +110,15 @@ class Job(JobParts):
         match event:
             case ev.AgentReady():
                 self.agents.on_ready(event, now)
+                self.suspicion.on_ready(event, now)
             case ev.AgentLost():
                 self.agents.on_lost(event, now)
+            case ev.AgentSuspected():
+                self.suspicion.on_suspected(event, now)
+            case ev.AgentHeard():
+                self.suspicion.on_heard(event, now)
+            case ev.AgentProbed():
+                self.suspicion.on_probed(event, now)
             case ev.LeaseExpired():
                 self.agents.on_lease_expired(event, now)
             case ev.HostsDiscovered():

@@ -24,6 +24,7 @@ from elastic_driver.core.rules.plain import Plain
 from elastic_driver.core.rules.preemption import FinalSaves, Preemption
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import Capacity, Rounds
+from elastic_driver.core.rules.suspicion import Suspicion
 from elastic_driver.core.rules.workers import WorkerStateRegistry
 from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.settings import Settings
@@ -54,6 +55,7 @@ class JobParts:
         self.drains = self._make(Drains)
         self.placement = self._make(Placement)
         self.agents = self._make(Agents)
+        self.suspicion = self._make(Suspicion)
         self.final_checkpoint = self._make(FinalSaves)
         self.preemption = self._make(Preemption)
         self.plain = self._make(Plain)

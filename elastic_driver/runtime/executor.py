@@ -82,6 +82,8 @@ class Executor:
                 self._kill(host, number)
             case do.GiveOrder(host=host, incarnation=number, order=order):
                 self._give((host, number), order)
+            case do.ProbeAgent():
+                self.probe(decision)
             case do.PublishWorld(world=world):
                 self._publish_world(world)
             case do.AskProgress():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, KillAgent
-from elastic_driver.core.rules.fleet import AgentNews, AgentState
+from elastic_driver.core.rules.fleet import AgentNews, AgentState, HostAgent
 from elastic_driver.core.rules.hangs import Stacks
 from elastic_driver.core.rules.outcome import KILLED, Cause
 from elastic_driver.core.rules.placement import Placement
@@ -47,9 +47,7 @@ class Agents(Rule):
     def on_lease_expired(self, event: ev.LeaseExpired, now: float) -> None:
         """Give up a silent agent or worker; after half the time, ask for stacks."""
         if event.kind == "agent":
-            # It may only be cut off, and must not go on beside its successor.
-            self.effects.decide(KillAgent(*event.agent, event.reason))
-            self.on_lost(ev.AgentLost(*event.agent, event.reason), now)
+            self.give_up(self.fleet.current(ev.AgentEvent(*event.agent)), event.reason, now)
             return
         worker = self.workers.with_process(event, event.owner)
         if event.kind == "half" and worker.state is RUNNING:
@@ -62,6 +60,11 @@ class Agents(Rule):
                 self.rounds.left_early(worker, now, running=True)
             else:
                 self.reports.give_up_worker(worker, event.reason, now)
+
+    def give_up(self, agent: HostAgent, reason: str, now: float) -> None:
+        """Treat an agent as lost; it may only be cut off, and must not go on beside the next one."""
+        self.effects.decide(KillAgent(agent.host, agent.incarnation, reason))
+        self.on_lost(ev.AgentLost(agent.host, agent.incarnation, reason), now)
 
     def advance(self, now: float) -> None:
         """Give up an agent that takes longer than `start_timeout` to come up."""

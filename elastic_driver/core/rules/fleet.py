@@ -46,6 +46,7 @@ class HostAgent:
     address: str = ""
     ports: tuple[int, ...] = ()
     slot_ports: tuple[int, ...] = ()
+    probe_port: int = 0  # where it answers a probe; 0: nowhere
 
     def port(self, round_number: int) -> int:
         """Return the port for a torch store of this round: never the last one, as ports linger."""
@@ -83,6 +84,7 @@ class Fleet:
         if not self.apply(agent, AgentNews.READY):
             raise ev.StaleEvent(f"agent {event.host}.{event.incarnation} is up already")
         agent.address, agent.ports, agent.slot_ports = event.address, event.ports, event.slot_ports
+        agent.probe_port = event.probe_port
 
     def current(self, event: ev.AgentEvent) -> HostAgent:
         """Return the agent that an event is about; raise `ev.StaleEvent` if it was replaced."""

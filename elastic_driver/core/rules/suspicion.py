@@ -1,0 +1,176 @@
+"""Agents that may be lost: evidence is collected and confirmed by a probe, then comes the verdict.
+
+One piece of evidence proves nothing: a proxy may close connections, a link may lose packets, a
+machine may be slow. So an agent that is suspected is probed. Its host is lost if
+
+- the agent is suspected and its host answers that the process is gone, or
+- the agent is silent and the probe is not answered either, or
+- no probe can reach this host at all (a firewall), and two kinds of evidence agree.
+
+An agent that answers is only observed until its next heartbeat. Without any of these the agent's
+lease ends after `heartbeat_timeout` (`agents`). Times are monotonic seconds.
+"""
+
+from dataclasses import dataclass, field
+
+from elastic_driver.core import events as ev
+from elastic_driver.core.decisions import ProbeAgent
+from elastic_driver.core.rules.agents import Agents
+from elastic_driver.core.rules.fleet import AgentState, HostAgent
+from elastic_driver.core.rules.rounds import Rule
+from elastic_driver.core.rules.workers import Worker
+
+PROBE_S = 0.6  # for an answer; several attempts are made in this time, as packets may be lost
+FIRST_PROBE_S = 2.0  # for the first answer of an agent that has just come up
+AGAIN_S = 0.5  # between two probes of an agent that sends no heartbeat
+CONFIRM_S = 0.1  # between two kinds of evidence and a verdict, if no probe can help
+
+
+@dataclass(slots=True)
+class Suspect:
+    """An agent that may be lost."""
+
+    since: float  # the time of the first evidence
+    evidence: dict[ev.Evidence, str] = field(default_factory=dict)  # with its reason
+    probe: int = 0  # the number of the probe that is not answered yet; 0: none
+    probe_at: float | None = None  # the time of the next probe
+    confirmed_at: float | None = None  # the time at which two kinds of evidence are a verdict
+
+
+@dataclass(slots=True)
+class Suspicion(Rule):
+    """Decides which suspected agents are lost."""
+
+    agents: Agents
+    suspects: dict[str, Suspect] = field(default_factory=dict)  # by host
+    reachable: dict[str, int] = field(default_factory=dict)  # host → incarnation that answered
+    probes: int = 0  # numbers given
+
+    def on_ready(self, event: ev.AgentReady, now: float) -> None:
+        """Find out whether probes reach the agent: only then their failure means anything."""
+        self.suspects.pop(event.host, None)
+        if event.probe_port:
+            self._ask(self.fleet.agents[event.host], FIRST_PROBE_S, "find out if probes reach it")
+
+    def on_suspected(self, event: ev.AgentSuspected, now: float) -> None:
+        """Record evidence against an agent."""
+        self._suspect(self._up(event), event.evidence, event.reason, now)
+
+    def on_heard(self, event: ev.AgentHeard, now: float) -> None:
+        """Clear an agent that sends heartbeats."""
+        suspect = self.suspects.pop(self._up(event).host, None)
+        if suspect is not None:
+            after = f"it was heard again after {now - suspect.since:.2f} s"
+            self._announce_cleared(suspect, after, event.host)
+
+    def on_left(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
+        """Suspect the hosts whose connections broke, by the error for which a worker left."""
+        own = self.fleet.agents.get(worker.host)
+        for agent in tuple(self.fleet.agents.values()):
+            elsewhere = own is not None and agent.address != own.address
+            up = agent.state is AgentState.READY and elsewhere
+            if up and f"[{agent.address}]" in event.reason:  # as gloo's errors name a peer
+                self._suspect(agent, "peers", f"{worker.id} lost its connection to it", now)
+
+    def on_probed(self, event: ev.AgentProbed, now: float) -> None:
+        """Draw the consequence of a probe's result."""
+        agent, suspect = self._up(event), self.suspects.get(event.host)
+        if event.result == "answered":
+            self.reachable[event.host] = event.incarnation
+        if suspect is None or suspect.probe != event.number:
+            return
+        suspect.probe = 0
+        took = f"after {event.seconds:.3f} s"
+        if event.result == "answered":
+            self._answered(agent, suspect, now)
+        elif not self._reachable(agent):
+            self._agree(suspect, now)
+        elif event.result == "refused":
+            self._lose(agent, suspect, f"its host says {took} that the agent is gone", now)
+        elif "silent" not in suspect.evidence:
+            suspect.probe_at = now
+        elif self._others_are_heard():
+            self._lose(agent, suspect, f"no answer to a probe {took}", now)
+        else:
+            suspect.probe_at = now + AGAIN_S
+
+    def advance(self, now: float) -> None:
+        """Probe again, and give up hosts against which two kinds of evidence agree."""
+        for host, suspect in tuple(self.suspects.items()):
+            agent = self.fleet.agents.get(host)
+            if agent is None or agent.state is not AgentState.READY:
+                del self.suspects[host]
+            elif suspect.confirmed_at is not None:
+                if self.effects.due_or_set_alarm(suspect.confirmed_at, now):
+                    self._lose(agent, suspect, "the evidence agrees", now)
+            elif suspect.probe_at is not None:
+                if self.effects.due_or_set_alarm(suspect.probe_at, now):
+                    self._probe(agent, suspect)
+
+    # ---- one suspect -----------------------------------------------------------------------
+
+    def _up(self, event: ev.AgentEvent) -> HostAgent:
+        agent = self.fleet.current(event)
+        if agent.state is not AgentState.READY:
+            raise ev.StaleEvent(f"the agent on {event.host} is not up")
+        return agent
+
+    def _suspect(self, agent: HostAgent, kind: ev.Evidence, reason: str, now: float) -> None:
+        suspect = self.suspects.setdefault(agent.host, Suspect(now))
+        if kind not in suspect.evidence and kind != "peers":  # which any worker's crash causes
+            self.effects.announce("agent_suspected", reason, agent.host, evidence=kind)
+        suspect.evidence.setdefault(kind, reason)
+        if not suspect.probe and suspect.confirmed_at is None:
+            self._probe(agent, suspect)
+        if not self._reachable(agent):
+            self._agree(suspect, now)
+
+    def _probe(self, agent: HostAgent, suspect: Suspect) -> None:
+        suspect.probe_at = None
+        if agent.probe_port:
+            reasons = "; ".join(suspect.evidence.values()) or "it sends no heartbeat"
+            suspect.probe = self._ask(agent, PROBE_S, reasons)
+
+    def _ask(self, agent: HostAgent, patience: float, reason: str) -> int:
+        self.probes += 1
+        where = agent.host, agent.incarnation, agent.address, agent.probe_port
+        self.effects.decide(ProbeAgent(*where, patience, self.probes, reason))
+        return self.probes
+
+    def _answered(self, agent: HostAgent, suspect: Suspect, now: float) -> None:
+        """Clear an agent that answers; if it was silent, probe it until its next heartbeat."""
+        suspect.confirmed_at = None
+        if "silent" in suspect.evidence:
+            suspect.evidence = {"silent": suspect.evidence["silent"]}
+            suspect.probe_at = now + AGAIN_S
+        else:
+            del self.suspects[agent.host]
+            self._announce_cleared(suspect, "it answered a probe", agent.host)
+
+    def _announce_cleared(self, suspect: Suspect, reason: str, host: str) -> None:
+        if suspect.evidence.keys() - {"peers"}:
+            self.effects.announce("agent_cleared", reason, host)
+
+    def _agree(self, suspect: Suspect, now: float) -> None:
+        """Let two kinds of evidence be enough for a host that no probe can reach."""
+        if len(suspect.evidence) > 1 and suspect.confirmed_at is None:
+            suspect.confirmed_at = now + CONFIRM_S
+
+    def _reachable(self, agent: HostAgent) -> bool:
+        return self.reachable.get(agent.host) == agent.incarnation
+
+    def _others_are_heard(self) -> bool:
+        """Return whether a host is left that is not silent.
+
+        If all are silent, this machine may be the one that is cut off; and no survivor waits.
+        """
+        up = [agent.host for agent in self.fleet.agents.values() if self.fleet.is_ready(agent.host)]
+        silent = (s.evidence for s in self.suspects.values() if "silent" in s.evidence)
+        return len(up) > sum(1 for _ in silent)
+
+    def _lose(self, agent: HostAgent, suspect: Suspect, verdict: str, now: float) -> None:
+        """Give up an agent and everything on its host."""
+        del self.suspects[agent.host]
+        found = "; ".join(suspect.evidence.values())
+        reason = f"{found}; {verdict} ({now - suspect.since:.2f} s after the first sign)"
+        self.agents.give_up(agent, reason, now)
