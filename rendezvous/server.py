@@ -17,8 +17,9 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
@@ -152,6 +153,10 @@ class RendezvousServer:
         """Carry out a batch soon, in the order of the calls, and drop its results."""
         service, loop = self._running()
         loop.call_soon_threadsafe(service.ask, tuple(operations), lambda _results: None)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the server's loop; it is cancelled when the server stops."""
+        asyncio.run_coroutine_threadsafe(work, self._running()[1])
 
     async def carry_out(self, operations: Sequence[Operation]) -> Results:
         """Return the results of a batch, for handlers that run on the server's loop."""

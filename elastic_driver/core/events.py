@@ -365,7 +365,8 @@ ProcessEvent: TypeAlias = (
     WorkerStarted | WorkerReady | WorkerStepped | WorkerStalled | WorkerResumed | WorkerExited
 )  # every WorkerReport
 OtherEvent: TypeAlias = (
-    AgentReady | AgentLost | AgentSuspected | AgentHeard | AgentProbed | LeaseExpired | HostsDiscovered | DiscoveryFailed | HostsChecked
+    AgentReady | AgentLost | AgentSuspected | AgentHeard | AgentProbed | LeaseExpired
+    | HostsDiscovered | DiscoveryFailed | HostsChecked
     | HostLeaving | WorkerLeaving | DrainRequested | DrainCancelled | RankSlow | RankRecovered
     | WorkerStack | StacksRequested | WorkerSaved | JobLeaving | ProgressReported | ScaleRequested
     | StopRequested | Tick

@@ -20,6 +20,7 @@ from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, Sen
 from elastic_driver.policies.nodecheck.checker import CheckDecision, CheckEnded
 from elastic_driver.policies.shard_messages import StopOrdered
 from elastic_driver.policies.stragglers import RoundPublished
+from elastic_driver.runtime import probes
 from elastic_driver.runtime.backend import Backend
 from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.event_log import EventLog
@@ -83,7 +84,7 @@ class Executor:
             case do.GiveOrder(host=host, incarnation=number, order=order):
                 self._give((host, number), order)
             case do.ProbeAgent():
-                self.probe(decision)
+                self.server.spawn(probes.carry_out(decision, self.post))
             case do.PublishWorld(world=world):
                 self._publish_world(world)
             case do.AskProgress():

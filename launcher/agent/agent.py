@@ -30,6 +30,7 @@ from elastic_driver.errors import ExitCode
 from launcher.agent.console import Console
 from launcher.agent.environment import Meeting
 from launcher.agent.folders import clear_unheld, scratch_folder
+from launcher.agent.liveness import answer_probes
 from launcher.agent.ports import free_ports
 from launcher.agent.processes import NOTICES, become_subreaper
 from launcher.agent.warm.command import NotWarmable
@@ -80,6 +81,7 @@ class Agent:
         self._notice = 0.0  # seconds to leave in good order; 0: a signal ends this agent at once
         self._leave_timer: asyncio.TimerHandle | None = None  # runs after `_announce`
         self._workers: Workers | None = None
+        self._listener: asyncio.Server | None = None  # answers probes
         self._err: Console | None = None
 
     async def run(self) -> int:
@@ -93,6 +95,8 @@ class Agent:
                 self._spawn(self._join(consoles, scratch))
                 return await self._until_end()
         finally:
+            if self._listener is not None:
+                self._listener.close()
             self._starter.close()
             self._client.abort()
             for console in consoles:
@@ -228,7 +232,9 @@ class Agent:
         ports = free_ports(STORE_PORTS + spec.slot_ports)
         stores, rest = ports[:STORE_PORTS], ports[STORE_PORTS:]
         agent = config.host, config.incarnation
-        self._report(AgentReady(*agent, os.getpid(), address, stores, slot_ports=rest))
+        self._listener, port = await answer_probes(address)
+        ready = AgentReady(*agent, os.getpid(), address, stores, slot_ports=rest, probe_port=port)
+        self._report(ready)
         self._spawn(self._obey(spec.heartbeat_timeout, workers))
         self._spawn(self._deliver(spec.heartbeat_timeout))
 

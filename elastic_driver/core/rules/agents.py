@@ -62,7 +62,7 @@ class Agents(Rule):
                 self.reports.give_up_worker(worker, event.reason, now)
 
     def give_up(self, agent: HostAgent, reason: str, now: float) -> None:
-        """Treat an agent as lost; it may only be cut off, and must not go on beside the next one."""
+        """Treat an agent as lost, and kill it: it may only be cut off, and must not go on."""
         self.effects.decide(KillAgent(agent.host, agent.incarnation, reason))
         self.on_lost(ev.AgentLost(agent.host, agent.incarnation, reason), now)
 

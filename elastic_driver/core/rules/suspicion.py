@@ -103,9 +103,10 @@ class Suspicion(Rule):
             elif suspect.confirmed_at is not None:
                 if self.effects.due_or_set_alarm(suspect.confirmed_at, now):
                     self._lose(agent, suspect, "the evidence agrees", now)
-            elif suspect.probe_at is not None:
-                if self.effects.due_or_set_alarm(suspect.probe_at, now):
-                    self._probe(agent, suspect)
+            elif suspect.probe_at is not None and self.effects.due_or_set_alarm(
+                suspect.probe_at, now
+            ):
+                self._probe(agent, suspect)
 
     # ---- one suspect -----------------------------------------------------------------------
 
