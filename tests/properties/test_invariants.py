@@ -20,12 +20,17 @@ def usual(random: Random) -> list[ev.Event]:
     worker, host, number = random.choice(WORKERS), random.choice("ab"), random.randint(1, 5)
     return [
         ev.HostsDiscovered(tuple((h, random.randint(0, 3)) for h in random.sample("abc", 2))),
-        ev.AgentReady(host, number, 1, "x", ()),
+        ev.AgentReady(host, number, 1, "10.0.0.1", ()),
         ev.AgentReady(host, 1, 1, "x", (5000,)),
+        ev.AgentReady(host, 1, 1, "y", (), probe_port=7000),
         ev.AgentLost(host, number, WHY),
+        ev.AgentSuspected(host, 1, random.choice(["silent", "disconnected", "backend"]), WHY),
+        ev.AgentHeard(host, 1),
+        ev.AgentProbed(host, 1, number, random.choice(["answered", "refused", "silent"]), 0.1),
         ev.WorkerStarted(worker, number),
         ev.WorkerReady(worker, number - 1, number - 2, random.random() < 0.5, WHY),
         ev.WorkerReady(worker, 0, -1, True, WHY),
+        ev.WorkerReady(worker, number - 1, number, True, "Read error [10.0.0.1]:1: reset"),
         ev.WorkerStepped(worker, number, number),
         ev.WorkerExited(worker, random.choice([0, 1, -9]), "", random.random() < 0.2),
         ev.LeaseExpired(random.choice(["agent", "worker"]), worker, 30.0),

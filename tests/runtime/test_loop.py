@@ -1,4 +1,4 @@
-"""The driver's loop alone: it numbers every event, and what follows from an event has its number."""
+"""The driver's loop alone: every event gets a number, and what follows carries that number."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ An agent that answers is only observed until its next heartbeat. Without any of 
 lease ends after `heartbeat_timeout` (`agents`). Times are monotonic seconds.
 """
 
+import re
 from dataclasses import dataclass, field
 
 from elastic_driver.core import events as ev
@@ -24,6 +25,7 @@ PROBE_S = 0.6  # for an answer; several attempts are made in this time, as packe
 FIRST_PROBE_S = 2.0  # for the first answer of an agent that has just come up
 AGAIN_S = 0.5  # between two probes of an agent that sends no heartbeat
 CONFIRM_S = 0.1  # between two kinds of evidence and a verdict, if no probe can help
+_PEER = re.compile(r"\[([0-9A-Fa-f.:]+)\]:")  # as gloo's errors name a peer
 
 
 @dataclass(slots=True)
@@ -44,11 +46,13 @@ class Suspicion(Rule):
     agents: Agents
     suspects: dict[str, Suspect] = field(default_factory=dict)  # by host
     reachable: dict[str, int] = field(default_factory=dict)  # host → incarnation that answered
+    at: dict[str, set[str]] = field(default_factory=dict)  # hosts whose agent had this address
     probes: int = 0  # numbers given
 
     def on_ready(self, event: ev.AgentReady, now: float) -> None:
         """Find out whether probes reach the agent: only then their failure means anything."""
         self.suspects.pop(event.host, None)
+        self.at.setdefault(event.address, set()).add(event.host)
         if event.probe_port:
             self._ask(self.fleet.agents[event.host], FIRST_PROBE_S, "find out if probes reach it")
 
@@ -66,11 +70,13 @@ class Suspicion(Rule):
     def on_left(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
         """Suspect the hosts whose connections broke, by the error for which a worker left."""
         own = self.fleet.agents.get(worker.host)
-        for agent in tuple(self.fleet.agents.values()):
-            elsewhere = own is not None and agent.address != own.address
-            up = agent.state is AgentState.READY and elsewhere
-            if up and f"[{agent.address}]" in event.reason:  # as gloo's errors name a peer
-                self._suspect(agent, "peers", f"{worker.id} lost its connection to it", now)
+        for address in set(_PEER.findall(event.reason)):
+            for host in sorted(self.at.get(address, ())):
+                agent = self.fleet.agents.get(host)
+                if agent is None or agent.address != address or agent.state is not AgentState.READY:
+                    continue
+                if own is not None and own.address != address:
+                    self._suspect(agent, "peers", f"{worker.id} lost its connection to it", now)
 
     def on_probed(self, event: ev.AgentProbed, now: float) -> None:
         """Draw the consequence of a probe's result."""
