@@ -59,7 +59,7 @@ class Executor:
     _world: doc.World | None = None  # the newest
     _exited: ev.WorkerExited | None = None  # the newest end of a worker of the job
     _last_event: do.Announce | None = None  # logged after all processes have ended
-    _tails: HeldTails = field(default_factory=HeldTails)
+    tails: HeldTails = field(default_factory=HeldTails)
 
     # ---- decisions -----------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class Executor:
         self._world = world
         self.post(RoundPublished(world))
         self._set(contract.JOB_WORLD, doc.encode_world(world))
-        self._show(self._tails.world_published(world.round))
+        self._show(self.tails.world_published(world.round))
 
     # ---- reading -------------------------------------------------------------------------
 
@@ -210,9 +210,9 @@ class Executor:
                     self._agent_of.pop(worker, None)
                     self._exited = event
             case ev.WorkerReady() if event.machine == "job":
-                self._tails.elastic = True
+                self.tails.elastic = True
             case ev.WorkerStepped(round=round_id):  # the job goes on after what went wrong before
-                self._show(self._tails.step_finished(round_id))
+                self._show(self.tails.step_finished(round_id))
 
     def _agent_lost(self, host: str, incarnation: int) -> None:
         agent = (host, incarnation)
@@ -230,10 +230,11 @@ class Executor:
     def job_ended(self, end: do.EndJob) -> None:
         """Log and show the job's end, as the last event and lines."""
         if end.exit_code == 0:
-            self._show(self._tails.job_succeeded())
+            self._show(self.tails.job_succeeded())
         name = "job_succeeded" if end.exit_code == 0 else "job_failed"
         self._log_and_show(self._last_event or do.Announce(name, end.reason))
-        self.reporter.job_ended(end.reason, end.failure, end.exit_code)
+        shown = end.failure is not None and self.tails.was_shown(end.failure)
+        self.reporter.job_ended(end.reason, end.failure, end.exit_code, shown=shown)
 
     def _announce(self, event: do.Announce) -> None:
         world, exited = self._world, self._exited
@@ -245,13 +246,20 @@ class Executor:
                 event = replace(event, reason=world.reason)
             case "worker_exited" if exited is not None and not event.detail["expected"]:
                 # The traceback of a stopped worker explains no failure.
-                self._tails.add(exited, 1 if world is None else world.round)
+                self.tails.add(exited, 1 if world is None else world.round, time.monotonic())
         self._log_and_show(event)
 
     def _log_and_show(self, event: do.Announce) -> None:
         facts = {name: getattr(event, name) for name in _FIELDS}
         logged = self.log.append(event.event, **facts, **event.detail)
         self.reporter.announced(event, logged.line)
+
+    def show_overdue(self, now: float) -> None:
+        """Show the tracebacks that have waited long enough; the job may fail later all the same."""
+        tracebacks, repeats = self.tails.overdue(now)
+        self._show(tracebacks)
+        if repeats:
+            self.reporter.workers_failed_again(repeats)
 
     def _show(self, tracebacks: list[tuple[str, str]]) -> None:
         for worker, text in tracebacks:

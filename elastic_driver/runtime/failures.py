@@ -1,13 +1,15 @@
-"""Tracebacks of failed workers, held until it is known what they mean for the job.
+"""Tracebacks of failed workers, held for a moment until it is known what they mean for the job.
 
 Agents send a worker's traceback together with its exit. While the job may still fail from the same
-error (every worker may be about to raise it), nothing is shown. When the job goes on, each
-different traceback is shown once; when it fails, the first failure's traceback is shown last.
+error (every worker may be about to raise it), nothing is shown for `HOLD_S`. Then, or as soon as
+the job goes on, each different traceback is shown once; later equal ones are counted. When the job
+fails, the first failure's traceback is shown last.
 
-Called by the driver's thread only. Nothing here prints.
+Called by the driver's thread only. Nothing here prints. Times are monotonic seconds.
 """
 
 import contextlib
+import math
 import re
 import signal
 from dataclasses import dataclass, field
@@ -15,6 +17,8 @@ from dataclasses import dataclass, field
 from elastic_driver.core.documents import Failure
 from elastic_driver.core.events import WorkerExited
 
+HOLD_S = 1.0  # the longest time that a traceback waits
+REPEATS_S = 10.0  # the least time between two lines that count equal tracebacks
 MAX_HELD = 64  # different tracebacks; a thousand workers that all fail differently need no more
 MAX_TAIL_LINES = 30
 
@@ -25,6 +29,8 @@ _TRACEBACK = re.compile(
     r"^(?:\[rank\d+\]: )?(?:Traceback \(most recent call last\):|  File \".*\", line \d+$)",
     re.MULTILINE,
 )
+# An address in a text (`<object at 0x7f…>`) makes no difference between two tracebacks.
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 @dataclass
@@ -33,16 +39,24 @@ class HeldTails:
 
     elastic: bool = False  # a worker has reported READY: the job is an elastic one
     stepped: bool = False  # a step was finished in this job
+    deadline: float | None = None  # when `overdue` has something to show
     _held: dict[str, tuple[str, int]] = field(default_factory=dict)  # text → worker, round
-    _shown: set[int] = field(default_factory=set)  # hashes of what was released before
+    _shown: dict[int, str] = field(default_factory=dict)  # hash of a text → worker
+    _repeats: int = 0  # failures whose tracebacks were shown before, not counted in a line yet
+    _counted_at: float = -math.inf
 
-    def add(self, event: WorkerExited, round_id: int) -> None:
+    def add(self, event: WorkerExited, round_id: int, now: float) -> None:
         """Note a failed worker of this round; a victim's traceback only repeats its peer's loss."""
         text = traceback_in(event.log_tail)
         if event.exit_code == 0 or event.victim or not text:
             return
-        if hash(text) not in self._shown and len(self._held) < MAX_HELD:
+        due = now + HOLD_S
+        if _same(text) in self._shown or len(self._held) + len(self._shown) >= MAX_HELD:
+            self._repeats += 1
+            due = max(due, self._counted_at + REPEATS_S)
+        else:
             self._held.setdefault(text, (event.worker, round_id))
+        self.deadline = due if self.deadline is None else min(self.deadline, due)
 
     def world_published(self, round_id: int) -> list[tuple[str, str]]:
         """Return the (worker, traceback) pairs to show now that a later round exists.
@@ -60,17 +74,39 @@ class HeldTails:
         """Return the pairs to show of failures that the job has survived."""
         return self._release(None)
 
+    def overdue(self, now: float) -> tuple[list[tuple[str, str]], int]:
+        """Return the pairs that have waited long enough, and the number of equal ones since."""
+        if self.deadline is None or now < self.deadline:
+            return [], 0
+        self.deadline = None
+        ready, repeats = self._release(None), 0
+        if self._repeats and now >= self._counted_at + REPEATS_S:
+            repeats, self._repeats, self._counted_at = self._repeats, 0, now
+        elif self._repeats:
+            self.deadline = self._counted_at + REPEATS_S
+        return ready, repeats
+
+    def was_shown(self, failure: Failure) -> bool:
+        """Return whether the traceback of this worker itself is on the screen."""
+        text = traceback_in(failure.log_tail)
+        return bool(text) and self._shown.get(_same(text)) == failure.worker
+
     def _release(self, round_id: int | None) -> list[tuple[str, str]]:
         ready = [
-            (text, worker)
+            (worker, text)
             for text, (worker, failed_in) in self._held.items()
             if round_id is None or round_id > failed_in
         ]
-        for text, _ in ready:
+        new = []
+        for worker, text in ready:
             del self._held[text]
-            if len(self._shown) < MAX_HELD:
-                self._shown.add(hash(text))
-        return [(worker, text) for text, worker in ready]
+            if self._shown.setdefault(_same(text), worker) == worker:
+                new.append((worker, text))
+        return new
+
+
+def _same(text: str) -> int:
+    return hash(_ADDRESS.sub("0x", text))
 
 
 def traceback_in(tail: str) -> str:

@@ -62,7 +62,8 @@ class DriverLoop:
 
     def turn(self, until: float | None = None) -> None:
         """Handle the next message, if one comes before a deadline, and the deadlines passed."""
-        deadlines = [due for due in (*self._deadlines.values(), until) if due is not None]
+        shows = self.executor.tails.deadline if self.end is None else None
+        deadlines = [due for due in (*self._deadlines.values(), until, shows) if due is not None]
         timeout = max(_SPIN_GUARD_S, min(deadlines) - time.monotonic()) if deadlines else None
         try:
             message = self.mailbox.get(timeout)
@@ -74,6 +75,8 @@ class DriverLoop:
         for name, due in list(self._deadlines.items()):
             if due is not None and due <= now:
                 self._decide(name, ev.Tick())
+        if self.end is None:
+            self.executor.show_overdue(now)
 
     def wind_down(self, grace: float) -> None:
         """Have the agents stop their workers and exit, and wait until they have."""

@@ -126,8 +126,19 @@ class Reporter:
         lines = [f"{NAME}: worker {worker} failed with:", *text.split("\n")]
         self._show(lines, event="traceback", worker=worker, text=text)
 
-    def job_ended(self, reason: str, failure: Failure | None, exit_code: int) -> None:
-        """Show the job's end: its reason, and the first failure if it has failed."""
+    def workers_failed_again(self, count: int) -> None:
+        """Show the number of workers that failed since, with tracebacks that are not new."""
+        more = f"{count} more worker{'s' * (count > 1)} failed with"
+        text = f"{more} {'a traceback' if count == 1 else 'tracebacks'} like those above"
+        self._show([f"{NAME}: {text}"], event="tracebacks_repeated", count=count)
+
+    def job_ended(
+        self, reason: str, failure: Failure | None, exit_code: int, *, shown: bool = False
+    ) -> None:
+        """Show the job's end: its reason, and the first failure if it has failed.
+
+        `shown`: this worker's traceback was shown already.
+        """
         if exit_code == 0:
             self.note(f"job succeeded ({reason})", level=Level.VERBOSE)
             return
@@ -136,7 +147,9 @@ class Reporter:
             words = last_words(failure)
             if words:
                 heading = f"last words of rank {failure.rank} ({failure.worker}):"
-                lines += [f"{NAME}: {heading}", *words]
+                lines += (
+                    [f"{NAME}: {heading} see above"] if shown else [f"{NAME}: {heading}", *words]
+                )
             lines.append(f"{NAME}: first failure: {describe_failure(failure)}")
         lines.append(f"{NAME}: job {'stopped' if exit_code in _STOPPED else 'failed'}: {reason}")
         facts = {"reason": reason, "exit_code": exit_code, "first_failure": failure}

@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.job import JOBS, elasticrun
 
 TRAIN = str(JOBS / "train.py")
@@ -38,6 +40,20 @@ def test_every_worker_raising_after_some_steps_ends_the_job_with_its_code() -> N
         assert len(job.events("worker_started")) <= 6
         assert "Traceback" in job.stderr
         job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("begin", ["", "import elastic_driver as elastic; elastic.init()\n"])
+def test_a_script_that_always_fails_shows_its_traceback_while_it_is_restarted(
+    tmp_path: Path, begin: str
+) -> None:
+    bad = script(tmp_path, f"{begin}raise ValueError('boom')\n")
+    with elasticrun("-np", "2", "--max-restarts", "1000", "--", bad) as job:
+        exits = job.until(lambda: job.events("worker_exited"), "a worker fails", within=60)
+        job.until(lambda: "ValueError: boom" in job.stderr, "its last words", within=10)
+        assert time.time() - exits[0]["t"] < 2.0
+        job.until(lambda: "like those above" in job.stderr, "later failures are counted")
+        assert len(job.events("worker_exited")) >= 3
+        assert job.stderr.count("ValueError: boom") == 1
 
 
 def test_the_exit_status_is_that_of_the_first_failing_worker() -> None:

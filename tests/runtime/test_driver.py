@@ -244,6 +244,22 @@ def test_when_every_worker_raises_the_same_its_traceback_is_shown_once_and_last(
     assert why.startswith("elasticrun: job failed: ")
 
 
+def test_a_failure_is_shown_while_the_job_waits_and_is_not_repeated_at_its_end(
+    start_job: StartJob,
+) -> None:
+    job = start_job()
+    cluster = job.cluster
+    cluster.until_workers(A0, A1)
+    cluster.exits(A0, 1, TRACEBACK)
+    until(lambda: "ValueError: boom" in job.stderr.getvalue(), "the traceback", timeout=2.0)
+    cluster.exits(A1, 1, TRACEBACK)
+    assert job.outcome().exit_code == 1
+    said = job.stderr.getvalue()
+    assert said.count("Traceback") == 1
+    assert "last words of rank 0 (a.0.1): see above" in said
+    assert "first failure: rank 0 on host a" in said.splitlines()[-2]
+
+
 def test_a_failure_the_job_survives_is_shown_when_it_goes_on(start_job: StartJob) -> None:
     job = start_job()
     cluster = job.cluster

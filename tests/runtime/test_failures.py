@@ -5,8 +5,10 @@ from __future__ import annotations
 from elastic_driver.core.documents import Failure
 from elastic_driver.core.events import WorkerExited
 from elastic_driver.runtime.failures import (
+    HOLD_S,
     MAX_HELD,
     MAX_TAIL_LINES,
+    REPEATS_S,
     HeldTails,
     describe_exit,
     describe_failure,
@@ -23,7 +25,7 @@ def failed(worker: str, tail: str = BOOM, *, code: int = 1, victim: bool = False
 
 def test_nothing_is_shown_while_the_round_it_failed_in_is_the_newest() -> None:
     tails = HeldTails()
-    tails.add(failed("a.0.1"), round_id=1)
+    tails.add(failed("a.0.1"), round_id=1, now=0.0)
     assert tails.world_published(1) == []
     assert tails.world_published(2) == [("a.0.1", BOOM)]
     assert tails.world_published(3) == []
@@ -32,22 +34,22 @@ def test_nothing_is_shown_while_the_round_it_failed_in_is_the_newest() -> None:
 def test_the_same_traceback_of_many_workers_is_shown_once_ever() -> None:
     tails = HeldTails()
     for slot in range(5):
-        tails.add(failed(f"a.{slot}.1"), round_id=1)
+        tails.add(failed(f"a.{slot}.1"), round_id=1, now=0.0)
     assert tails.world_published(2) == [("a.0.1", BOOM)]
-    tails.add(failed("a.0.2"), round_id=2)
+    tails.add(failed("a.0.2"), round_id=2, now=0.0)
     assert tails.world_published(3) == []
 
 
 def test_different_tracebacks_are_all_shown() -> None:
     tails = HeldTails()
-    tails.add(failed("a.0.1"), 1)
-    tails.add(failed("a.1.1", BOOM + "!"), 1)
+    tails.add(failed("a.0.1"), 1, now=0.0)
+    tails.add(failed("a.1.1", BOOM + "!"), 1, now=0.0)
     assert [worker for worker, _ in tails.world_published(2)] == ["a.0.1", "a.1.1"]
 
 
 def test_before_the_first_step_of_an_elastic_job_a_later_round_proves_nothing() -> None:
     tails = HeldTails(elastic=True)
-    tails.add(failed("a.0.1"), 1)
+    tails.add(failed("a.0.1"), 1, now=0.0)
     assert tails.world_published(2) == []
     assert tails.step_finished(1) == []  # a step of the round it failed in
     assert tails.step_finished(2) == [("a.0.1", BOOM)]
@@ -55,23 +57,67 @@ def test_before_the_first_step_of_an_elastic_job_a_later_round_proves_nothing() 
 
 def test_a_job_that_succeeded_shows_what_it_survived() -> None:
     tails = HeldTails(elastic=True)
-    tails.add(failed("a.0.1"), 1)
+    tails.add(failed("a.0.1"), 1, now=0.0)
     assert tails.job_succeeded() == [("a.0.1", BOOM)]
 
 
 def test_victims_and_successes_and_silent_deaths_have_nothing_to_tell() -> None:
     tails = HeldTails()
-    tails.add(failed("a.0.1", victim=True), 1)
-    tails.add(failed("a.1.1", code=0), 1)
-    tails.add(failed("a.2.1", "just some lines\nkilled", code=-9), 1)
+    tails.add(failed("a.0.1", victim=True), 1, now=0.0)
+    tails.add(failed("a.1.1", code=0), 1, now=0.0)
+    tails.add(failed("a.2.1", "just some lines\nkilled", code=-9), 1, now=0.0)
     assert tails.world_published(2) == []
 
 
 def test_what_is_held_is_bounded() -> None:
     tails = HeldTails()
     for number in range(3 * MAX_HELD):
-        tails.add(failed("a.0.1", f"{BOOM} {number}"), 1)
+        tails.add(failed("a.0.1", f"{BOOM} {number}"), 1, now=0.0)
     assert len(tails.world_published(2)) == MAX_HELD
+
+
+def test_what_waits_is_shown_after_a_moment_though_the_job_may_still_fail() -> None:
+    tails = HeldTails(elastic=True)
+    assert tails.deadline is None
+    tails.add(failed("a.0.1"), 1, now=5.0)
+    assert tails.overdue(5.0 + HOLD_S - 0.01) == ([], 0)
+    assert tails.deadline == 5.0 + HOLD_S
+    assert tails.overdue(5.0 + HOLD_S) == ([("a.0.1", BOOM)], 0)
+    assert tails.deadline is None
+    assert tails.world_published(2) == []
+    own, other = (Failure(worker, 0, "a", 7, 1, BOOM) for worker in ("a.0.1", "a.0.2"))
+    assert tails.was_shown(own)
+    assert not tails.was_shown(other), "of a later failure only an equal text was shown"
+
+
+def test_equal_tracebacks_are_counted_now_and_then_and_a_new_one_is_shown() -> None:
+    tails = HeldTails()
+    tails.add(failed("a.0.1"), 1, now=0.0)
+    assert tails.world_published(2) == [("a.0.1", BOOM)]
+    for count in range(3):
+        tails.add(failed(f"a.0.{count}"), 2, now=1.0)
+    assert tails.overdue(1.0 + HOLD_S) == ([], 3)
+    tails.add(failed("a.0.7"), 3, now=3.0)
+    tails.add(failed("a.0.8", BOOM + "!"), 3, now=3.0)
+    assert tails.overdue(3.0 + HOLD_S) == ([("a.0.8", BOOM + "!")], 0)
+    assert tails.deadline == 1.0 + HOLD_S + REPEATS_S
+    assert tails.overdue(1.0 + HOLD_S + REPEATS_S) == ([], 1)
+    assert tails.deadline is None
+
+
+def test_tracebacks_that_differ_in_an_address_only_are_equal() -> None:
+    tails = HeldTails()
+    for number in range(3):
+        tails.add(failed(f"a.{number}.1", f"{BOOM} <object at {hex(0x7F00 + number)}>"), 1, now=0.0)
+    assert len(tails.job_succeeded()) == 1
+
+
+def test_after_many_different_tracebacks_further_ones_are_only_counted() -> None:
+    tails = HeldTails()
+    for number in range(MAX_HELD + 5):
+        tails.add(failed("a.0.1", f"{BOOM} {number}"), 1, now=0.0)
+        assert len(tails.world_published(2)) == (number < MAX_HELD)
+    assert tails.overdue(HOLD_S) == ([], 5)
 
 
 def test_a_traceback_is_found_behind_other_lines_and_so_is_a_syntax_error() -> None:
@@ -85,7 +131,7 @@ def test_the_ranks_that_torch_puts_before_each_line_make_no_difference() -> None
     tails = HeldTails()
     for rank in range(3):
         prefixed = "\n".join(f"[rank{rank}]: {line}" for line in BOOM.split("\n"))
-        tails.add(failed(f"a.{rank}.1", prefixed), 1)
+        tails.add(failed(f"a.{rank}.1", prefixed), 1, now=0.0)
     assert tails.world_published(2) == [("a.0.1", BOOM)]
 
 
