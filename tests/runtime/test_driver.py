@@ -250,6 +250,8 @@ def test_a_failure_is_shown_while_the_job_waits_and_is_not_repeated_at_its_end(
     job = start_job()
     cluster = job.cluster
     cluster.until_workers(A0, A1)
+    cluster.ready(A0, A1)
+    cluster.world(1)
     cluster.exits(A0, 1, TRACEBACK)
     until(lambda: "ValueError: boom" in job.stderr.getvalue(), "the traceback", timeout=2.0)
     cluster.exits(A1, 1, TRACEBACK)
