@@ -31,6 +31,11 @@ TORCHRUN_NAMES = (
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
 )
+# Each names the accelerators that a process may use; the first one also counts for AMD's.
+VISIBLE_DEVICES = (
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    *("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
+)
 
 # ---- routes of the driver, besides those of the store (`rendezvous.wire`) -----------------
 STATUS_PATH = "/v1/status"

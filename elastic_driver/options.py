@@ -24,6 +24,7 @@ _FALSE = frozenset({"0", "false", "no", "off", ""})
 _WHOLE = re.compile(r"[0-9]{1,9}\Z")  # int() would also take signs, blanks and Unicode digits
 _NAME = r"\s*[A-Za-z0-9_.@:-]+\s*"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+ACCELERATORS = frozenset({"gpu", "xpu", "npu"})  # of --nproc-per-node
 # TensorFlow's roles, in the order in which workers get them; (role, None): all other workers.
 TfRoles = tuple[tuple[str, int | None], ...]
 # TensorFlow's roles, and the largest number of each.
@@ -168,7 +169,8 @@ def _node_range(word: str) -> tuple[int, int]:
 
 
 def _node_workers(word: str) -> int | str:
-    return word if word in {"auto", "cpu", "gpu"} else _whole(word, 1, ", auto, cpu or gpu")
+    names = {"auto", "cpu", *ACCELERATORS}
+    return word if word in names else _whole(word, 1, ", auto, cpu, gpu, xpu or npu")
 
 
 def _endpoint(word: str) -> tuple[str, int]:
@@ -216,7 +218,7 @@ SECONDS_OR_0 = ValueKind(lambda word: _seconds(word, zero=True), "SECONDS")
 SECONDS_RANGE = ValueKind(_seconds_range, "MIN MAX", words=2)
 # torchrun's --nnodes
 NODE_RANGE = matching("MIN[:MAX]", r"[0-9]{1,9}(:[0-9]{1,9})?", "needs N or MIN:MAX", _node_range)
-NODE_WORKERS = ValueKind(_node_workers, "N|auto|cpu|gpu")  # torchrun's --nproc-per-node
+NODE_WORKERS = ValueKind(_node_workers, "N|auto|cpu|gpu|xpu|npu")  # torchrun's --nproc-per-node
 ENDPOINT = ValueKind(_endpoint, "HOST:PORT")  # IPv6 in brackets; without a port: port 0
 VARIABLES = ValueKind(_variables, "NAME[=VALUE]", repeat=True)  # NAME alone: value None
 NUMBERS = ValueKind(_numbers, "0,1")

@@ -62,7 +62,8 @@ class Settings:
         "host whose agent gets SIGTERM, SIGUSR1 or SIGUSR2 (preemption, Slurm's --signal), and the "
         "time to leave and write a checkpoint when elasticrun gets SIGUSR1 or SIGUSR2.")
     stop_grace: float = option(POLICY, o.SECONDS_OR_0, 5.0,
-        "Time between SIGTERM and SIGKILL for a worker that has to stop.")
+        "Time between SIGTERM and SIGKILL for a worker that has to stop.",
+        aliases=("--shutdown-timeout",))
     last_call: float = option(POLICY, o.SECONDS_OR_0, 0.02,
         "Changes that arrive within this time of each other become one round.")
     settle: float = 1.0  # before any step was finished: time to see whether every worker fails

@@ -4,6 +4,7 @@
 """
 
 import glob
+import json
 import os
 import platform
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from elastic_driver import contract
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
@@ -67,7 +69,9 @@ def run(argv: Sequence[str]) -> int:
         print(plan.render(describe_agents(plan)), flush=True)
         return int(ExitCode.OK)
     for note in plan.notes:
-        print(f"elasticrun: {note}", file=sys.stderr)
+        as_json = json.dumps({"event": "note", "reason": note})
+        said = as_json if options.log_format == "json" else f"elasticrun: {note}"
+        print(said, file=sys.stderr)
     if isinstance(plan.hosts, JoinedHosts):
         return serve_job(line, plan, plan.hosts, run_dir)
     from launcher.launch.submit import submit  # noqa: PLC0415 - aiohttp's import is not for --help
@@ -106,11 +110,16 @@ def join_job(line: CommandLine, role: where.Join) -> int:
     RunDir(Path(facts.state_dir), facts.run_id)  # raises for a name that is not usable
     if options.token_file is not None:
         read_secret(options.token_file)  # raises now, before a server is found
-    command = worker_command(line.command, facts.python) if line.command else ()
+    command: tuple[str, ...] = ()
+    if line.command:
+        command = worker_command(line.command, facts.python, script=options.run_path)
     slots = slots_of_a_host(options, facts.machine)
     plan = JoinPlan(role, slots, options, line.fill(Settings), Path(facts.state_dir), command)
     if options.dry_run:
         print(f"joins       {plan.place}\nworkers     {slots or 'as many as the server says'}")
+    for note in line.warnings:
+        print(f"note        {note}") if options.dry_run else plan.say(note)
+    if options.dry_run:
         return int(ExitCode.OK)
     return join(plan)
 
@@ -142,15 +151,22 @@ def collect_facts(line: CommandLine, environ: Mapping[str, str]) -> Facts:
 
 
 def this_machine(environ: Mapping[str, str]) -> MachineFacts:
-    """Return the cores and NVIDIA GPUs, without importing torch (which takes a second)."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    """Return the cores and accelerators, without importing torch (which takes a second)."""
+    visible = next((environ[n] for n in contract.VISIBLE_DEVICES if n in environ), None)
     if visible is None:
-        gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+        gpus = next(filter(None, (len(glob.glob(files)) for files in _ACCELERATORS)), 0)
     else:
-        # CUDA ignores everything from the first invalid entry on; -1 is the usual one.
+        # Everything is ignored from the first invalid entry on; -1 is the usual one.
         listed = [entry.strip() for entry in visible.split(",")]
         gpus = next((n for n, e in enumerate(listed) if not e or e.startswith("-")), len(listed))
     return MachineFacts(cpus=len(os.sched_getaffinity(0)), gpus=gpus)
+
+
+# The files of NVIDIA's, AMD's, Intel's and Huawei's accelerators, one each.
+_ACCELERATORS = (
+    *("/dev/nvidia[0-9]*", "/sys/bus/pci/drivers/amdgpu/*:*"),
+    *("/sys/bus/pci/drivers/xe/*:*", "/dev/davinci[0-9]*"),
+)
 
 
 def read_hostfile(path: str) -> str:

@@ -187,6 +187,8 @@ class JobSpec:
         "process.",
         shown="auto: one, if the command is Python and imports more than the standard library; "
         "none with --tf-config")
+    virtual_local_rank: bool = option(Heading.START, FLAG, False,
+        "Each worker sees only the GPU of its slot, and its LOCAL_RANK is 0 (as in torchrun).")
     rehearse: bool = True  # a warm parent takes a tiny training step
     slot_ports: int = 0  # free ports that each agent offers for its workers' servers
 # fmt: on

@@ -16,6 +16,7 @@ from launcher.network import is_loopback
 
 # Variables that an outer launcher may have left in our environment would confuse the script.
 _NOT_INHERITED_PREFIX = "TORCHELASTIC_"
+_DEVICES = contract.VISIBLE_DEVICES[0]
 _OURS = (str(name) for name in vars(contract).values() if str(name).startswith("ELASTIC_"))
 _NOT_INHERITED = frozenset((*contract.TORCHRUN_NAMES, *_OURS))
 
@@ -72,6 +73,10 @@ def worker_environment(
         contract.TOKEN_FILE: meeting.token_file,
         contract.HEARTBEAT_TIMEOUT: spec.heartbeat_timeout,
     }
+    if spec.virtual_local_rank:
+        devices = str(values.get(_DEVICES, place.slot)).split(",")
+        seen = devices[place.slot : place.slot + 1] if _DEVICES in values else devices
+        values.update({"LOCAL_RANK": 0, _DEVICES: "".join(seen).strip()})
     optional = {
         contract.TF_CONFIG: order.tf_config,
         contract.SCRATCH: meeting.scratch,

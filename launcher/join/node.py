@@ -192,6 +192,8 @@ class Node:
             if self._agent is None and order.incarnation > incarnation:
                 incarnation = order.incarnation
                 arguments = agent_arguments(client.url, joined.name, incarnation)
+                if address := self._plan.options.local_addr:
+                    arguments += ("--address", address)
                 self._agent = start_agent(arguments, token_file, cwd=PACKAGE_ROOT)
 
     def _told_to_leave(self, signals: list[int]) -> bool:

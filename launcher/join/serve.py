@@ -42,7 +42,8 @@ def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
 
     def starter(endpoint: str, token_file: Path) -> Backend:
         if hosts.own:
-            nodes.own_starter = LocalBackend(endpoint, token_file, address=own_address(bound))
+            address = plan.options.local_addr or own_address(bound)
+            nodes.own_starter = LocalBackend(endpoint, token_file, address=address)
         return nodes
 
     plan = replace(plan, driver=replace(plan.driver, bind_host=bound))

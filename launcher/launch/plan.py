@@ -19,9 +19,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from elastic_driver.contract import VISIBLE_DEVICES
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.rules import units
 from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.options import ACCELERATORS
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
 from launcher.launch import hosts as where
@@ -105,6 +107,10 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         machine = MachineFacts(allocation.cpus or machine.cpus, allocation.gpus)
     slots = slots_of_a_host(options, machine)
     wish = _read_wish(line, slots)
+    all_gpus = ""
+    if slots is None and not any(wish) and _is_alone(line, facts) and allocation is None:
+        slots = machine.gpus or 1
+        all_gpus = "" if options.quiet else _describe_default(slots, machine)
     wanted = wish.most or wish.asked or wish.least
     hosts = where.choose_hosts(line, facts, slots, wanted, allocation)
     if role and slots is None and not role.own and line.level("nnodes"):
@@ -124,7 +130,7 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         grows=hosts.hosts is None,
         allocation=None if allocation is None else allocation.job_id,
     )
-    notes = (*line.warnings, size_note, *unset, _who_may_join(options, role))
+    notes = (*line.warnings, all_gpus, size_note, *unset, _who_may_join(options, role))
     return LaunchPlan(
         line=line,
         settings=settings,
@@ -138,6 +144,19 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         forwarded=passed_on,
         notes=tuple(filter(None, notes)),
     )
+
+
+def _is_alone(line: CommandLine, facts: Facts) -> bool:
+    """Return whether the job runs on this machine because nothing names other hosts."""
+    named = where.choose_host_option(line)
+    return facts.role is None and facts.ranks is None and named in (None, "standalone")
+
+
+def _describe_default(workers: int, machine: MachineFacts) -> str:
+    if not machine.gpus:
+        return "1 worker, because this machine has no GPU; -np N starts N"
+    plural = "s, one for each GPU" if workers > 1 else ", for the GPU"
+    return f"{workers} worker{plural} of this machine; -np N starts N"
 
 
 def _who_may_join(options: LaunchOptions, role: where.Serve | None) -> str:
@@ -185,10 +204,10 @@ def slots_of_a_host(options: LaunchOptions, machine: MachineFacts) -> int | None
         return slots
     if slots not in (None, workers):
         raise UsageError("--slots-per-host and --nproc-per-node say the same; keep one of them")
-    if workers == "gpu" and not machine.gpus:
+    if workers in ACCELERATORS and not machine.gpus:
         raise UsageError(
-            "--nproc-per-node gpu: this machine has no NVIDIA GPU that is visible; "
-            "say cpu, auto or a number, or check CUDA_VISIBLE_DEVICES"
+            f"--nproc-per-node {workers}: this machine has no GPU that is visible; say cpu, auto "
+            f"or a number, or check {' and '.join(VISIBLE_DEVICES[:2])}"
         )
     if isinstance(workers, int):
         return workers

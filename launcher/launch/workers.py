@@ -31,14 +31,19 @@ PASSED_ON = (
 )
 # Variables of one machine only.
 OF_THIS_MACHINE = (
-    *("CUDA_VISIBLE_DEVICES", "NCCL_HOSTID", "*_SOCKET_IFNAME"),
+    *(*contract.VISIBLE_DEVICES, "NCCL_HOSTID", "*_SOCKET_IFNAME"),
     *("PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT"),
 )
 _SECRET = re.compile(r"TOKEN|SECRET|KEY|PASS|CREDENTIAL|AUTH")
 
 
-def worker_command(command: tuple[str, ...], python: str) -> tuple[str, ...]:
-    """Return a worker's argv: `python` runs scripts and modules, other commands stay."""
+def worker_command(
+    command: tuple[str, ...], python: str, *, script: bool = False
+) -> tuple[str, ...]:
+    """Return a worker's argv: `python` runs scripts and modules, other commands stay.
+
+    `script`: the command is a script, whatever its name.
+    """
     if not command:
         raise UsageError("no command to run; use elasticrun [OPTIONS] -- script.py [ARGS…]")
     if command[0] == "-m":
@@ -47,7 +52,7 @@ def worker_command(command: tuple[str, ...], python: str) -> tuple[str, ...]:
         return (python, *command)
     if not command[0]:
         raise UsageError("the command is an empty word; is a shell variable not set?")
-    return (python, *command) if command[0].endswith(".py") else command
+    return (python, *command) if script or command[0].endswith(".py") else command
 
 
 def job_spec(
@@ -75,7 +80,7 @@ def job_spec(
     spec = line.fill(
         JobSpec,
         run_id=facts.run_id,
-        command=worker_command(line.command, facts.python),
+        command=worker_command(line.command, facts.python, script=options.run_path),
         cwd=facts.cwd,
         env={**passed_on, **env},
         max_restarts=settings.max_restarts or 0,

@@ -51,8 +51,11 @@ class LaunchOptions:
         "Address and port of the job's rendezvous; 0.0.0.0 for all addresses. With --nnodes above "
         "1 and no list of hosts, start the same command on every node: HOST serves, and all train.",
         shown="this machine only, or the address that remote hosts reach; any free port")
-    rdzv_backend: str | None = option(JOIN, o.choice("c10d", "static"), None,
+    rdzv_backend: str | None = option(JOIN, text("NAME"), None,
         "Accepted because torchrun has it; the job always has its own rendezvous.")
+    local_addr: str | None = option(JOIN, text("ADDRESS"), None,
+        "For a node that joins: the address at which workers of other nodes reach its workers.",
+        shown="that of --network-interfaces, else of the interface that leads to the server")
     node_rank: int | None = option(JOIN, whole(), None,
         "Node 0 serves, the others join it. Workers get ranks in the order in which nodes join.",
         shown="NODE_RANK or RANK in the environment, if MASTER_ADDR is used")
@@ -67,7 +70,9 @@ class LaunchOptions:
 
     num_proc: int | None = option(SIZE, whole(least=1), None,
         "Workers to start with. Later the job continues with the workers that are left.",
-        aliases=("-np", "-n"), shown="every slot of fixed hosts, else --min-np")
+        aliases=("-np", "-n"),
+        shown="every slot of fixed hosts, else --min-np; if no option sets hosts or size, one for "
+        "each GPU of this machine")
     min_np: int | None = option(SIZE, whole(least=1), None,
         "Never train with fewer workers. After --start-timeout the job starts with this many.",
         aliases=("--min-num-proc",), shown="1, and the start waits for -np")
@@ -77,8 +82,8 @@ class LaunchOptions:
     nnodes: tuple[int, int] | None = option(SIZE, o.NODE_RANGE, None,
         "The size in hosts (as in torchrun): MIN to MAX hosts of --nproc-per-node workers each.")
     nproc_per_node: int | str | None = option(SIZE, o.NODE_WORKERS, None,
-        "Workers on each host: a number, or this machine's GPUs (gpu), cores (cpu), or GPUs if it "
-        "has any and cores otherwise (auto).", shown="1")
+        "Workers on each host: a number, or this machine's accelerators (gpu, xpu, npu), cores "
+        "(cpu), or accelerators if it has any and cores otherwise (auto).", shown="1")
     virtual_workers: int | None = option(SIZE, whole(least=1), None,
         "For elastic.FixedBatch: with any number of workers, a step trains the batch of N.",
         shown="--max-np")
@@ -95,6 +100,8 @@ class LaunchOptions:
     env: tuple[tuple[str, str | None], ...] = option(START, o.VARIABLES, (),
         "A variable for the workers; NAME alone passes on its value here. May be repeated. Workers "
         "on other hosts get some variables by default (docs/hosts.md).", aliases=("-x",))
+    run_path: bool = option(START, FLAG, False,
+        "COMMAND is a Python script, even if its name does not end in .py.")
     tf_config: bool = option(Heading.TENSORFLOW, FLAG, False,
         "Give each worker TF_CONFIG, for tf.distribute. When workers come or go, all are started "
         "again with a new one; BackupAndRestore continues from the last checkpoint.")
@@ -190,7 +197,6 @@ OPTIONS = tuple(
 
 # Options of torchrun, horovodrun and mpirun that do not exist here → the advice to the user.
 FOREIGN: dict[str, str] = {
-    "--rdzv-conf": "use --start-timeout, --elastic-timeout and --last-call",
     "--mpi": "use --backend mpi",
     "--blacklist": "use --host-failures and --blacklist-cooldown-range",
     "--wdir": "change folder first: cd DIR && elasticrun ...",
@@ -205,6 +211,13 @@ NEEDLESS: dict[str, tuple[int, str]] = {
     "--no-python": (0, "a COMMAND that does not end in .py runs as it is"),
     "--start-method": (1, "workers are separate programs"),
     "--role": (1, "all workers have the same role"),
+    "--event-log-handler": (1, "events are lines of STATE_DIR/RUN_ID/events.jsonl"),
+    "--logs-specs": (1, "use --log-dir, --tee and --redirects"),
+    "--duplicate-stdout-filters": (1, "use --log-dir, and search its files"),
+    "--duplicate-stderr-filters": (1, "use --log-dir, and search its files"),
+    "--numa-binding": (1, "workers are not bound to cores; begin COMMAND with numactl"),
+    "--signals-to-handle": (1, "SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are always handled"),
+    "-u": (0, "the output of workers is never buffered"),
     "--gloo": (0, "the script chooses it: elastic.init(backend='gloo')"),
     "--use-gloo": (0, "the script chooses it: elastic.init(backend='gloo')"),
     "--disable-cache": (0, "hosts are examined each time"),
@@ -216,10 +229,18 @@ NEEDLESS: dict[str, tuple[int, str]] = {
     "--map-by": (1, "workers fill the hosts in their order"),
 }
 
+# Keys of torchrun's --rdzv-conf → the option that means the same.
+RDZV_CONF = {
+    "timeout": "--start-timeout",
+    "join_timeout": "--start-timeout",
+    "last_call_timeout": "--last-call",
+}
+
 # torchrun also reads these from variables PET_<NAME>. A program that starts us may set them, as
 # Kubeflow's PyTorchJob does for elastic jobs.
 PET_OPTIONS = (
     *("--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--standalone", "--max-restarts"),
-    *("--log-dir", "--redirects", "--tee", "--local-ranks-filter"),
+    *("--log-dir", "--redirects", "--tee", "--local-ranks-filter", "--local-addr"),
+    *("--run-path", "--shutdown-timeout", "--virtual-local-rank"),
 )

@@ -17,7 +17,15 @@ import yaml
 
 from elastic_driver.errors import UsageError
 from elastic_driver.settings import Settings
-from launcher.options.table import FOREIGN, NEEDLESS, OPTIONS, PET_OPTIONS, LaunchOptions, Option
+from launcher.options.table import (
+    FOREIGN,
+    NEEDLESS,
+    OPTIONS,
+    PET_OPTIONS,
+    RDZV_CONF,
+    LaunchOptions,
+    Option,
+)
 
 T = TypeVar("T")
 Words = tuple[str, ...]
@@ -28,6 +36,7 @@ _BY_NAME = {option.name: option for option in OPTIONS}
 _BY_SPELLING = {
     spelling: option for option in OPTIONS for spelling in (option.long, *option.aliases)
 }
+_MODULE = ("-m", "--module")
 _SHORT = sorted((s for s in _BY_SPELLING if not s.startswith("--")), key=len, reverse=True)
 
 
@@ -98,6 +107,9 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     for level, layer in enumerate((from_file, from_environment, from_argv), start=1):
         for option, (words, source) in layer.items():
             settings[option.field] = _read(option, words, source)._replace(level=level)
+    if (backend := settings["rdzv_backend"].value) not in (None, "c10d", "static"):
+        own = "the job has its own rendezvous, and the HOST of --rdzv-endpoint is one of its nodes"
+        warnings.append(f"--rdzv-backend {backend} is not used: {own}")
     return CommandLine(settings, command, (*remarks, *warnings))
 
 
@@ -105,13 +117,19 @@ def split(argv: Sequence[str]) -> tuple[dict[Option, Words], Words, Words]:
     """Return the words of each option given; the command and its arguments; remarks."""
     given: dict[Option, Words] = {}
     remarks: list[str] = []
-    rest = list(argv)
-    # `-m module` is a command, as for python itself.
-    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--", "-m", "--module"):
+    rest, module = list(argv), []
+    while rest and not _begins_command(rest):
         spelling, attached = _split_argument(rest.pop(0))
-        if spelling in NEEDLESS:
-            words, reason = NEEDLESS[spelling]
-            del rest[: words if attached is None else 0]
+        if spelling in _MODULE:
+            module = ["-m"]
+        elif spelling == "--rdzv-conf":
+            text = attached if attached is not None else rest.pop(0) if rest else ""
+            words, more = _rdzv_conf(text)
+            rest[:0] = words
+            remarks += more
+        elif spelling in NEEDLESS:
+            number, reason = NEEDLESS[spelling]
+            del rest[: number if attached is None else 0]
             remarks.append(f"{spelling} is ignored: {reason}")
         elif spelling in _BY_SPELLING:
             option = _BY_SPELLING[spelling]
@@ -123,7 +141,32 @@ def split(argv: Sequence[str]) -> tuple[dict[Option, Words], Words, Words]:
             raise UsageError(f"unknown option {spelling}{_did_you_mean(spelling, _BY_SPELLING)}")
     if rest and rest[0] in ("--", "--module"):
         rest[:1] = [] if rest[0] == "--" else ["-m"]
-    return given, tuple(rest), tuple(remarks)
+    return given, (*module, *rest), tuple(remarks)
+
+
+def _begins_command(rest: list[str]) -> bool:
+    """Return whether the options are over. `-m module` is a command, as for python itself.
+
+    torchrun also takes `-m` before other options.
+    """
+    if rest[0] in _MODULE:
+        return not (rest[1:] and rest[1].startswith("-"))
+    return not rest[0].startswith("-") or rest[0] in ("-", "--")
+
+
+def _rdzv_conf(text: str) -> tuple[list[str], list[str]]:
+    """Return the options that mean the same as torchrun's --rdzv-conf, and remarks."""
+    words, others = [], []
+    for pair in filter(None, text.split(",")):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals:
+            raise UsageError(f"--rdzv-conf needs KEY=VALUE,…, got {pair!r}")
+        if key in RDZV_CONF:
+            words.append(f"{RDZV_CONF[key]}={value}")
+        else:
+            others.append(key)
+    advice = "use --start-timeout, --elastic-timeout, --last-call and --heartbeat-timeout"
+    return words, [f"--rdzv-conf {', '.join(others)} is ignored: {advice}"] if others else []
 
 
 def _split_argument(argument: str) -> tuple[str, str | None]:
@@ -160,8 +203,8 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
         "PET_" + s.removeprefix("--").replace("-", "_").upper(): _BY_SPELLING[s]
         for s in PET_OPTIONS
     } | {option.variable: option for option in OPTIONS}
-    layer: Layer = {}
-    warnings = []
+    words, warnings = _rdzv_conf(environ.get(name := "PET_RDZV_CONF", ""))
+    layer: Layer = {option: (value, name) for option, value in split(words)[0].items()}
     for name in sorted(environ, key=lambda name: (name.startswith(_PREFIX), name)):  # ours win
         if name in by_variable:
             option = by_variable[name]

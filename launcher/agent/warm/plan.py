@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import elastic_driver.worker
-from elastic_driver.contract import TORCHRUN_NAMES
+from elastic_driver.contract import TORCHRUN_NAMES, VISIBLE_DEVICES
 from elastic_driver.core.documents import JobSpec
 from launcher.agent.environment import common_environment
 from launcher.agent.processes import ProcessSpec
@@ -27,8 +27,7 @@ _OWN_PACKAGES = ("elastic_driver", "rendezvous", "launcher")
 
 # Variables in which workers may differ from their warm parent, because libraries read them when
 # they are used. (OMP_NUM_THREADS is read at the import, so a worker sets torch's threads again.)
-_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_LATE = frozenset((*TORCHRUN_NAMES, _THREADS, "TF_CONFIG", *_DEVICES))
+_LATE = frozenset((*TORCHRUN_NAMES, _THREADS, "TF_CONFIG", *VISIBLE_DEVICES))
 _LATE_PREFIXES = ("ELASTIC_", "TORCHELASTIC_", "GLOO_", "NCCL_")
 
 

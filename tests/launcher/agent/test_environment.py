@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec, StartWorkerOrder
 from launcher.agent.environment import Meeting, worker_environment
@@ -40,6 +42,19 @@ def test_torchruns_names_have_torchruns_meaning() -> None:
         "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_MAX_RESTARTS": "3",
     }
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"), [(None, "3"), ("4,5,6, 7", "7"), ("GPU-a,GPU-b", ""), ("", "")]
+)
+def test_with_a_virtual_local_rank_a_worker_sees_only_its_own_gpu(
+    visible: str | None, seen: str
+) -> None:
+    inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    order = StartWorkerOrder("localhost.3.7", place(1, 2, slot=3), 4, 2, "127.0.0.1", 29500)
+    spec = dataclasses.replace(SPEC, virtual_local_rank=True)
+    env = worker_environment(inherited, spec, order, MEETING)
+    assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", seen)
 
 
 def test_our_own_names_say_who_and_where() -> None:

@@ -157,6 +157,29 @@ def test_of_two_sources_of_hosts_the_nearer_one_counts() -> None:
     assert isinstance(plan("--standalone", ELASTICRUN_HOSTS="a:1").hosts, FixedHosts)
 
 
+@pytest.mark.parametrize(
+    ("argv", "gpus", "workers", "said"),
+    [
+        ((), 4, 4, "4 workers, one for each GPU of this machine; -np N starts N"),
+        (("--standalone",), 1, 1, "1 worker, for the GPU of this machine; -np N starts N"),
+        ((), 0, 1, "1 worker, because this machine has no GPU; -np N starts N"),
+        (("-q",), 4, 4, ""),
+        (("-np", "1"), 4, 1, ""),
+        (("--nnodes", "1"), 4, 1, ""),
+        (("--nproc-per-node", "xpu"), 4, 4, ""),
+        (("--slots-per-host", "2"), 4, 2, ""),
+        (("-H", "a,b"), 4, 2, ""),
+        (SCRIPT, 4, 1, ""),
+    ],
+)
+def test_without_any_size_all_gpus_of_this_machine_are_used(
+    argv: tuple[str, ...], gpus: int, workers: int, said: str
+) -> None:
+    made = plan(*argv, machine=MachineFacts(cpus=8, gpus=gpus))
+    assert made.settings.start_np == workers
+    assert "".join(made.notes) == said
+
+
 def test_a_nearer_size_in_other_words_replaces_a_farther_one() -> None:
     assert sizes("-np", "2", ELASTICRUN_NNODES="4") == (2, 1, 2, None)
     assert sizes("--nnodes", "1", "--nproc-per-node", "3", ELASTICRUN_NUM_PROC="9") == (3, 3, 3, 3)
@@ -173,7 +196,7 @@ def test_a_nearer_size_in_other_words_replaces_a_farther_one() -> None:
         (("--min-np", "4", "--max-np", "2"), "--min-np 4 is more than --max-np 2"),
         (("-np", "4", "--max-np", "2"), "--num-proc 4 is more than --max-np 2"),
         (("-np", "4", "--nnodes", "2"), "--nnodes and --num-proc both set the size"),
-        (("--nproc-per-node", "gpu"), "no NVIDIA GPU that is visible"),
+        (("--nproc-per-node", "gpu"), "no GPU that is visible"),
         (("--nproc-per-node", "2", "--slots-per-host", "3"), "say the same; keep one of them"),
         (("--backend", "slurm"), "--backend slurm works inside an allocation only"),
         (("-q", "-v"), "-q and -v contradict each other"),

@@ -146,7 +146,7 @@ def test_a_port_in_use_is_75_in_one_line() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with elasticrun("--rdzv-endpoint", f"127.0.0.1:{port}", "true") as job:
+        with elasticrun("-np", "1", "--rdzv-endpoint", f"127.0.0.1:{port}", "true") as job:
             assert job.wait(20) == 75
             assert "Address already in use" in job.stderr
             assert len(job.stderr.splitlines()) == 1

@@ -94,8 +94,10 @@ def test_torchruns_long_word_for_a_module() -> None:
     [
         (["--min-npp", "2"], "unknown option --min-npp; did you mean --min-np?"),
         (["--xyzzy"], "unknown option --xyzzy; see elasticrun --help"),
-        (["--rdzv-conf=x=1"], "--rdzv-conf does not exist here; use --start-timeout"),
-        (["--rdzv-backend=etcd"], "--rdzv-backend is one of c10d, static, got 'etcd'"),
+        (["--rdzv-conf=x"], "--rdzv-conf needs KEY=VALUE,…, got 'x'"),
+        (["--rdzv-conf=timeout=x"], "--start-timeout needs a number of seconds, more than 0"),
+        (["--mpi"], "--mpi does not exist here; use --backend mpi"),
+        (["--rdzv-backend="], "--rdzv-backend needs a value that is not empty"),
         (["--min-np"], "--min-np needs a whole number of at least 1, got 'train.py'"),
         (["--min-np", "--max-np", "4"], "--min-np needs a value: --min-np N"),
         (["--min-np", "x"], "--min-np needs a whole number of at least 1, got 'x'"),
