@@ -1,12 +1,18 @@
-"""The `elasticrun` command: from argv to an exit status.
+"""The `elasticrun` command: from argv to an exit status; and the same as a function.
 
-The console script calls `main`; `launcher.job` carries the command line out.
+The console script calls `main`, Python programs call `elasticrun`; `launcher.job` carries the
+command line out.
 """
 
 import sys
+import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from launcher.edge import run_command
+
+if TYPE_CHECKING:
+    from elastic_driver.runtime.results import JobResult
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,6 +24,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(sys.argv[1:] if argv is None else argv)
 
     return run_command("elasticrun", act)
+
+
+def elasticrun(*argv: str) -> "JobResult":
+    """Run a job with these arguments of the command; return its result, with every worker's.
+
+    Call it in the main thread, which handles signals while the job runs. Raises `ElasticError` if
+    the job cannot be started.
+    """
+    from elastic_driver.runtime.results import JobResult  # noqa: PLC0415 - see `main`
+    from launcher.job import carry_out  # noqa: PLC0415
+
+    done = carry_out(argv)
+    if isinstance(done, JobResult):
+        return done
+    return JobResult(exit_code=done, reason="no job was run by this process", ended=time.time())
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elastic_driver import contract
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
@@ -32,6 +33,9 @@ from launcher.launch.workers import worker_command
 from launcher.options.help import render_help
 from launcher.options.values import CommandLine, resolve
 
+if TYPE_CHECKING:
+    from elastic_driver.runtime.results import JobResult
+
 
 def render_version() -> str:
     """Return the line of `--version`."""
@@ -40,6 +44,15 @@ def render_version() -> str:
 
 def run(argv: Sequence[str]) -> int:
     """Carry out the command line `argv` (without the program's name); return the exit status.
+
+    Raises `ElasticError` for everything that is not a bug.
+    """
+    done = carry_out(argv)
+    return done if isinstance(done, int) else done.exit_code
+
+
+def carry_out(argv: Sequence[str]) -> "JobResult | int":
+    """Carry out `argv`; return the result of the job, or the exit status if no job ran here.
 
     Raises `ElasticError` for everything that is not a bug.
     """
@@ -92,7 +105,9 @@ def describe_agents(plan: LaunchPlan) -> list[tuple[str, str]]:
     return described
 
 
-def serve_job(line: CommandLine, plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
+def serve_job(
+    line: CommandLine, plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir
+) -> "JobResult | int":
     """Run the driver of a job that nodes join; if another process here does so already, join it."""
     from launcher.join.serve import serve  # noqa: PLC0415 - see `run`
 

@@ -132,7 +132,7 @@ class StackGroup(Struct, frozen=True):
     odd: bool = False  # at another place than the others, which may wait for these ranks
 
 
-Detail = str | int | float | bool | None | tuple[StackGroup, ...]
+Detail = str | int | float | bool | None | tuple[StackGroup, ...] | Failure
 
 
 class Announce(CausedDecision, frozen=True, tag="announce"):

@@ -35,6 +35,7 @@ from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.machine_api import SHARDS_PATH
 from elastic_driver.runtime.reporter import Reporter
+from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
 from rendezvous.auth import make_token, write_token_file
@@ -69,7 +70,8 @@ class ElasticDriver:
         self._thread: threading.Thread | None = None
         self._closing = contextlib.ExitStack()  # frees what was opened, the newest first
         self._end: EndJob | None = None  # of the job, before everything is closed
-        self._outcome: EndJob | None = None  # after everything is closed
+        self._result: JobResult | None = None  # of a job that has begun, once its end is logged
+        self._outcome: JobResult | None = None  # after everything is closed
         self._begun = False  # the job
         self._stop_asked = False
         self._began = 0.0  # unix seconds
@@ -132,16 +134,16 @@ class ElasticDriver:
 
     def run(
         self, settings: Settings | None = None, discovery: HostDiscovery | None = None
-    ) -> EndJob:
-        """Run the job to its end; see `start`."""
+    ) -> JobResult:
+        """Run the job to its end and return its result; see `start`."""
         self.start(settings, discovery)
         try:
             return self.wait()
         finally:
             self.stop()
 
-    def wait(self) -> EndJob:
-        """Block until the job is over and everything it started is gone."""
+    def wait(self) -> JobResult:
+        """Block until the job is over and everything it started is gone; return its result."""
         self._join()
         if self._outcome is None:
             raise RuntimeError("a driver is started before it is waited for")
@@ -271,7 +273,7 @@ class ElasticDriver:
 
     def _log_end(self, executor: Executor) -> None:
         if self._begun and self._end is not None:
-            executor.job_ended(self._end)
+            self._result = executor.job_ended(self._end)
 
     # ---- the driver's thread -------------------------------------------------------------
 
@@ -293,8 +295,10 @@ class ElasticDriver:
         except BaseException:
             self.reporter.bug(traceback.format_exc())
             end = EndJob(int(ExitCode.BUG), "a bug of the driver showed while it ended")
+            self._result = None
         finally:
-            self._outcome = end
+            result = JobResult(exit_code=end.exit_code, reason=end.reason, ended=time.time())
+            self._outcome = self._result or result
 
     def _status(self) -> bytes:
         """Return the run, the job and what was measured as JSON; before the job, the check."""

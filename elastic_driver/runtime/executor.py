@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
 from msgspec.structs import replace
 
 from elastic_driver import contract
@@ -27,6 +28,7 @@ from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.mailbox import MachineEvent
 from elastic_driver.runtime.reporter import Reporter
+from elastic_driver.runtime.results import JobResult, WorkerResults
 from rendezvous import wire
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
@@ -60,6 +62,7 @@ class Executor:
     _exited: ev.WorkerExited | None = None  # the newest end of a worker of the job
     _last_event: do.Announce | None = None  # logged after all processes have ended
     tails: HeldTails = field(default_factory=HeldTails)
+    _results: WorkerResults = field(default_factory=WorkerResults)
 
     # ---- decisions -----------------------------------------------------------------------
 
@@ -152,6 +155,7 @@ class Executor:
 
     def _publish_world(self, world: doc.World) -> None:
         self._world = world
+        self._results.world_published(world)
         self.post(RoundPublished(world))
         self._set(contract.JOB_WORLD, doc.encode_world(world))
         self._show(self.tails.world_published(world.round))
@@ -227,17 +231,24 @@ class Executor:
 
     # ---- log and terminal ----------------------------------------------------------------
 
-    def job_ended(self, end: do.EndJob) -> None:
-        """Log and show the job's end, as the last event and lines."""
+    def job_ended(self, end: do.EndJob) -> JobResult:
+        """Log and show the job's end, as the last events and lines; return its result."""
         if end.exit_code == 0:
             self._show(self.tails.job_succeeded())
         name = "job_succeeded" if end.exit_code == 0 else "job_failed"
-        self._log_and_show(self._last_event or do.Announce(name, end.reason))
+        result = self._results.of_job(end, time.time())
+        for worker in result.workers:
+            self.log.append("worker_result", **msgspec.structs.asdict(worker))
+        detail = {"exit_code": end.exit_code, "first_failure": result.failure}
+        last = self._last_event or do.Announce(name, end.reason)
+        self._log_and_show(replace(last, detail=detail))
         shown = end.failure is not None and self.tails.was_shown(end.failure)
         self.reporter.job_ended(end.reason, end.failure, end.exit_code, shown=shown)
+        return result
 
     def _announce(self, event: do.Announce) -> None:
         world, exited = self._world, self._exited
+        self._results.note(event, exited, time.time())
         match event.event:
             case "job_succeeded" | "job_failed":
                 self._last_event = event

@@ -131,9 +131,9 @@ def signal_name(number: int) -> str:
     return f"signal {number}"
 
 
-def last_words(failure: Failure) -> list[str]:
-    """Return the last lines of a failed worker's stderr: its traceback if there is one."""
-    text = traceback_in(failure.log_tail) or failure.log_tail.strip("\n")
+def last_words(tail: str) -> list[str]:
+    """Return the last lines of a log's end: its traceback if there is one."""
+    text = traceback_in(tail) or tail.strip("\n")
     return text.split("\n")[-MAX_TAIL_LINES:] if text else []
 
 

@@ -144,7 +144,7 @@ class Reporter:
             return
         lines = []
         if failure is not None:
-            words = last_words(failure)
+            words = last_words(failure.log_tail)
             if words:
                 heading = f"last words of rank {failure.rank} ({failure.worker}):"
                 lines += (

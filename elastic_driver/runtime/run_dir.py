@@ -23,6 +23,7 @@ import psutil
 
 from elastic_driver.errors import ClusterError, UsageError
 
+EVENTS_FILE = "events.jsonl"  # in the run's folder
 MAX_RUN_ID_CHARS = 64  # it is part of file names and of workers' environments
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
@@ -73,7 +74,7 @@ class RunDir:
             raise UsageError(f"{problem}; {hint}, at most {MAX_RUN_ID_CHARS}")
         self.run_id = run_id
         self.path = state_dir.expanduser().absolute() / run_id
-        self.events_file = self.path / "events.jsonl"
+        self.events_file = self.path / EVENTS_FILE
         self.token_file = self.path / "token"
         self.endpoint_file = self.path / "endpoint.json"
         self._draft = self.path / "endpoint.new"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elastic_driver.errors import ClusterError, UsageError
-from elastic_driver.runtime.run_dir import Endpoint, read_endpoint
+from elastic_driver.runtime.run_dir import EVENTS_FILE, Endpoint, read_endpoint
 from rendezvous.auth import read_token_file
 from rendezvous.client import parse_url
 
@@ -71,7 +71,7 @@ def _named(where: Where, run_id: str) -> Endpoint:
         raise UsageError(
             f"there is no run {run_id!r} in {where.state_dir}; is it in another --state-dir?"
         )
-    run, log = read_endpoint(folder), folder / "events.jsonl"
+    run, log = read_endpoint(folder), folder / EVENTS_FILE
     if run is None:
         raise ClusterError(f"run {run_id} is over{f'; its events are in {log}' * log.exists()}")
     if not _answers(run):

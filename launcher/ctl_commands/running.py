@@ -18,7 +18,8 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.options import SECONDS_OR_0, ValueKind, whole
-from elastic_driver.runtime.run_dir import default_state_dir
+from elastic_driver.runtime.results import read_result
+from elastic_driver.runtime.run_dir import EVENTS_FILE, default_state_dir
 from launcher.ctl_commands import show
 from launcher.ctl_commands.find import Where, find
 from rendezvous.client import RendezvousClient
@@ -100,7 +101,15 @@ def run(name: str, words: Sequence[str]) -> int:
             group.add_argument(*names.split(), **rest)
     given = parser.parse_args([_hyphenated(word) for word in words])
     state_dir = (given.state_dir or default_state_dir(os.environ)).absolute()
-    job = find(Where(state_dir, given.run_id, given.endpoint, given.token_file))
+    try:
+        job = find(Where(state_dir, given.run_id, given.endpoint, given.token_file))
+    except ClusterError:
+        ended = read_result(state_dir / given.run_id / EVENTS_FILE) if given.run_id else None
+        if name != "status" or ended is None:
+            raise
+        text = msgspec.json.encode(ended).decode() if given.json else show.ended(ended, time.time())
+        print(text if given.json else f"run {given.run_id} {text}")
+        return 0
     given.run_id = job.run_id
     try:
         action(given, RendezvousClient(job.url, job.token, TIMEOUT_S, repeats=False))
@@ -122,7 +131,7 @@ def _hyphenated(word: str) -> str:
 
 
 def status(given: Given, job: Job) -> None:
-    """Show the job, its hosts and its workers."""
+    """Show the job, its hosts and its workers; of a run that is over, the end of each worker."""
     document = job.get_bytes(contract.STATUS_PATH)
     while True:
         text = document.decode() if given.json else show.job(show.read_job(document), time.time())

@@ -8,6 +8,8 @@ from msgspec import Struct
 
 from elastic_driver.core.decisions import StackGroup
 from elastic_driver.core.status import JobStatus, SlowStatus
+from elastic_driver.runtime.failures import describe_failure
+from elastic_driver.runtime.results import JobResult
 
 
 class JobDocument(JobStatus, frozen=True, kw_only=True):
@@ -52,6 +54,26 @@ def job(document: JobDocument, now: float) -> str:
     if document.reason:
         head.append(f"now: {printable(document.reason)}")
     return "\n".join([*head, "", hosts(document), "", workers(document)])
+
+
+def ended(result: JobResult, now: float) -> str:
+    """Return the end of a job and of each of its workers; `now`: unix seconds."""
+    word = "failed" if result.exit_code else "succeeded"
+    head = f"{word} {duration(now - result.ended)} ago (status {result.exit_code})"
+    rows = []
+    for w in result.workers:
+        code = "lost" if w.exit_code is None else str(w.exit_code)
+        took = "-" if w.seconds is None else duration(w.seconds)
+        words = w.last_words.rpartition("\n")[2]
+        rank = "-" if w.rank is None else str(w.rank)
+        rows.append((rank, w.host, str(w.slot), str(w.pid or "-"), w.worker, code, took, words))
+    names = ("RANK", "HOST", "SLOT", "PID", "WORKER", "EXIT", "TIME", "LAST WORDS")
+    text = f"{head}: {printable(result.reason)}\n\n{table(names, rows)}"
+    failure = result.failure
+    if failure is None or not failure.log_tail:
+        return text
+    said = [f"  {_clean(line)}" for line in failure.log_tail.splitlines()]
+    return "\n".join([text, "", f"last words of {describe_failure(failure)}", *said])
 
 
 def hosts(document: JobDocument) -> str:

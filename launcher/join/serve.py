@@ -10,6 +10,7 @@ from pathlib import Path
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import Backend
 from elastic_driver.runtime.joined import JoinedNodes, NodeRules
+from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from launcher import version
 from launcher.backends.addresses import own_address
@@ -21,8 +22,8 @@ from launcher.launch.plan import LaunchPlan
 from launcher.launch.submit import make_driver, run_driver
 
 
-def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> int:
-    """Run the driver until the job ends; return the exit status.
+def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> JobResult:
+    """Run the driver until the job ends; return the job's result.
 
     Raises UsageError for options that need a list of hosts, ElasticError if the job cannot begin.
     """

@@ -26,6 +26,7 @@ from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
+from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.agent.processes import NOTICES
 from launcher.backends.registry import make_backend
@@ -46,8 +47,8 @@ _SIGNALS = {
 }
 
 
-def submit(plan: LaunchPlan, run_dir: RunDir) -> int:
-    """Run the job; return its exit status. Raises ElasticError if it cannot be started."""
+def submit(plan: LaunchPlan, run_dir: RunDir) -> JobResult:
+    """Run the job; return its result. Raises ElasticError if it cannot be started."""
     discovery = source = make_discovery(plan.hosts)
     hosts: Hosts = ()
     if plan.backend != "local" or plan.hosts.hosts is not None:
@@ -105,15 +106,15 @@ def make_driver(
     )
 
 
-def run_driver(driver: ElasticDriver, plan: LaunchPlan, discovery: HostDiscovery) -> int:
-    """Run a driver to the job's end; return its exit status.
+def run_driver(driver: ElasticDriver, plan: LaunchPlan, discovery: HostDiscovery) -> JobResult:
+    """Run a driver to the job's end; return the job's result.
 
     The driver may be open already. The settings and the discovery replace those that the driver was
     made with.
     """
     notice = plan.settings.grace_period
     with warnings_shown(driver.reporter, "rendezvous"), stop_on_signals(driver, notice=notice):
-        return driver.run(plan.settings, discovery).exit_code
+        return driver.run(plan.settings, discovery)
 
 
 def bound(plan: LaunchPlan, hosts: Hosts) -> tuple[LaunchPlan, BackendJob]:

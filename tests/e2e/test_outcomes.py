@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -59,6 +62,37 @@ def test_a_script_that_always_fails_shows_its_traceback_while_it_is_restarted(
 def test_the_exit_status_is_that_of_the_first_failing_worker() -> None:
     with elasticrun("-np", "2", "--", TRAIN, env={"FAIL_STEP": "1", "FAIL_HOW": "17"}) as job:
         assert job.wait(40) == 17
+
+
+def test_the_result_of_every_worker_is_shown_when_the_job_is_over(tmp_path: Path) -> None:
+    text = "import os, sys\nprint('bye', os.environ['RANK'], file=sys.stderr)\n"
+    text += "sys.exit(3 if os.environ['RANK'] == '1' else 0)\n"
+    with elasticrun("-np", "2", "--", script(tmp_path, text)) as job:
+        assert job.wait(40) == 3
+        state = ("--state-dir", str(job.run_dir.parent), "--run-id", job.run_id)
+        status = [sys.executable, "-m", "launcher.ctl", "status", *state]
+        shown = subprocess.run(status, capture_output=True, text=True, check=True, timeout=30)
+        assert f"run {job.run_id} failed" in shown.stdout
+        rows = [line for line in shown.stdout.splitlines() if "bye 0" in line or "bye 1" in line]
+        assert [row.split()[0] for row in rows[:2]] == ["0", "1"]
+        ended = subprocess.run([*status, "--json"], capture_output=True, check=True, timeout=30)
+        workers = json.loads(ended.stdout)["workers"]
+        assert [w["last_words"] for w in workers] == ["bye 0", "bye 1"]
+        assert workers[1]["exit_code"] == 3
+
+
+def test_a_job_can_be_run_from_python_and_returns_the_results_of_its_workers(
+    tmp_path: Path,
+) -> None:
+    program = """
+import sys
+from launcher.cli import elasticrun
+result = elasticrun("--state-dir", sys.argv[1], "-np", "2", "sh", "-c", "exit $RANK")
+print(result.exit_code, [(w.rank, w.exit_code) for w in result.workers])
+"""
+    argv = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "1 [(0, 0), (1, 1)]\n"
 
 
 def test_all_exit_0_is_success_for_any_executable() -> None:

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic_driver.core.decisions import EndJob
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from tests.runtime.cluster import Cluster
 
@@ -38,8 +38,8 @@ class JobUnderTest:
     run_dir: RunDir
     stderr: io.StringIO
 
-    def outcome(self, within: float = 20.0) -> EndJob:
-        found: list[EndJob] = []
+    def outcome(self, within: float = 20.0) -> JobResult:
+        found: list[JobResult] = []
         thread = threading.Thread(target=lambda: found.append(self.driver.wait()))
         thread.start()
         thread.join(within)

@@ -13,6 +13,7 @@ from elastic_driver.core.documents import (
 )
 from elastic_driver.errors import ExitCode
 from elastic_driver.runtime import driver as driver_module
+from elastic_driver.runtime.results import read_result
 from rendezvous.wire import Count, Number, Set
 from tests.runtime.cluster import Cluster, beating
 from tests.runtime.jobs import StartJob
@@ -239,6 +240,13 @@ def test_when_every_worker_raises_the_same_its_traceback_is_shown_once_and_last(
     assert said.count("Traceback") == 1
     *_, raised, first, why = said.splitlines()
     assert raised == "ValueError: boom"
+    assert [w.exit_code for w in outcome.workers] == [1, 1, 1]
+    assert {w.last_words for w in outcome.workers} == {TRACEBACK}
+    read = read_result(job.run_dir.events_file)
+    assert read is not None
+    assert (read.failure, read.workers) == (outcome.failure, outcome.workers)
+    *_, last, end = (event["event"] for event in job.logged())
+    assert (last, end) == ("worker_result", "job_failed")
     assert "rank 0 on host a (worker a.0.1, pid " in first
     assert "exit code 1" in first
     assert why.startswith("elasticrun: job failed: ")

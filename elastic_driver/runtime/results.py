@@ -1,0 +1,151 @@
+"""The result of a job and of each of its workers: exit status, times and last words.
+
+The executor notes the ends of workers in `WorkerResults`. When the job is over, each result is a
+`worker_result` line of the event log, before the line of the job's end, and `ElasticDriver.run`
+returns all of them. `read_result` reads them from the log of a finished run.
+
+A job has one result for each slot that took part in its last round: of the worker that ended there
+last. Times are unix seconds.
+"""
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from elastic_driver.core.decisions import Announce, EndJob
+from elastic_driver.core.documents import Failure, World
+from elastic_driver.core.events import WorkerExited
+from elastic_driver.runtime.failures import last_words
+
+WORDS_CHARS = 2048  # kept of one worker's last words, from their end
+ALL_WORDS_CHARS = 1 << 20  # kept of all together; beyond that, the last line of each
+LINE_CHARS = 200
+_ENDS = ("worker_exited", "worker_lost", "worker_hung")
+
+
+class WorkerResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of one worker."""
+
+    worker: str
+    host: str
+    slot: int
+    rank: int | None  # in its last round
+    pid: int | None
+    exit_code: int | None  # as subprocess gives it; None: lost with its host
+    reason: str
+    ended: float
+    seconds: float | None  # from the start of its process; None: it was never started
+    last_words: str = ""  # its traceback, or else the last lines of its stderr
+
+
+class JobResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a job; `exit_code` is the status of `elasticrun`."""
+
+    exit_code: int
+    reason: str
+    ended: float = msgspec.field(name="t")
+    failure: Failure | None = msgspec.field(default=None, name="first_failure")
+    workers: tuple[WorkerResult, ...] = ()  # by rank
+
+
+@dataclass
+class WorkerResults:
+    """The newest result of each slot; bounded, for jobs of many workers and many restarts."""
+
+    _started: dict[str, float] = field(default_factory=dict)  # workers that live
+    # Of each host and slot; True: it has finished its script.
+    _of_slot: dict[tuple[str, int], tuple[WorkerResult, bool]] = field(default_factory=dict)
+    _world: World | None = None  # the newest
+    _chars: int = 0  # of all last words
+
+    def world_published(self, world: World) -> None:
+        """Forget the workers that the job goes on without, but not those that have finished."""
+        self._world = world
+        for slot, (result, finished) in list(self._of_slot.items()):
+            if not finished and world.member(result.worker) is None:
+                self._drop(slot)
+
+    def note(self, event: Announce, exited: WorkerExited | None, now: float) -> None:
+        """Note the start or the end of a worker; `exited`: the report of its exit, if one came."""
+        worker, host, slot = event.worker, event.host, event.slot
+        if worker is None or host is None or slot is None:
+            return
+        if event.event == "worker_started":
+            self._started[worker] = now
+        if event.event not in _ENDS:
+            return
+        hung, expected = event.event == "worker_hung", bool(event.detail.get("expected"))
+        began = self._started.get(worker) if hung else self._started.pop(worker, None)
+        if expected and (self._world is None or self._world.member(worker) is None):
+            return  # it was stopped before it took part, or after the others had gone on
+        report = exited if event.event == "worker_exited" else None
+        self._drop((host, slot))
+        result = WorkerResult(
+            worker=worker,
+            host=host,
+            slot=slot,
+            rank=event.rank,
+            pid=event.pid,
+            exit_code=None if report is None else report.exit_code,
+            reason=event.reason,
+            ended=now,
+            seconds=None if began is None else now - began,
+            last_words="" if report is None else self._words(report.log_tail),
+        )
+        self._chars += len(result.last_words)
+        self._of_slot[host, slot] = result, result.exit_code == 0 and not expected
+
+    def of_job(self, end: EndJob, now: float) -> JobResult:
+        """Return the result of a job that has ended like this."""
+        found = [result for result, _ in self._of_slot.values()]
+        failure = end.failure
+        if failure is not None:
+            tail = "\n".join(last_words(failure.log_tail))[-WORDS_CHARS:]
+            failure = msgspec.structs.replace(failure, log_tail=tail)
+        return JobResult(
+            exit_code=end.exit_code,
+            reason=end.reason,
+            ended=now,
+            failure=failure,
+            workers=tuple(sorted(found, key=lambda r: (r.rank is None, r.rank, r.host, r.slot))),
+        )
+
+    def _drop(self, slot: tuple[str, int]) -> None:
+        if slot in self._of_slot:
+            self._chars -= len(self._of_slot.pop(slot)[0].last_words)
+
+    def _words(self, tail: str) -> str:
+        lines = last_words(tail)
+        if self._chars >= ALL_WORDS_CHARS:
+            return lines[-1][:LINE_CHARS] if lines else ""
+        return "\n".join(lines)[-WORDS_CHARS:]
+
+
+class _Logged(msgspec.Struct):
+    event: str
+
+
+_line = msgspec.json.Decoder(_Logged).decode
+_job_end = msgspec.json.Decoder(JobResult).decode
+_worker_end = msgspec.json.Decoder(WorkerResult).decode
+
+
+def read_result(events_file: Path) -> JobResult | None:
+    """Return the result of the last run in this event log; None without a log that has its end."""
+    workers: list[WorkerResult] = []
+    ended: JobResult | None = None
+    if not events_file.is_file():
+        return None
+    with events_file.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(msgspec.DecodeError):  # a line that was cut off
+                match _line(line).event:
+                    case "job_started":  # the run id was used again
+                        workers, ended = [], None
+                    case "worker_result":
+                        workers.append(_worker_end(line))
+                    case "job_succeeded" | "job_failed":
+                        ended = _job_end(line)
+    return None if ended is None else msgspec.structs.replace(ended, workers=tuple(workers))
