@@ -131,6 +131,21 @@ def is_of_check(owner: str) -> bool:
     return incarnation.isdecimal() and int(incarnation) >= FIRST_OF_CHECKS
 
 
+def agent_named(owner: str) -> tuple[str, int]:
+    """Return host and incarnation of an agent by its name in keys, `<host>.<incarnation>`."""
+    host, _, incarnation = owner.rpartition(".")
+    return host, int(incarnation)
+
+
+def heartbeat_owner(key: str) -> tuple[str, int] | None:
+    """Return host and incarnation of the agent whose heartbeat this is; None for other keys."""
+    match key.split("/"):
+        case ["agents", owner, "heartbeat"] if owner.rpartition(".")[2].isdecimal():
+            return agent_named(owner)
+        case _:
+            return None
+
+
 def lease_owner(key: str) -> tuple[Literal["agent", "worker", "half"], str] | None:
     """Return the kind of a lease and its owner, by its key; None for any other key."""
     match key.split("/"):

@@ -48,8 +48,9 @@ class RendezvousServer:
     """The HTTP server of one job's rendezvous.
 
     `host` is a numeric address; `port` 0 means any free port. `others` are accepted like the
-    token: they are secrets of nodes that do not know the token yet. `on_lease_expired(key)` is
-    called on the server's thread and must not block. `routes(app)` may add routes to the
+    token: they are secrets of nodes that do not know the token yet. `on_lease_expired(key)` and
+    `on_client_left(key)` are called on the server's thread and must not block (see
+    `StoreService`). `routes(app)` may add routes to the
     application; `posts` answers POSTs that are sent very often, by path (see `fast_path`).
     `first_revision`: see `KVStore`.
     """
@@ -62,6 +63,7 @@ class RendezvousServer:
         token: str,
         others: Collection[str] = (),
         on_lease_expired: Callable[[str], None] | None = None,
+        on_client_left: Callable[[str], None] | None = None,
         routes: Callable[[web.Application], None] | None = None,
         posts: Mapping[str, Post] | None = None,
         first_revision: int = 0,
@@ -69,7 +71,8 @@ class RendezvousServer:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
         self._host, self._wanted_port, self._tokens = host, port, (token, *others)
-        self._on_lease_expired, self._first_revision = on_lease_expired, first_revision
+        self._on_lease_expired, self._on_client_left = on_lease_expired, on_client_left
+        self._first_revision = first_revision
         self._routes, self._posts = routes, posts or {}
         self._port: int | None = None
         self._thread: threading.Thread | None = None
@@ -155,8 +158,11 @@ class RendezvousServer:
         loop.call_soon_threadsafe(service.ask, tuple(operations), lambda _results: None)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine on the server's loop; it is cancelled when the server stops."""
-        asyncio.run_coroutine_threadsafe(work, self._running()[1])
+        """Run a coroutine on the server's loop; it ends when the server stops."""
+        try:
+            asyncio.run_coroutine_threadsafe(work, self._running()[1])
+        except (StoppedError, RuntimeError):  # RuntimeError: the loop has just been closed
+            work.close()
 
     async def carry_out(self, operations: Sequence[Operation]) -> Results:
         """Return the results of a batch, for handlers that run on the server's loop."""
@@ -183,7 +189,9 @@ class RendezvousServer:
     async def _serve(self, listener: socket.socket, up: concurrent.futures.Future[None]) -> None:
         loop = self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        service = self._service = StoreService(self._on_lease_expired, self._first_revision)
+        service = self._service = StoreService(
+            self._on_lease_expired, self._first_revision, on_client_left=self._on_client_left
+        )
         posts_once = PostsOnce()
         runner = await self._aiohttp(service, posts_once)
         assert runner.server is not None  # noqa: S101 - it is set up

@@ -14,11 +14,12 @@ from typing import Generic, TypeVar, cast
 
 from rendezvous.errors import StoppedError
 from rendezvous.store import Answered, KVStore, Outcome
-from rendezvous.wire import Entries, Operation, Result
+from rendezvous.wire import Entries, Operation, Result, Set, Written
 
 log = logging.getLogger(__name__)
 
 RENEWAL_S = 1.0  # for lease renewals that wait in socket buffers to be read
+REJOIN_S = 0.05  # for a client whose connection broke to come back on a new one
 _HELD_UP_S = 0.5  # a timer this late means that the loop itself was held up
 _RESULT_BYTES = 256  # assumed size of a result without its values
 
@@ -68,6 +69,7 @@ class AnswerMemory(Generic[V]):
 class _WaitingRequest:
     """A batch with a request id that is being carried out, and the clients that wait for it."""
 
+    operations: Sequence[Operation]
     before: Results  # of earlier attempts, whose clients have all gone
     clients: list[Done]
     ticket: Done  # of the current attempt
@@ -76,7 +78,9 @@ class _WaitingRequest:
 class StoreService:
     """Carries out batches on the store and answers those that wait.
 
-    `on_lease_expired(key)` is called on the loop for each lease that expires; it must not block.
+    `on_lease_expired(key)` is called on the loop for each lease that expires. `on_client_left(key)`
+    is called if a client goes away while its batch waits, for each lease that the batch has
+    renewed, unless the client is back within `REJOIN_S`. Neither may block.
     """
 
     def __init__(
@@ -84,10 +88,11 @@ class StoreService:
         on_lease_expired: Callable[[str], None] | None = None,
         first_revision: int = 0,
         memory: AnswerMemory[Results] | None = None,
+        on_client_left: Callable[[str], None] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._store = KVStore(first_revision)
-        self._on_lease_expired = on_lease_expired
+        self._on_lease_expired, self._on_client_left = on_lease_expired, on_client_left
         self._requests: dict[str, _WaitingRequest] = {}
         self._memory = AnswerMemory() if memory is None else memory
         self._timer: asyncio.TimerHandle | None = None
@@ -123,7 +128,9 @@ class StoreService:
             done(before)
         else:
             ticket = partial(self._answered, request_id)
-            request = self._requests[request_id] = _WaitingRequest(before, [done], ticket)
+            request = self._requests[request_id] = _WaitingRequest(
+                operations, before, [done], ticket
+            )
             self._submit(ticket, operations[len(before) :])
             return partial(self._leave, request_id, request, done)
         return lambda: None
@@ -171,7 +178,18 @@ class StoreService:
         request.clients.remove(done)
         if not request.clients:
             del self._requests[request_id]
-            self._remember(request_id, request.before + (self._store.cancel(request.ticket) or ()))
+            results = request.before + (self._store.cancel(request.ticket) or ())
+            self._remember(request_id, results)
+            for operation, result in zip(request.operations, results, strict=False):
+                if isinstance(operation, Set) and operation.lease and isinstance(result, Written):
+                    renewed = operation.key, result.revision
+                    self._loop.call_later(REJOIN_S, self._left, request_id, *renewed)
+
+    def _left(self, request_id: str, key: str, revision: int) -> None:
+        """Tell the listener about a client that went away and has not come back."""
+        back = request_id in self._requests or self._store.revision_of(key) != revision
+        if self._on_client_left is not None and not back and not self._closed:
+            self._on_client_left(key)
 
     def _remember(self, request_id: str, results: Results) -> None:
         entries = [e for r in results if isinstance(r, Entries) for e in r.entries.values()]

@@ -248,11 +248,11 @@ class KVStore:
         """Return the entries, or None if the batch now waits: Get for all keys, Watch for one."""
         if isinstance(operation, wire.Get):
             thresholds = dict.fromkeys(operation.keys, operation.after)
-            unmet = sum(self._revision_of(key) <= operation.after for key in thresholds)
+            unmet = sum(self.revision_of(key) <= operation.after for key in thresholds)
             shown, conditional = tuple(thresholds), operation.after > 0
         else:
             thresholds = operation.keys
-            newer = tuple(k for k, after in thresholds.items() if self._revision_of(k) > after)
+            newer = tuple(k for k, after in thresholds.items() if self.revision_of(k) > after)
             unmet, shown, conditional = int(not newer), newer or tuple(thresholds), True
         if unmet == 0 or operation.wait <= 0:
             return self._found(shown, timed_out=unmet > 0 and conditional)
@@ -298,7 +298,8 @@ class KVStore:
 
     # ---- writing -------------------------------------------------------------------------
 
-    def _revision_of(self, key: str) -> int:
+    def revision_of(self, key: str) -> int:
+        """Return the revision of a key's last write; 0 if the key is missing."""
         entry = self._data.get(key)
         return entry.revision if entry else 0
 
@@ -340,7 +341,7 @@ class KVStore:
             problem = f"key {key!r}: {len(value)} bytes are over the limit of {limit}"
             return wire.StoreRefusal("too_large", problem)
         self._revision += 1
-        before = self._revision_of(key)
+        before = self.revision_of(key)
         self._data[key] = wire.Entry(value, self._revision)
         self._tell_waiters(key, before, self._revision)
         return wire.Written(self._revision)

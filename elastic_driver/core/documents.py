@@ -165,6 +165,7 @@ class JobSpec:
     env: dict[str, str]  # added to the agent's own environment
     heartbeat_timeout: float  # seconds
     max_restarts: int  # shown to workers as TORCHELASTIC_MAX_RESTARTS
+    heartbeat_interval: float = 0.0  # seconds between an agent's heartbeats; 0: it sends none
     hang_timeout: float | None = None  # seconds without progress; None: adapts, 0: never
     grace_period: float = 0.0  # seconds; the time to leave a host that is about to go; 0: none
     log_dir: str | None = option(Heading.OUTPUT, text("DIR"), None,

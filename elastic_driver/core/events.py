@@ -296,8 +296,7 @@ class LeaseExpired(Event, frozen=True, tag="lease_expired"):
     @property
     def agent(self) -> tuple[str, int]:
         """Host and incarnation of the agent that owns the lease."""
-        host, _, incarnation = self.owner.rpartition(".")
-        return host, int(incarnation)
+        return contract.agent_named(self.owner)
 
     @property
     def reason(self) -> str:

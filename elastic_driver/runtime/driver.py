@@ -37,6 +37,7 @@ from elastic_driver.runtime.machine_api import SHARDS_PATH
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.runtime.suspects import Suspects
 from elastic_driver.settings import DriverOptions, Settings
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.errors import RendezvousError
@@ -65,6 +66,7 @@ class ElasticDriver:
         clock, note = time.time, self.reporter.note
         self._log = EventLog(self.run_dir.events_file, clock=clock, on_broken=note)
         self._mailbox = mail.Mailbox()
+        self._suspects = Suspects(self.post)
         self._server: RendezvousServer | None = None
         self._loop: DriverLoop | None = None
         self._thread: threading.Thread | None = None
@@ -230,10 +232,12 @@ class ElasticDriver:
                 token=token,
                 others=() if self.joined is None else self.joined.secrets,
                 on_lease_expired=self._lease_expired,
+                on_client_left=self._client_left,
                 routes=routes.add_to,
                 posts={EVENTS_PATH: routes.take_event, SHARDS_PATH: take_shards},
             )
             self._closing.callback(self._server.start().stop)
+            self._suspects.server = self._server
             self._server.apply([Set(contract.JOB_SPEC, encode(self.spec))])
         self._closing.callback(self._log.close)
         for nodes in (self.joined, self.checks):
@@ -248,6 +252,7 @@ class ElasticDriver:
             log=self._log,
             reporter=self.reporter,
             checks=self.checks,
+            suspects=self._suspects,
             post=self._mailbox.put,
         )
         # Every worker's output has been forwarded once the starter is closed.
@@ -267,9 +272,16 @@ class ElasticDriver:
         """Pass an expired lease on; called by the server's thread."""
         if self.joined is not None:
             self.joined.lease_expired(key)
-        lease = contract.lease_owner(key)
-        if lease is not None:
+        if (agent := contract.heartbeat_owner(key)) is not None:
+            self._suspects.found("silent", *agent)
+        if (lease := contract.lease_owner(key)) is not None:
             self._mailbox.put(LeaseExpired(*lease, self.settings.heartbeat_timeout))
+
+    def _client_left(self, key: str) -> None:
+        """Report an agent whose connection has closed, by its lease; called by the server."""
+        lease = contract.lease_owner(key)
+        if lease is not None and lease[0] == "agent":
+            self._suspects.found("disconnected", *contract.agent_named(lease[1]))
 
     def _log_end(self, executor: Executor) -> None:
         if self._begun and self._end is not None:

@@ -21,7 +21,6 @@ from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, Sen
 from elastic_driver.policies.nodecheck.checker import CheckDecision, CheckEnded
 from elastic_driver.policies.shard_messages import StopOrdered
 from elastic_driver.policies.stragglers import RoundPublished
-from elastic_driver.runtime import probes
 from elastic_driver.runtime.backend import Backend
 from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.event_log import EventLog
@@ -29,6 +28,7 @@ from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.mailbox import MachineEvent
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult, WorkerResults
+from elastic_driver.runtime.suspects import Suspects
 from rendezvous import wire
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
@@ -54,6 +54,7 @@ class Executor:
     log: EventLog
     reporter: Reporter
     checks: NodeChecks | None
+    suspects: Suspects
     post: Callable[[MachineEvent], None]  # puts an event into the mailbox, from any thread
     orders: dict[AgentKey, int] = field(default_factory=dict)  # given to agents that live
     look_seconds: float = 0.0  # the machine's time for the last `KeysRead`
@@ -87,7 +88,7 @@ class Executor:
             case do.GiveOrder(host=host, incarnation=number, order=order):
                 self._give((host, number), order)
             case do.ProbeAgent():
-                self.server.spawn(probes.carry_out(decision, self.post))
+                self.suspects.probe(decision)
             case do.PublishWorld(world=world):
                 self._publish_world(world)
             case do.AskProgress():

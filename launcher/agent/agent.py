@@ -30,7 +30,7 @@ from elastic_driver.errors import ExitCode
 from launcher.agent.console import Console
 from launcher.agent.environment import Meeting
 from launcher.agent.folders import clear_unheld, scratch_folder
-from launcher.agent.liveness import answer_probes
+from launcher.agent.liveness import CutOffError, Heartbeats, Promise, answer_probes
 from launcher.agent.ports import free_ports
 from launcher.agent.processes import NOTICES, become_subreaper
 from launcher.agent.warm.command import NotWarmable
@@ -173,9 +173,9 @@ class Agent:
             traceback.print_exception(error)
         self._end(f"a bug of ours: {context.get('message')}", ExitCode.BUG, 0.0)
 
-    def _lose_driver(self, why: str) -> None:
+    def _lose_driver(self, why: str, grace: float = ORPHAN_GRACE_S) -> None:
         reason = f"the driver is gone: {why}"
-        self._end(reason, ExitCode.UNAVAILABLE, ORPHAN_GRACE_S, driver_gone=True)
+        self._end(reason, ExitCode.UNAVAILABLE, grace, driver_gone=True)
 
     def _end(self, reason: str, exit_code: int, grace: float, *, driver_gone: bool = False) -> None:
         """Begin to end: kill workers that are still here in `grace` seconds.
@@ -196,6 +196,8 @@ class Agent:
         """Run a part of the agent; its failure is the agent's end."""
         try:
             await work
+        except CutOffError as error:  # the others train on without our workers
+            self._lose_driver(str(error), grace=0.0)
         except RendezvousError as error:
             self._lose_driver(str(error))
         except Exception as error:
@@ -237,6 +239,11 @@ class Agent:
         self._report(ready)
         self._spawn(self._obey(spec.heartbeat_timeout, workers))
         self._spawn(self._deliver(spec.heartbeat_timeout))
+        if spec.heartbeat_interval:
+            most = spec.heartbeat_timeout
+            promise = Promise(min(spec.heartbeat_interval, most / 3), most)
+            key = contract.agent_heartbeat(*agent)
+            self._spawn(Heartbeats(self._client.clone(), key, promise).run())
 
     def _meeting_point(self, spec: documents.JobSpec) -> tuple[str, str | None]:
         """Return the address and the interface where workers of other hosts reach ours."""

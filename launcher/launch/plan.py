@@ -117,7 +117,8 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         wish = wish._replace(most=None)  # each node brings its own number of workers
     settings, size_note = _settings(line, wish, hosts)
     backend = "slurm" if allocation is not None else _backend(options, hosts)
-    spec, passed_on, unset = job_spec(line, settings, facts, shares=backend in ("local", "join"))
+    shares, listed = backend in ("local", "join"), len(hosts.hosts or ())
+    spec, passed_on, unset = job_spec(line, settings, facts, shares=shares, hosts=listed)
     host, port = (role.host, role.port) if role else options.rdzv_endpoint
     driver = line.fill(DriverOptions, bind_host=host, bind_port=port)
     if role:  # nodes that join are reported at once: a question for hosts waits for news

@@ -19,6 +19,8 @@ from elastic_driver.settings import Settings
 from launcher.launch.hosts import Facts
 from launcher.options.values import CommandLine
 
+HEARTBEAT_S = 0.4  # between two heartbeats of an agent
+HEARTBEATS_PER_S = 1000  # of all agents together: what the driver takes with little of a core
 TF_PORTS = 128  # free ports that each agent finds: more than a host has slots
 
 PASSED_ON = (
@@ -56,12 +58,12 @@ def worker_command(
 
 
 def job_spec(
-    line: CommandLine, settings: Settings, facts: Facts, *, shares: bool
+    line: CommandLine, settings: Settings, facts: Facts, *, shares: bool, hosts: int
 ) -> tuple[JobSpec, tuple[str, ...], list[str]]:
     """Return what the workers run, the variables of this shell they get, and remarks.
 
-    `shares`: the workers inherit the environment of a process like this one. The remarks are about
-    variables of `--env` that are not set here.
+    `shares`: the workers inherit the environment of a process like this one. `hosts`: how many are
+    listed. The remarks are about variables of `--env` that are not set here.
     """
     options, environ = line.options, facts.environ
     given = {name: environ.get(name) if v is None else v for name, v in options.env}
@@ -84,6 +86,7 @@ def job_spec(
         cwd=facts.cwd,
         env={**passed_on, **env},
         max_restarts=settings.max_restarts or 0,
+        heartbeat_interval=max(HEARTBEAT_S, hosts / HEARTBEATS_PER_S),
     )
     if settings.tf_roles is not None:
         # TensorFlow starts threads when imported, and a process with threads cannot be forked

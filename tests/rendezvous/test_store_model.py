@@ -236,7 +236,7 @@ class StoreMachine(RuleBasedStateMachine):
             current = batch.operations[len(batch.results)]
             assert isinstance(current, Get | Watch)
             met = sum(
-                self.store._revision_of(key) > after for key, after in batch.thresholds.items()
+                self.store.revision_of(key) > after for key, after in batch.thresholds.items()
             )
             needed = len(batch.thresholds) if isinstance(current, Get) else 1
             assert batch.unmet == needed - met

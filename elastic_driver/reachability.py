@@ -1,0 +1,56 @@
+"""Short connections that show whether a process, or only its machine, can be reached.
+
+The driver probes agents this way, and an agent that gets no answer probes the driver. The result
+comes from several attempts, because the kernel sends a lost SYN again only after a second. Runs on
+an asyncio loop; times are seconds.
+"""
+
+import asyncio
+import contextlib
+import socket
+from typing import Literal, TypeAlias
+
+ATTEMPTS = 4
+# "refused": the machine says that no process listens there; "silent": there was no clear answer.
+Result: TypeAlias = Literal["answered", "refused", "silent"]
+
+
+async def probe(address: str, port: int, patience: float, *, speaks: bool = True) -> Result:
+    """Return the first clear answer of several attempts within `patience` seconds.
+
+    With `speaks`, the process has to send a byte: a stopped one accepts connections too, as its
+    kernel does that. The attempts begin one after the other and go on side by side. If this process
+    is stopped meanwhile, one attempt loses its time and the others still have theirs.
+    """
+    attempts = set[asyncio.Task[Result | None]]()
+    try:
+        for _ in range(ATTEMPTS):
+            attempts.add(asyncio.create_task(_attempt(address, port, speaks)))
+            pause = asyncio.create_task(asyncio.sleep(patience / ATTEMPTS, None))
+            waiting: set[asyncio.Task[Result | None]] = {pause, *attempts}
+            while pause in waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for result in (task.result() for task in done):
+                    if result is not None:
+                        pause.cancel()
+                        return result
+            attempts = waiting
+        return "silent"
+    finally:
+        for attempt in attempts:
+            attempt.cancel()
+
+
+async def _attempt(address: str, port: int, speaks: bool) -> Result | None:
+    """Connect and read a byte; return None if that proves nothing."""
+    loop = asyncio.get_running_loop()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as connection:
+        connection.setblocking(False)
+        try:
+            await loop.sock_connect(connection, (address, port))
+        except ConnectionRefusedError:
+            return "refused"
+        if not speaks or await loop.sock_recv(connection, 1):
+            return "answered"
+    return None
