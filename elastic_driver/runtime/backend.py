@@ -9,13 +9,15 @@ returns a `Backend`. Orders do not travel this way: a running agent reads them f
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from elastic_driver.options import Heading, option, text, whole
 from elastic_driver.runtime.host_lists import Hosts
 
 # Called once, with a reason for people, when an agent is gone or never came up.
 OnLost: TypeAlias = Callable[[str], None]
+# Called with a host, the incarnation of its agent, and a reason for people.
+OnClosed: TypeAlias = Callable[[str, int, str], None]
 
 
 # fmt: off
@@ -101,6 +103,19 @@ class Backend(Protocol):
     def look_up(self, host: str) -> str:
         """Return the name or address by which the network knows a host."""
         return host
+
+
+@runtime_checkable
+class ReportsConnections(Protocol):
+    """A backend that can also say that its connection to a host has closed. This is optional."""
+
+    def report_connections(self, on_closed: OnClosed) -> None:
+        """Take the function to call whenever the connection to an agent that is up has closed.
+
+        Call it only if the agent may still live; `on_lost` is for agents that have ended. It may be
+        called from any thread, never blocks and never raises. The driver calls this once, before
+        `start`.
+        """
 
 
 # `(endpoint, token_file) -> backend`: the driver calls it once its rendezvous is up.

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -25,7 +26,7 @@ from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.api import DriverRoutes
-from elastic_driver.runtime.backend import MakeBackend
+from elastic_driver.runtime.backend import MakeBackend, ReportsConnections
 from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.event_log import EventLog
@@ -246,6 +247,8 @@ class ElasticDriver:
         if self.checks is not None:
             self._closing.callback(self.checks.stop)
         starter = self.starter(self.endpoint, self.run_dir.token_file)
+        if isinstance(starter, ReportsConnections):
+            starter.report_connections(partial(self._suspects.found, "backend"))
         executor = Executor(
             server=self._server,
             starter=starter,

@@ -22,14 +22,14 @@ from functools import partial
 from pathlib import Path
 
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
+from elastic_driver.runtime.backend import Backend, BackendJob, OnClosed, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.agent.console import Console
 from launcher.agent.remote import UP
 from launcher.backends.addresses import endpoint_for
 from launcher.backends.base import AgentPlan, agent_arguments
 from launcher.backends.client import Client
-from launcher.backends.remote_shell import RemoteShell, precheck
+from launcher.backends.remote_shell import RemoteShell, last_line, precheck
 from rendezvous.auth import read_token_file
 from rendezvous.errors import TokenError
 
@@ -68,6 +68,7 @@ class RemoteBackend(Backend):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._on_closed: OnClosed | None = None
         # The following fields belong to the loop's thread.
         self._agents: dict[tuple[str, int], _RemoteAgent] = {}
         self._consoles: tuple[Console, ...] = ()
@@ -104,6 +105,10 @@ class RemoteBackend(Backend):
     def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
         """See `Backend.start`."""
         self._call(partial(self._begin, _RemoteAgent(host, incarnation, on_lost)))
+
+    def report_connections(self, on_closed: OnClosed) -> None:
+        """See `ReportsConnections.report_connections`."""
+        self._on_closed = on_closed
 
     def kill(self, host: str, incarnation: int) -> None:
         """See `Backend.kill`."""
@@ -175,6 +180,9 @@ class RemoteBackend(Backend):
         ending = self._shell.ending(agent.host, code, said) if code >= 0 else None
         if ending is not None:
             return ending
+        if code >= 0 and self._on_closed is not None:
+            closed = f"its {Path(self._shell.program).name} connection has closed{last_line(said)}"
+            self._on_closed(agent.host, agent.incarnation, closed)
         await self._await_end(agent)
         return f"the agent on {agent.host} has ended, its connection was lost before"
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rendezvous.service import AnswerMemory, Results, StoreService
-from rendezvous.wire import Add, Get, Number, Set
+from rendezvous.service import REJOIN_S, AnswerMemory, Results, StoreService
+from rendezvous.wire import Add, Delete, Get, Number, Set
 
 
 def play(scene: Callable[[StoreService], Awaitable[None]], **limits: float) -> None:
@@ -167,3 +167,57 @@ def test_leases_are_postponed_when_the_loop_stood_still(caplog: pytest.LogCaptur
         assert await expired.get() == "a"
 
     with_leases(scene)
+
+
+def with_clients(scene: Callable[[StoreService, list[str]], Awaitable[None]]) -> None:
+    """Play a scene with a service, and a list of the leases whose clients went away."""
+
+    async def main() -> None:
+        left: list[str] = []
+        service = StoreService(on_client_left=left.append)
+        await asyncio.wait_for(scene(service, left), 20)
+        service.close()
+
+    asyncio.run(main())
+
+
+WAITS = (Set("a/lease", lease=60.0), Get(("go",), wait=20))
+
+
+async def go_away(service: StoreService, request_id: str) -> None:
+    waiting = asyncio.create_task(service.carry_out(WAITS, request_id))
+    await until(lambda: service.waiting == 1)
+    waiting.cancel()
+    await asyncio.wait((waiting,))
+
+
+def test_the_leases_of_a_client_that_goes_away_while_it_waits_are_named() -> None:
+    async def scene(service: StoreService, left: list[str]) -> None:
+        await go_away(service, "id")
+        assert left == []  # it may come back
+        await until_true(lambda: left == ["a/lease"])
+
+    with_clients(scene)
+
+
+def test_a_client_that_comes_back_on_another_connection_has_not_left() -> None:
+    async def scene(service: StoreService, left: list[str]) -> None:
+        await go_away(service, "id")
+        again = asyncio.create_task(service.carry_out(WAITS, "id"))  # the same request
+        await until(lambda: service.waiting == 1)
+        await asyncio.sleep(2 * REJOIN_S)
+        await service.carry_out([Set("go")])
+        await again
+        await service.carry_out([Delete("go")])
+        await go_away(service, "next")
+        renewed = await service.carry_out([Set("a/lease", lease=60.0)], "another")  # or another one
+        assert renewed
+        await asyncio.sleep(2 * REJOIN_S)
+        assert left == []
+
+    with_clients(scene)
+
+
+async def until_true(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)

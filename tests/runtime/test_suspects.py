@@ -1,4 +1,4 @@
-"""Probes tell an agent that lives from one that is gone, and from one that does not answer."""
+"""Evidence about agents reaches the job, and probes tell agents that live from others."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import TypeVar
 
 import pytest
 
+from elastic_driver import contract
 from elastic_driver.core.decisions import ProbeAgent
-from elastic_driver.core.events import AgentProbed
+from elastic_driver.core.events import AgentHeard, AgentProbed, AgentSuspected
 from elastic_driver.reachability import Result, probe
 from elastic_driver.runtime.suspects import Suspects
 from launcher.agent.liveness import answer_probes
 from rendezvous.server import RendezvousServer
+from rendezvous.wire import DeletePrefix, Set
 from tests.runtime.waiting import until
 
 PATIENCE_S = 0.4
@@ -110,3 +112,52 @@ def test_a_thousand_hosts_are_probed_at_once_beside_other_work() -> None:
     assert set(results.values()) == {"refused"}
     assert took < 5.0, took
     print(f"1000 probes took {took:.2f} s")
+
+
+HEARTBEAT = contract.agent_heartbeat("a", 1)
+LOST = "its heartbeat did not come in time"
+
+
+def test_an_agent_that_was_silent_is_heard_at_its_next_heartbeat() -> None:
+    told: list[object] = []
+    with RendezvousServer(token="t") as server:
+        suspects = Suspects(told.append, server)
+        suspects.found("silent", "a", 1)
+        suspects.found("backend", "a", 1, "ssh: connection reset")
+        server.apply([Set(HEARTBEAT, lease=60.0)])
+        until(lambda: len(told) == 3, f"it is heard once: {told}")
+        assert told[:2] == [
+            AgentSuspected("a", 1, "silent", LOST),
+            AgentSuspected("a", 1, "backend", "ssh: connection reset"),
+        ]
+        assert told[2] == AgentHeard("a", 1)
+        suspects.found("disconnected", "a", 1)  # a heartbeat that came before proves nothing
+        server.apply([Set("another")])
+        assert told[3:] == [
+            AgentSuspected("a", 1, "disconnected", "its connection to the driver has closed")
+        ]
+        server.apply([Set(HEARTBEAT, lease=60.0)])
+        until(lambda: told[4:] == [AgentHeard("a", 1)], "it is heard again")
+
+
+def test_nobody_waits_for_the_heartbeat_of_an_agent_that_was_given_up() -> None:
+    told: list[object] = []
+    with RendezvousServer(token="t") as server:
+        suspects = Suspects(told.append, server)
+        suspects.found("silent", "a", 1)
+        server.apply([DeletePrefix(contract.agent_prefix("a", 1), seal=True)])
+        until(lambda: not suspects._awaited, "the wait has ended")
+        assert told == [AgentSuspected("a", 1, "silent", LOST)]
+
+
+def test_evidence_about_agents_of_a_node_check_is_dropped_and_after_the_end_nothing_happens() -> (
+    None
+):
+    told: list[object] = []
+    server = RendezvousServer(token="t").start()
+    suspects = Suspects(told.append, server)
+    suspects.found("silent", "a", contract.FIRST_OF_CHECKS)
+    assert told == []
+    server.stop()
+    suspects.found("silent", "a", 1)
+    suspects.probe(ProbeAgent("a", 1, "127.0.0.1", 1, 0.1, 1, "a test"))

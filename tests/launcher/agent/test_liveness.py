@@ -1,0 +1,135 @@
+"""Heartbeats: what they promise, and what an agent does when nobody answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from launcher.agent import liveness
+from launcher.agent.liveness import CutOffError, Heartbeats, Promise
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import RendezvousError
+from rendezvous.server import RendezvousServer
+from rendezvous.wire import DeletePrefix
+
+KEY = "agents/a.1/heartbeat"
+
+
+def test_on_a_quiet_network_the_next_heartbeat_is_promised_within_a_second() -> None:
+    promise = Promise(0.4, 30.0)
+    for _ in range(60):
+        promise.learn(0.005)
+    assert promise.seconds == pytest.approx(1.0)
+
+
+def test_a_promise_is_longer_after_a_late_heartbeat_and_shrinks_again() -> None:
+    promise = Promise(0.4, 30.0)
+    promise.learn(0.5)
+    assert promise.seconds == pytest.approx(2.4)
+    lengths = []
+    for _ in range(100):
+        promise.learn(0.005)
+        lengths.append(promise.seconds)
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[-1] == pytest.approx(1.0)
+
+
+def test_no_promise_is_longer_than_the_heartbeat_timeout() -> None:
+    promise = Promise(0.4, 3.0)
+    promise.learn(20.0)
+    assert promise.seconds == 3.0
+
+
+@contextlib.contextmanager
+def heartbeats(url: str, promise: Promise) -> Iterator[Heartbeats]:
+    client = RendezvousClient(url, "t")
+    try:
+        yield Heartbeats(client, KEY, promise)
+    finally:
+        client.abort()
+
+
+def beat(work: Heartbeats, until: Callable[[], bool], within: float = 10.0) -> None:
+    """Send heartbeats until this is true; raises what they raise."""
+
+    async def main() -> None:
+        running = asyncio.create_task(work.run())
+        deadline = time.monotonic() + within
+        while not until() and not running.done() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        if running.done():
+            running.result()
+        running.cancel()
+        work.client.abort()
+        assert until()
+
+    asyncio.run(main())
+
+
+def test_heartbeats_renew_a_lease_that_expires_without_them() -> None:
+    expired: list[str] = []
+    with (
+        RendezvousServer(token="t", on_lease_expired=expired.append) as server,
+        RendezvousClient(server.url, "t") as reader,
+        heartbeats(server.url, Promise(0.05, 0.3)) as work,
+    ):
+        beat(work, lambda: (e := reader.get(KEY)) is not None and e.revision > 10)
+        assert expired == []
+        deadline = time.monotonic() + 5.0
+        while not expired and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert expired == [KEY]
+
+
+def test_an_agent_that_was_given_up_learns_it_from_its_heartbeat() -> None:
+    with RendezvousServer(token="t") as server:
+        server.apply([DeletePrefix("agents/a.1/", seal=True)])
+        with (
+            heartbeats(server.url, Promise(0.05, 0.3)) as work,
+            pytest.raises(RendezvousError, match="it has given this agent up"),
+        ):
+            beat(work, lambda: False)
+
+
+def test_an_agent_waits_for_a_driver_that_is_stopped_on_a_machine_that_answers() -> None:
+    """Its kernel accepts connections. The length of the stop is no reason to promise more."""
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        url = f"http://127.0.0.1:{stopped.getsockname()[1]}"
+        began = time.monotonic()
+        promise = Promise(0.05, 0.2, lateness=0.01)
+        with heartbeats(url, promise) as work:
+            beat(work, lambda: time.monotonic() > began + 2.0)
+        assert promise.lateness == 0.01
+
+
+def test_an_agent_that_reaches_no_machine_there_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(liveness, "CONNECT_S", 0.2)
+    with (
+        full_listener() as port,
+        heartbeats(f"http://127.0.0.1:{port}", Promise(0.05, 0.2)) as work,
+    ):
+        began = time.monotonic()
+        with pytest.raises(CutOffError, match="cut off"):
+            beat(work, lambda: False)
+        assert time.monotonic() - began < 5.0
+
+
+@contextlib.contextmanager
+def full_listener() -> Iterator[int]:
+    """A port whose queue is full: further SYNs get no answer, as if packets were lost."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        port = listener.getsockname()[1]
+        for _ in range(3):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                filler.connect(("127.0.0.1", port))
+        yield port
