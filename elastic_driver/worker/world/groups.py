@@ -19,7 +19,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -61,6 +61,7 @@ class RoundGroup:
     store: Store | None = None  # the one it was built with
     half: DeviceHalf | None = None  # carries the accelerator's tensors, where there is one
     elected: bool = True  # whether the vote, if there was one, was for such a half
+    host_groups: dict[str, Any] = field(default_factory=dict)  # torch's, made by `host_groups`
 
     def vote(self, identity: str) -> bool:
         """Return whether every worker has a device of its own; a collective.
@@ -124,6 +125,7 @@ class RoundGroup:
         """
         self.connections.shut_writes()
         tear_down_wrappers()
+        self.host_groups.clear()
         self.backend = None
         _Handover.create = None  # it holds the group
         if self.half is not None and dist.is_initialized():
