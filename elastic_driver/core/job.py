@@ -6,11 +6,14 @@ nothing changes any more. `now` is in monotonic seconds and never goes back. An 
 repeated or out of order changes nothing and is counted.
 """
 
+from copy import copy
+
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Decision
 from elastic_driver.core.invariants import violations
 from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.rules.rounds import Rule
+from elastic_driver.core.snapshots import pack
 from elastic_driver.core.status import JobStatus, status_of
 from elastic_driver.errors import assert_never
 from elastic_driver.settings import Settings
@@ -71,6 +74,12 @@ class Job(JobParts):
     def check(self) -> list[str]:
         """Return every violated invariant as a sentence; O(hosts + workers)."""
         return violations(self, self._decided) if self._began else []
+
+    def snapshot(self) -> bytes:
+        """See `Machine.snapshot`; the last decisions are not part of the state."""
+        bare = copy(self)
+        bare._decided = ()
+        return pack(bare)
 
     def status(self, now: float) -> JobStatus:
         """Return a frozen picture of the job, for `/v1/status`."""

@@ -4,10 +4,8 @@ Each part owns its state and alone writes it; other parts read it, or call metho
 (tests/core/test_ownership.py). The fields of a part that have no default name the parts it needs.
 """
 
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from typing import TypeVar
-
-import msgspec
 
 from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.boundary import Boundary
@@ -26,13 +24,14 @@ from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import Capacity, Rounds
 from elastic_driver.core.rules.suspicion import Suspicion
 from elastic_driver.core.rules.workers import WorkerStateRegistry
+from elastic_driver.core.snapshots import Restorable
 from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.settings import Settings
 
 Part = TypeVar("Part")
 
 
-class JobParts:
+class JobParts(Restorable):
     """Every part of one job; each needs only parts above it."""
 
     def __init__(self, settings: Settings) -> None:
@@ -61,20 +60,7 @@ class JobParts:
         self.plain = self._make(Plain)
         self.membership = self._make(Membership)
 
-    def snapshot(self) -> bytes:
-        """Return the own state of every part as bytes; equal for jobs with the same events."""
-        parts = {name: _own(part) for name, part in vars(self).items() if not name.startswith("_")}
-        return msgspec.msgpack.encode(parts, enc_hook=vars, order="deterministic")
-
     def _make(self, part: type[Part]) -> Part:
         """Create a part with the parts that it needs."""
         needed = (f.name for f in fields(part) if f.default is f.default_factory is MISSING)  # type: ignore[arg-type]
         return part(**{name: getattr(self, name) for name in needed})
-
-
-def _own(part: object) -> object:
-    """Return the fields of a part without the other parts, which have no default."""
-    if not is_dataclass(part):
-        return part
-    own = (f.name for f in fields(part) if not f.default is f.default_factory is MISSING)
-    return {name: getattr(part, name) for name in own}

@@ -31,7 +31,10 @@ class Machine(Protocol[Event_contra, Decision_co]):
         """Return every violated invariant as a sentence; usually there is none."""
 
     def snapshot(self) -> bytes:
-        """Return the state as bytes, for a journal and for comparing two machines."""
+        """Return the state as bytes, for the journal and for comparing two machines.
+
+        The class method `restored` makes a machine of them (`core.snapshots`).
+        """
 
 
 def stamped(decisions: Iterable[AnyDecision], cause: int) -> list[AnyDecision]:

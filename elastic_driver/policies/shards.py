@@ -10,11 +10,10 @@ import re
 from collections import OrderedDict
 from typing import NamedTuple
 
-import msgspec
-
 from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.events import AgentLost, LeaseExpired, Tick, WorkerExited, WorkerStarted
+from elastic_driver.core.snapshots import Restorable
 from elastic_driver.errors import UsageError
 from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
@@ -40,7 +39,7 @@ class _Waiting(NamedTuple):
     until: float
 
 
-class DataSets:
+class DataSets(Restorable):
     """Hands out the shards of all data sets, and records which are done."""
 
     def __init__(self) -> None:
@@ -94,12 +93,6 @@ class DataSets:
         """See `Machine.check`."""
         ledgers = self._ledgers.items()
         return [f"data set {name}: {said}" for name, ledger in ledgers for said in ledger.check()]
-
-    def snapshot(self) -> bytes:
-        """See `Machine.snapshot`."""
-        sets = {name: ledger.checkpoint() for name, ledger in self._ledgers.items()}
-        workers = (sorted(self._alive), sorted(self._stopping), list(self._gone))
-        return msgspec.json.encode((sets, *workers))
 
     # ---- requests ------------------------------------------------------------------------
 

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from statistics import median
 from typing import ClassVar
 
-import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.documents import Allocation, Progress, World, decode_progress, encode
 from elastic_driver.core.events import RankRecovered, RankSlow, Tick
+from elastic_driver.core.snapshots import Restorable
 from elastic_driver.core.status import SlowStatus
 from elastic_driver.policies.balance import Balancer, Cost
 from elastic_driver.policies.messages import KeysRead, MachineName, PublishKey, ReadKeys, SendEvent
@@ -40,7 +40,7 @@ class RoundPublished(Struct, frozen=True, tag="round_published"):
 Decided = ReadKeys | PublishKey | SendEvent | Announce
 
 
-class Stragglers:
+class Stragglers(Restorable):
     """Watches the ranks of the newest complete round."""
 
     def __init__(self) -> None:
@@ -78,11 +78,6 @@ class Stragglers:
         """See `Machine.check`."""
         size, slow = self._world.size, (*self._watch.slow, *self._links.slow)
         return [f"rank {s.rank} of {size} is slow" for s in slow if not s.rank < size]
-
-    def snapshot(self) -> bytes:
-        """See `Machine.snapshot`."""
-        costs = self._balancer.costs()
-        return msgspec.json.encode((self.step, self._seen, self.false_alarms, self.status(), costs))
 
     @property
     def false_alarms(self) -> int:

@@ -17,6 +17,7 @@ from itertools import chain
 import msgspec
 
 from elastic_driver.core.events import Tick
+from elastic_driver.core.snapshots import Restorable
 from elastic_driver.core.tf_config import WORKERS_ONLY, Task, assign, cluster_of
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
@@ -146,7 +147,7 @@ class _Call:
     until: float
 
 
-class TfCluster:
+class TfCluster(Restorable):
     """The one cluster of a job. `lease`: seconds after which a silent node is lost."""
 
     def __init__(self, lease: float) -> None:
@@ -197,11 +198,6 @@ class TfCluster:
         """See `Machine.check`."""
         strangers = self._living - self._tasks.keys()
         return [f"{node} lives in a generation that it is no member of" for node in strangers]
-
-    def snapshot(self) -> bytes:
-        """See `Machine.snapshot`."""
-        state = (self._generation, self._tasks, sorted(self._living), list(self._waiting))
-        return msgspec.json.encode((*state, self._lost, self._leases))
 
     # ---- requests ------------------------------------------------------------------------
 

@@ -121,8 +121,9 @@ class NodeChecks:
         documents = ((contract.CHECK_SPEC, spec), (TASK_SETTINGS, task))
         self._server.apply([Set(key, encode(document)) for key, document in documents])
         self.backend = self.make_backend(self._server.url, self.folder.token_file)
+        limits = msgspec.convert(settings, CheckLimits, from_attributes=True)
         self._answer, number, self._number = answer, self._number, self._number + 1
-        return NodeChecker(checked, number=number, limits=settings, task=task.summary, known=known)
+        return NodeChecker(checked, number=number, limits=limits, task=task.summary, known=known)
 
     def end(self, report: CheckReport) -> None:
         """End the agents' backend and answer with the report, in a thread."""

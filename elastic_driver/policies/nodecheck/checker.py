@@ -20,6 +20,7 @@ from elastic_driver.core import decisions as do
 from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder
 from elastic_driver.core.rules.ranks import Seat, assign
+from elastic_driver.core.snapshots import Restorable
 from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, ShowLine
 from elastic_driver.policies.nodecheck import messages
 from elastic_driver.policies.nodecheck.check import Group, NodeCheck, NodeVerdict
@@ -63,7 +64,7 @@ class Phase(str, Enum):
     OVER = "over"
 
 
-class NodeChecker:
+class NodeChecker(Restorable):
     """Checks nodes; the first `Tick` begins.
 
     Args:
@@ -146,11 +147,6 @@ class NodeChecker:
         if self._phase is not Phase.OVER and self._began is not None and self._due is None:
             wrong.append(f"the check is {self._phase.value} without a deadline")
         return wrong
-
-    def snapshot(self) -> bytes:
-        """See `Machine.snapshot`."""
-        agents = sorted(self._agents)
-        return msgspec.json.encode((self._phase, agents, self._last_task, self._check.verdicts()))
 
     def report(self, now: float) -> CheckReport:
         """Return the report of what is known so far."""

@@ -1,0 +1,236 @@
+"""The state of a machine as bytes, and the way back.
+
+The state is a graph of objects that refer to each other: one worker is in several tables. So a
+snapshot keeps which object is which, the order of dictionaries, and every type; a machine that
+comes back from it decides the same as the one it was made of, and has the same snapshot.
+
+The form is msgpack: `[FORMAT, classes, root]`. A plain value stands for itself. Anything else is a
+list that begins with its kind: a number below 0 for the containers, else the place of its class in
+`classes`, where its fields are named. An object that occurs again is a reference to the first time.
+Nothing is evaluated or imported: only classes of the pure packages that are loaded can come
+back, and only with the fields that they have here. Pure.
+"""
+
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from itertools import chain
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import msgspec
+
+from elastic_driver.errors import UsageError
+
+FORMAT = 1
+_PURE = ("elastic_driver.core.", "elastic_driver.policies.", "elastic_driver.settings")
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
+_AGAIN, _LIST, _TUPLE, _SET, _DICT, _DEQUE = range(-6, 0)
+Restored = TypeVar("Restored", bound="Restorable")
+
+
+class SnapshotError(UsageError):
+    """Bytes that are no snapshot for this version."""
+
+
+class Restorable:
+    """A machine whose state is all of its attributes, and comes back from a snapshot."""
+
+    def snapshot(self) -> bytes:
+        """See `Machine.snapshot`."""
+        return pack(self)
+
+    @classmethod
+    def restored(cls: type[Restored], snapshot: bytes) -> Restored:
+        """Return the machine of a snapshot; raises `SnapshotError` for one of another version."""
+        machine = unpack(snapshot)
+        if not isinstance(machine, cls):
+            raise SnapshotError(f"this is a snapshot of a {type(machine).__name__}")
+        return machine
+
+
+def pack(root: object) -> bytes:
+    """Return an object, and everything it refers to, as bytes."""
+    packer = _Packer()
+    packed = packer.pack(root)
+    classes = [(_name(kind), _fields(kind)) for kind in packer.classes]
+    return msgspec.msgpack.encode((FORMAT, classes, packed))
+
+
+def unpack(snapshot: bytes) -> object:
+    """Return the object of a snapshot; raises `SnapshotError` if that is impossible."""
+    try:
+        found, classes, root = msgspec.msgpack.decode(snapshot)
+    except (ValueError, TypeError) as error:
+        raise SnapshotError(f"a snapshot is damaged: {error}") from None
+    if found != FORMAT:
+        hint = "use the version of elastic-driver that wrote it"
+        raise SnapshotError(f"a snapshot has format {found}, only {FORMAT} can be read; {hint}")
+    try:
+        return _Unpacker([_class(name, names) for name, names in classes]).unpack(root)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise SnapshotError(f"a snapshot is damaged: {error}") from error
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+@cache
+def _fields(kind: Any) -> tuple[str, ...] | None:
+    """Return the names of a record's fields; None for a class without a list of them."""
+    if is_dataclass(kind):
+        return tuple(each.name for each in fields(kind))
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    return getattr(kind, "_fields", None)  # of a NamedTuple
+
+
+def _class(name: str, names: Iterable[str] | None) -> type:
+    """Return a class by its name; raises `SnapshotError` if it is not one of ours, or differs."""
+    module, _, qualname = name.partition(":")
+    if not module.startswith(_PURE) and name not in (_name(Counter), _name(OrderedDict)):
+        raise SnapshotError(f"a snapshot holds a {name}, which no machine has")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    expected = _fields(found) if isinstance(found, type) else None
+    if not isinstance(found, type) or (None if names is None else tuple(names)) != expected:
+        hint = "use the version of elastic-driver that wrote it"
+        raise SnapshotError(f"a snapshot holds another {name} than this version has; {hint}")
+    return found
+
+
+class _Packer:
+    """Turns objects into lists, each object once."""
+
+    def __init__(self) -> None:
+        self.classes: dict[type, int] = {}  # each with its place in the list of classes
+        self._places: dict[int, int] = {}  # by identity: the objects so far, in their order
+        self._forms: dict[type, Callable[[Any], list[Any]]] = {}
+
+    def pack(self, value: Any) -> Any:
+        """Return a value in the form of a snapshot; raises `TypeError` if it has none."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        form = self._forms.get(kind)
+        if form is None:
+            form = self._forms[kind] = self._form_of(kind)
+        if not _is_value(kind):
+            known = self._places.get(id(value))
+            if known is not None:
+                return [_AGAIN, known]
+            self._places[id(value)] = len(self._places)
+        return form(value)
+
+    def _form_of(self, kind: type) -> Callable[[Any], list[Any]]:
+        """Return the function that packs the values of a type."""
+        pack_all = self._all
+        if kind is tuple or kind is list:
+            code = _TUPLE if kind is tuple else _LIST
+            return lambda value: [code, *pack_all(value)]
+        if kind is set:
+            return lambda value: [_SET, *pack_all(sorted(value))]
+        if kind is deque:
+            return lambda value: [_DEQUE, value.maxlen, *pack_all(value)]
+        if issubclass(kind, dict):
+            code = _DICT if kind is dict else self._number(kind)
+            return lambda value: [code, *pack_all(chain.from_iterable(value.items()))]
+        code = self._number(kind)
+        if issubclass(kind, Enum):
+            packed = {each: [code, each.value] for each in kind}
+            return packed.__getitem__
+        values = _values(kind)
+        return lambda value: [code, *pack_all(values(value))]
+
+    def _all(self, values: Iterable[Any]) -> list[Any]:
+        pack = self.pack
+        return [v if type(v) in _PLAIN else pack(v) for v in values]
+
+    def _number(self, kind: type) -> int:
+        number = self.classes[kind] = len(self.classes)
+        if _class(_name(kind), _fields(kind)) is not kind:
+            raise TypeError(f"a {_name(kind)} cannot be in a snapshot")
+        return number
+
+
+@cache
+def _is_value(kind: Any) -> bool:
+    """Return whether objects of a class never change, so that it does not matter which is which."""
+    frozen = issubclass(kind, msgspec.Struct) and bool(kind.__struct_config__.frozen)
+    return frozen or issubclass(kind, tuple | Enum)
+
+
+@cache
+def _values(kind: Any) -> Callable[[Any], Iterable[Any]]:
+    """Return a function that reads all fields of an object; without a list, their names too."""
+    names = _fields(kind)
+    if names is None:
+        return lambda plain: chain.from_iterable(vars(plain).items())
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda record: [getattr(record, name) for name in names]
+
+
+class _Unpacker:
+    """Turns lists back into objects."""
+
+    def __init__(self, classes: list[type]) -> None:
+        self._classes = classes
+        self._objects: list[Any] = []  # in the order of their first occurrence
+
+    def unpack(self, packed: Any) -> Any:
+        """Return the value of its form in a snapshot."""
+        if not isinstance(packed, list):
+            return packed
+        code, *rest = packed
+        if code >= 0:
+            return self._unpack_record(self._classes[code], rest)
+        if code == _TUPLE:
+            return tuple(map(self.unpack, rest))
+        if code == _AGAIN:
+            return self._objects[rest[0]]
+        if code == _DICT:
+            return self._fill_dict({}, rest)
+        new: Any = {_LIST: list, _SET: set}[code]() if code != _DEQUE else deque(maxlen=rest.pop(0))
+        self._objects.append(new)
+        (new.update if code == _SET else new.extend)(map(self.unpack, rest))
+        return new
+
+    def _unpack_record(self, kind: type, rest: list[Any]) -> Any:
+        if issubclass(kind, Enum):
+            return kind(rest[0])
+        if issubclass(kind, tuple):
+            return kind(*map(self.unpack, rest))
+        if issubclass(kind, dict):
+            return self._fill_dict(kind(), rest)
+        if issubclass(kind, msgspec.Struct):
+            return self._unpack_struct(kind, rest)
+        new = kind.__new__(kind)
+        self._objects.append(new)
+        names = _fields(kind)
+        pairs = zip(names, rest, strict=True) if names else zip(rest[::2], rest[1::2], strict=True)
+        for name, value in pairs:
+            object.__setattr__(new, name, self.unpack(value))
+        return new
+
+    def _unpack_struct(self, kind: type[msgspec.Struct], rest: list[Any]) -> msgspec.Struct:
+        place = len(self._objects)
+        if not kind.__struct_config__.frozen:
+            self._objects.append(None)  # nothing inside refers to it
+        values = zip(kind.__struct_fields__, map(self.unpack, rest), strict=True)
+        new = kind(**dict(values))
+        if not kind.__struct_config__.frozen:
+            self._objects[place] = new
+        return new
+
+    def _fill_dict(self, new: dict[Any, Any], rest: list[Any]) -> dict[Any, Any]:
+        self._objects.append(new)
+        for key, value in zip(rest[::2], rest[1::2], strict=True):
+            found = self.unpack(key)
+            new[found] = self.unpack(value)
+        return new
