@@ -6,14 +6,11 @@ nothing changes any more. `now` is in monotonic seconds and never goes back. An 
 repeated or out of order changes nothing and is counted.
 """
 
-from copy import copy
-
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Decision
 from elastic_driver.core.invariants import violations
 from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.rules.rounds import Rule
-from elastic_driver.core.snapshots import pack
 from elastic_driver.core.status import JobStatus, status_of
 from elastic_driver.errors import assert_never
 from elastic_driver.settings import Settings
@@ -77,9 +74,10 @@ class Job(JobParts):
 
     def snapshot(self) -> bytes:
         """See `Machine.snapshot`; the last decisions are not part of the state."""
-        bare = copy(self)
-        bare._decided = ()
-        return pack(bare)
+        decided, self._decided = self._decided, ()
+        snapshot = super().snapshot()
+        self._decided = decided
+        return snapshot
 
     def status(self, now: float) -> JobStatus:
         """Return a frozen picture of the job, for `/v1/status`."""

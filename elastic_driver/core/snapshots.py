@@ -85,8 +85,9 @@ def _fields(kind: Any) -> tuple[str, ...] | None:
     if is_dataclass(kind):
         return tuple(each.name for each in fields(kind))
     if issubclass(kind, msgspec.Struct):
-        return kind.__struct_fields__
-    return getattr(kind, "_fields", None)  # of a NamedTuple
+        return tuple(kind.__struct_fields__)
+    names: tuple[str, ...] | None = getattr(kind, "_fields", None)  # of a NamedTuple
+    return names
 
 
 def _class(name: str, names: Iterable[str] | None) -> type:
@@ -114,7 +115,7 @@ class _Packer:
 
     def pack(self, value: Any) -> Any:
         """Return a value in the form of a snapshot; raises `TypeError` if it has none."""
-        kind = type(value)
+        kind: Any = type(value)
         if kind in _PLAIN:
             return value
         form = self._forms.get(kind)
@@ -127,7 +128,7 @@ class _Packer:
             self._places[id(value)] = len(self._places)
         return form(value)
 
-    def _form_of(self, kind: type) -> Callable[[Any], list[Any]]:
+    def _form_of(self, kind: Any) -> Callable[[Any], list[Any]]:
         """Return the function that packs the values of a type."""
         pack_all = self._all
         if kind is tuple or kind is list:
@@ -151,7 +152,7 @@ class _Packer:
         pack = self.pack
         return [v if type(v) in _PLAIN else pack(v) for v in values]
 
-    def _number(self, kind: type) -> int:
+    def _number(self, kind: Any) -> int:
         number = self.classes[kind] = len(self.classes)
         if _class(_name(kind), _fields(kind)) is not kind:
             raise TypeError(f"a {_name(kind)} cannot be in a snapshot")
@@ -201,7 +202,7 @@ class _Unpacker:
         (new.update if code == _SET else new.extend)(map(self.unpack, rest))
         return new
 
-    def _unpack_record(self, kind: type, rest: list[Any]) -> Any:
+    def _unpack_record(self, kind: Any, rest: list[Any]) -> Any:
         if issubclass(kind, Enum):
             return kind(rest[0])
         if issubclass(kind, tuple):
@@ -213,8 +214,8 @@ class _Unpacker:
         new = kind.__new__(kind)
         self._objects.append(new)
         names = _fields(kind)
-        pairs = zip(names, rest, strict=True) if names else zip(rest[::2], rest[1::2], strict=True)
-        for name, value in pairs:
+        named = (rest[::2], rest[1::2]) if names is None else (names, rest)
+        for name, value in zip(*named, strict=True):
             object.__setattr__(new, name, self.unpack(value))
         return new
 

@@ -58,9 +58,9 @@ def test_the_stories_of_a_machine_hold_for_restored_ones(
     assert made
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize("first", range(0, 100, 25))
 def test_restored_data_sets_hand_out_the_same_shards(first: int) -> None:
-    for seed in range(first, first + 50):
+    for seed in range(first, first + 25):
         random, sets = Random(seed), Restoring(DataSets(), seed)
         held: list[tuple[str, m.Granted]] = []
         now = 0.0
