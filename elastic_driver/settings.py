@@ -31,6 +31,9 @@ class Settings:
     replace_slow: bool = option(Heading.SIZE, o.FLAG, False,
         "Replace a worker that computes slowly for a long time by one on another host, if --max-np "
         "leaves a slot free; no step is lost.")
+    spares: int = option(Heading.SIZE, whole(), 0,
+        "Keep N more workers on each host that have run the script up to @elastic.run, and take a "
+        "lost worker's slot at once (docs/warm-workers.md).")
 
     # policy
     reset_limit: int | None = option(POLICY, whole(), None,

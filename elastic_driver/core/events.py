@@ -87,13 +87,15 @@ class WorkerReady(WorkerReport, frozen=True, tag="worker_ready", forbid_unknown_
     """A worker is in no group and waits for the next round (`round`: the one it left, 0 none).
 
     `version` is the number of committed steps in its state (−1: nothing trained yet), `clean` means
-    that its tensors are exactly those. `reason` says why it left.
+    that its tensors are exactly those. `reason` says why it left. `bound`: it uses the device of
+    the slot that it was started for, so a spare can take no other one.
     """
 
     round: Count
     version: Annotated[int, Meta(ge=-1, le=2**53)]
     clean: bool
     reason: Text
+    bound: bool = False
 
 
 class WorkerStepped(WorkerReport, frozen=True, tag="worker_stepped", forbid_unknown_fields=True):

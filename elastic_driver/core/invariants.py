@@ -13,13 +13,20 @@ from elastic_driver.core.decisions import Decision, GiveOrder, PublishWorld, Sta
 from elastic_driver.core.documents import StartWorkerOrder, World
 from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.rules.rounds import CLOSED, CLOSING, COMPLETE
-from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, RUNNING, STARTING, WorkerState
+from elastic_driver.core.rules.workers import (
+    ACTIVE,
+    OCCUPYING,
+    RUNNING,
+    SPARES,
+    STARTING,
+    WorkerState,
+)
 
 
 def violations(job: JobParts, decided: Sequence[Decision]) -> list[str]:
     """Return every violation; `decided` are the decisions on the last event."""
     sizes = (_round, _ranks, _sizes, _units)
-    checks = (_workers, _slots, *sizes, _replacement, _finishing, _waiting)
+    checks = (_workers, _slots, _spares, *sizes, _replacement, _finishing, _waiting)
     return [*_decisions(job, decided), *chain.from_iterable(check(job) for check in checks)]
 
 
@@ -72,10 +79,21 @@ def _workers(job: JobParts) -> Iterator[str]:
 
 
 def _slots(job: JobParts) -> Iterator[str]:
-    taken = Counter((w.host, w.slot) for w in job.workers.having(*OCCUPYING))
+    taken = Counter((w.host, w.slot) for w in job.workers.having(*OCCUPYING) if not w.spare)
     for (host, slot), count in taken.items():
         if count > 1:
             yield f"{count} processes share slot {slot} of {host}"
+
+
+def _spares(job: JobParts) -> Iterator[str]:
+    for worker in job.workers.workers.values():
+        if worker.spare and worker.state in ACTIVE:
+            yield f"{worker.id} is {worker.state.value} but is a spare, in no slot"
+        if not worker.spare and worker.state in SPARES:
+            yield f"{worker.id} is {worker.state.value} but has a slot"
+    for host, count in Counter(worker.host for worker in job.workers.having(*SPARES)).items():
+        if count > job.settings.spares:
+            yield f"{host} has {count} spares, at most {job.settings.spares} are allowed"
 
 
 def _round(job: JobParts) -> Iterator[str]:

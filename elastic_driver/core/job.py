@@ -32,6 +32,7 @@ RULES = (
     "boundary",  # the step after which members leave is named
     "membership",  # rounds of elastic jobs
     "plain",  # rounds of plain jobs
+    "spares",  # spares are started and stopped
 )
 MAX_PASSES = 64  # far more than any chain of consequences
 
@@ -99,6 +100,10 @@ class Job(JobParts):
         match event:
             case ev.WorkerStarted():
                 self.reports.on_started(worker, event, now)
+            case ev.WorkerReady() if worker.spare:
+                self.spares.on_ready(worker, event, now)
+            case ev.WorkerExited() if worker.spare:
+                self.spares.on_exited(worker, event, now)
             case ev.WorkerReady():
                 self.reports.on_ready(worker, event, now)
                 self.suspicion.on_left(worker, event, now)

@@ -22,6 +22,7 @@ from elastic_driver.core.rules.plain import Plain
 from elastic_driver.core.rules.preemption import FinalSaves, Preemption
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import Capacity, Rounds
+from elastic_driver.core.rules.spares import Spares
 from elastic_driver.core.rules.suspicion import Suspicion
 from elastic_driver.core.rules.workers import WorkerStateRegistry
 from elastic_driver.core.snapshots import Restorable
@@ -53,6 +54,7 @@ class JobParts(Restorable):
         self.hangs = self._make(Hangs)
         self.drains = self._make(Drains)
         self.placement = self._make(Placement)
+        self.spares = self._make(Spares)
         self.agents = self._make(Agents)
         self.suspicion = self._make(Suspicion)
         self.final_checkpoint = self._make(FinalSaves)

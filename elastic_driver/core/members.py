@@ -25,7 +25,7 @@ class SlotInfo(Struct, frozen=True, array_like=True):
     """One worker's place in a round (meaning of the six numbers as in Horovod)."""
 
     host: str
-    slot: int  # the device; it never changes while the process lives
+    slot: int  # the device; it never changes, but a spare gets it only when it takes a slot
     rank: int
     local_rank: int  # counted anew each round, 0 … local_size − 1
     cross_rank: int  # index of this host among the hosts that have this local_rank
@@ -51,6 +51,7 @@ class SlotRun(Struct, frozen=True, array_like=True):
     slot: Index  # of the first
     count: Count
     incarnation: Index  # of all
+    shift: int = 0  # from the slot to the one in the name; not 0 only if it was a spare
 
 
 class HostGroup(Struct, frozen=True, array_like=True):
@@ -80,7 +81,8 @@ class _HostBlock(NamedTuple):
 
     number: int  # among the blocks
     hosts: tuple[str, ...]
-    seats: list[tuple[int, int]]  # slot and incarnation, by local rank
+    seats: list[tuple[int, int]]  # slot in the name and incarnation, by local rank
+    slots: list[int]  # by local rank
     node: int  # rank of the first host
     rank: int  # of its first worker
 
@@ -104,8 +106,11 @@ class Members(Sequence[Member]):
             raise ValueError(f"a roster of {self._size} members is too long or contradicts itself")
         self._nodes = rank = 0
         for number, group in enumerate(roster.groups):
-            seats = [(r.slot + i, r.incarnation) for r in group.runs for i in range(r.count)]
-            self._blocks.append(_HostBlock(number, group.hosts, seats, self._nodes, rank))
+            seats = [
+                (r.slot + r.shift + i, r.incarnation) for r in group.runs for i in range(r.count)
+            ]
+            slots = [r.slot + i for r in group.runs for i in range(r.count)]
+            self._blocks.append(_HostBlock(number, group.hosts, seats, slots, self._nodes, rank))
             self._nodes += len(group.hosts)
             rank += len(group.hosts) * len(seats)
 
@@ -145,15 +150,16 @@ class Members(Sequence[Member]):
 
     def _member(self, block: _HostBlock, offset: int, local_rank: int) -> Member:
         """Return the member with this local rank on the host at `offset` in its block."""
-        slot, incarnation = block.seats[local_rank]
+        named, incarnation = block.seats[local_rank]
         host, local_size = block.hosts[offset], len(block.seats)
         rank = block.rank + offset * local_size + local_rank
         having = self._hosts_with(local_rank)
         ranks = (rank, local_rank, having[block.number] + offset)
         sizes = (self._size, local_size, having[-1])
-        place = SlotInfo(host, slot, *ranks, *sizes, block.node + offset, self._nodes)
+        node = block.node + offset
+        place = SlotInfo(host, block.slots[local_rank], *ranks, *sizes, node, self._nodes)
         state = self.roster.standings[bisect_right(self._states_from, rank) - 1]
-        return Member(worker_id(host, slot, incarnation), place, state.version, state.clean)
+        return Member(worker_id(host, named, incarnation), place, state.version, state.clean)
 
     def _hosts_with(self, local_rank: int) -> list[int]:
         """Return how many hosts have this local rank, before each block and behind them all."""
@@ -191,12 +197,13 @@ def _runs(members: Iterable[Member]) -> tuple[SlotRun, ...]:
     runs: list[SlotRun] = []
     for member in members:
         place = member.place
-        incarnation = int(member.worker.rpartition(".")[2])
-        if member.worker != worker_id(place.host, place.slot, incarnation):
+        named, incarnation = map(int, member.worker.rsplit(".", 2)[1:])
+        if member.worker != worker_id(place.host, named, incarnation):
             raise ValueError(f"{member.worker} is no worker in slot {place.slot} of {place.host}")
         last = runs[-1] if runs else None
-        if last and (last.slot + last.count, last.incarnation) == (place.slot, incarnation):
-            runs[-1] = SlotRun(last.slot, last.count + 1, incarnation)
+        alike = incarnation, named - place.slot
+        if last and (last.slot + last.count, last.incarnation, last.shift) == (place.slot, *alike):
+            runs[-1] = SlotRun(last.slot, last.count + 1, *alike)
         else:
-            runs.append(SlotRun(place.slot, 1, incarnation))
+            runs.append(SlotRun(place.slot, 1, *alike))
     return tuple(runs)

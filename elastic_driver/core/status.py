@@ -9,7 +9,7 @@ from msgspec import Struct
 from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.rules.hosts import Hindrance
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE
-from elastic_driver.core.rules.workers import RUNNING
+from elastic_driver.core.rules.workers import RUNNING, Worker
 
 
 class MemberStatus(Struct, frozen=True):
@@ -18,7 +18,7 @@ class MemberStatus(Struct, frozen=True):
     worker: str
     host: str
     slot: int
-    rank: int
+    rank: int  # −1: a spare, which has none
     state: str  # a `WorkerState`
     pid: int  # 0: not known yet
     version: int  # committed steps it brought into the round; −1: none
@@ -37,7 +37,7 @@ class HostStatus(Struct, frozen=True):
     reason: str  # why it is in cool-down, drained, or to be checked
     agent: str  # none | starting | ready
     agent_incarnation: int  # 0: none
-    workers: int  # processes on it
+    workers: int  # in its slots
 
 
 class SlowStatus(Struct, frozen=True):
@@ -89,10 +89,7 @@ def status_of(job: JobParts, now: float) -> JobStatus:
     end, budget = outcome.end, outcome.budget
     known = {host.name: host.slots for host in job.hosts.known.values()}
     known.update({name: 0 for name in job.fleet.agents if name not in known})
-    members = tuple(
-        MemberStatus(w.id, w.host, w.slot, w.place.rank, w.state.value, w.pid, w.version, w.leaving)
-        for w in sorted(job.workers.workers.values(), key=lambda w: (w.place.rank, w.age))
-    )
+    by_rank = sorted(job.workers.workers.values(), key=lambda w: (w.spare, w.place.rank, w.age))
     return JobStatus(
         state=_state(job),
         kind=outcome.kind.value,
@@ -104,7 +101,7 @@ def status_of(job: JobParts, now: float) -> JobStatus:
         wanted=job.capacity.wanted,
         min_np=settings.min_np,
         max_np=settings.max_np,
-        members=members,
+        members=tuple(map(_member, by_rank)),
         hosts=tuple(_host(job, name, slots, now) for name, slots in known.items()),
         counters=CounterStatus(
             failures=budget.failures,
@@ -118,6 +115,11 @@ def status_of(job: JobParts, now: float) -> JobStatus:
         ),
         ignored=job.effects.ignored,
     )
+
+
+def _member(w: Worker) -> MemberStatus:
+    rank = -1 if w.spare else w.place.rank
+    return MemberStatus(w.id, w.host, w.slot, rank, w.state.value, w.pid, w.version, w.leaving)
 
 
 def _state(job: JobParts) -> str:
@@ -134,7 +136,7 @@ def _state(job: JobParts) -> str:
 
 def _host(job: JobParts, name: str, slots: int, now: float) -> HostStatus:
     hosts, agent = job.hosts, job.fleet.agents.get(name)
-    workers, hindrance = len(job.workers.on_host(name)), hosts.hindrance(name)
+    workers, hindrance = len(job.workers.in_slots(name)), hosts.hindrance(name)
     if name not in hosts.known:
         state = "removed"
     elif hindrance is Hindrance.DRAINED and workers:

@@ -70,7 +70,7 @@ class WorkerResults:
     def note(self, event: Announce, exited: WorkerExited | None, now: float) -> None:
         """Note the start or the end of a worker; `exited`: the report of its exit, if one came."""
         worker, host, slot = event.worker, event.host, event.slot
-        if worker is None or host is None or slot is None:
+        if worker is None or host is None:
             return
         if event.event == "worker_started":
             self._started[worker] = now
@@ -78,6 +78,8 @@ class WorkerResults:
             return
         hung, expected = event.event == "worker_hung", bool(event.detail.get("expected"))
         began = self._started.get(worker) if hung else self._started.pop(worker, None)
+        if slot is None:
+            return  # a spare
         if expected and (self._world is None or self._world.member(worker) is None):
             return  # it was stopped before it took part, or after the others had gone on
         report = exited if event.event == "worker_exited" else None

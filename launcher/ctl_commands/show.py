@@ -91,7 +91,8 @@ def workers(document: JobDocument) -> str:
     rows = []
     for w in document.members:
         note = f"leaves: {w.leaving}" if w.leaving else slow.get(w.worker, "")
-        rows.append((str(w.rank), w.state, w.host, str(w.slot), str(w.pid or "-"), w.worker, note))
+        rank = "-" if w.rank < 0 else str(w.rank)
+        rows.append((rank, w.state, w.host, str(w.slot), str(w.pid or "-"), w.worker, note))
     return table(("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", ""), rows)
 
 

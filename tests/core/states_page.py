@@ -26,8 +26,8 @@ cell is the state that follows. "·" means that the event is ignored.
 
 {workers}
 
-A worker *takes part* (or is going to) while it is {active}. Its process may exist, so that
-its slot is taken, while it is {occupying}.
+A worker *takes part* (or is going to) while it is {active}. Its process may exist while it is
+{occupying}; it then takes its slot, unless it is a spare (`--spares`).
 
 ## Agents
 

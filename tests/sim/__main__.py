@@ -21,7 +21,7 @@ def main() -> int:
     if options.seed is not None:
         seeds = range(options.seed, options.seed + 1)
     ends: Counter[str] = Counter()
-    rounds = replaced = 0
+    rounds = replaced = promoted = 0
     for seed in seeds:
         try:
             outcome = run_seed(seed)
@@ -32,9 +32,11 @@ def main() -> int:
             return 1
         rounds += outcome.rounds
         replaced += outcome.replaced
+        promoted += outcome.promoted
         ends[f"exit code {outcome.exit_code}"] += 1
     summary = ", ".join(f"{count} ended with {end}" for end, count in sorted(ends.items()))
-    print(f"{len(seeds)} seeds, {rounds} rounds, {replaced} slow workers replaced: {summary}")
+    did = f"{replaced} slow workers replaced, {promoted} spares promoted"
+    print(f"{len(seeds)} seeds, {rounds} rounds, {did}: {summary}")
     return 0
 
 

@@ -103,6 +103,7 @@ class Cluster:
         self.groups: dict[int, Group] = {}
         self.births: dict[int, Group] = {}
         self.replaced = 0  # slow workers
+        self.promoted = 0  # spares
         self.trained = 0  # steps anybody has ever finished
         self.written: dict[int, set[str]] = {}  # shares of last checkpoints, by request
         self.on_disk = 0  # the step of the newest that is complete
@@ -216,6 +217,8 @@ class Cluster:
             self.end, self.ended_at = decision, self.clock.now
         elif isinstance(decision, Announce) and decision.event == "worker_replaced":
             self._check_replaced(decision)
+        elif isinstance(decision, Announce):
+            self.promoted += decision.event == "spare_promoted"
 
     def _start_agent(self, decision: StartAgent) -> None:
         agent = SimAgent(self, decision.host, decision.incarnation)
@@ -283,9 +286,17 @@ class Cluster:
         return [w for agent in self.agents.values() for w in agent.workers.values() if w.alive]
 
     def check_slot(self, newcomer: SimWorker) -> None:
-        place = newcomer.order.place
+        known = self.job.workers.workers
+
+        def slot(worker: SimWorker) -> int | None:
+            """The slot that it occupies; none if it is a spare."""
+            record = known.get(worker.id)
+            if record is None:  # it is stopped before it was started
+                return worker.order.place.slot
+            return None if record.spare else record.slot
+
         for worker in newcomer.agent.workers.values():
-            if worker.alive and worker.order.place.slot == place.slot:
+            if worker.alive and slot(worker) is not None and slot(worker) == slot(newcomer):
                 raise Violation(f"{newcomer.id} is started beside {worker.id} in one slot")
 
     def _check_world(self, world: msg.World) -> None:

@@ -6,13 +6,14 @@ round of the best possible size, and then finish with success.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import WorkerState
+from elastic_driver.core.rules.workers import SPARES, WorkerState
 from elastic_driver.settings import Settings
 from tests.sim.cluster import Cluster, Violation
 from tests.sim.faults import Faults
@@ -33,6 +34,7 @@ class Outcome:
     exit_code: int | None
     ignored: int
     replaced: int  # slow workers
+    promoted: int  # spares
 
 
 class SeedFailed(AssertionError):
@@ -96,6 +98,12 @@ def with_slow_replaced(settings: Settings, seed: int) -> Settings:
     )
 
 
+def with_spares(settings: Settings, seed: int) -> Settings:
+    """Of every three seeds one keeps spares."""
+    random = Random(f"spares of {seed}")
+    return replace(settings, spares=random.choice([1, 1, 2]) if random.random() < 1 / 3 else 0)
+
+
 def _plan_departure(cluster: Cluster, faults: Faults, seed: int) -> None:
     """In every fourth seed the whole job is told to go, in the midst of trouble or after it."""
     random = Random(f"departure of {seed}")
@@ -114,6 +122,7 @@ def run_seed(seed: int) -> Outcome:
     hosts = {f"h{n}": random.randint(1, 4) for n in range(random.randint(1, 4))}
     settings = with_slow_replaced(settings_of(random, sum(hosts.values())), seed)
     settings = with_hosts_bounded(settings, seed, len(hosts))
+    settings = with_spares(settings, seed)
     settings = replace(settings, fixed_hosts=Random(f"fixed {seed}").random() < 0.5)
     cluster = Cluster(seed, settings, elastic=random.random() < 0.75)
     faults = Faults(cluster, hosts, seed, own_exits=random.random() < 0.4)
@@ -131,6 +140,7 @@ def run_seed(seed: int) -> Outcome:
         cluster.end.exit_code if cluster.end else None,
         cluster.job.effects.ignored_events,
         cluster.replaced,
+        cluster.promoted,
     )
 
 
@@ -182,6 +192,17 @@ def _check_best_size(cluster: Cluster) -> None:
     cluster.clock.run(cluster.clock.now + 2.0, lambda: cluster.end is not None)
     if cluster.trained <= before:
         raise Violation("quiet and complete, but nobody finishes a step")
+    _check_spares(cluster)
+
+
+def _check_spares(cluster: Cluster) -> None:
+    """Each host that trains has its spares, unless some of them have failed there."""
+    job = cluster.job
+    spares = Counter(worker.host for worker in job.workers.having(*SPARES))
+    for host in {worker.host for worker in job.workers.having(WorkerState.RUNNING)}:
+        failed = job.spares.has_failed(host)
+        if spares[host] != job.settings.spares * cluster.elastic and not failed:
+            raise Violation(f"quiet, but {host} has {spares[host]} spares")
 
 
 def _check_best_hosts(cluster: Cluster) -> None:

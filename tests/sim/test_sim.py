@@ -26,6 +26,10 @@ def test_slow_workers_are_replaced_in_some_seeds() -> None:
     assert any(run_seed(seed).replaced for seed in range(SEEDS))  # the first ends the search
 
 
+def test_spares_take_over_in_some_seeds() -> None:
+    assert any(run_seed(seed).promoted for seed in range(SEEDS))
+
+
 @pytest.mark.parametrize("break_it", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_rule_is_caught_by_an_invariant(
     break_it: Break, monkeypatch: pytest.MonkeyPatch

@@ -168,7 +168,7 @@ def dies_while_joining(path: str) -> None:
     assert born is not None
     connection = DriverConnection(born, TrainingProgress(), lambda _: None, lambda: None)
     connection.start()
-    connection.report_ready(0, StateVersion(), "started")
+    connection.report_ready(0, StateVersion(), "started", bound=False)
     connection.await_world(0)
     Recorder(path).note(dying=True)
     os._exit(9)

@@ -55,9 +55,10 @@ class Agents(Rule):
             self.stacks.ask(now, f"{worker.id}: {event.reason}")
         elif event.kind == "worker":
             self.stacks.settle()  # before it is killed
-            if worker.leaving and self.workers.apply(worker, WorkerNews.TOLD_TO_STOP):
+            going = worker.leaving or worker.spare
+            if going and self.workers.apply(worker, WorkerNews.TOLD_TO_STOP):
                 self.effects.kill(worker, event.reason)
-                self.rounds.left_early(worker, now, running=True)
+                self.rounds.left_early(worker, now, running=not worker.spare)
             else:
                 self.reports.give_up_worker(worker, event.reason, now)
 

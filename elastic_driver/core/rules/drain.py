@@ -260,7 +260,7 @@ class Drains(Rule):
             unsafe = name not in self.fleet.agents and self.hosts.suspect(name, now)
             if name in slow or unsafe or not self.hosts.usable(name):
                 continue
-            if len(self.workers.on_host(name)) < host.slots and self._makes_a_world(worker, name):
+            if len(self.workers.in_slots(name)) < host.slots and self._makes_a_world(worker, name):
                 return name
         return None
 

@@ -13,6 +13,7 @@ from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.preemption import FinalSaves, Preemption
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING, Rule
+from elastic_driver.core.rules.spares import Spares
 from elastic_driver.core.rules.workers import READY, RUNNING, STARTING, STOPPING, Worker
 
 
@@ -23,6 +24,7 @@ class Membership(Rule):
     reports: Reports
     drains: Drains
     placement: Placement
+    spares: Spares
     boundary: Boundary
     final_checkpoint: FinalSaves
     preemption: Preemption
@@ -140,7 +142,8 @@ class Membership(Rule):
         reason = "the first round" if founders and current.number == 1 else "a free slot"
         # In the first round a replacement does not hold up workers that are ready and enough.
         awaited = founders and not current.founders
-        where = self.placement.free_slots(self.placement.room_left())
+        free = self.placement.free_slots(self.placement.room_left())
+        where = self.spares.promote(free, founder=founders)
         self.placement.place(where, reason, founder=founders, awaited=awaited)
 
     def _watch_forming(self, now: float) -> None:

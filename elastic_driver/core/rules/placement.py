@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from elastic_driver.core.decisions import StartAgent, StopAgent
-from elastic_driver.core.documents import StartWorkerOrder
+from elastic_driver.core.documents import SlotInfo, StartWorkerOrder
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.fleet import AgentNews, AgentState, HostAgent
@@ -162,7 +162,7 @@ class Placement(Rule):
         hosts = {host.name: host for host in self._ready_hosts()}
         free: dict[Where, None] = {}
         for name, host in hosts.items():
-            taken = {worker.slot for worker in self.workers.on_host(name)}
+            taken = {worker.slot for worker in self.workers.in_slots(name)}
             slots = ((name, slot) for slot in range(host.slots) if slot not in taken)
             free.update(dict.fromkeys(islice(slots, max(0, host.slots - len(taken)))))
         if limit is None or limit >= len(free):
@@ -182,7 +182,7 @@ class Placement(Rule):
         if width == 1:
             return free
         order = {host: n for n, host in enumerate(hosts)}
-        levels = {host: len(self.workers.on_host(host)) for host in hosts}
+        levels = {host: len(self.workers.in_slots(host)) for host in hosts}
         keyed: dict[Where, tuple[int, int, int]] = {}
         for where in free:
             host = where[0]
@@ -221,16 +221,23 @@ class Placement(Rule):
         seats = [worker.seat for worker in staying + started]
         places = dict(assign(seats))
         tf_configs = self._tf_configs([(seat.host, seat.slot) for seat in seats])
+        rank0 = next(iter(places.values())).host
+        for worker in started:
+            tf_config = tf_configs.get((worker.host, worker.slot))
+            self.start(worker, places[worker.id], rank0, why, tf_config)
+        return started
+
+    def start(
+        self, worker: Worker, place: SlotInfo, rank0: str, why: str, tf_config: str | None = None
+    ) -> None:
+        """Order a worker's process, for a round whose rank 0 is on the host `rank0`."""
         current, restarts = self.rounds.current, self.outcome.restart_count
         number = current.number if current.state is FORMING else current.number + 1
-        rank0 = self.fleet.agents[next(iter(places.values())).host]
-        address, port = rank0.address, rank0.port(number)
-        for worker in started:
-            place, tf_config = places[worker.id], tf_configs.get((worker.host, worker.slot))
-            self.workers.place(worker, place)
-            order = StartWorkerOrder(worker.id, place, number, restarts, address, port, tf_config)
-            self.effects.give(worker.host, order, why)
-        return started
+        agent = self.fleet.agents[rank0]
+        meeting = agent.address, agent.port(number)
+        self.workers.place(worker, place)
+        order = StartWorkerOrder(worker.id, place, number, restarts, *meeting, tf_config)
+        self.effects.give(worker.host, order, why)
 
     def _tf_configs(self, members: list[Where]) -> dict[Where, str]:
         """Return TF_CONFIG of each member of the coming world; empty if the job has none."""

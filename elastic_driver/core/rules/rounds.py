@@ -89,6 +89,7 @@ class Capacity:
     target: int | None = None  # a user's wish; None: max_np
     changed: bool = True  # leavers and agents are out of date
     placement_due: bool = False  # there may be slots for more workers
+    spares_due: bool = False  # spares may be missing, or too many
     slots_to_refill: list[tuple[str, int]] = field(default_factory=list)  # before all others
 
     @property
@@ -117,11 +118,15 @@ class Capacity:
 
     def settled(self, *, placing: bool) -> None:
         """Record that leavers and agents are up to date; `placing`: workers may be started."""
-        self.changed, self.placement_due = False, placing
+        self.changed, self.placement_due, self.spares_due = False, placing, True
 
     def placing_begins(self) -> None:
         """Record that the free slots are filled now."""
         self.placement_due = False
+
+    def spares_settled(self) -> None:
+        """Record that the spares are as they have to be."""
+        self.spares_due = False
 
     def placed(self) -> None:
         """Record that workers were started in the free slots."""

@@ -27,6 +27,8 @@ class WorkerState(str, Enum):
     SUCCESS = "success"  # exited 0 by itself
     FAILURE = "failure"  # failed or lost, and gone
     STOPPED = "stopped"  # gone as it was told to
+    WARMING = "warming"  # a spare that runs the script and has not reported yet
+    SPARE = "spare"  # a spare that can take a slot at once
 
 
 class WorkerNews(str, Enum):
@@ -34,13 +36,14 @@ class WorkerNews(str, Enum):
 
     READY = "ready"
     ADMITTED = "admitted"  # the core made it a member of a round
+    PROMOTED = "promoted"  # the core gave a slot to a spare
     TOLD_TO_STOP = "told to stop"
     LOST = "lost"
     EXITED_ZERO = "exited 0"
     EXITED_NONZERO = "exited non-zero"
 
 
-STARTING, READY, RUNNING, STOPPING, LOST, SUCCESS, FAILURE, STOPPED = WorkerState
+STARTING, READY, RUNNING, STOPPING, LOST, SUCCESS, FAILURE, STOPPED, WARMING, SPARE = WorkerState
 _N = WorkerNews
 _ENDS = {_N.TOLD_TO_STOP: STOPPING, _N.LOST: LOST}
 _ENDS |= {_N.EXITED_ZERO: SUCCESS, _N.EXITED_NONZERO: FAILURE}
@@ -56,10 +59,14 @@ TRANSITIONS: dict[WorkerState, dict[WorkerNews, WorkerState]] = {
     SUCCESS: {},
     FAILURE: {},
     STOPPED: {},
+    # A spare ends for no good reason: it has not taken part.
+    WARMING: {_N.READY: SPARE, **_ENDS, _N.EXITED_ZERO: FAILURE},
+    SPARE: {_N.PROMOTED: READY, **_ENDS, _N.EXITED_ZERO: FAILURE},
 }
 
 ACTIVE = (STARTING, READY, RUNNING)  # takes part, or is going to
-OCCUPYING = (*ACTIVE, STOPPING, LOST)  # its process may exist, so its slot is taken
+SPARES = (WARMING, SPARE)
+OCCUPYING = (*ACTIVE, *SPARES, STOPPING, LOST)  # its process may exist
 
 
 @dataclass(slots=True)
@@ -68,8 +75,8 @@ class Worker:
 
     id: str
     host: str
-    slot: int
-    number: int  # order of start in the whole job
+    slot: int  # of a spare: the one it was started for
+    number: int  # order of start, or of promotion, in the whole job
     founder: bool = False  # started for a round that is not complete yet
     awaited: bool = False  # a founder for which that round waits
     place: SlotInfo = field(init=False)  # its rank in the current round, or its first one
@@ -81,6 +88,8 @@ class Worker:
     left: int = 0  # the round it reported to have left with its last READY
     stepped: bool = False  # has finished a training step
     leaving: str = ""  # the reason why it has to leave at the next chance; empty: it stays
+    spare: bool = False  # it is in no slot, and was in none when it was told to stop
+    bound: bool = False  # to the device of its slot
 
     @property
     def age(self) -> tuple[bool, int]:
@@ -116,13 +125,31 @@ class WorkerStateRegistry:
 
     def add(self, host: str, slot: int, *, founder: bool, awaited: bool) -> Worker:
         """Record the next worker of a slot; `place` follows before anything else reads it."""
+        worker = self._add(host, slot, STARTING)
+        worker.founder, worker.awaited = founder, awaited
+        return worker
+
+    def add_spare(self, host: str, slot: int) -> Worker:
+        """Record a new spare, started for this slot; `place` follows as for `add`."""
+        worker = self._add(host, slot, WARMING)
+        worker.spare = True
+        return worker
+
+    def _add(self, host: str, slot: int, state: WorkerState) -> Worker:
         self._incarnations[host, slot] += 1
         self.started += 1
         name = worker_id(host, slot, self._incarnations[host, slot])
-        worker = Worker(name, host, slot, self.started, founder, awaited)
-        self.workers[name] = self._by_state[worker.state][name] = worker
+        worker = Worker(name, host, slot, self.started, state=state)
+        self.workers[name] = self._by_state[state][name] = worker
         self._by_host.setdefault(host, {})[name] = worker
         return worker
+
+    def promote(self, spare: Worker, slot: int, *, founder: bool) -> None:
+        """Let a spare that is ready have this slot, as the newest worker that waits for a round."""
+        if not self.apply(spare, WorkerNews.PROMOTED):
+            raise ValueError(f"{spare.id} is {spare.state.value} and cannot take a slot")
+        self.started += 1
+        spare.number, spare.slot, spare.spare, spare.founder = self.started, slot, False, founder
 
     def place(self, worker: Worker, place: SlotInfo) -> None:
         """Record the place that the worker gets."""
@@ -176,6 +203,7 @@ class WorkerStateRegistry:
         if not self.apply(worker, WorkerNews.READY):
             raise ev.StaleEvent(f"{worker.id} is {worker.state.value}, not awaited as READY")
         worker.left, worker.version, worker.clean = event.round, event.version, event.clean
+        worker.bound = event.bound
 
     def stepped(self, worker: Worker) -> None:
         """Record that the worker has finished a step."""
@@ -213,3 +241,7 @@ class WorkerStateRegistry:
     def on_host(self, host: str) -> tuple[Worker, ...]:
         """Return the workers whose process may exist on this host."""
         return tuple(self._by_host.get(host, {}).values())
+
+    def in_slots(self, host: str) -> list[Worker]:
+        """Return the workers that occupy the slots of this host: all but the spares."""
+        return [worker for worker in self._by_host.get(host, {}).values() if not worker.spare]

@@ -157,12 +157,14 @@ class DriverConnection:
             self.client.batch(*map(Delete, self._leases), deadline=STOP_S)
         self.client.close()
 
-    def report_ready(self, left: int, state_version: StateVersion, reason: str) -> None:
-        """Report READY for the next round after round `left`."""
+    def report_ready(
+        self, left: int, state_version: StateVersion, reason: str, *, bound: bool
+    ) -> None:
+        """Report READY for the next round after round `left`; `bound`: to a device."""
         if left:
             self._report_first_step(self.client, left, math.inf)
         reason = reason[:MAX_REASON_CHARS]
-        self._post(events.WorkerReady(self.born.worker, left, *state_version, reason))
+        self._post(events.WorkerReady(self.born.worker, left, *state_version, reason, bound))
 
     def await_world(
         self, left: int, checkpoint: FinalCheckpointTask | None = None

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
+import torch
 from torch.distributed import HashStore, Store
 
 from elastic_driver import contract
@@ -246,7 +247,8 @@ class JobMembership:
 
     def _report_ready(self, version: StateVersion, reason: str) -> None:
         if self._driver is not None:
-            self._driver.report_ready(self._left, version, reason)
+            bound = self._choice.device is not None or torch.cuda.is_initialized()
+            self._driver.report_ready(self._left, version, reason, bound=bound)
 
     def settle(self) -> None:
         """Wait until the results of collectives are there, before they change the state.

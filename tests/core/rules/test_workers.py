@@ -9,6 +9,7 @@ from elastic_driver.core.rules.rounds import ROUND_TRANSITIONS, Round, RoundStat
 from elastic_driver.core.rules.workers import (
     ACTIVE,
     OCCUPYING,
+    SPARES,
     TRANSITIONS,
     Worker,
     WorkerNews,
@@ -27,8 +28,11 @@ def new(registry: WorkerStateRegistry, slot: int = 0) -> Worker:
 
 def in_state(state: WorkerState) -> tuple[WorkerStateRegistry, Worker]:
     registry = WorkerStateRegistry()
-    worker = new(registry)
+    spare = state in SPARES
+    worker = registry.add_spare("a", 0) if spare else new(registry)
     path = {
+        WorkerState.WARMING: [],
+        WorkerState.SPARE: [WorkerNews.READY],
         WorkerState.STARTING: [],
         WorkerState.READY: [WorkerNews.READY],
         WorkerState.RUNNING: [WorkerNews.ADMITTED],
