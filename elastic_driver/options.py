@@ -125,6 +125,11 @@ def whole_or(name: str) -> ValueKind[int | None]:
     )
 
 
+def seconds_or(name: str, meaning: float) -> ValueKind[float]:
+    """Return the kind of a number of seconds, or a word that stands for `meaning` seconds."""
+    return ValueKind(lambda word: meaning if word == name else _seconds(word), f"{name}|SECONDS")
+
+
 def choice(*names: str) -> ValueKind[str]:
     """Return the kind of one of a few names."""
     return matching("|".join(names), "|".join(names), f"is one of {', '.join(names)}", str)

@@ -55,8 +55,10 @@ class Settings:
         "Give up when fewer than --min-np workers have been available for this long.")
     start_timeout: float = option(POLICY, o.SECONDS, 600.0,
         "Wait this long for -np workers. Then start with --min-np, or give up.")
-    heartbeat_timeout: float = option(POLICY, o.SECONDS, 30.0,
-        "An agent or worker that is silent for this long is lost.")
+    heartbeat_timeout: float = option(POLICY, o.seconds_or("auto", 30.0), 30.0,
+        "An agent or worker that is silent for this long is lost. An agent usually is sooner: as "
+        "soon as its heartbeats are late and its host answers no probe (docs/hosts.md). auto is "
+        "30.", shown="auto")
     hang_timeout: float | None = option(POLICY, o.SECONDS_OR_0, None,
         "A worker that lives but makes no progress for this long hangs; 0: never (docs/hangs.md).",
         shown="20 times the usual step, at least 60")

@@ -38,6 +38,8 @@ class HostStatus(Struct, frozen=True):
     agent: str  # none | starting | ready
     agent_incarnation: int  # 0: none
     workers: int  # in its slots
+    evidence: tuple[str, ...] = ()  # that its agent is lost; it is being confirmed
+    suspected_for: float = 0.0  # since the first evidence
 
 
 class SlowStatus(Struct, frozen=True):
@@ -81,6 +83,7 @@ class JobStatus(Struct, frozen=True):
     hosts: tuple[HostStatus, ...]
     counters: CounterStatus
     ignored: str  # the last event that changed nothing
+    suspicions: dict[str, int] = {}  # how often agents were suspected, by evidence
 
 
 def status_of(job: JobParts, now: float) -> JobStatus:
@@ -114,6 +117,7 @@ def status_of(job: JobParts, now: float) -> JobStatus:
             ignored_events=job.effects.ignored_events,
         ),
         ignored=job.effects.ignored,
+        suspicions={**job.suspicion.found},
     )
 
 
@@ -145,4 +149,6 @@ def _host(job: JobParts, name: str, slots: int, now: float) -> HostStatus:
         state = "usable" if hindrance is None else hindrance.value
     health = (state, hosts.cooldown_left(name, now), hosts.reason(name))
     up = ("none", 0) if agent is None else (agent.state.value, agent.incarnation)
-    return HostStatus(name, slots, *health, *up, workers)
+    suspect = job.suspicion.suspects.get(name)
+    doubt = () if suspect is None else (tuple(suspect.evidence), now - suspect.since)
+    return HostStatus(name, slots, *health, *up, workers, *doubt)

@@ -7,18 +7,20 @@ them. Called in the server's thread.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from elastic_driver.core.events import Evidence
 from elastic_driver.core.rules.workers import WorkerState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HOST_STATES = ("usable", "checking", "cool-down", "draining", "drained", "removed")
 JOB_STATES = ("forming", "running", "changing", "finishing", "succeeded", "failed")
+EVIDENCE: tuple[str, ...] = get_args(Evidence)
 _GAUGES = (  # name, key in the document, help
     ("job_start_time_seconds", "started", "Start of the driver, in unix seconds."),
     ("round", "round", "Number of the present round."),
@@ -38,6 +40,8 @@ _COUNTERS = (  # name, key in the document's counters, help
 _COUNTED = (  # name, event in the log, help
     ("hangs", "worker_hung", "Workers killed because they hung."),
     ("slow_ranks", "rank_slow", "Alarms about slow ranks."),
+    ("agents_cleared", "agent_cleared", "Agents that were suspected and live."),
+    ("agents_lost", "agent_lost", "Agents that were lost."),
     ("work_moved", "work_moved", "How often work was moved."),
 )
 
@@ -82,6 +86,11 @@ class _Picture(Collector):
             yield CounterMetricFamily(f"elastic_{name}", text, value=counters[key])
         for name, event, text in _COUNTED:
             yield CounterMetricFamily(f"elastic_{name}", text, value=events.get(event, 0))
+        text = "How often an agent was suspected to be lost."
+        doubts = CounterMetricFamily("elastic_agent_suspicions", text, labels=("evidence",))
+        for evidence in EVIDENCE:
+            doubts.add_metric((evidence,), document["suspicions"].get(evidence, 0))
+        yield doubts
         family = CounterMetricFamily("elastic_events", "Logged events by name.", labels=("event",))
         for event, count in sorted(events.items()):
             family.add_metric((event,), count)

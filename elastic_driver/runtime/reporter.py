@@ -51,6 +51,8 @@ _WORDS: dict[str, tuple[Level, str]] = {
     "host_resurrected": (Level.NORMAL, "host {host} may be used again"),
     "discovery_failed": (Level.QUIET, "discovery failed, the last known hosts stay"),
     "agent_started": (Level.VERBOSE, "agent on {host} is up"),
+    "agent_suspected": (Level.VERBOSE, "agent on {host} may be lost"),
+    "agent_cleared": (Level.VERBOSE, "agent on {host} lives"),
     "agent_lost": (Level.NORMAL, "agent on {host} lost"),
     "worker_started": (Level.VERBOSE, "worker {worker} started"),
     "worker_ready": (Level.VERBOSE, "worker {worker} ready"),

@@ -81,7 +81,9 @@ def hosts(document: JobDocument) -> str:
     rows = []
     for h in document.hosts:
         left = f"{duration(h.cooldown_left)} left: " if h.cooldown_left > 0 else ""
-        rows.append((h.host, h.state, str(h.slots), str(h.workers), h.agent, left + h.reason))
+        doubt = f"may be lost, for {h.suspected_for:.1f} s: {', '.join(h.evidence)}"
+        why = doubt if h.evidence else left + h.reason
+        rows.append((h.host, h.state, str(h.slots), str(h.workers), h.agent, why))
     return table(("HOST", "STATE", "SLOTS", "WORKERS", "AGENT", "WHY"), rows)
 
 

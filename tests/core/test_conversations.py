@@ -32,7 +32,7 @@ print(hashlib.sha256(repr(told).encode()).hexdigest())
 
 def test_the_main_stories_are_told() -> None:
     names = {path.stem for path in STORIES}
-    assert names == {"loss", "growth", "drain", "hang", "preemption", "slow_worker"}
+    assert names == {"loss", "growth", "drain", "hang", "preemption", "slow_worker", "dead_host"}
 
 
 @pytest.mark.parametrize("path", STORIES, ids=lambda path: path.stem)

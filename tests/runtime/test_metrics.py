@@ -62,7 +62,15 @@ STATUS: dict[str, Any] = {
             "step": 99,
         }
     ],
-    "events": {"worker_hung": 2, "rank_slow": 4, "work_moved": 6, "round_completed": 4},
+    "suspicions": {"silent": 3},
+    "events": {
+        "worker_hung": 2,
+        "rank_slow": 4,
+        "work_moved": 6,
+        "round_completed": 4,
+        "agent_cleared": 2,
+        "agent_lost": 1,
+    },
 }
 
 
@@ -105,6 +113,10 @@ def test_the_figures_are_those_of_the_status() -> None:
         ("elastic_restarts_total",): 2,
         ("elastic_world_changes_total",): 3,
         ("elastic_ignored_events_total",): 7,
+        ("elastic_agent_suspicions_total", "silent"): 3,
+        ("elastic_agent_suspicions_total", "backend"): 0,
+        ("elastic_agents_cleared_total",): 2,
+        ("elastic_agents_lost_total",): 1,
         ("elastic_hangs_total",): 2,
         ("elastic_slow_ranks_total",): 4,
         ("elastic_slow_rank_false_alarms_total",): 1,

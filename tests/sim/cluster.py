@@ -17,6 +17,7 @@ from elastic_driver.core.decisions import (
     Decision,
     EndJob,
     GiveOrder,
+    ProbeAgent,
     PublishNotice,
     PublishSave,
     PublishWorld,
@@ -205,6 +206,8 @@ class Cluster:
                 self.clock.after(self.delay(), agent.die)
         elif isinstance(decision, GiveOrder):
             self._order(decision)
+        elif isinstance(decision, ProbeAgent):
+            self._probe(decision)
         elif isinstance(decision, PublishWorld):
             self._publish(decision.world)
         elif isinstance(decision, AskProgress):

@@ -7,7 +7,7 @@ cool-down. Times are monotonic seconds.
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import Announce, KillAgent
+from elastic_driver.core.decisions import Announce, Detail, KillAgent
 from elastic_driver.core.rules.fleet import AgentNews, AgentState, HostAgent
 from elastic_driver.core.rules.hangs import Stacks
 from elastic_driver.core.rules.outcome import KILLED, Cause
@@ -32,11 +32,11 @@ class Agents(Rule):
         number, at = self.rounds.current.number, f"at {event.address}"
         self.effects.decide(Announce("agent_started", at, number, event.host, pid=event.pid))
 
-    def on_lost(self, event: ev.AgentLost, now: float) -> None:
+    def on_lost(self, event: ev.AgentLost, now: float, **detail: Detail) -> None:
         """Record that an agent has ended, or is silent, and its workers with it."""
         agent = self.fleet.current(event)
         reason, was_up = event.reason or "no reason was given", agent.state is AgentState.READY
-        self.effects.announce("agent_lost", reason, event.host)
+        self.effects.announce("agent_lost", reason, event.host, **detail)
         self.fleet.apply(agent, AgentNews.LOST)
         failed = [w for w in self.workers.on_host(event.host) if self._lose_worker(w, now)]
         if failed and self.outcome.first_success is None and self.outcome.end is None:
@@ -62,10 +62,10 @@ class Agents(Rule):
             else:
                 self.reports.give_up_worker(worker, event.reason, now)
 
-    def give_up(self, agent: HostAgent, reason: str, now: float) -> None:
+    def give_up(self, agent: HostAgent, reason: str, now: float, **detail: Detail) -> None:
         """Treat an agent as lost, and kill it: it may only be cut off, and must not go on."""
         self.effects.decide(KillAgent(agent.host, agent.incarnation, reason))
-        self.on_lost(ev.AgentLost(agent.host, agent.incarnation, reason), now)
+        self.on_lost(ev.AgentLost(agent.host, agent.incarnation, reason), now, **detail)
 
     def advance(self, now: float) -> None:
         """Give up an agent that takes longer than `start_timeout` to come up."""

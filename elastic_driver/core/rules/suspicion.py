@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass, field
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import ProbeAgent
+from elastic_driver.core.decisions import Detail, ProbeAgent
 from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.fleet import AgentState, HostAgent
 from elastic_driver.core.rules.rounds import Rule
@@ -45,6 +45,7 @@ class Suspicion(Rule):
 
     agents: Agents
     suspects: dict[str, Suspect] = field(default_factory=dict)  # by host
+    found: dict[str, int] = field(default_factory=dict)  # how often each was found
     reachable: dict[str, int] = field(default_factory=dict)  # host → incarnation that answered
     at: dict[str, set[str]] = field(default_factory=dict)  # hosts whose agent had this address
     probes: int = 0  # numbers given
@@ -64,8 +65,7 @@ class Suspicion(Rule):
         """Clear an agent that sends heartbeats."""
         suspect = self.suspects.pop(self._up(event).host, None)
         if suspect is not None:
-            after = f"it was heard again after {now - suspect.since:.2f} s"
-            self._announce_cleared(suspect, after, event.host)
+            self._announce_cleared(suspect, "it was heard again", event.host, now)
 
     def on_left(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
         """Suspect the hosts whose connections broke, by the error for which a worker left."""
@@ -126,6 +126,7 @@ class Suspicion(Rule):
         suspect = self.suspects.setdefault(agent.host, Suspect(now))
         if kind not in suspect.evidence and kind != "peers":  # which any worker's crash causes
             self.effects.announce("agent_suspected", reason, agent.host, evidence=kind)
+        self.found[kind] = self.found.get(kind, 0) + (kind not in suspect.evidence)
         suspect.evidence.setdefault(kind, reason)
         if not suspect.probe and suspect.confirmed_at is None:
             self._probe(agent, suspect)
@@ -152,11 +153,13 @@ class Suspicion(Rule):
             suspect.probe_at = now + AGAIN_S
         else:
             del self.suspects[agent.host]
-            self._announce_cleared(suspect, "it answered a probe", agent.host)
+            self._announce_cleared(suspect, "it answered a probe", agent.host, now)
 
-    def _announce_cleared(self, suspect: Suspect, reason: str, host: str) -> None:
+    def _announce_cleared(self, suspect: Suspect, why: str, host: str, now: float) -> None:
         if suspect.evidence.keys() - {"peers"}:
-            self.effects.announce("agent_cleared", reason, host)
+            found, seconds = " ".join(suspect.evidence), round(now - suspect.since, 3)
+            reason = f"{why}, {seconds:.2f} s after the first sign"
+            self.effects.announce("agent_cleared", reason, host, evidence=found, seconds=seconds)
 
     def _agree(self, suspect: Suspect, now: float) -> None:
         """Let two kinds of evidence be enough for a host that no probe can reach."""
@@ -178,6 +181,7 @@ class Suspicion(Rule):
     def _lose(self, agent: HostAgent, suspect: Suspect, verdict: str, now: float) -> None:
         """Give up an agent and everything on its host."""
         del self.suspects[agent.host]
-        found = "; ".join(suspect.evidence.values())
-        reason = f"{found}; {verdict} ({now - suspect.since:.2f} s after the first sign)"
-        self.agents.give_up(agent, reason, now)
+        found, seconds = "; ".join(suspect.evidence.values()), round(now - suspect.since, 3)
+        reason = f"{found}; {verdict} ({seconds:.2f} s after the first sign)"
+        detail: dict[str, Detail] = {"evidence": " ".join(suspect.evidence), "seconds": seconds}
+        self.agents.give_up(agent, reason, now, **detail)

@@ -46,6 +46,16 @@ def test_a_host_in_cool_down_says_for_how_long_and_why() -> None:
     assert "1 min left: 1 failures within 60 s" in row
 
 
+def test_a_host_that_may_be_lost_says_since_when_and_by_which_evidence() -> None:
+    s = Scenario(start_np=2).training(a=1, b=1)
+    s.send(ev.AgentSuspected("b", 1, "silent", "its heartbeat did not come in time"))
+    s.now += 0.25
+    row = next(line for line in show.hosts(document(s)).splitlines() if line.startswith("b"))
+    assert row.endswith("may be lost, for 0.2 s: silent")
+    s.send(ev.AgentHeard("b", 1))
+    assert "may be lost" not in show.hosts(document(s))
+
+
 def test_columns_are_aligned_and_carry_no_trailing_spaces() -> None:
     assert show.table(("A", "LONG"), [("wide", "x"), ("", "")]) == "A     LONG\nwide  x\n"
     assert show.table(("A", "B"), []) == "A  B"

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from elastic_driver.core.documents import JobSpec
+from elastic_driver.errors import UsageError
 from elastic_driver.options import ValueKind
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
@@ -39,6 +40,13 @@ def test_values_go_to_every_struct_with_a_field_of_that_name() -> None:
     assert line.fill(BackendJob).heartbeat_timeout == 7.0
     assert settings.grace_period == spec.grace_period == 3.0
     assert line.fill(DriverOptions).debug is True
+
+
+def test_the_heartbeat_timeout_may_be_auto_which_is_thirty_seconds() -> None:
+    line = resolve(["--heartbeat-timeout", "auto"], {})
+    assert line.fill(Settings).heartbeat_timeout == 30.0
+    with pytest.raises(UsageError, match="needs a number of seconds, more than 0"):
+        resolve(["--heartbeat-timeout", "automatic"], {})
 
 
 def test_a_field_that_is_decided_wins_over_an_option() -> None:
