@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import Literal
 
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
@@ -116,6 +117,7 @@ class Cluster:
         self._alarm: float | None = None
         self._gathering = Random(f"gathering of {seed}")
         self._asking = Random(f"asking of {seed}")
+        self._probing = Random(f"probing of {seed}")
         self._gathered: list[ev.Together] = []  # arrived, and taken in together with what follows
 
     # ---- the network -----------------------------------------------------------------
@@ -222,6 +224,8 @@ class Cluster:
             self._check_replaced(decision)
         elif isinstance(decision, Announce):
             self.promoted += decision.event == "spare_promoted"
+            if decision.event == "agent_lost":
+                self._check_lost(decision)
 
     def _start_agent(self, decision: StartAgent) -> None:
         agent = SimAgent(self, decision.host, decision.incarnation)
@@ -232,9 +236,27 @@ class Cluster:
             self.clock.after(self.random.uniform(0.1, 1.0), lambda: self.deliver(lost))
             return
         ready = ev.AgentReady(
-            decision.host, decision.incarnation, self.next_pid(), "127.0.0.1", (5000, 5001)
+            decision.host,
+            decision.incarnation,
+            self.next_pid(),
+            "127.0.0.1",
+            (5000, 5001),
+            probe_port=7000 if self._probing.random() < 0.8 else 0,
         )
         self.clock.after(self.random.uniform(0.02, 0.6), lambda: self.post(agent, ready))
+
+    def _probe(self, asked: ProbeAgent) -> None:
+        """A process answers, a machine says that it is gone, a host cut off does neither."""
+        agent = self.agents[asked.host]
+        same = agent.incarnation == asked.incarnation
+        result: Literal["answered", "refused", "silent"]
+        result, seconds = "refused", self._probing.uniform(0.0005, 0.05)
+        if same and agent.cut:
+            result, seconds = "silent", asked.patience
+        elif same and agent.alive:
+            result = "answered"
+        found = ev.AgentProbed(asked.host, asked.incarnation, asked.number, result, seconds)
+        self.clock.after(seconds, lambda: self.deliver(found))
 
     def _order(self, decision: GiveOrder) -> None:
         if isinstance(decision.order, msg.StartWorkerOrder):
@@ -327,6 +349,12 @@ class Cluster:
         alone = stopped.clean and stopped.version > 0 and not holders
         if order.grace > 0 and alone and heirs:
             raise Violation(f"{stopped.id} alone holds version {stopped.version}, but is stopped")
+
+    def _check_lost(self, told: Announce) -> None:
+        """By evidence, an agent is lost only if it is gone or cut off."""
+        agent = self.agents[str(told.host)]
+        if "evidence" in told.detail and agent.alive and not agent.cut:
+            raise Violation(f"the agent on {agent.host} lives, but is lost: {told.reason}")
 
     def _check_replaced(self, told: Announce) -> None:
         """A slow worker goes only when its replacement is there, on a host that was never slow."""

@@ -8,11 +8,12 @@ from random import Random
 from typing import Literal
 
 from elastic_driver.core import events as ev
-from tests.sim.cluster import Cluster
+from tests.sim.cluster import Cluster, SimAgent
 from tests.sim.workers import Group, SimWorker
 
 HEARTBEAT_S = 2.0
 HANG_S = 1.5
+SILENT_S = 1.0
 FAVOUR = 6
 
 
@@ -36,6 +37,7 @@ class Faults:
             (1, self._mismatch),
             (1, self._kill_agent),
             (1, self._cut_host),
+            (1, self._hiccup),
             (2, self._remove_host),
             (2, self._return_host),
             (1, self._flap),
@@ -218,6 +220,8 @@ class Faults:
         agent.die()
         lost = ev.AgentLost(agent.host, agent.incarnation, "the agent exited")
         delay = self.random.choice([0.01, HEARTBEAT_S])
+        if delay == HEARTBEAT_S:  # nobody tells of its end, but its connections close
+            self._suspect(agent, self.random.choice(["disconnected", "backend"]))
         self.cluster.clock.after(delay, lambda: self.cluster.deliver(lost))
 
     def _cut_host(self) -> None:
@@ -233,7 +237,27 @@ class Faults:
             agent.die()
             self.cluster.deliver(lost)
 
+        self.cluster.clock.after(SILENT_S, lambda: self._suspect(agent, "silent"))
         self.cluster.clock.after(HEARTBEAT_S, expire)
+
+    def _hiccup(self) -> None:
+        """An agent is late, or its connection breaks, and it is heard again."""
+        agents = [a for a in self.cluster.agents.values() if a.alive and not a.cut]
+        if not agents:
+            return
+        agent = self.random.choice(agents)
+        self._suspect(agent, self.random.choice(["silent", "disconnected", "backend"]))
+        heard = ev.AgentHeard(agent.host, agent.incarnation)
+
+        def hear() -> None:
+            if agent.alive and not agent.cut:
+                self.cluster.deliver(heard)
+
+        self.cluster.clock.after(self.random.uniform(0.01, 3.0), hear)
+
+    def _suspect(self, agent: SimAgent, evidence: ev.Evidence) -> None:
+        found = ev.AgentSuspected(agent.host, agent.incarnation, evidence, f"it is {evidence}")
+        self.cluster.deliver(found)
 
     def _remove_host(self) -> None:
         if len(self.hosts) > 1 or self.random.random() < 0.2:
