@@ -80,7 +80,8 @@ class Settings:
         "The roles of the workers, given out in this order, the oldest worker first; worker=* are "
         "all others. Implies --tf-config.", shown="worker=*")
 
-    checked_hosts: tuple[str, ...] | None = None  # hosts checked before the job; None: none ever
+    # Hosts checked before the job; (): the job checks all of them itself. None: no checks.
+    checked_hosts: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,11 +52,13 @@ class JobOver(Struct, frozen=True):
 
 
 class NodeOrder(Struct, frozen=True):
-    """The value of `node_order`: the agent that the driver wants on the node."""
+    """The value of `node_order`: the agents that the driver wants on the node."""
 
     incarnation: int = 0  # to run as soon as the one before it has ended; 0: none
     killed: int = 0  # this incarnation, and all before it, end at once
     over: JobOver | None = None  # the node ends everything and leaves
+    check: int = 0  # as `incarnation`, of a node check's agent, which runs beside the job's
+    check_killed: int = 0
 
 
 def node_lease(session: str) -> str:

@@ -168,7 +168,8 @@ class NodeChecks:
         self.report = found if before is None else merged(before, found)
         self._write()
         self.keep(found)
-        self.say(found.summary())
+        for line in found.render().splitlines() if before is None else [found.summary()]:
+            self.say(line)
         excluded = found.excluded(stragglers=self.settings.exclude_stragglers)
         results = []
         for node in found.nodes:

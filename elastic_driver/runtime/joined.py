@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
+from elastic_driver import contract
 from elastic_driver.core import join_messages as join
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import Backend, OnLost
@@ -43,6 +44,7 @@ class _JoinedNode:
     slots: int
     agents: dict[int, OnLost] = field(default_factory=dict)  # started, and not known to be gone
     killed: int = 0  # the newest incarnation that was killed
+    check_killed: int = 0  # of the agents of node checks
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class NodeRules:
     version: str  # of elastic-driver, the same everywhere
     heartbeat_timeout: float
     default_slots: int
+
+
+def _of_check(incarnation: int) -> bool:
+    """Return whether an agent belongs to a node check: such agents run beside those of the job."""
+    return incarnation >= contract.FIRST_OF_CHECKS
 
 
 class JoinedNodes(Backend):
@@ -120,7 +127,10 @@ class JoinedNodes(Backend):
         with self._lock:
             for node in self._named(host):
                 if incarnation in node.agents:
-                    node.killed = incarnation
+                    if _of_check(incarnation):
+                        node.check_killed = incarnation
+                    else:
+                        node.killed = incarnation
                     self._publish(node)
 
     def job_ends(self, exit_code: int, reason: str) -> None:
@@ -144,7 +154,13 @@ class JoinedNodes(Backend):
         return [node for node in self._nodes.values() if node.name == name]
 
     def _publish(self, node: _JoinedNode) -> None:
-        order = join.NodeOrder(max(node.agents, default=0), node.killed, self._over)
+        order = join.NodeOrder(
+            incarnation=max((n for n in node.agents if not _of_check(n)), default=0),
+            killed=node.killed,
+            over=self._over,
+            check=max(filter(_of_check, node.agents), default=0),
+            check_killed=node.check_killed,
+        )
         self._store(Set(join.node_order(node.offer.session), msgspec.json.encode(order)))
 
     def _store(self, operation: Operation) -> None:
@@ -168,7 +184,8 @@ class JoinedNodes(Backend):
             elif report.leaves:
                 self._remove(node, report.reason)
             else:
-                for incarnation in [n for n in node.agents if n <= report.ended]:
+                alike = [n for n in node.agents if _of_check(n) == _of_check(report.ended)]
+                for incarnation in [n for n in alike if n <= report.ended]:
                     node.agents.pop(incarnation)(report.reason)
         answer = join.Joined(node.name, rules.run_id, self._token, rules.heartbeat_timeout)
         return json_answer(answer)
@@ -219,3 +236,21 @@ class JoinedNodes(Backend):
     def _change(self) -> None:
         self._changed = True
         self._lock.notify_all()
+
+
+class CheckOfNodes(Backend):
+    """The backend of one node check: its agents run on nodes that have joined."""
+
+    def __init__(self, nodes: JoinedNodes) -> None:
+        self._nodes = nodes
+
+    def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
+        """See `Backend.start`."""
+        self._nodes.start(host, incarnation, on_lost)
+
+    def kill(self, host: str, incarnation: int) -> None:
+        """See `Backend.kill`."""
+        self._nodes.kill(host, incarnation)
+
+    def close(self, grace: float) -> None:
+        """See `Backend.close`: nothing is left to close, as a check ends its agents itself."""

@@ -59,6 +59,18 @@ _decode_order = msgspec.json.Decoder(NodeOrder).decode
 _decode_joined = msgspec.json.Decoder(Joined).decode
 
 
+@dataclass(eq=False)
+class _Agents:
+    """The job's agents on this node, or those of its node checks: one after the other."""
+
+    incarnation: int = 0  # the newest that was begun
+    agent: subprocess.Popen[bytes] | None = None  # that runs
+
+    def has_ended(self) -> bool:
+        """Return whether there is an agent whose process has ended."""
+        return self.agent is not None and self.agent.poll() is not None
+
+
 @dataclass(frozen=True)
 class JoinPlan:
     """The command line of a node that joins."""
@@ -101,7 +113,7 @@ class Node:
         self._wake, waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         self._leaving = 0  # the signal for which we leave
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._job, self._checks = _Agents(), _Agents()
 
     def on_signal(self, number: int) -> None:
         """End this process while it searches for the server; later `_run_agents` sees signals."""
@@ -140,6 +152,7 @@ class Node:
         Return the exit status, or None if the server was lost.
         """
         plan, reason = self._plan, "this host cannot run the job"
+        self._job, self._checks = _Agents(), _Agents()
         sweep(FOLDER_PREFIX)
         with held_folder(Path(tempfile.gettempdir(), FOLDER_PREFIX + offer.session)) as folder:
             token_file = write_token_file(folder / "token", joined.token)
@@ -160,7 +173,8 @@ class Node:
                 plan.say(_why_lost(error))
                 return None
             finally:
-                self._end_agent()
+                for agents in (self._job, self._checks):
+                    self._end_agent(agents)
                 if reason:
                     reason = f"node {joined.name} has left: {reason}"
                     with contextlib.suppress(errors.RendezvousError):
@@ -170,7 +184,7 @@ class Node:
         self, client: RendezvousClient, joined: Joined, offer: NodeReport, token_file: Path
     ) -> int:
         """Run one incarnation after the other, as ordered; return the exit status."""
-        order, revision, incarnation = NodeOrder(), 0, 0
+        order, revision = NodeOrder(), 0
         order_key = messages.node_order(offer.session)
         lease = Set(messages.node_lease(offer.session), lease=joined.heartbeat_timeout)
         while True:
@@ -181,20 +195,22 @@ class Node:
                     status = f"exit status {order.over.exit_code}"
                     self._plan.say(f"the job has ended with {status}: {order.over.reason}")
                 return order.over.exit_code
-            signals = self._signals()
-            if self._agent is not None and order.killed >= incarnation:
-                self._agent.kill()
-            if self._agent is not None and self._agent.poll() is not None:
-                reason = describe_end(joined.name, self._end_agent())
-                _report(client, replace(offer, ended=incarnation, reason=reason))
+            signals, job, checks = self._signals(), self._job, self._checks
+            for agents, killed in ((job, order.killed), (checks, order.check_killed)):
+                if agents.agent is not None and killed >= agents.incarnation:
+                    agents.agent.kill()
+                if agents.has_ended():
+                    reason = describe_end(joined.name, self._end_agent(agents))
+                    _report(client, replace(offer, ended=agents.incarnation, reason=reason))
             if self._told_to_leave(signals):
                 return 128 + self._leaving
-            if self._agent is None and order.incarnation > incarnation:
-                incarnation = order.incarnation
-                arguments = agent_arguments(client.url, joined.name, incarnation)
-                if address := self._plan.options.local_addr:
-                    arguments += ("--address", address)
-                self._agent = start_agent(arguments, token_file, cwd=PACKAGE_ROOT)
+            for agents, wanted in ((job, order.incarnation), (checks, order.check)):
+                if agents.agent is None and wanted > agents.incarnation:
+                    agents.incarnation = wanted
+                    arguments = agent_arguments(client.url, joined.name, wanted)
+                    if address := self._plan.options.local_addr:
+                        arguments += ("--address", address)
+                    agents.agent = start_agent(arguments, token_file, cwd=PACKAGE_ROOT)
 
     def _told_to_leave(self, signals: list[int]) -> bool:
         """Pass a first signal on to the agent; return whether to leave now."""
@@ -202,20 +218,21 @@ class Node:
             if self._leaving:
                 return True
             self._leaving = number
-            if self._agent is not None:
+            if self._job.agent is not None:
                 name = signal.Signals(number).name
                 self._plan.say(f"got {name}; a second signal makes this node leave at once")
-                self._agent.send_signal(signal.SIGTERM)
-        return bool(self._leaving) and self._agent is None
+                self._job.agent.send_signal(signal.SIGTERM)
+        return bool(self._leaving) and self._job.agent is None
 
-    def _end_agent(self) -> int:
-        """Kill our agent and everything below it; return the agent's exit status."""
-        agent, self._agent = self._agent, None
+    def _end_agent(self, agents: _Agents) -> int:
+        """Kill an agent and everything below it; return the agent's exit status."""
+        agent, agents.agent = agents.agent, None
         if agent is None:
             return 0
         with agent:  # waits for its end, and closes its stdin
             agent.kill()
-        asyncio.run(end_all(children, ORPHANS_S))
+        others = {a.agent.pid for a in (self._job, self._checks) if a.agent is not None}
+        asyncio.run(end_all(lambda: set(children()) - others, ORPHANS_S))
         sweep_scratch()
         return agent.returncode
 

@@ -7,9 +7,8 @@ starts the agents of the server's own node.
 from dataclasses import replace
 from pathlib import Path
 
-from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import Backend
-from elastic_driver.runtime.joined import JoinedNodes, NodeRules
+from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from launcher import version
@@ -19,19 +18,14 @@ from launcher.join.identity import of_server
 from launcher.launch.bind_address import bind_address
 from launcher.launch.hosts import JoinedHosts
 from launcher.launch.plan import LaunchPlan
-from launcher.launch.submit import make_driver, run_driver
+from launcher.launch.submit import make_checks, make_driver, run_driver
 
 
 def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> JobResult:
     """Run the driver until the job ends; return the job's result.
 
-    Raises UsageError for options that need a list of hosts, ElasticError if the job cannot begin.
+    Raises ElasticError if the job cannot begin.
     """
-    if plan.options.checks_nodes:
-        raise UsageError(
-            "the node check needs a list of hosts, but these nodes join by themselves; check them "
-            "with: elasticctl check HOSTS"
-        )
     rules = NodeRules(
         run_id=plan.spec.run_id,
         version=version(),
@@ -47,6 +41,9 @@ def serve(plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir) -> JobResult:
             nodes.own_starter = LocalBackend(endpoint, token_file, address=address)
         return nodes
 
-    plan = replace(plan, driver=replace(plan.driver, bind_host=bound))
-    driver = make_driver(plan, nodes, starter, run_dir, joined=nodes)
+    plan, checks = replace(plan, driver=replace(plan.driver, bind_host=bound)), None
+    if plan.options.checks_nodes:  # by the job: no node is known before it joins
+        plan = replace(plan, settings=replace(plan.settings, checked_hosts=()))
+        checks = make_checks(plan, lambda _endpoint, _token_file: CheckOfNodes(nodes), run_dir)
+    driver = make_driver(plan, nodes, starter, run_dir, checks=checks, joined=nodes)
     return run_driver(driver, plan, nodes)

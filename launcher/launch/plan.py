@@ -79,8 +79,7 @@ class LaunchPlan:
         ]
         if self.options.checks_nodes:
             slow = "excluded" if self.options.exclude_straggler else "named"
-            more = f", slow ones {slow}" if self.options.looks_for_stragglers else ""
-            lines.append(("check", f"faulty hosts are excluded{more}"))
+            lines.append(("check", f"faulty hosts are excluded, slow ones {slow}"))
         lines += [("agent", f"on {host}: {what}") for host, what in agents]
         own = sorted(set(spec.env) - set(self.forwarded))
         for label, names in (("variables", own), ("passed on", self.forwarded)):

@@ -215,21 +215,20 @@ def check_before_training(
 def check_settings(plan: LaunchPlan) -> CheckSettings:
     """Return the settings of the plan's node checks."""
     options = plan.options
-    timeout, stragglers = options.check_timeout, options.looks_for_stragglers
+    timeout, model = options.check_timeout, options.trains_for_check
     return CheckSettings(
-        stragglers=stragglers,
         exclude_stragglers=options.exclude_straggler,
         every_slot=plan.gpus,
         start_timeout=min(plan.settings.start_timeout, timeout),
         task_timeout=timeout,
         heartbeat_timeout=plan.settings.heartbeat_timeout,
-        task=TaskSettings(timeout=timeout, performance=options.comm_perf_test, model=stragglers),
+        task=TaskSettings(timeout=timeout, performance=options.comm_perf_test, model=model),
         env=plan.spec.env,
     )
 
 
 def make_checks(
-    plan: LaunchPlan, starter: MakeBackend, run_dir: RunDir, say: Callable[[str], None]
+    plan: LaunchPlan, starter: MakeBackend, run_dir: RunDir, say: Callable[[str], None] = _say
 ) -> NodeChecks:
     """Return the node checks of a run; `say` shows a line to the user."""
     return NodeChecks(

@@ -107,11 +107,12 @@ class LaunchOptions:
         "again with a new one; BackupAndRestore continues from the last checkpoint.")
 
     network_check: bool = option(CHECK, FLAG, False,
-        "Run short tasks on all hosts in pairs before the job starts; start without faulty hosts.")
+        "Run short tasks on all hosts in pairs before the job starts; start without faulty hosts, "
+        "and name slow ones.")
     comm_perf_test: bool = option(CHECK, FLAG, False,
         "Run --network-check, and show bandwidth and latency of the network.")
     straggler_detection: bool = option(CHECK, FLAG, False,
-        "Run --network-check, also train a small transformer, and name the slow hosts.")
+        "Run --network-check, and also train a small transformer to find slow hosts.")
     exclude_straggler: bool = option(CHECK, FLAG, False,
         "Run --straggler-detection, and start without the slow hosts.")
     check_timeout: float = option(CHECK, SECONDS, 120.0,
@@ -138,14 +139,14 @@ class LaunchOptions:
 # fmt: on
 
     @property
-    def looks_for_stragglers(self) -> bool:
-        """True if the node check also looks for slow nodes."""
+    def trains_for_check(self) -> bool:
+        """True if the node check also trains a transformer."""
         return self.straggler_detection or self.exclude_straggler
 
     @property
     def checks_nodes(self) -> bool:
         """True if one of the four flags asks for a node check."""
-        return self.network_check or self.comm_perf_test or self.looks_for_stragglers
+        return self.network_check or self.comm_perf_test or self.trains_for_check
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: each record is unique

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from elastic_driver.contract import FIRST_OF_CHECKS
 from elastic_driver.core.join_messages import (
     NODES_PATH,
     Joined,
@@ -16,7 +17,7 @@ from elastic_driver.core.join_messages import (
     node_order,
 )
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.joined import JoinedNodes, NodeRules
+from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, SealedError, UnauthorizedError
 from rendezvous.server import RendezvousServer
@@ -121,6 +122,23 @@ def test_an_agent_that_was_never_begun_is_told_of_with_its_successor(site: Site)
     assert site.order("n1-m")[0] == NodeOrder(incarnation=2)
     site.report("n1", ended=2, reason="the agent on n1 has ended")
     assert site.lost == ["the agent on n1 has ended"] * 2
+
+
+def test_the_agents_of_a_check_and_of_the_job_run_beside_each_other(site: Site) -> None:
+    site.report("n1")
+    check = CheckOfNodes(site.nodes)
+    site.start("n1", 3)
+    check.start("n1", FIRST_OF_CHECKS + 1, site.lost.append)
+    order, revision = site.order("n1-m")
+    assert order == NodeOrder(incarnation=3, check=FIRST_OF_CHECKS + 1)
+    check.kill("n1", FIRST_OF_CHECKS + 1)
+    order, _ = site.order("n1-m", revision)
+    assert (order.killed, order.check_killed) == (0, FIRST_OF_CHECKS + 1)
+    site.report("n1", ended=FIRST_OF_CHECKS + 1, reason="the check's agent was killed")
+    assert site.lost == ["the check's agent was killed"]
+    check.close(0.0)
+    site.report("n1", ended=3, reason="the job's agent has ended")
+    assert site.lost[1:] == ["the job's agent has ended"]
 
 
 def test_the_servers_own_node_has_its_own_starter(site: Site) -> None:

@@ -69,6 +69,8 @@ def test_healthy_nodes_are_good_after_one_round(tmp_path: Path) -> None:
         "node check: agents are up on 3 of 3 nodes",
         "node check: round 1, 3 nodes in 1 groups",
         "node check: measuring",
+        "node check: measured "
+        + "; ".join(f"{h} 1.00 s computing, 500 ms network" for h in HERE[:3]),
     ]
     assert [n.compute for n in report.nodes] == [1.0, 1.0, 1.0]
 
@@ -185,7 +187,6 @@ def test_the_real_task_measures_a_pair(tmp_path: Path) -> None:
     chosen = CheckSettings(
         start_timeout=LIMIT_S,
         task_timeout=LIMIT_S,
-        stragglers=False,
         env={"OMP_NUM_THREADS": "1"},
         task=TaskSettings(products=5, payload=65536, performance=True, model=True, model_steps=1),
     )

@@ -7,15 +7,24 @@ workers, if there is one; the hosts that train are not disturbed. The results of
 count as usual here too, so that a host checked alone can be found slow. A host that fails is put in
 cool-down, and is checked again after it.
 
+If the hosts join by themselves, none was checked before the job. Then the first check waits until
+enough hosts for the job are there, and the job ends if too few of them pass and no others may join.
+
 An agent that is lost for the first time is started again in place without a check, as its workers
 would otherwise wait for it. Times are monotonic seconds.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import CheckHosts
+from elastic_driver.core.rules import units
+from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.rounds import Rule
+from elastic_driver.errors import ExitCode
+
+GATHER_S = 2.0  # for more hosts to join before the first check, once there are enough
 
 
 @dataclass(slots=True)
@@ -29,11 +38,19 @@ class Rechecks(Rule):
     def advance(self, now: float) -> None:
         """Start a check of the held hosts, unless one is going on."""
         held = self.hosts.held()
+        if self._checking and self._starts_the_job(1):
+            self.rounds.wait_again(now)  # the time of the check is not the time of the start
         if not held or self._checking or self.outcome.first_success is not None:
             return
+        wait = self.settings.last_call  # hosts often come several at a time
+        if self._starts_the_job(0):
+            if not self._enough(held):
+                self._held_since = None
+                return
+            wait = 0.0 if self._all_there() else GATHER_S
         since = self._held_since = now if self._held_since is None else self._held_since
-        if not self.effects.due_or_set_alarm(since + self.settings.last_call, now):
-            return  # hosts often come several at a time
+        if not self.effects.due_or_set_alarm(since + wait, now):
+            return
         known, workers = self.hosts.known.values(), self.workers.on_host
         idle = (host for host in known if self.hosts.usable(host.name) and not workers(host.name))
         partner = next(idle, None)
@@ -57,6 +74,7 @@ class Rechecks(Rule):
             return
         began, self._checking = self._checking, {}
         self.capacity.note_change()
+        failed: list[str] = []
         results = {result.host: result for result in event.results}
         for name, position in began.items():
             host = self.hosts.known.get(name)
@@ -65,10 +83,42 @@ class Rechecks(Rule):
             held = self.hosts.release(host)
             result = results.get(name) or ev.HostResult(name, False, "it has no result")
             if not result.passed:
+                failed.append(f"{name} {result.reason}")
                 cooldown = self.hosts.check_failed(host, now, f"node check: {result.reason}")
                 self.effects.announce("host_blacklisted", cooldown, name)
             elif held:  # the others were its partners
                 self.effects.announce("host_checked", result.reason, name)
+        if self._starts_the_job(1):
+            self.rounds.wait_again(now)
+            self._end_if_too_few(failed)
+
+    def _starts_the_job(self, checks: int) -> bool:
+        """Return whether the hosts of the job's start are checked, and so many checks have begun.
+
+        Otherwise they were checked before the job, or there are no checks.
+        """
+        return self.settings.checked_hosts == () and self._checks == checks
+
+    def _enough(self, hosts: Iterable[Host]) -> bool:
+        """Return whether the job can start with these hosts."""
+        slots, settings = [host.slots for host in hosts], self.settings
+        least = settings.start_np if settings.start_min_np is None else settings.start_min_np
+        return len(slots) >= units.width(settings) and sum(slots) >= least
+
+    def _all_there(self) -> bool:
+        """Return whether no further host would be used."""
+        known, most = self.hosts.known.values(), self.settings.max_hosts
+        slots, wanted = sum(host.slots for host in known), self.capacity.wanted
+        return (most is not None and len(known) >= most) or (wanted is not None and slots >= wanted)
+
+    def _end_if_too_few(self, failed: list[str]) -> None:
+        """End the job if too few hosts passed its first check, and no others are to come."""
+        left = [*filter(lambda h: self.hosts.usable(h.name), self.hosts.known.values())]
+        left += self.hosts.held()
+        if failed and self._all_there() and not self._enough(left):
+            what = f"{len(failed)} of {len(self.hosts.known)} hosts failed the node check"
+            few = f"{len(left)} left, too few to start: repair the others, or lower --nnodes"
+            self.outcome.finish(ExitCode.UNAVAILABLE, f"{what} ({'; '.join(failed)}); {few}")
 
 
 class Discovered(Rule):

@@ -85,7 +85,8 @@ class Plain(Rule):
             if first and settings.start_min_np is not None:
                 need = min(need, settings.start_min_np)
             if have < need or not where:
-                self.outcome.give_up(need, have, now - current.since, shortage)
+                there = have + sum(host.slots for host in self.hosts.held())
+                self.outcome.give_up(need, there, now - current.since, shortage)
                 return
         if have < max(need, 1) or not where:
             current.stop_waiting("slots")

@@ -229,7 +229,7 @@ class Rounds:
         return first
 
     def wait_again(self, now: float) -> None:
-        """Restart the wait for the members to leave."""
+        """Restart the wait for the members to leave, or for the start of the job."""
         self.current.since = now
 
     def open_next(self, now: float, reason: str) -> None:

@@ -50,16 +50,12 @@ class NodeCheck:
 
     Args:
         nodes: names, at least one and without repeats, in the order of the first round's pairs.
-        stragglers: look for slow nodes too, which takes further rounds.
         known: verdicts of an earlier check of the same cluster. The times of its good nodes count
             in what is usual; with them a node that is checked alone can be slow.
     """
 
-    def __init__(
-        self, nodes: Sequence[str], *, stragglers: bool = True, known: Sequence[NodeVerdict] = ()
-    ) -> None:
+    def __init__(self, nodes: Sequence[str], *, known: Sequence[NodeVerdict] = ()) -> None:
         self.nodes = tuple(nodes)
-        self._stragglers = stragglers
         good = [v for v in known if v.verdict is Verdict.GOOD and v.node not in nodes]
         self._known = (
             [v.compute for v in good if v.compute is not None],
@@ -126,9 +122,8 @@ class NodeCheck:
             hopeless = len(self.nodes) > 3 and len(self._rounds) >= _TRIES_WITHOUT_GOOD
             return () if hopeless else _pair_anew(suspects, evidence)
         doubtful = list(suspects)
-        if self._stragglers:
-            good = (n for n in self.nodes if n in evidence.good)
-            doubtful += [n for n in good if evidence.timed_too_little(n)]
+        good = (n for n in self.nodes if n in evidence.good)
+        doubtful += [n for n in good if evidence.timed_too_little(n)]
         groups, left = _slow_with_fast(doubtful, evidence)
         anew = _pair_anew([n for n in left if n in suspects], evidence)
         again = [(n,) for n in left if n not in suspects and evidence.slow_alone(n)]
@@ -146,7 +141,7 @@ class NodeCheck:
             return Verdict.UNDECIDED, "it was not checked"
         if node in evidence.suspects:
             return self._verdict_on_suspect(evidence, node)
-        if self._stragglers and evidence.is_slow(node):
+        if evidence.is_slow(node):
             reason = evidence.describe_slowness(node)
             if evidence.timed_too_little(node):
                 return Verdict.UNDECIDED, f"{reason}, but not yet beside a fast node"

@@ -11,6 +11,7 @@ Pure. Times are monotonic seconds.
 
 from collections.abc import Sequence
 from enum import Enum
+from itertools import chain
 
 import msgspec
 from msgspec import Struct
@@ -24,7 +25,7 @@ from elastic_driver.core.snapshots import Restorable
 from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, ShowLine
 from elastic_driver.policies.nodecheck import messages
 from elastic_driver.policies.nodecheck.check import Group, NodeCheck, NodeVerdict
-from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.policies.nodecheck.report import CheckReport, shown_times
 from elastic_driver.policies.nodecheck.tasks import GroupTask, Process, StartingGate
 
 STOP_S = 10.0  # for an agent to report the end of a process that is killed
@@ -34,9 +35,8 @@ _LAST_WORDS_CHARS = 200
 
 
 class CheckLimits(Struct, frozen=True, kw_only=True):
-    """The settings of a check's verdicts, and its timeouts."""
+    """The timeouts of a check."""
 
-    stragglers: bool = True  # look for slow nodes too
     start_timeout: float = 60.0  # for an agent to come up
     task_timeout: float = 120.0  # for the task of one round, with its start
 
@@ -70,7 +70,7 @@ class NodeChecker(Restorable):
     Args:
         hosts: (host, processes); a process for each device of the host that is to be checked.
         number: of this check in its run, from 0.
-        limits: how to judge, and how long to wait.
+        limits: how long to wait.
         task: describes the task; times of the same task can be compared.
         known: verdicts of earlier checks of the same cluster.
     """
@@ -86,7 +86,7 @@ class NodeChecker(Restorable):
     ) -> None:
         self._slots = dict(hosts)
         self._limits, self._task = limits, task
-        self._check = NodeCheck(tuple(self._slots), stragglers=limits.stragglers, known=known)
+        self._check = NodeCheck(tuple(self._slots), known=known)
         self._incarnation = contract.FIRST_OF_CHECKS + number
         self._last_task = contract.FIRST_OF_CHECKS + number * TASKS_OF_A_CHECK
         self._phase = Phase.STARTING
@@ -185,7 +185,7 @@ class NodeChecker(Restorable):
                     self._stop(task, f"not done {within}")
                 self._phase, self._due = Phase.STOPPING, now + STOP_S
             case Phase.STOPPING if late or self._is_round_over():
-                self._end_round()
+                self._end_round(now)
                 self._next_round(now)
             case Phase.CLOSING if late or not self._running:
                 why = "it has not ended by itself"
@@ -207,14 +207,17 @@ class NodeChecker(Restorable):
     def _is_round_over(self) -> bool:
         return not self._reading and all(p.ended for p in self._processes.values())
 
-    def _end_round(self) -> None:
+    def _end_round(self, now: float) -> None:
         for process in self._processes.values():
             if not process.ended:
                 process.failure = process.failure or "it does not end"
                 self._give_up(process.host, "its agent does not end a task")
         for task in self._tasks:
             self._out.append(do.SealRound(task.number, "the round of the node check is over"))
-        self._check.report([task.measurement(host) for task in self._tasks for host in task.group])
+        measured = [[task.measurement(host) for host in task.group] for task in self._tasks]
+        for group in measured:
+            self._show(f"measured {'; '.join(map(shown_times, group))}", now)
+        self._check.report(chain.from_iterable(measured))
         self._reading.clear()
         self._tasks, self._processes = [], {}
 

@@ -13,7 +13,7 @@ from statistics import median
 from msgspec import Struct
 
 from elastic_driver.policies.nodecheck.check import NodeVerdict, Verdict
-from elastic_driver.policies.nodecheck.evidence import SLOW_FACTOR
+from elastic_driver.policies.nodecheck.evidence import SLOW_FACTOR, Measurement
 
 KEPT = 20  # checks of a node; the oldest are dropped
 MOST_NODES = 5000  # those not checked for longest are dropped
@@ -83,6 +83,14 @@ def _measured(node: NodeVerdict) -> tuple[str, ...]:
     rate = "–" if bandwidth is None else f"{bandwidth / 1e9:.3g} GB/s"
     times = _seconds(node.compute), _seconds(network)
     return node.node, node.verdict.value, *times, rate, _seconds(latency)
+
+
+def shown_times(measured: Measurement) -> str:
+    """Return a node's times in one round, for people."""
+    if measured.failure:
+        return f"{measured.node} failed ({measured.failure})"
+    times = f"{_seconds(measured.compute)} computing, {_seconds(measured.network)} network"
+    return f"{measured.node} {times}"
 
 
 def _join(*sentences: str | None) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import CheckHosts
+from elastic_driver.core.decisions import CheckHosts, EndJob
 from tests.core.scenario import MakeScenario, Scenario
 
 
@@ -175,3 +175,79 @@ def test_without_a_check_before_the_job_there_is_none_later(scenario: MakeScenar
     s.hosts(a=1, b=1)
     assert started_on(s, "b") == 1
     assert checks(s) == []
+
+
+# ---- hosts that join: the job checks them before it starts ---------------------------------
+
+
+@pytest.fixture
+def joining(scenario: MakeScenario) -> Scenario:
+    """A job for two to four hosts with two slots each, of which none has been checked."""
+    sizes = {"start_np": 4, "start_min_np": 4, "min_np": 4, "max_np": 8}
+    return scenario(**sizes, min_hosts=2, max_hosts=4, start_timeout=60.0, checked_hosts=())
+
+
+def test_the_first_check_waits_for_enough_hosts_and_then_a_moment_for_more(
+    joining: Scenario,
+) -> None:
+    joining.hosts(a=2)
+    joining.wait(10.0)
+    assert checks(joining) == []
+    joining.hosts(a=2, b=2)
+    joining.wait(1.0)
+    joining.hosts(a=2, b=2, c=2)
+    assert checks(joining) == []
+    joining.wait(1.0)
+    assert checks(joining) == [("a", "b", "c")]
+    finish(joining, "a", "b", failed=("c",))
+    assert [started_on(joining, host) for host in "abc"] == [2, 2, 0]
+    joining.hosts(a=2, b=2, c=2, d=2)
+    joining.wait(0.1)
+    assert checks(joining)[1:] == [("d",)], "as any host that comes later"
+
+
+def test_the_first_check_begins_at_once_when_no_more_hosts_can_come(joining: Scenario) -> None:
+    joining.hosts(a=2, b=2, c=2, d=2)
+    assert checks(joining) == [("a", "b", "c", "d")]
+
+
+def test_a_long_first_check_takes_nothing_from_the_time_for_the_start(joining: Scenario) -> None:
+    joining.wait(50.0)
+    joining.hosts(a=2, b=2, c=2, d=2)
+    joining.wait(300.0)
+    joining.agents = False
+    finish(joining, "a", "b", "c", "d")
+    joining.wait(59.0)
+    assert joining.job.outcome.end is None
+    joining.wait(2.0)
+    assert joining.job.outcome.end is not None
+
+
+def test_too_few_hosts_end_the_job_after_the_start_timeout(joining: Scenario) -> None:
+    joining.hosts(a=2)
+    joining.wait(61.0)
+    assert checks(joining) == []
+    (end,) = joining.all(EndJob)
+    assert (end.exit_code, "2 are needed for 60 s" in end.reason) == (75, True)
+
+
+def test_a_job_that_needs_a_host_that_failed_ends_at_once_if_no_other_may_join(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, start_min_np=2, min_hosts=2, max_hosts=2, checked_hosts=())
+    s.hosts(a=1, b=1)
+    finish(s, "a", failed=("b",))
+    (end,) = s.all(EndJob)
+    assert end.exit_code == 75
+    assert "1 of 2 hosts failed the node check (b faulty: failed alone); 1 left" in end.reason
+
+
+def test_a_spare_host_takes_the_place_of_one_that_failed(joining: Scenario) -> None:
+    joining.hosts(a=2, b=2, c=2, d=2)
+    joining.hosts(a=2, b=2, c=2, d=2, e=2)
+    finish(joining, "a", failed=("b", "c", "d"))
+    assert joining.job.outcome.end is None
+    joining.wait(0.1)
+    assert checks(joining)[1:] == [("e", "a")]
+    finish(joining, "e", "a")
+    assert (started_on(joining, "a"), started_on(joining, "e")) == (2, 2)

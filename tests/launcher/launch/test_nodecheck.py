@@ -65,7 +65,7 @@ def test_without_a_flag_nothing_is_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "performance", "stragglers", "exclude"),
+    ("flag", "performance", "model", "exclude"),
     [
         ("--network-check", False, False, False),
         ("--comm-perf-test", True, False, False),
@@ -74,12 +74,12 @@ def test_without_a_flag_nothing_is_checked() -> None:
     ],
 )
 def test_each_flag_asks_for_a_check_and_for_more_of_it(
-    flag: str, performance: bool, stragglers: bool, exclude: bool
+    flag: str, performance: bool, model: bool, exclude: bool
 ) -> None:
     assert plan(flag).options.checks_nodes
     settings = submit.check_settings(plan(flag))
-    assert (settings.stragglers, settings.exclude_stragglers) == (stragglers, exclude)
-    assert (settings.task.performance, settings.task.model) == (performance, stragglers)
+    assert settings.exclude_stragglers == exclude
+    assert (settings.task.performance, settings.task.model) == (performance, model)
     assert (settings.task_timeout, settings.every_slot) == (120.0, False)
 
 

@@ -104,11 +104,13 @@ def test_slow_nodes_are_paired_with_fast_ones_and_the_best_time_counts() -> None
     assert [m.compute for m in verdicts["5"].history] == [5.0, 1.0]
 
 
-def test_without_straggler_detection_slow_nodes_cost_no_further_round() -> None:
-    check = NodeCheck(tuple("1234"), stragglers=False)
-    verdicts = Cluster(compute={"4": 9.0}).check(check)
+def test_nodes_that_agree_cost_no_further_round_and_a_slow_one_is_named_in_the_second() -> None:
+    check = NodeCheck(tuple("1234"))
+    assert of(Cluster().check(check), Verdict.GOOD) == "1234"
     assert len(check.rounds) == 1
-    assert of(verdicts, Verdict.GOOD) == "1234"
+    check = NodeCheck(tuple("1234"))
+    assert of(Cluster(compute={"4": 9.0}).check(check), Verdict.STRAGGLER) == "4"
+    assert len(check.rounds) == 2
 
 
 # ---- failures in small clusters ----------------------------------------------------------
