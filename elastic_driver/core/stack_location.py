@@ -9,7 +9,7 @@ _WAITS_IN = (
     "/torch/distributed/",
     "/torch/nn/parallel/",
     "/torch/autograd/",
-    "/torch/cuda/",
+    *("/torch/accelerator/", "/torch/cuda/", "/torch/xpu/", "/torch_npu/"),
     "/elastic_driver/worker/",
 )
 

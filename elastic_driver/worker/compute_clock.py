@@ -122,13 +122,16 @@ class ComputeClock:
 class DeviceClock(ComputeClock):
     """`ComputeClock` for parameters on a GPU; `finish_step` returns the cost of the step before."""
 
-    DEVICE = "cuda"
+    @staticmethod
+    def times(device: torch.device) -> bool:
+        """Return whether this clock is for work on this device."""
+        return bool(device.type != "cpu")
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """See `ComputeClock.watch`; of several GPUs the first one's stream counts."""
         super().watch(optimizers)
         devices = (parameter.device for parameter in _parameters(optimizers))
-        self._device = next((d for d in devices if d.type == self.DEVICE), None)
+        self._device = next((d for d in devices if self.times(d)), None)
 
     def _cost(self, step: _Step) -> StepCost | None:
         """Return the cost of the step before; None where the device has not ended it."""
@@ -138,10 +141,11 @@ class DeviceClock(ComputeClock):
 
     def _moment(self) -> Any:
         """Return an event of now in the stream that trains; None while a graph is captured."""
-        if torch.cuda.is_current_stream_capturing():
+        module = torch.get_device_module(self._device)
+        if getattr(module, "is_current_stream_capturing", bool)():
             return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = module.Event(enable_timing=True)
+        event.record(module.current_stream(self._device))
         return event
 
     def _between(self, since: Any, until: Any) -> tuple[float, float]:
@@ -153,7 +157,7 @@ def clock_for(optimizers: Sequence[Optimizer], before: ComputeClock) -> ComputeC
 
     Reuse `before` if it already times this device type.
     """
-    on_gpu = any(p.device.type == DeviceClock.DEVICE for p in _parameters(optimizers))
+    on_gpu = any(DeviceClock.times(p.device) for p in _parameters(optimizers))
     kind = DeviceClock if on_gpu else ComputeClock
     if type(before) is not kind:
         before.watch([])

@@ -8,9 +8,10 @@ from typing import Any
 
 import elastic_driver as elastic
 from elastic_driver.core.documents import Notice
-from elastic_driver.worker.world import membership, nccl, session
+from elastic_driver.worker.world import device as device_half
+from elastic_driver.worker.world import membership, session
+from elastic_driver.worker.world.backend import BackendChoice
 from elastic_driver.worker.world.membership import JobMembership
-from elastic_driver.worker.world.nccl import BackendChoice
 from tests.support.coordinator import Recorder
 from tests.support.second_gloo import SecondGloo
 from tests.worker.training import Everything
@@ -80,7 +81,7 @@ def dies_while_connecting(path: str) -> None:
 
 def cannot_be_ended(path: str, what: str) -> None:
     """A device of which this never returns: `abort`, or `forget`."""
-    nccl.CUT_OFF_S = membership.TAKE_DOWN_S = 0.5
+    device_half.CUT_OFF_S = membership.TAKE_DOWN_S = 0.5
     device = pretend(path)
     setattr(device, what, lambda: time.sleep(600))
     job, record = Everything(), Recorder(path)

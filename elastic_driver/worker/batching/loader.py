@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from elastic_driver.policies.microbatches import sample_counts
 from elastic_driver.policies.permutation import Permutation, mix
+from elastic_driver.worker import accelerator
 
 _AHEAD = 4096  # samples whose positions are shuffled together
 _DATA = 1  # makes the data set's randomness differ from the model's
@@ -105,7 +106,7 @@ def fix_kernels(threads: int) -> None:
 
     An operation without a deterministic kernel then raises torch's own error, which names it.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True)
     # Would fill every new tensor before it is written to, and matters only to scripts that read
     # memory they never wrote: https://docs.pytorch.org/docs/stable/deterministic.html
@@ -121,10 +122,7 @@ def seed_everything(*identity: int) -> None:
     # Not torch.manual_seed: for each kind of device that was not used yet it formats a traceback,
     # to seed it later, which costs more than a small micro-batch.
     torch.default_generator.manual_seed(seed)
-    for device in (torch.cuda, torch.xpu):
-        if device.is_initialized():
-            device.manual_seed_all(seed)
-    if torch.backends.mps.is_available():
-        torch.mps.manual_seed(seed)
+    if (device := accelerator.in_use()) is not None:
+        getattr(device, "manual_seed_all", device.manual_seed)(seed)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(seed & 0xFFFFFFFF)

@@ -84,12 +84,15 @@ class Staging:
             tensor = tensors[piece.tensor].detach()
             parts.append(tensor[piece.start : piece.stop] if tensor.dim() else tensor)
         if not self.copies:
-            self.copies = [torch.empty(p.shape, dtype=p.dtype, pin_memory=p.is_cuda) for p in parts]
+            self.copies = [
+                torch.empty(p.shape, dtype=p.dtype, pin_memory=p.device.type != "cpu")
+                for p in parts
+            ]
         with torch.no_grad():
             for copy, part in zip(self.copies, parts, strict=True):
                 copy.copy_(part, non_blocking=True)
-        if any(part.is_cuda for part in parts):
-            torch.cuda.synchronize()
+        if any(part.device.type != "cpu" for part in parts):
+            torch.accelerator.synchronize()
 
 
 def file_name(rank: int) -> str:

@@ -114,7 +114,7 @@ def _run(
     store.set(f"places/{rank}", msgspec.json.encode(place))
     found = store.multi_get([f"places/{peer}" for peer in range(size)])
     places = [msgspec.json.decode(value, type=messages.Place) for value in found]
-    backend = "nccl" if use_device().type == "cuda" else "gloo"  # and NCCL uses it from the start
+    backend = dist.get_default_backend_for_device(use_device())  # NCCL uses it from the start
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         register_host(client, machine, contract.host_of_worker(worker))

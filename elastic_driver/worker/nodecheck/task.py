@@ -26,7 +26,7 @@ from elastic_driver.policies.nodecheck.messages import Place, TaskResult, TaskSe
 from elastic_driver.worker import cpu_time
 from elastic_driver.worker.nodecheck import pace
 
-_MATRIX_ROWS = {"cpu": 512, "cuda": 4096}
+_MATRIX_ROWS, _MATRIX_ROWS_OF_A_DEVICE = 512, 4096
 _LATENCY_CALLS = 20
 _BANDWIDTH_CALLS = 5
 
@@ -123,7 +123,9 @@ class NodeCheckTask:
         on_cpu = self.device.type == "cpu"
         self._machines = tuple(place.machine for place in places) if on_cpu else ()
         self._lock = lock
-        self._settle = (lambda: None) if on_cpu else partial(torch.cuda.synchronize, self.device)
+        self._settle = (
+            (lambda: None) if on_cpu else partial(torch.accelerator.synchronize, self.device)
+        )
         # On a machine of its own, time lost to other programs counts: nothing is subtracted.
         subtract = shared and on_cpu
         self._thread_account = cpu_time.of_thread() if subtract else cpu_time.CpuTime
@@ -176,7 +178,8 @@ class NodeCheckTask:
     def _products(self) -> tuple[list[Callable[[], Tensor]], pace.Timing]:
         """Return matrix products, one for the device or one for each usable processor."""
         on_cpu = self.device.type == "cpu"
-        rows = self.settings.matrix or _MATRIX_ROWS[self.device.type]
+        own = _MATRIX_ROWS if self.device.type == "cpu" else _MATRIX_ROWS_OF_A_DEVICE
+        rows = self.settings.matrix or own
         count = len(os.sched_getaffinity(0)) if on_cpu else 1
         factors = [torch.rand(2, rows, rows, device=self.device) for _ in range(count)]
         products: list[Callable[[], Tensor]] = [partial(torch.matmul, *pair) for pair in factors]
@@ -196,7 +199,7 @@ class NodeCheckTask:
         """Return the index of the largest model that every process has room for."""
         if self.device.type == "cpu":
             return 0
-        free, _ = torch.cuda.mem_get_info(self.device)
+        free, _ = torch.get_device_module(self.device).mem_get_info(self.device)
         least = torch.tensor([largest_that_fits(free)], device=self.device)
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least.item())
@@ -264,9 +267,10 @@ class NodeCheckTask:
 
 def use_device() -> torch.device:
     """Select the device of our slot and return it; several processes may share the last one."""
-    if not torch.cuda.is_available():
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not torch.accelerator.is_available():
         return torch.device("cpu")
     slot = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", min(slot, torch.cuda.device_count() - 1))
-    torch.cuda.set_device(device)
+    device = torch.device(kind.type, min(slot, torch.accelerator.device_count() - 1))
+    torch.get_device_module(kind).set_device(device)
     return device

@@ -1,8 +1,8 @@
-"""The random number generators of this process: Python's, NumPy's, torch's and, if in use, CUDA's.
+"""The random number generators of this process: Python's, NumPy's, torch's, the accelerator's.
 
 `TorchState` keeps their states at a commit, puts them back after a failed step, and gives a
-newcomer the states of the member that sends it the model. NumPy and CUDA count only where the
-script has loaded them already; nothing here imports or initialises them.
+newcomer the states of the member that sends it the model. NumPy and the accelerator count only
+where the script has loaded them already; nothing here imports or initialises them.
 """
 
 import ctypes
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from elastic_driver.worker import accelerator
 
 _WORD_BYTES = 4
 _KEY_BYTES = 624 * _WORD_BYTES  # NumPy stores the position behind the key
@@ -88,8 +90,8 @@ class RandomStates:
         states["torch"] = torch.default_generator.clone_state()
         if (numpy_random := sys.modules.get("numpy.random")) is not None:
             states["numpy"] = self._numpy_state(numpy_random)
-        if torch.cuda.is_initialized():
-            states["cuda"] = torch.cuda.get_rng_state()
+        if (device := accelerator.in_use()) is not None:
+            states["device"] = device.get_rng_state()
         return states
 
     def _numpy_state(self, numpy_random: Any) -> Any:
@@ -125,5 +127,5 @@ class RandomStates:
         torch.set_rng_state(kept.get_state() if isinstance(kept, torch.Generator) else kept)
         if "numpy" in states and "numpy.random" in sys.modules:
             sys.modules["numpy.random"].set_state(states["numpy"])
-        if "cuda" in states and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(states["cuda"])
+        if "device" in states and (device := accelerator.in_use()) is not None:
+            device.set_rng_state(states["device"])

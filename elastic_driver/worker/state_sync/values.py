@@ -42,7 +42,7 @@ def copied(value: Any) -> Any:
 
 
 class TensorSpec(NamedTuple):
-    """Dtype, shape and type of device ("cpu", "cuda") of a tensor that a receiver allocates."""
+    """Dtype, shape and type of device ("cpu", "xpu") of a tensor that a receiver allocates."""
 
     dtype: str
     shape: tuple[int, ...]

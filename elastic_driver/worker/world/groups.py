@@ -8,8 +8,8 @@ Torch's global state must be touched by the main thread only. So the thread make
 `ProcessGroupGloo`; the main thread then calls `init_process_group(backend="elastic_gloo")`, whose
 creator, registered through torch's public extension point, returns the object that is ready.
 Collectives, DDP and `new_group()` behave as with "gloo", because the object is gloo's own;
-`dist.get_backend()` returns the other name. Where NCCL carries CUDA tensors, torch makes that half
-itself (`cpu:elastic_gloo,cuda:nccl`); see `nccl`.
+`dist.get_backend()` returns the other name. Where a device has collectives of its own, torch makes
+that half itself (`cpu:elastic_gloo,xpu:xccl`); see `device`.
 
 Only `membership` uses this module. Times are seconds.
 """
@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroupGloo, Store
 from elastic_driver.core.documents import World
 from elastic_driver.errors import WorldBrokenError
 from elastic_driver.worker.world.connections import GroupConnections
-from elastic_driver.worker.world.nccl import DeviceHalf
+from elastic_driver.worker.world.device import DeviceHalf
 from elastic_driver.worker.world.wrapping import tear_down_wrappers
 from rendezvous.torch_store import HTTPStore
 
@@ -102,7 +102,7 @@ class RoundGroup:
 
         Args:
             create_subgroup: makes the groups of `new_group()`.
-            device_backends: those that torch makes itself, for other devices ("cuda:nccl").
+            device_backends: those that torch makes itself, for other devices ("xpu:xccl").
         """
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])

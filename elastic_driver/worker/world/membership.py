@@ -28,8 +28,10 @@ from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, 
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.worker_log import say
-from elastic_driver.worker.world import groups, nccl
+from elastic_driver.worker.world import groups
+from elastic_driver.worker.world.backend import BackendChoice
 from elastic_driver.worker.world.connections import link_usage
+from elastic_driver.worker.world.device import Accelerator, DeviceHalf
 from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
 from rendezvous.torch_store import HTTPStore
 
@@ -50,7 +52,7 @@ class JobMembership:
     """
 
     def __init__(
-        self, born: context.WorkerContext | None, choice: nccl.BackendChoice = nccl.BackendChoice()
+        self, born: context.WorkerContext | None, choice: BackendChoice = BackendChoice()
     ) -> None:
         self.progress = TrainingProgress()
         self.world: World | None = None
@@ -199,11 +201,11 @@ class JobMembership:
         raise found
 
     def _install_with_device(
-        self, device: nccl.Nccl, group: RoundGroup, round_id: int, create: groups.GroupCreator
+        self, device: Accelerator, group: RoundGroup, round_id: int, create: groups.GroupCreator
     ) -> None:
         """Give the group to torch, and connect the device to those of the peers."""
         device.begin()
-        group.half = nccl.DeviceHalf(device)
+        group.half = DeviceHalf(device)
         try:
             group.install(create, device.backends)
             self._run_attempt(round_id, CONNECT_DEVICES_S, device.connect)

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from elastic_driver.worker import context, current
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.worker_log import say
+from elastic_driver.worker.world.backend import choose_backend
 from elastic_driver.worker.world.membership import JobMembership
-from elastic_driver.worker.world.nccl import choose_backend
 
 BUSY_S = 3600.0  # the default limit of `busy`
 
@@ -38,13 +38,13 @@ def init(backend: str | None = None) -> None:
     a world of one, so that a script can be tried with plain `python`.
 
     Args:
-        backend: as for torch's `init_process_group`: "gloo", or "nccl" for CUDA tensors (gloo then
-            carries CPU tensors, as with "cpu:gloo,cuda:nccl"). None: NCCL in every round in
-            which each worker has a GPU of its own, else gloo.
+        backend: as for torch's `init_process_group`: "gloo", or the accelerator's own, such as
+            "nccl" or "xccl", for its tensors (gloo then carries CPU tensors). None: the
+            accelerator's own in every round in which each worker has a device, else gloo.
 
     Raises:
-        UsageError: the backend is unknown, NCCL has no GPU, or the environment of a worker is
-            incomplete.
+        UsageError: the backend is unknown, there is no device for it, or the environment of a
+            worker is incomplete.
         RendezvousError: the rendezvous cannot be reached or refuses this worker.
     """
     member = start(backend)

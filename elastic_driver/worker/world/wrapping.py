@@ -35,7 +35,7 @@ def wrap(model: Module, **ddp_kwargs: Any) -> DistributedDataParallel:
     """
     current.place()
     parameter = next(model.parameters(), None)
-    if parameter is not None and parameter.device.type == "cuda":
+    if parameter is not None and parameter.device.type != "cpu":
         ddp_kwargs.setdefault("device_ids", [parameter.device.index])
     if model in _in_sync:
         ddp_kwargs.setdefault("init_sync", False)

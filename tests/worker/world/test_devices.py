@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from elastic_driver.core.documents import Notice
 from elastic_driver.errors import WorldBrokenError
-from elastic_driver.worker.world import groups, nccl
+from elastic_driver.worker.world import device as device_half
+from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.connections import GroupConnections
+from elastic_driver.worker.world.device import DeviceHalf
 from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
 from elastic_driver.worker.world.membership import JobMembership
-from elastic_driver.worker.world.nccl import DeviceHalf
 from tests.support.gloo import run_ranks
 
 
@@ -93,7 +94,7 @@ def test_after_a_cut_off_nothing_counts_even_if_the_device_has_done_it() -> None
 
 
 def test_a_cut_off_that_takes_for_ever_or_fails_is_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "CUT_OFF_S", 0.05)
+    monkeypatch.setattr(device_half, "CUT_OFF_S", 0.05)
     slow, failing = Stuck(), Stuck()
     failing.error = RuntimeError("NCCL timeout\nand where")
     failing.let.set()
