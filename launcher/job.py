@@ -222,10 +222,14 @@ def _collectives() -> list[str]:
         return [_line(False, f"torch ({error}); install it: pip install 'elastic-driver[torch]'")]
     if not dist.is_available():
         return [_line(False, f"torch {torch.__version__} was built without torch.distributed")]
+    from elastic_driver.worker.world.backend import accelerator_names  # noqa: PLC0415 - uses torch
+
+    _kind, own = accelerator_names()
+    on_device = dist.is_backend_available(own) and torch.accelerator.is_available()
     return [
         _line(True, f"torch {torch.__version__}"),
         _line(dist.is_gloo_available(), "gloo"),
-        _line(dist.is_nccl_available() and torch.cuda.is_available(), "nccl, with a GPU"),
+        _line(on_device, f"{own}, with a GPU"),
         _line(dist.is_mpi_available(), "mpi"),
     ]
 
