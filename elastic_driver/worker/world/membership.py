@@ -16,14 +16,13 @@ from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-import torch
 from torch.distributed import HashStore, Store
 
 from elastic_driver import contract
 from elastic_driver.core.documents import Member, Notice, SlotInfo, World
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError
-from elastic_driver.worker import context, current
+from elastic_driver.worker import accelerator, context, current
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
@@ -249,7 +248,7 @@ class JobMembership:
 
     def _report_ready(self, version: StateVersion, reason: str) -> None:
         if self._driver is not None:
-            bound = self._choice.device is not None or torch.cuda.is_initialized()
+            bound = self._choice.device is not None or accelerator.in_use() is not None
             self._driver.report_ready(self._left, version, reason, bound=bound)
 
     def settle(self) -> None:
