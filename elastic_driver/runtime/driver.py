@@ -33,6 +33,7 @@ from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.machine_api import SHARDS_PATH
 from elastic_driver.runtime.reporter import Reporter
@@ -241,6 +242,8 @@ class ElasticDriver:
             self._suspects.server = self._server
             self._server.apply([Set(contract.JOB_SPEC, encode(self.spec))])
         self._closing.callback(self._log.close)
+        journal = Journal(self.run_dir.journal_file, self.spec.run_id)
+        self._closing.callback(journal.close)
         for nodes in (self.joined, self.checks):
             if nodes is not None:
                 nodes.open(self._server, token)
@@ -268,6 +271,7 @@ class ElasticDriver:
             checks=self.checks,
             status=self._status,
             answer=routes.requests.answer,
+            journal=journal,
             debug=self.options.debug,
         )
 

@@ -27,6 +27,8 @@ from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.checks import CheckAnswer, NodeChecks
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.journal.codec import JOURNALLED
+from elastic_driver.runtime.journal.writer import Journal
 
 MAX_TOGETHER = 1000  # events that are handled together
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
@@ -49,6 +51,7 @@ class DriverLoop:
     job: Job | None = None  # None: not begun yet
     checker: NodeChecker | None = None
     stragglers: Stragglers = field(default_factory=Stragglers)
+    journal: Journal | None = None  # of the job, from its beginning on; None: there is none
 
     def __post_init__(self) -> None:
         self._machines: dict[MachineName, Machine[Any, Any]] = {
@@ -75,6 +78,8 @@ class DriverLoop:
         for name, due in list(self._deadlines.items()):
             if due is not None and due <= now:
                 self._decide(name, ev.Tick())
+        if self.journal is not None:
+            self.journal.flush()
         if self.end is None:
             self.executor.show_overdue(now)
 
@@ -133,7 +138,9 @@ class DriverLoop:
             return  # what it was for is over, or has not begun
         self._events += 1
         now = time.monotonic()
-        # A journal writes the event here: numbered and timed, before anything follows from it.
+        journal = self.journal if self.job is not None and name in JOURNALLED else None
+        if journal is not None:
+            journal.note(self._events, now, name, event)
         decisions = machine.handle(event, now)
         if isinstance(event, KeysRead):
             self.executor.look_seconds = time.monotonic() - now
@@ -141,9 +148,22 @@ class DriverLoop:
         if self.debug and (violated := machine.check()):
             raise AssertionError(f"after {event}: {'; '.join(violated)}")
         decided = stamped(decisions, self._events)
+        if decided and journal is not None:
+            for news in journal.settle():  # what follows from the event acts once it is written
+                self.executor.execute(news)
         self._carry_out([each for each in decided if not isinstance(each, Reply)])
         if replies := [each for each in decided if isinstance(each, Reply)]:
             self.answer(replies)  # all together
+        if self.journal is not None and self.journal.snapshot_due:
+            self._journal_states()
+
+    # ---- the journal ---------------------------------------------------------------------
+
+    def _journal_states(self) -> None:
+        """Write the machines' states, from which a replay may begin."""
+        if self.journal is not None and self.job is not None:
+            states = {n: m.snapshot() for n, m in self._machines.items() if n in JOURNALLED}
+            self.journal.snapshot(self._events, time.monotonic(), states)
 
     def _carry_out(self, decisions: list[Any]) -> None:
         for decision in decisions:
@@ -162,6 +182,9 @@ class DriverLoop:
 
     def _begin_job(self, job: Job, run_id: str) -> None:
         self.job = self._machines["job"] = job
+        if self.journal is not None:
+            self.journal.open()
+        self._journal_states()
         self.executor.execute(Announce("job_started", f"run {run_id}"))
         if self.checks is not None and self.checks.report is not None:
             self.executor.execute(Announce("nodes_checked", self.checks.report.summary()))
@@ -177,6 +200,7 @@ class DriverLoop:
         else:
             self._machines["check"] = self.checker
             self._deadlines["check"] = time.monotonic()  # the first tick begins
+            self._journal_states()
 
     def _answer_job(self, asked: CheckHosts, found: Any) -> None:
         if self.checks is not None:

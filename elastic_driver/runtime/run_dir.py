@@ -1,6 +1,7 @@
 """The folder of one run: `<state-dir>/<run-id>/`, readable by its owner alone.
 
     events.jsonl    the event log, kept
+    journal.db      every event of the newest job of this name (0600), kept (docs/journal.md)
     token           the job's secret (0600), removed when the job is over
     endpoint.json   the driver's URL, removed when the job is over
 
@@ -75,6 +76,7 @@ class RunDir:
         self.run_id = run_id
         self.path = state_dir.expanduser().absolute() / run_id
         self.events_file = self.path / EVENTS_FILE
+        self.journal_file = self.path / "journal.db"
         self.token_file = self.path / "token"
         self.endpoint_file = self.path / "endpoint.json"
         self._draft = self.path / "endpoint.new"

@@ -44,7 +44,8 @@ def test_a_job_goes_from_hosts_to_a_world_to_success_and_leaves_nothing(
     outcome = job.outcome()
     assert outcome.exit_code == 0
     assert outcome.failure is None
-    assert [path.name for path in job.run_dir.path.iterdir()] == ["events.jsonl"]
+    left = sorted(path.name for path in job.run_dir.path.iterdir())
+    assert left == ["events.jsonl", "journal.db"]
     names = [event["event"] for event in job.logged()]
     assert names[0] == "job_started"
     assert names[-1] == "job_succeeded"

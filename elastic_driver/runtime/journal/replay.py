@@ -1,0 +1,121 @@
+"""Reads a journal, and replays it through the pure machines.
+
+The same events at the same times give the same decisions. Each snapshot on the way is compared with
+the state that the replay has come to, so a replay that differs from the run is reported. Reading
+changes nothing, and is possible while the driver writes.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from elastic_driver.core.job import Job
+from elastic_driver.core.machine import Machine, stamped
+from elastic_driver.core.snapshots import Restorable
+from elastic_driver.errors import UsageError
+from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
+from elastic_driver.policies.shards import DataSets
+from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.runtime.journal.codec import AnyEvent, decode
+from elastic_driver.runtime.journal.writer import FORMAT
+
+_KINDS: dict[str, type[Restorable]] = {
+    "job": Job,
+    "check": NodeChecker,
+    "shards": DataSets,
+    "tf": TfCluster,
+}
+_LATER = "SELECT n, at, machine, event FROM events WHERE n > ? AND n <= ? ORDER BY n"
+_STATES = "SELECT machine, state FROM snapshots WHERE n = ?"
+NEWEST = 2**62  # larger than any event's number
+
+
+class JournalError(UsageError):
+    """A file that is no journal, is damaged, or is of another version."""
+
+
+class Step(NamedTuple):
+    """An event, and what its machine decided."""
+
+    n: int
+    at: float  # monotonic seconds of the run
+    machine: str
+    event: AnyEvent
+    decisions: list[Any]  # each knows `n` as its cause
+
+
+class Replay:
+    """The replay of one journal; raises `JournalError` for a file that is none."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise JournalError(f"there is no journal {path}")
+        self.path = path
+        self.machines: dict[str, Any] = {}  # as they were after the last step
+        self.now = 0.0  # monotonic seconds of the run, at the last step
+        self._database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
+        (found,) = self._rows("PRAGMA user_version")[0]
+        if found != FORMAT:
+            hint = "use the version of elastic-driver that wrote it"
+            raise JournalError(
+                f"{path}: a journal of format {found}, only {FORMAT} can be read; {hint}"
+            )
+        about = self._rows("SELECT run_id, unix_offset FROM about")
+        self._snapshots = [n for (n,) in self._rows("SELECT DISTINCT n FROM snapshots ORDER BY n")]
+        if not about or not self._snapshots:
+            raise JournalError(f"{path}: the journal is empty")
+        self.run_id: str = about[0][0]
+        self.unix_offset: float = about[0][1]  # added to `at`, it gives unix seconds
+
+    def steps(self, until: int = NEWEST) -> Iterator[Step]:
+        """Yield every event up to this number, from the oldest snapshot on."""
+        first, *later = self._snapshots
+        if until < first:
+            raise JournalError(f"{self.path}: the journal begins after event {first}")
+        self._take_states(first)
+        for n, at, name, data in self._rows(_LATER, first, until):
+            while later and later[0] < n:
+                self._take_states(later.pop(0))
+            try:
+                event = decode(data)
+                decisions = self._machine(n, name).handle(event, at)
+            except (ValueError, LookupError) as error:
+                raise JournalError(f"{self.path}: event {n} is damaged: {error}") from error
+            if any(isinstance(decision, CheckEnded) for decision in decisions):
+                del self.machines[name]
+            self.now = at
+            yield Step(n, at, name, event, stamped(decisions, n))
+
+    @property
+    def job(self) -> Job:
+        """The job after the last step."""
+        job: Job = self.machines["job"]
+        return job
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+    def _machine(self, n: int, name: str) -> Machine[Any, Any]:
+        machine: Machine[Any, Any] | None = self.machines.get(name)
+        if machine is None:
+            raise LookupError(f"the machine {name!r} has not begun at event {n}")
+        return machine
+
+    def _take_states(self, n: int) -> None:
+        """Restore the machines that begin at this snapshot; compare the others with it."""
+        for name, state in self._rows(_STATES, n):
+            if name not in self.machines:
+                self.machines[name] = _KINDS[name].restored(state)
+            elif self.machines[name].snapshot() != state:
+                why = f"{name} is another one after event {n} than it was in the run"
+                raise JournalError(f"{self.path}: {why}; was another version running?")
+        (self.now,) = self._rows("SELECT max(at) FROM snapshots WHERE n = ?", n)[0]
+
+    def _rows(self, query: str, *values: int) -> list[tuple[Any, ...]]:
+        try:
+            return self._database.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise JournalError(f"{self.path}: the journal cannot be read: {error}") from error

@@ -1,0 +1,280 @@
+"""The journal of a real driver: what is in it, how it fails, and that its replay is the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from elastic_driver.core import events as ev
+from elastic_driver.core.events import Tick
+from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
+from elastic_driver.policies.shards import DataSets
+from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.runtime.journal import writer
+from elastic_driver.runtime.journal.replay import JournalError, Replay
+from elastic_driver.runtime.journal.writer import Journal
+from elastic_driver.runtime.machine_api import SHARDS_PATH
+from tests.runtime.jobs import StartJob
+from tests.runtime.waiting import until
+
+A0, A1 = "a.0.1", "a.1.1"
+
+
+def short_job(start_job: StartJob) -> Path:
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    job.cluster.ready(A0, A1)
+    job.cluster.world(1)
+    job.cluster.exits(A0, 0)
+    job.cluster.exits(A1, 0)
+    assert job.outcome().exit_code == 0
+    return job.run_dir.journal_file
+
+
+def test_the_replay_of_a_job_gives_the_decisions_of_the_run(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "SNAPSHOT_BYTES", 100)  # every few events; each is compared
+    monkeypatch.setattr(writer, "SNAPSHOT_TIMES", 0)
+    path = short_job(start_job)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not path.with_name("journal.db-wal").exists()
+    replay = Replay(path)
+    steps = list(replay.steps())
+    assert len(replay._snapshots) > 2
+    announced = [
+        decision.event
+        for step in steps
+        for decision in step.decisions
+        if decision.__struct_config__.tag == "announce"
+    ]
+    assert announced[0] == "round_opened"
+    assert announced[-1] == "job_succeeded"
+    assert all(decision.cause == step.n for step in steps for decision in step.decisions)
+    assert replay.job.outcome.end is not None
+    replay.close()
+    early = Replay(path)
+    some = list(early.steps(steps[3].n))
+    assert [step.n for step in some] == [step.n for step in steps[:4]]
+    assert early.job.outcome.end is None
+    early.close()
+
+
+def test_a_new_job_of_the_same_name_begins_a_new_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    path.write_bytes(b"something else")
+    path.with_name("journal.db-wal").write_bytes(b"and its log")
+    assert write_some(path, 3) == []
+    replay = Replay(path)
+    assert [step.n for step in replay.steps()] == [1, 2, 3]
+    replay.close()
+
+
+def write_some(path: Path, count: int, *, close: bool = True) -> list[str]:
+    """Write events of a TensorFlow cluster; return the names of what the user has to know."""
+    journal = Journal(path, "run")
+    journal.open()
+    journal.snapshot(0, 0.0, {"tf": TfCluster(30.0).snapshot(), "shards": DataSets().snapshot()})
+    found = []
+    for n in range(1, count + 1):
+        journal.note(n, float(n), "tf", Tick())
+        found += [news.event for news in journal.settle()]
+    if close:
+        journal.close()
+    return found
+
+
+# ---- the end of a driver, and of a disk --------------------------------------------------
+
+
+def test_every_event_that_was_settled_is_there_after_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    code = (
+        "import os, signal; from pathlib import Path; "
+        "from tests.runtime.test_journal import write_some; "
+        f"assert write_some(Path({str(path)!r}), 50, close=False) == []; "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert path.with_name("journal.db-wal").exists()
+    replay = Replay(path)
+    assert [step.n for step in replay.steps()] == list(range(1, 51))
+    replay.close()
+
+
+def test_a_folder_that_cannot_be_written_costs_the_journal_and_not_the_job(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Journal) -> sqlite3.Connection:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Journal, "_create", refuse)
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    job.cluster.ready(A0, A1)
+    job.cluster.world(1)
+    job.cluster.exits(A0, 0)
+    job.cluster.exits(A1, 0)
+    assert job.outcome().exit_code == 0
+    failed = [event for event in job.logged() if event["event"] == "journal_failed"]
+    assert len(failed) == 1
+    assert "No space left on device; the job goes on without a journal" in failed[0]["reason"]
+    assert job.stderr.getvalue().count("the journal has failed") == 1
+
+
+def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
+    """The disk is a real one of 1 MiB, in a mount namespace of its own."""
+    script = f"""
+mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -c '
+from pathlib import Path
+from elastic_driver.core.events import Tick
+from elastic_driver.runtime.journal.writer import Journal
+journal = Journal(Path("{tmp_path}/journal.db"), "run")
+journal.open()
+found = []
+for n in range(1, 200):
+    journal.note(n, 1.0, "job", Tick())
+    journal.snapshot(n, 1.0, {{"job": bytes(20_000)}})
+    found += journal.settle()
+journal.close()
+print(len(found), found[0].event, found[0].reason)
+'"""
+    command = ["unshare", "-Urm", "bash", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0 and ("unshare" in done.stderr or "mount:" in done.stderr):
+        pytest.skip("no mount namespaces here")
+    assert done.stderr == ""
+    assert done.stdout.startswith("1 journal_failed ")
+    assert "database or disk is full; the job goes on without a journal" in done.stdout
+
+
+def test_a_disk_that_hangs_holds_the_driver_up_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer's thread stands still in a write, as it does on a disk that does not answer."""
+    monkeypatch.setattr(writer, "MAX_BEHIND", 10_000)
+    monkeypatch.setattr(writer, "_CLOSE_S", 0.1)
+    fifo, path = tmp_path / "hangs", tmp_path / "journal.db"
+    os.mkfifo(fifo)
+    create = Journal._create
+
+    def hang_first(self: Journal) -> sqlite3.Connection:
+        fifo.read_bytes()  # until someone opens it for writing
+        return create(self)
+
+    monkeypatch.setattr(Journal, "_create", hang_first)
+    journal = Journal(path, "run")
+    journal.open()
+    journal.snapshot(0, 0.0, {"tf": TfCluster(30.0).snapshot(), "shards": DataSets().snapshot()})
+    names = []
+    for n in range(1, 100):
+        journal.note(n, float(n), "tf", Tick())
+        names += [news.event for news in journal.settle()]
+    assert names == ["journal_late"]
+    fifo.write_bytes(b"")  # the disk answers
+    until(lambda: journal._written == journal._handed, "the writer catches up")
+    journal.note(100, 100.0, "tf", Tick())
+    assert [news.event for news in journal.settle()] == ["journal_caught_up"]
+    journal.close()
+    replay = Replay(path)
+    assert len(list(replay.steps())) == 100
+    replay.close()
+
+
+def test_a_disk_that_hangs_for_ever_costs_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "MAX_BEHIND", 5_000_000)
+    monkeypatch.setattr(writer, "_CLOSE_S", 0.1)
+    fifo = tmp_path / "hangs"
+    os.mkfifo(fifo)
+
+    def hang(self: Journal) -> sqlite3.Connection:
+        fifo.read_bytes()
+        raise OSError("it is mended, too late")
+
+    monkeypatch.setattr(Journal, "_create", hang)
+    journal = Journal(tmp_path / "journal.db", "run")
+    journal.open()
+    found = []
+    for n in range(1, 10):
+        journal.note(n, 1.0, "job", ev.HostsDiscovered((("a" * 1_000_000, 1),)))
+        found += journal.settle()
+    assert [news.event for news in found] == ["journal_late", "journal_failed"]
+    assert "the disk does not answer, " in found[1].reason
+    journal.close()
+    fifo.write_bytes(b"")
+
+
+# ---- files that are no journals ----------------------------------------------------------
+
+
+def test_a_damaged_journal_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    with pytest.raises(JournalError, match="there is no journal"):
+        Replay(path)
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(JournalError, match="cannot be read: file is not a database"):
+        Replay(path)
+    path.unlink()
+    write_some(path, 3)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(JournalError, match="cannot be read"):
+        list(Replay(path).steps())
+
+
+def test_a_journal_of_another_format_or_with_a_damaged_event_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    write_some(path, 3)
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE events SET event = x'c1' WHERE n = 2")
+    with pytest.raises(JournalError, match="event 2 is damaged"):
+        list(Replay(path).steps())
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 9")
+    with pytest.raises(JournalError, match="a journal of format 9, only 1 can be read"):
+        Replay(path)
+
+
+def test_old_events_are_dropped_and_the_replay_begins_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "KEPT_EVENTS", 20)
+    journal = Journal(tmp_path / "journal.db", "run")
+    journal.open()
+    machine = TfCluster(30.0)
+    for n in range(1, 101):
+        journal.note(n, float(n), "tf", Tick())
+        machine.handle(Tick(), float(n))
+        if n % 10 == 0:
+            journal.snapshot(n, float(n), {"tf": machine.snapshot()})
+        assert journal.settle() == []
+    journal.close()
+    replay = Replay(tmp_path / "journal.db")
+    assert [step.n for step in replay.steps()] == list(range(81, 101))
+    with pytest.raises(JournalError, match="begins after event 80"):
+        list(replay.steps(5))
+    replay.close()
+
+
+def test_requests_for_shards_come_back(start_job: StartJob) -> None:
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    asked = NextRequest(A0, RangeDescription(100, 10))
+    job.cluster.client.post_json(f"{SHARDS_PATH}numbers:next", msgspec.json.encode(asked))
+    job.driver.stop()
+    replay = Replay(job.run_dir.journal_file)
+    kinds = {type(step.event).__name__ for step in replay.steps()}
+    assert "ShardBatch" in kinds
+    assert replay.machines["shards"].check() == []
+    replay.close()
