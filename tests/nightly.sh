@@ -8,6 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${VENV:-.venv}/bin/python
 KILLS=${KILLS:-20}          # workers killed one after the other in one job
+CHANGES=${CHANGES:-1000}    # of the world, in one job
 SCHEDULES=${SCHEDULES:-50}  # random histories that end in the same bits
 TIMES=${TIMES:-5}           # each slowing, each fault
 SEEDS=${SEEDS:-10000}       # simulated clusters
@@ -28,6 +29,9 @@ run() { # NAME COMMAND…
 run "$KILLS kills in a row, no step lost" \
     env E2E_KILLS="$KILLS" "$PYTHON" -m pytest -q -s --timeout 900 tests/e2e/test_failures.py \
     -k test_survivors_keep_their_process_and_the_world_grows_back_after_each_kill
+run "$CHANGES changes of the world leave no memory, thread or descriptor behind" \
+    env CHANGES="$CHANGES" "$PYTHON" -m pytest -q -s --timeout 1800 tests/worker/test_recovery.py \
+    -k test_a_hundred_changes_of_the_world
 run "$SCHEDULES random exact schedules" \
     env ELASTIC_SCHEDULES="$SCHEDULES" "$PYTHON" -m pytest -q tests/e2e/test_exact_random.py
 run "a rank that is 2 or 3 times slower is named within 30 steps" \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 from tests.support.job import (
@@ -115,20 +116,39 @@ def test_below_min_np_the_job_waits_and_goes_on_when_a_host_comes(tmp_path: Path
         assert min(r.step for r in again.values()) > steps
 
 
-def test_a_host_that_flaps_within_one_interval_changes_nothing(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, "localhost:1", "127.0.0.2:1")
+def test_a_host_that_flaps_between_two_reads_of_the_discovery_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    hosts, lock, reads = (
+        Hosts(tmp_path, "localhost:1", "127.0.0.2:1"),
+        tmp_path / "lock",
+        tmp_path / "reads",
+    )
+    lock.touch()
+    reads.touch()
+    # The lock keeps a read from falling between the two halves of a flap.
+    hosts.script.write_text(
+        f"#!/bin/sh\nflock -s '{lock}' cat '{hosts.listing}'\necho >> '{reads}'\n"
+    )
     args = (
-        *("--host-discovery-script", str(hosts.script), "--discovery-interval", "1"),
+        *("--host-discovery-script", str(hosts.script), "--discovery-interval", "0.2"),
         *("-np", "2", "--", TRAIN),
     )
     with elasticrun(*args, env=ENV) as job:
         first = job.until_size(2)
         round_before = max(r.round for r in job.steps())
         for _ in range(3):
-            hosts.set("localhost:1")
-            hosts.set("localhost:1", "127.0.0.2:1")
+            with lock.open() as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                hosts.set("localhost:1")
+                hosts.set("localhost:1", "127.0.0.2:1")
+                done = reads.stat().st_size
+            job.until(lambda seen=done: reads.stat().st_size > seen + 1, "it is read afterwards")
         reached = max(r.step for r in job.steps())
-        job.until(lambda: max(r.step for r in job.steps()) > reached + 150, "training goes on")
+        job.until(lambda: max(r.step for r in job.steps()) > reached + 50, "training goes on")
         assert set(job.live()) == set(first)
-        # A swap may be caught between two reads once; then the same two hosts must come back.
-        assert max(r.round for r in job.steps()) <= round_before + 2
+        assert max(r.round for r in job.steps()) == round_before
+        assert not job.events("host_removed", "host_blacklisted")
+        # The same host, gone for a whole read: that is seen.
+        hosts.set("localhost:1")
+        job.until(lambda: job.events("host_removed"), "the driver reads this script")

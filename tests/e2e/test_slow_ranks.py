@@ -16,7 +16,9 @@ from tests.support.job import JOBS, RunningJob, elasticrun
 from tests.support.slowing import slowed
 
 PACED = str(JOBS / "paced.py")
-SHARE = 0.08  # of a processor: several times slower, also beside busy neighbours
+# Of a processor: twelve times slower, which is seen beside busy neighbours too. Ranks that are two
+# and three times slower need an idle machine: `slow_rank_trial`, at night.
+SHARE = 1 / 12
 REPORTED_STEPS = 30
 PRIORITY = -15  # as niceness
 
@@ -42,7 +44,7 @@ def before_other_programs(job: RunningJob) -> None:
 
 
 @pytest.mark.slow
-def test_a_slowed_rank_is_named_with_its_host_and_is_free_of_it_when_it_has_recovered() -> None:
+def test_a_rank_slowed_twelve_times_is_named_with_its_host_until_it_has_recovered() -> None:
     hosts = "localhost:1,127.0.0.2:1,127.0.0.3:1"
     with elasticrun("-H", hosts, "-np", "3", "--", PACED) as job:
         job.until_size(3, within=90.0)

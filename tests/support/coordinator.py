@@ -257,9 +257,10 @@ class Coordinator:
         path = self.folder / f"{worker}.err"
         return path.read_text() if path.exists() else ""
 
-    def threads_and_descriptors(self, worker: str) -> tuple[int, int]:
+    def usage(self, worker: str) -> tuple[int, int, float]:
+        """Threads, open descriptors, and MiB of memory that are the worker's own."""
         process = psutil.Process(self.pid(worker))
-        return process.num_threads(), process.num_fds()
+        return process.num_threads(), process.num_fds(), process.memory_full_info().uss / 2**20
 
     def _ask_where_they_are(self) -> None:
         """Have living workers write their threads' stacks to their stderr."""
