@@ -17,13 +17,13 @@ from benchmarks.common import machine
 
 # Name → its arguments for a quick and for a thorough run, in the order of docs/performance.md.
 BENCHMARKS: dict[str, tuple[str, str]] = {
-    "recovery": ("--kills 6", "--kills 20"),
+    "recovery": ("--turns 3 --kills 4", "--turns 10 --kills 6"),
     "hang": ("--stops 3", "--stops 10"),
     "scale_out": ("--rounds 3", "--rounds 10"),
-    "plain_restart": ("", ""),
+    "plain_restart": ("--turns 3 --kills 2", "--turns 8 --kills 3"),
     "step_time": ("--blocks 3", "--blocks 20"),
-    "meeting": ("--members 8,64,1024 --simulated 1000,4000 --repeats 2", ""),
-    "group_change": ("--ranks 2,8,16 --changes 8", "--changes 30"),
+    "meeting": ("--members 8,64,256 --simulated 1000,4000 --turns 3", ""),
+    "group_change": ("--ranks 2,8,16 --turns 3", "--turns 10"),
     "exact": ("--blocks 5", ""),
     "balance": ("--turns 2", "--turns 5"),
 }

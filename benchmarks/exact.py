@@ -162,7 +162,9 @@ def main() -> None:
     for ratio in ratios:
         low, *_, high = statistics.quantiles(ratio.samples, n=4)
         spread = f"half of the blocks {low:.2f} … {high:.2f}"
-        print(f"  {ratio.figure}: {ratio.system} {ratio.median:.2f} x ({spread})")
+        print(
+            f"  {ratio.figure}: {ratio.system} {statistics.median(ratio.samples):.2f} x ({spread})"
+        )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 Each rank tears down the group it is in and builds another over the rendezvous, as `worker.world`
 does at a change of the world, up to its first all-reduce. The peer is torch's own way in the same
-processes: `destroy_process_group` and `init_process_group` over a TCPStore. Afterwards two ranks
+processes, in turns: `destroy_process_group` and `init_process_group` over a TCPStore. Both use the
+loopback interface and gloo's newer way to exchange addresses. Afterwards two ranks
 change groups 1,000 times in one process, and the memory, threads and descriptors left are counted.
 
-    python -m benchmarks.group_change [--ranks 2,4,8,16] [--changes 15] [--many 1000]
+    python -m benchmarks.group_change [--ranks 2,4,8,16] [--turns 4] [--changes 8] [--many 1000]
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
-from benchmarks.common import Figure, report
+from benchmarks.common import OURS, Figure, gather, report
 from elastic_driver import contract
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.groups import RoundGroup
@@ -38,8 +39,11 @@ from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
 from rendezvous.torch_store import HTTPStore
 
+TORCH = "torch, TCPStore"
 CONTEXT = multiprocessing.get_context("fork")
 TIMEOUT = timedelta(seconds=120)
+INTERFACE = "lo"  # of both ways
+SETTINGS = {"GLOO_SOCKET_IFNAME": INTERFACE, "GLOO_ENABLE_STORE_V2_API": "1"}
 WARM_UP = 5  # changes before the first count: some things are made at first use
 Place: TypeAlias = tuple[int, str, int]  # port of our rendezvous, its token, TCPStore's port
 
@@ -56,7 +60,7 @@ class Ours:
 
     def enter(self, number: int) -> None:
         store = HTTPStore(self._client, contract.round_prefix(number))
-        device = ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        device = ProcessGroupGloo.create_device(interface=INTERFACE)
 
         run = partial(JobMembership(None)._run_attempt, number, groups.CONNECT_TIMEOUT_S)
         self._group = groups.build(
@@ -124,18 +128,18 @@ def change_often(
 # ---- processes ---------------------------------------------------------------------------
 
 
-def compare(pipe: Connection, rank: int, size: int, changes: int) -> None:
-    """Make torch's changes and ours in turn, twice, as one rank."""
+def compare(pipe: Connection, rank: int, size: int, changes: int, turns: int) -> None:
+    """Make torch's changes and ours in turns, as one rank; each turn is one sample of a figure."""
     torch.set_num_threads(1)
-    os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"
+    os.environ.update(SETTINGS)
     place = pipe.recv()
-    ours: list[float] = []
-    theirs: list[float] = []
-    for turn in range(2):
+    samples = []
+    for turn in range(turns):
         rounds = range(1 + turn * 1000, 1 + turn * 1000 + changes)
-        theirs += change_often(Torchs, place, rank, size, rounds)
-        ours += change_often(Ours, place, rank, size, rounds)
-    pipe.send((ours, theirs))
+        for name, make in ((TORCH, Torchs), (OURS, Ours)):
+            took = change_often(make, place, rank, size, rounds)
+            samples += [(name, turn, seconds) for seconds in took]
+    pipe.send(samples)
     pipe.recv()  # the others may still need our sockets
 
 
@@ -153,7 +157,7 @@ def usage() -> dict[str, float]:
 def change_very_often(pipe: Connection, rank: int, size: int, changes: int) -> None:
     """Make many changes as one rank; report memory, threads and descriptors around them."""
     torch.set_num_threads(1)
-    os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"
+    os.environ.update(SETTINGS)
     place = pipe.recv()
     change_often(Ours, place, rank, size, range(1, WARM_UP + 1))
     before = usage()
@@ -162,12 +166,12 @@ def change_very_often(pipe: Connection, rank: int, size: int, changes: int) -> N
     pipe.recv()
 
 
-def in_ranks(work: Callable[..., None], size: int, changes: int) -> list[Any]:
+def in_ranks(work: Callable[..., None], size: int, *numbers: int) -> list[Any]:
     """Run `work` in so many forked processes; return what each sent back."""
     pipes, processes = [], []
     for rank in range(size):  # before any thread is started here
         ours, theirs = CONTEXT.Pipe()
-        processes.append(CONTEXT.Process(target=work, args=(theirs, rank, size, changes)))
+        processes.append(CONTEXT.Process(target=work, args=(theirs, rank, size, *numbers)))
         processes[-1].start()
         pipes.append(ours)
     token = make_token()
@@ -190,10 +194,10 @@ def in_ranks(work: Callable[..., None], size: int, changes: int) -> list[Any]:
                 process.join(5)
 
 
-def alone(work: Callable[..., None], size: int, changes: int) -> list[Any]:
+def alone(work: Callable[..., None], size: int, *numbers: int) -> list[Any]:
     """Call `in_ranks` in its own process: each measurement then forks a parent without threads."""
     ours, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=lambda: theirs.send(in_ranks(work, size, changes)))
+    process = CONTEXT.Process(target=lambda: theirs.send(in_ranks(work, size, *numbers)))
     process.start()
     found = ours.recv()
     process.join(30)
@@ -205,22 +209,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     sizes = [2, 4, 8, 16]
     parser.add_argument("--ranks", type=lambda t: [int(w) for w in t.split(",")], default=sizes)
-    parser.add_argument("--changes", type=int, default=15)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--changes", type=int, default=8, help="of each way in a turn")
     parser.add_argument("--many", type=int, default=1000)
     options = parser.parse_args()
-    figures = []
+    samples = []
     for size in options.ranks:
-        ours, theirs = alone(compare, size, options.changes)[0]
         figure = f"leave, build, all-reduce: {size} ranks"
-        figures.append(Figure("torch, TCPStore", figure, "s", tuple(theirs)))
-        figures.append(Figure("elasticrun", figure, "s", tuple(ours)))
+        found = alone(compare, size, options.changes, options.turns)[0]
+        samples += [(name, figure, turn, seconds) for name, turn, seconds in found]
+    figures = gather(samples)
     if options.many:
         before, after, _ = alone(change_very_often, 2, options.many)[0]
         for what, unit in (("memory", "MiB"), ("threads", ""), ("descriptors", "")):
             name = f"{what} left by {options.many} changes"
             note = f"{before[what]:.0f} before, {after[what]:.0f} after"
-            figures.append(Figure("elasticrun", name, unit, (after[what] - before[what],), note))
-    report("group_change", figures, baseline="torch, TCPStore")
+            figures.append(Figure(OURS, name, unit, (after[what] - before[what],), note))
+    report("group_change", figures)
 
 
 if __name__ == "__main__":

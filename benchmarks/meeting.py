@@ -1,16 +1,19 @@
 """Members meet at a driver: time until all know their ranks and peers, and the cost of idle ones.
 
 A whole driver (mailbox, core, rendezvous, event log) runs in a process of its own; members are
-real clients, each with a connection, in two more processes (one process each would measure the
-machine). They report READY and wait for the world. One peer is torch's TCPStore, where as many C++
-clients set their record and read everybody's; the other is torchrun's rendezvous. Then 1,000
-members send heartbeats as idle and as training workers do, while the driver's processor time and
-memory are measured.
+clients, a thread or more each, in two more processes (one process each would measure the machine).
+Ours are the connections of real workers, with their heartbeats, which report READY and wait for the
+world. One peer is torch's TCPStore, where as many of its C++ clients set their record and read
+everybody's; the other is torchrun's rendezvous. All of them are connected before the clock starts.
+Then 1,000 workers and the agents of their 125 hosts send heartbeats, while the workers are idle and
+while they train, and the driver's processor time and memory are measured. Last, very many simulated
+members meet, and the driver's cost for each is compared between their numbers.
 
 TCPStore looks up the names of its clients as they connect, which takes minutes where no name server
 answers. Connecting is not part of the figure; --peers-most bounds the time it takes.
 
-    python -m benchmarks.meeting [--members 8,64,256,1024] [--simulated 1000,10000] [--idle 1000]
+    python -m benchmarks.meeting [--members 8,64,256,1024] [--simulated 1000,10000]
+        [--idle 1000] [--turns 5]
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ from urllib.parse import urlsplit
 import psutil
 import torch.distributed as dist
 
-from benchmarks.common import Figure, report
+from benchmarks.common import OURS, Figure, gather, report
+from benchmarks.peers.clients import Place, host_workers
+from benchmarks.peers.clients import host_agents as host_agent_clients
 from benchmarks.peers.driver import SLOTS
 from benchmarks.peers.members import connected
 from benchmarks.peers.torchrun_agents import host_agents
@@ -50,17 +55,16 @@ MEET = "n members know ranks and peers"
 
 
 @contextlib.contextmanager
-def driver_for(members: int) -> Iterator[tuple[int, int, str]]:
-    """Run a driver that expects so many workers; gives (pid, port, token)."""
+def driver_for(members: int) -> Iterator[tuple[int, Place]]:
+    """Run a driver that expects so many workers; gives its process's number and its place."""
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
         argv = [sys.executable, "-m", "benchmarks.peers.driver", str(members), folder]
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            place = json.loads(process.stdout.readline())
-            port = urlsplit(place["endpoint"]).port
-            yield process.pid, int(port or 0), read_token_file(place["token_file"])
+            found = json.loads(process.stdout.readline())
+            yield process.pid, Place(found["endpoint"], found["token_file"], HEARTBEAT_S)
         finally:
             process.stdin.close()
             try:
@@ -79,22 +83,17 @@ def names(members: int) -> list[str]:
 # ---- our members, in processes of their own ----------------------------------------------
 
 
-def host_members(pipe: Connection, mine: list[str], port: int, token: str, rests: bool) -> None:
-    """Connect, meet when told to, report when that was done; then idle until told to end."""
+def host_simulated(pipe: Connection, mine: list[str], place: Place) -> None:
+    """Connect simulated members, meet when told to, and report when that was done."""
 
     async def live() -> None:
-        members = await connected(mine, port, token)
+        port = int(urlsplit(place.url).port or 0)
+        members = await connected(mine, port, read_token_file(place.token_file))
         pipe.send("connected")
         await asyncio.to_thread(pipe.recv)
         sizes = await asyncio.gather(*(member.meet() for member in members))
         pipe.send((time.time(), min(sizes)))
-        if rests:
-            trains = await asyncio.to_thread(pipe.recv)
-            resting = [asyncio.create_task(m.rest(HEARTBEAT_S, trains)) for m in members]
-            await asyncio.to_thread(pipe.recv)
-            for task in resting:
-                task.cancel()
-            await asyncio.gather(*resting, return_exceptions=True)
+        await asyncio.to_thread(pipe.recv)
 
     asyncio.run(live())
 
@@ -106,22 +105,39 @@ class Met(NamedTuple):
     spent: float  # seconds of the driver's processor meanwhile
     driver: psutil.Process
     pipes: list[Connection]  # to the processes that hold the members
+    place: Place
 
 
 @contextlib.contextmanager
-def meeting(members: int, rests: bool) -> Iterator[Met]:
-    """Have so many members meet; gives the result."""
-    with driver_for(members) as (pid, port, token):
-        pipes, processes = [], []
-        everybody = names(members)
-        count = min(PROCESSES, members)
-        for index in range(count):
+def processes(
+    host: Callable[..., None], shares: list[list[str]], place: Place
+) -> Iterator[list[Connection]]:
+    """Run `host(pipe, share, place)` in a process for each share, and end them all; gives pipes."""
+    pipes, started = [], []
+    try:
+        for share in shares:
             ours, theirs = CONTEXT.Pipe()
-            arguments = (theirs, everybody[index::count], port, token, rests)
-            process = CONTEXT.Process(target=host_members, args=arguments, daemon=True)
-            process.start()
+            started.append(CONTEXT.Process(target=host, args=(theirs, share, place), daemon=True))
+            started[-1].start()
             pipes.append(ours)
-            processes.append(process)
+        yield pipes
+    finally:
+        for pipe in pipes:
+            with contextlib.suppress(OSError):
+                pipe.send("end")
+                pipe.send("end")
+        for process in started:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+@contextlib.contextmanager
+def meeting(members: int, host: Callable[..., None] = host_workers) -> Iterator[Met]:
+    """Have so many members meet, in processes that run `host`; gives the result."""
+    everybody, count = names(members), min(PROCESSES, members)
+    shares = [everybody[index::count] for index in range(count)]
+    with driver_for(members) as (pid, place), processes(host, shares, place) as pipes:
         for pipe in pipes:
             pipe.recv()
         driver = psutil.Process(pid)
@@ -131,16 +147,7 @@ def meeting(members: int, rests: bool) -> Iterator[Met]:
         answers = [pipe.recv() for pipe in pipes]
         assert {size for _, size in answers} == {members}
         spent = _processor_time(driver) - before
-        try:
-            yield Met(max(at for at, _ in answers) - began, spent, driver, pipes)
-        finally:
-            for pipe in pipes:
-                with contextlib.suppress(OSError):
-                    pipe.send("end")
-            for process in processes:
-                process.join(20)
-                if process.is_alive():
-                    process.kill()
+        yield Met(max(at for at, _ in answers) - began, spent, driver, pipes, place)
 
 
 def _processor_time(process: psutil.Process) -> float:
@@ -217,48 +224,53 @@ def _serve_tcp_store(pipe: Connection) -> None:
 # ---- the figures -------------------------------------------------------------------------
 
 
-def meetings(sizes: list[int], repeats: int, peers_most: int, agents_most: int) -> list[Figure]:
-    """Measure ours, TCPStore's and torchrun's in turn, for each size; theirs up to a limit."""
-    figures = []
+def meetings(sizes: list[int], turns: int, peers_most: int, agents_most: int) -> list[Figure]:
+    """Measure ours, TCPStore's and torchrun's in turns, for each size; theirs up to a limit."""
+    samples = []
     for size in sizes:
-        ours, theirs, agents = [], [], []
-        for _ in range(repeats):
-            with meeting(size, rests=False) as met:
-                ours.append(met.took)
-            if size <= peers_most:
-                theirs.append(meet_at_tcp_store(size))
-            if size <= agents_most:
-                agents.append(meet_at_tcp_store(size, host_agents))
-        figure = f"{MEET}, n = {size}"
-        figures += [
-            Figure("TCPStore", figure, "s", tuple(theirs), "" if theirs else "--peers-most N"),
-            Figure("torchrun", figure, "s", tuple(agents), "" if agents else "--agents-most N"),
-            Figure("elasticrun", figure, "s", tuple(ours)),
-        ]
-    return figures
+        for turn in range(turns):
+            with meeting(size) as met:
+                samples.append((OURS, f"{MEET}, n = {size}", turn, met.took))
+            for name, most, host in (
+                ("TCPStore", peers_most, host_tcp_clients),
+                ("torchrun", agents_most, host_agents),
+            ):
+                if size <= most:
+                    took = meet_at_tcp_store(size, host)
+                    samples.append((name, f"{MEET}, n = {size}", turn, took))
+    return gather(samples)
 
 
-def costs_of_many(sizes: list[int], repeats: int) -> list[Figure]:
-    """Measure the driver's processor time for each member, for very many members."""
+def costs_of_many(sizes: list[int], turns: int) -> list[Figure]:
+    """Measure the driver's cost for each of very many simulated members, in turns.
+
+    The last figures are the ratios to the cost for each of the fewest, within each turn.
+    """
+    found: dict[str, dict[int, list[float]]] = {"time": {}, "driver's processor": {}}
+    memory: dict[int, float] = {}
+    for _ in range(turns):
+        for size in sizes:
+            with meeting(size, host_simulated) as met:
+                for what, seconds in (("time", met.took), ("driver's processor", met.spent)):
+                    found[what].setdefault(size, []).append(seconds / size * 1e3)
+                memory[size] = met.driver.memory_info().rss / 2**20
     figures = []
-    for size in sizes:
-        took, spent, memory = [], [], 0.0
-        for _ in range(repeats):
-            with meeting(size, rests=False) as met:
-                took.append(met.took / size * 1e3)
-                spent.append(met.spent / size * 1e3)
-                memory = met.driver.memory_info().rss / 2**20
-        of, note = f"per member, n = {size}", f"the driver then has {memory:.0f} MiB"
-        figures += [
-            Figure("elasticrun", f"time {of}", "ms", tuple(took), note),
-            Figure("elasticrun", f"driver's processor {of}", "ms", tuple(spent)),
-        ]
+    for what, of_size in found.items():
+        for size, costs in of_size.items():
+            note = f"the driver then has {memory[size]:.0f} MiB"
+            name = f"{what} per simulated member, n = {size}"
+            figures.append(Figure(OURS, name, "ms", tuple(costs), note))
+        for size in sizes[1:]:
+            ratios = [m / f for m, f in zip(of_size[size], of_size[sizes[0]], strict=True)]
+            name = f"{what} per simulated member, {size} : {sizes[0]}"
+            figures.append(Figure(OURS, name, "x", tuple(ratios)))
     return figures
 
 
 def cost_of_resting(members: int, trains: bool) -> list[Figure]:
-    """Measure processor share and memory of a driver whose workers only send heartbeats."""
-    with meeting(members, rests=True) as met:
+    """Measure processor share and memory of a driver with workers and agents that live."""
+    hosts = [f"h{i}" for i in range(-(-members // SLOTS))]
+    with meeting(members) as met, processes(host_agent_clients, [hosts], met.place):
         for pipe in met.pipes:
             pipe.send(trains)
         time.sleep(SETTLE_S)
@@ -268,10 +280,10 @@ def cost_of_resting(members: int, trains: bool) -> list[Figure]:
             time.sleep(WATCH_S / 3)
             shares.append((_processor_time(met.driver) - before) / (WATCH_S / 3) * 100)
         memory = met.driver.memory_info().rss / 2**20
-    what = f"{members} {'training' if trains else 'idle'} workers"
+    what = f"{members} {'training' if trains else 'idle'} workers, {len(hosts)} agents"
     return [
-        Figure("elasticrun", f"driver, {what}: of a core", "%", tuple(shares)),
-        Figure("elasticrun", f"driver, {what}: memory", "MiB", (memory,)),
+        Figure(OURS, f"driver, {what}: of a core", "%", tuple(shares)),
+        Figure(OURS, f"driver, {what}: memory", "MiB", (memory,)),
     ]
 
 
@@ -285,18 +297,18 @@ def main() -> None:
     parser.add_argument("--members", type=_numbers, default=[8, 64, 256, 1024])
     parser.add_argument("--simulated", type=_numbers, default=[1000, 4000, 10000])
     parser.add_argument("--idle", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--peers-most", type=int, default=64, help="clients of TCPStore")
     parser.add_argument("--agents-most", type=int, default=64, help="agents of torchrun")
     options = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    figures = meetings(options.members, options.repeats, options.peers_most, options.agents_most)
+    figures = meetings(options.members, options.turns, options.peers_most, options.agents_most)
     if options.idle:
         figures += cost_of_resting(options.idle, trains=False)
         figures += cost_of_resting(options.idle, trains=True)
-    figures += costs_of_many(options.simulated, options.repeats)
-    report("meeting", figures, baseline="TCPStore")
+    figures += costs_of_many(options.simulated, options.turns)
+    report("meeting", figures)
 
 
 if __name__ == "__main__":

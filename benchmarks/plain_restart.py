@@ -1,36 +1,42 @@
 """Kill one worker of a plain torchrun-style script: time until every worker steps again.
 
-The same unmodified script under elasticrun and under torchrun, in turn.
+The same unmodified script under elasticrun and under torchrun, in turns.
 
-    python -m benchmarks.plain_restart [--kills N]
+    python -m benchmarks.plain_restart [--turns N] [--kills N]
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 
-from benchmarks.common import Figure, report
-from benchmarks.recovery import ALL, STEP_MS, measure
+from benchmarks.common import OURS, gather, report
+from benchmarks.recovery import ENV, FULL, measure
 from benchmarks.systems import elasticrun, torchrun
+
+# A plain script reports no steps, so repeated kills look like a script that only fails: both
+# systems are allowed many restarts.
+FLAGS = ("--fruitless-restarts", "100", "--host-failures", "100")
+SYSTEMS = {
+    OURS: lambda: elasticrun(3, how="plain", flags=FLAGS, env=ENV),
+    "torchrun": lambda: torchrun(3, ENV),
+}
 
 
 def main() -> None:
     """Measure both and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=5)
-    kills = parser.parse_args().kills
-    env = {"STEP_MS": str(STEP_MS)}
-    # A plain script reports no steps, so repeated kills look like a script that only fails: both
-    # systems are allowed many restarts.
-    flags = ("--fruitless-restarts", "100", "--host-failures", "100")
-    figures = []
-    for start in (
-        lambda: torchrun(3, env),
-        lambda: elasticrun(3, how="plain", flags=flags, env=env),
-    ):
-        name, _, fulls, note = measure(start, 3, kills)
-        figures.append(Figure(name, ALL, "s", tuple(fulls), note))
-    report("plain_restart", figures, baseline="torchrun")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=2, help="in a turn of one system")
+    options = parser.parse_args()
+    dice = random.Random(7)
+    samples = [
+        (name, f"{FULL}, 3 workers", turn, full)
+        for turn in range(options.turns)
+        for name, start in SYSTEMS.items()
+        for _, full in measure(start, 3, options.kills, dice)
+    ]
+    report("plain_restart", gather(samples))
 
 
 if __name__ == "__main__":

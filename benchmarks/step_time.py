@@ -23,12 +23,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import elastic_driver as elastic
-from benchmarks.common import Figure, report
+from benchmarks.common import OURS, Figure, report
 from benchmarks.peers.floor import make_model
 from benchmarks.systems import running
 from benchmarks.train import one_step
 
 STEPS = 50  # in a block
+TURNS = 3
 Block = dict[str, Any]
 
 
@@ -124,24 +125,23 @@ def main() -> None:
     costs: list[float] = []
     ours: list[float] = []
     plain: list[float] = []
-    for _ in range(3):
+    for _ in range(TURNS):
         blocks = blocks_of("elastic", options.step_ms, options.blocks)
         pairs = list(zip(blocks[::2], blocks[1::2], strict=True))
         ratios += [with_["step"] / without["step"] for with_, without in pairs]
         costs += [with_["cost"] * 1e6 for with_, _ in pairs]
         ours += [with_["step"] * 1e3 for with_, _ in pairs]
         plain += [b["step"] * 1e3 for b in blocks_of("plain", options.step_ms, options.blocks)]
-    name = "elasticrun (elastic)"
+    name, turns = OURS, tuple(turn for turn in range(TURNS) for _ in range(options.blocks))
     step = f"step of {options.step_ms:g} ms"
     report(
         "step_time",
         [
-            Figure("torchrun, plain DDP", step, "ms", tuple(plain)),
-            Figure(name, step, "ms", tuple(ours)),
+            Figure("torchrun, plain DDP", step, "ms", tuple(plain), turns=turns),
+            Figure(name, step, "ms", tuple(ours), turns=turns),
             Figure(name, "with commit / without, same job", "x", tuple(ratios)),
             Figure(name, "commit()", "µs", tuple(costs)),
         ],
-        baseline="torchrun, plain DDP",
     )
 
 

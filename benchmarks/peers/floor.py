@@ -1,9 +1,14 @@
-"""The floor: the least work after a loss, without hosts, policy or an API.
+"""The floor: the least work after a loss for a system that keeps the survivors' processes.
 
-A parent that has imported torch forks workers. They train with DDP over gloo, meeting at a
-TCPStore under a prefix for each epoch. When a worker is killed, the parent publishes the next
-epoch's members at once and forks a replacement, which joins in the epoch after that. Nothing is
-decided, logged, authenticated or journalled: what a real system needs beyond this is overhead.
+A parent that has imported torch forks workers, which train over bare gloo groups. The kernel tells
+the parent of a worker's end at once; it publishes the members of the next epoch at a TCPStore and
+forks a replacement. The survivors, whose collective has failed, connect to each other anew and
+repeat the step: they keep the weights that they have, and none is sent. When the replacement is
+there, all leave after a common step and connect once more, and it receives the weights.
+
+What stays out is what a real system needs besides: hosts, an agent between the workers and those
+who decide, ranks and their rules, a vote about whose state is the newest, a step that only some
+have finished, DistributedDataParallel (gradients are summed as one flat tensor), tokens, a log.
 
     python benchmarks/peers/floor.py RECORDS_DIR WORKERS STEP_MS
 
@@ -22,13 +27,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed import ProcessGroupGloo
 
 TIMEOUT = timedelta(seconds=30)
 
 
 def make_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Return the training script's model: 1 M parameters and Adam."""
+    """Return the training script's model: 1 M parameters and SGD."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(
         torch.nn.Linear(64, 1000), torch.nn.Tanh(), torch.nn.Linear(1000, 1000), torch.nn.Tanh()
@@ -44,63 +49,78 @@ def warm_up() -> None:
     optimizer.step()
 
 
-def worker(name: int, port: int, records: Path, step_s: float, epoch: int) -> None:
-    """Train for ever: join the epoch, step, and on an error go on to the next epoch."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
-    model, optimizer = make_model()
-    step = 0
-    with (records / f"{os.getpid()}.jsonl").open("a") as file:
+def connect(store: dist.Store, epoch: int, rank: int, size: int) -> ProcessGroupGloo:
+    """Return a gloo group on loopback, once all members are connected."""
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(interface="lo")]
+    options._timeout = TIMEOUT
+    return ProcessGroupGloo(dist.PrefixStore(f"e{epoch}", store), rank, size, options)
+
+
+class Worker:
+    """One worker of the floor."""
+
+    def __init__(self, name: int, port: int, records: Path, step_s: float) -> None:
+        self.name, self.step_s = name, step_s
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+        self.model, self.optimizer = make_model()
+        self.parameters = list(self.model.parameters())
+        # The gradients, and in the last place the number of ranks that want to leave the epoch.
+        self.flat = torch.zeros(sum(p.numel() for p in self.parameters) + 1)
+        self.step = 0
+        self.store.set(f"ready/{name}", "")
+        self.file = (records / f"{os.getpid()}.jsonl").open("a")
+
+    def run(self, epoch: int) -> None:
+        """Train for ever: join the epoch, and go on to the next one after a loss or a growth."""
+        fresh = True  # this worker has no weights yet
         while True:
-            members = json.loads(store.get(f"members/{epoch}"))
-            if name not in members:
-                epoch += 1
-                continue
-            rank = members.index(name)
-            try:
-                dist.init_process_group(
-                    "gloo",
-                    store=dist.PrefixStore(f"e{epoch}", store),
-                    rank=rank,
-                    world_size=len(members),
-                    timeout=TIMEOUT,
-                )
-                step = sync(model, step)
-                step = train(model, optimizer, step, epoch, len(members), step_s, file, store)
-            except RuntimeError:
-                pass
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            group = None  # closes our connections: a peer may wait for us in a collective
+            members, newcomer = json.loads(self.store.get(f"members/{epoch}"))
+            if self.name in members:
+                try:
+                    group = connect(self.store, epoch, members.index(self.name), len(members))
+                    if newcomer or fresh:
+                        self.receive_state(group)
+                        fresh = False
+                    self.train(group, epoch, len(members))
+                except RuntimeError:
+                    pass  # a peer is lost
             epoch += 1
 
+    def receive_state(self, group: ProcessGroupGloo) -> None:
+        """Give all ranks the weights and the step of rank 0, the oldest."""
+        state = torch.cat([*(p.data.flatten() for p in self.parameters), torch.tensor([self.step])])
+        group.broadcast([state], dist.BroadcastOptions()).wait()
+        start = 0
+        for p in self.parameters:
+            p.data.copy_(state[start : start + p.numel()].view_as(p))
+            start += p.numel()
+        self.step = int(state[-1])
 
-def sync(model: torch.nn.Module, step: int) -> int:
-    """Give all ranks the state of rank 0, the oldest."""
-    position = torch.tensor([step])
-    dist.broadcast(position, 0)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, 0)
-    return int(position)
-
-
-def train(model, optimizer, step, epoch, size, step_s, file, store) -> int:
-    """Train until a peer is lost (RuntimeError) or a newcomer waits at an agreed step."""
-    ddp = DistributedDataParallel(model)
-    leave = torch.zeros(1)
-    while True:
-        started = time.perf_counter()
-        optimizer.zero_grad()
-        ddp(torch.randn(8, 64)).pow(2).mean().backward()
-        time.sleep(max(0.0, step_s - (time.perf_counter() - started)))
-        optimizer.step()
-        step += 1
-        line = {"t": time.time(), "step": step, "round": epoch, "size": size, "pid": os.getpid()}
-        file.write(json.dumps(line) + "\n")
-        file.flush()
-        leave[0] = float(store.check([f"members/{epoch + 1}"]))
-        dist.all_reduce(leave)
-        if leave[0] > 0:
-            return step
+    def train(self, group: ProcessGroupGloo, epoch: int, size: int) -> None:
+        """Train until a peer is lost (RuntimeError), or the next epoch's members are known."""
+        place = {"round": epoch, "size": size, "pid": os.getpid()}
+        flat = self.flat
+        while True:
+            started = time.perf_counter()
+            self.optimizer.zero_grad()
+            self.model(torch.randn(8, 64)).pow(2).mean().backward()
+            torch.cat([p.grad.flatten() for p in self.parameters], out=flat[:-1])
+            flat[-1] = float(self.store.check([f"members/{epoch + 1}"]))
+            group.allreduce([flat]).wait()
+            leave = flat[-1] > 0
+            start = 0
+            for p in self.parameters:
+                p.grad.copy_(flat[start : start + p.numel()].view_as(p)).div_(size)
+                start += p.numel()
+            time.sleep(max(0.0, self.step_s - (time.perf_counter() - started)))
+            self.optimizer.step()
+            self.step += 1
+            self.file.write(json.dumps({"t": time.time(), "step": self.step, **place}) + "\n")
+            self.file.flush()
+            if leave:
+                return
 
 
 def main() -> None:
@@ -119,7 +139,8 @@ def main() -> None:
     def start(name: int, epoch: int) -> None:
         pid = os.fork()
         if pid == 0:
-            worker(name, port, records, step_s, epoch)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            Worker(name, port, records, step_s).run(epoch)
             os._exit(0)
         pids[pid] = name
 
@@ -127,18 +148,19 @@ def main() -> None:
     for name in range(workers):
         start(name, epoch)
     members = list(range(workers))
-    store.set(f"members/{epoch}", json.dumps(members))
+    store.set(f"members/{epoch}", json.dumps([members, True]))
     fresh = workers
     while True:
         pid, _ = os.wait()
         members.remove(pids.pop(pid))
         epoch += 1
-        store.set(f"members/{epoch}", json.dumps(members))
+        store.set(f"members/{epoch}", json.dumps([members, False]))
         start(fresh, epoch + 1)
         members.append(fresh)
         fresh += 1
         epoch += 1
-        store.set(f"members/{epoch}", json.dumps(members))
+        store.wait([f"ready/{members[-1]}"])
+        store.set(f"members/{epoch}", json.dumps([members, True]))
 
 
 if __name__ == "__main__":

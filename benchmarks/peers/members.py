@@ -1,24 +1,21 @@
 """Simulated workers: each speaks the real protocol on its own connection, and does nothing else.
 
-A member reports READY and waits for the world it is in; `rest` lets it send heartbeats like an idle
-worker. They use plain asyncio streams, so that many fit into one process and take little of the
-measured time.
+A member reports READY and waits for the world it is in. They use plain asyncio streams, so that
+10,000 fit into two processes. Only the driver's cost for each of very many is measured with them;
+comparisons use real clients (`clients`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import random
 import uuid
 from collections.abc import Iterable
 
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Progress, Sample, decode_world
-from elastic_driver.core.documents import encode as encode_document
+from elastic_driver.core.documents import decode_world
 from elastic_driver.core.events import WorkerReady
 from rendezvous.wire import (
     BATCH_PATH,
@@ -27,15 +24,12 @@ from rendezvous.wire import (
     KVBatch,
     Operation,
     Result,
-    Set,
     Watch,
     decode_reply,
     encode,
 )
 
 WAIT_S = 60.0
-LONGEST_WAIT_S = 2.0  # of a training worker
-SAMPLES = 16  # measured steps in each of its heartbeats
 CONNECTING = 64  # at a time
 
 
@@ -63,19 +57,6 @@ class Member:
         world = decode_world(found.entries[contract.JOB_WORLD].value)
         assert world.member(self.name) is not None
         return world.size
-
-    async def rest(self, heartbeat_timeout: float, trains: bool) -> None:
-        """Send heartbeats as an idle or a training worker does, until cancelled."""
-        wait = LONGEST_WAIT_S if trains else heartbeat_timeout / 3
-        lease = Set(contract.worker_lease(self.name), b"", heartbeat_timeout)
-        sign = Set(contract.worker_half_lease(self.name), b"", heartbeat_timeout / 2)
-        await asyncio.sleep(random.random() * wait)  # members that started together drift apart
-        for step in itertools.count(1):
-            samples = tuple(Sample(step + n, 0.01, 0.01) for n in range(SAMPLES))
-            progress = Progress(1, step, 0.01, samples)
-            told = [Set(contract.worker_progress(self.name), encode_document(progress))]
-            watch = Watch({contract.JOB_NOTICE: 0, contract.JOB_STACKS: 0}, wait)
-            await self._batch(lease, sign, *(told if trains else ()), watch)
 
     async def _batch(self, *operations: Operation) -> tuple[Result, ...]:
         body = encode(KVBatch(operations, uuid.uuid4().hex))
