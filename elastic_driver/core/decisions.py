@@ -61,6 +61,18 @@ class ProbeAgent(CausedDecision, frozen=True, tag="probe_agent"):
     reason: str
 
 
+class ProbeHosts(CausedDecision, frozen=True, tag="probe_hosts"):
+    """Connect to each host's address once, for at most `patience` seconds.
+
+    `HostProbed` with the same `number` follows for each host that answers or cannot be probed.
+    """
+
+    hosts: tuple[str, ...]
+    patience: float
+    number: int
+    reason: str
+
+
 class GiveOrder(CausedDecision, frozen=True, tag="give_order"):
     """Hand an order to the host's agent."""
 
@@ -158,6 +170,7 @@ class EndJob(CausedDecision, frozen=True, tag="end_job"):
 
 
 Decision: TypeAlias = (
-    StartAgent | StopAgent | KillAgent | ProbeAgent | GiveOrder | CheckHosts | PublishWorld
+    StartAgent | StopAgent | KillAgent | ProbeAgent | ProbeHosts | GiveOrder | CheckHosts
+    | PublishWorld
     | PublishNotice | PublishSave | SealRound | AskProgress | AskStacks | Announce | EndJob
 )  # fmt: skip

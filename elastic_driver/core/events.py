@@ -245,9 +245,23 @@ class DiscoveryFailed(Event, frozen=True, tag="discovery_failed"):
 
 
 class AgentLost(AgentEvent, frozen=True, tag="agent_lost"):
-    """An agent's process has ended or could not be started; its workers end with it."""
+    """An agent's process has ended or could not be started; its workers end with it.
+
+    `unreachable`: because its host cannot be reached, or is silent.
+    """
 
     reason: str
+    unreachable: bool = False
+
+
+class HostProbed(Event, frozen=True, tag="host_probed"):
+    """A host that was not reachable answers (`ProbeHosts`), or `answered` is False: no probe can
+    find that out, and the start of an agent has to be tried.
+    """
+
+    host: str
+    number: int
+    answered: bool
 
 
 class AgentSuspected(AgentEvent, frozen=True, tag="agent_suspected"):
@@ -366,7 +380,7 @@ ProcessEvent: TypeAlias = (
     WorkerStarted | WorkerReady | WorkerStepped | WorkerStalled | WorkerResumed | WorkerExited
 )  # every WorkerReport
 OtherEvent: TypeAlias = (
-    AgentReady | AgentLost | AgentSuspected | AgentHeard | AgentProbed | LeaseExpired
+    AgentReady | AgentLost | AgentSuspected | AgentHeard | AgentProbed | HostProbed | LeaseExpired
     | HostsDiscovered | DiscoveryFailed | HostsChecked
     | HostLeaving | WorkerLeaving | DrainRequested | DrainCancelled | RankSlow | RankRecovered
     | WorkerStack | StacksRequested | WorkerSaved | JobLeaving | ProgressReported | ScaleRequested

@@ -21,6 +21,7 @@ from elastic_driver.settings import Settings
 RULES = (
     "discovered",  # cool-downs end
     "suspicion",  # hosts that may be lost are probed
+    "unreachable",  # hosts that are not reachable are probed
     "agents",  # agents that do not come up are given up
     "rechecks",  # hosts are checked
     "stacks",  # a question to all workers is settled
@@ -118,7 +119,9 @@ class Job(JobParts):
             case _:
                 assert_never(event)
 
-    def _take_in_other(self, event: ev.OtherEvent, now: float) -> None:  # noqa: PLR0912
+    def _take_in_other(  # noqa: PLR0912, PLR0915 - a case for each
+        self, event: ev.OtherEvent, now: float
+    ) -> None:
         match event:
             case ev.AgentReady():
                 self.agents.on_ready(event, now)
@@ -131,6 +134,8 @@ class Job(JobParts):
                 self.suspicion.on_heard(event, now)
             case ev.AgentProbed():
                 self.suspicion.on_probed(event, now)
+            case ev.HostProbed():
+                self.unreachable.on_probed(event, now)
             case ev.LeaseExpired():
                 self.agents.on_lease_expired(event, now)
             case ev.HostsDiscovered():

@@ -24,6 +24,7 @@ from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import Capacity, Rounds
 from elastic_driver.core.rules.spares import Spares
 from elastic_driver.core.rules.suspicion import Suspicion
+from elastic_driver.core.rules.unreachable import Unreachable
 from elastic_driver.core.rules.workers import WorkerStateRegistry
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.core.tf_config import TfLayout
@@ -55,6 +56,7 @@ class JobParts(Restorable):
         self.drains = self._make(Drains)
         self.placement = self._make(Placement)
         self.spares = self._make(Spares)
+        self.unreachable = self._make(Unreachable)
         self.agents = self._make(Agents)
         self.suspicion = self._make(Suspicion)
         self.final_checkpoint = self._make(FinalSaves)

@@ -30,11 +30,11 @@ class HostStatus(Struct, frozen=True):
 
     host: str
     slots: int
-    # usable | checking (before it gets workers) | cool-down | draining (workers are on it)
-    # | drained | removed
+    # usable | checking (before it gets workers) | cool-down | pausing (before the next restart)
+    # | unreachable (it is probed) | draining (workers are on it) | drained | removed
     state: str
-    cooldown_left: float
-    reason: str  # why it is in cool-down, drained, or to be checked
+    cooldown_left: float  # of the cool-down or the pause
+    reason: str  # why it is in this state
     agent: str  # none | starting | ready
     agent_incarnation: int  # 0: none
     workers: int  # in its slots
@@ -91,12 +91,15 @@ def status_of(job: JobParts, now: float) -> JobStatus:
     settings, outcome, current = job.settings, job.outcome, job.rounds.current
     end, budget = outcome.end, outcome.budget
     known = {host.name: host.slots for host in job.hosts.known.values()}
+    reason, outlook = job.effects.waiting, job.hosts.outlook(now)
+    if outlook and current.state is not COMPLETE:
+        reason = f"{reason}; {outlook}" if reason else outlook
     known.update({name: 0 for name in job.fleet.agents if name not in known})
     by_rank = sorted(job.workers.workers.values(), key=lambda w: (w.spare, w.place.rank, w.age))
     return JobStatus(
         state=_state(job),
         kind=outcome.kind.value,
-        reason=end.reason if end else job.effects.waiting,
+        reason=end.reason if end else reason,
         exit_code=end.exit_code if end else None,
         round=current.number,
         round_state=current.state.value,
@@ -147,7 +150,7 @@ def _host(job: JobParts, name: str, slots: int, now: float) -> HostStatus:
         state = "draining"
     else:
         state = "usable" if hindrance is None else hindrance.value
-    health = (state, hosts.cooldown_left(name, now), hosts.reason(name))
+    health = (state, hosts.cooldown_left(name, now), hosts.reason(name, now))
     up = ("none", 0) if agent is None else (agent.state.value, agent.incarnation)
     suspect = job.suspicion.suspects.get(name)
     doubt = () if suspect is None else (tuple(suspect.evidence), now - suspect.since)

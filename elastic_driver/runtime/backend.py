@@ -20,6 +20,12 @@ OnLost: TypeAlias = Callable[[str], None]
 OnClosed: TypeAlias = Callable[[str, int, str], None]
 
 
+class UnreachableReason(str):
+    """A reason for `OnLost`: the host could not be reached. It is probed, not put in cool-down."""
+
+    __slots__ = ()
+
+
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
 class BackendJob:
@@ -62,8 +68,9 @@ class Backend(Protocol):
             incarnation: the number the agent is given; it grows with each start on that host.
             on_lost: call it exactly once, from any thread, when the agent's process has ended for
                 whatever reason (exit status 0 included) or could not be started. It never blocks
-                and never raises. The reason says what happened and what to try. Do not call
-                it after `close` has returned.
+                and never raises. The reason says what happened and what to try; it is an
+                `UnreachableReason` if the host could not be reached. Do not call it after `close`
+                has returned.
         """
 
     def kill(self, host: str, incarnation: int) -> None:
@@ -103,6 +110,14 @@ class Backend(Protocol):
     def look_up(self, host: str) -> str:
         """Return the name or address by which the network knows a host."""
         return host
+
+    def probe_address(self, host: str) -> tuple[str, int] | None:  # noqa: ARG002
+        """Return the address and the port that answer if an agent could be started on a host.
+
+        The driver connects there while the host is not reachable. None: only a start can tell
+        (there is a proxy on the way). Called once for a host, from a thread; may take a while.
+        """
+        return None
 
 
 @runtime_checkable

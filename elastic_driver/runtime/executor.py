@@ -21,10 +21,11 @@ from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, Sen
 from elastic_driver.policies.nodecheck.checker import CheckDecision, CheckEnded
 from elastic_driver.policies.shard_messages import StopOrdered
 from elastic_driver.policies.stragglers import RoundPublished
-from elastic_driver.runtime.backend import Backend
+from elastic_driver.runtime.backend import Backend, UnreachableReason
 from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.failures import HeldTails
+from elastic_driver.runtime.host_probes import HostProbes
 from elastic_driver.runtime.mailbox import MachineEvent
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult, WorkerResults
@@ -64,6 +65,10 @@ class Executor:
     _last_event: do.Announce | None = None  # logged after all processes have ended
     tails: HeldTails = field(default_factory=HeldTails)
     _results: WorkerResults = field(default_factory=WorkerResults)
+    _host_probes: HostProbes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._host_probes = HostProbes(self._probe_address, self.post)
 
     # ---- decisions -----------------------------------------------------------------------
 
@@ -85,6 +90,8 @@ class Executor:
                 self._give((host, number), doc.ShutdownOrder(grace, reason))
             case do.KillAgent(host=host, incarnation=number):
                 self._kill(host, number)
+            case do.ProbeHosts():
+                self.server.spawn(self._host_probes.carry_out(decision))
             case do.GiveOrder(host=host, incarnation=number, order=order):
                 self._give((host, number), order)
             case do.ProbeAgent():
@@ -123,8 +130,16 @@ class Executor:
         self.orders[host, incarnation] = 0
         backend = self._backend_of(incarnation)
         if backend is not None:
-            lost = self.post
-            backend.start(host, incarnation, lambda why: lost(ev.AgentLost(host, incarnation, why)))
+
+            def lost(reason: str) -> None:
+                unreachable = isinstance(reason, UnreachableReason)
+                self.post(ev.AgentLost(host, incarnation, str(reason), unreachable))
+
+            backend.start(host, incarnation, lost)
+
+    def _probe_address(self, host: str) -> tuple[str, int] | None:
+        """Ask only when needed: a backend of another package may not have the method."""
+        return self.starter.probe_address(host)
 
     def _backend_of(self, incarnation: int) -> Backend | None:
         """Return the backend that starts an agent; None once its check is over."""

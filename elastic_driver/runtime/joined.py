@@ -133,6 +133,11 @@ class JoinedNodes(Backend):
                         node.killed = incarnation
                     self._publish(node)
 
+    def probe_address(self, host: str) -> tuple[str, int] | None:
+        """See `Backend.probe_address`; nodes that join connect to us, not we to them."""
+        starter = self.own_starter if host in self._own else None
+        return None if starter is None else starter.probe_address(host)
+
     def job_ends(self, exit_code: int, reason: str) -> None:
         """Publish how the job has ended; each node then ends what it still runs, and leaves."""
         with self._lock:

@@ -18,7 +18,10 @@ from elastic_driver.core.events import Evidence
 from elastic_driver.core.rules.workers import WorkerState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-HOST_STATES = ("usable", "checking", "cool-down", "draining", "drained", "removed")
+HOST_STATES = (
+    *("usable", "checking", "cool-down", "pausing", "unreachable"),
+    *("draining", "drained", "removed"),
+)
 JOB_STATES = ("forming", "running", "changing", "finishing", "succeeded", "failed")
 EVIDENCE: tuple[str, ...] = get_args(Evidence)
 _GAUGES = (  # name, key in the document, help

@@ -44,6 +44,7 @@ _WORDS: dict[str, tuple[Level, str]] = {
     "host_discovered": (Level.VERBOSE, "host {host} discovered"),
     "host_removed": (Level.NORMAL, "host {host} removed"),
     "host_blacklisted": (Level.QUIET, "host {host} in cool-down"),
+    "host_unreachable": (Level.NORMAL, "host {host} cannot be reached"),
     "drain_requested": (Level.NORMAL, "host {host} is drained"),
     "worker_leaving": (Level.NORMAL, "worker {worker} has to go"),
     "drain_cancelled": (Level.NORMAL, "host {host} may be used again"),

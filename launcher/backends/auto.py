@@ -48,6 +48,10 @@ class AutoBackend(Backend):
         others = tuple(entry for entry in hosts if not is_this_machine(entry[0]))
         return self._elsewhere.find_problems(others)
 
+    def probe_address(self, host: str) -> tuple[str, int] | None:
+        """See `Backend.probe_address`."""
+        return self._for(host).probe_address(host)
+
     def look_up(self, host: str) -> str:
         """See `Backend.look_up`."""
         return self._elsewhere.look_up(host)

@@ -16,7 +16,7 @@ from elastic_driver.runtime.backend import BackendJob
 from launcher.agent.remote import OF_A_RANK
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.remote_shell import RemoteShell, explain_by, run_briefly
-from launcher.backends.ssh import SSH_MEANINGS, SshShell
+from launcher.backends.ssh import CONNECTION_FAILED, SSH_MEANINGS, SshShell
 
 LAUNCH_S = 10.0  # for Open MPI's daemon to start on a host, beyond ssh's own time
 _VERSION_S = 10.0
@@ -96,6 +96,14 @@ class MpirunShell(RemoteShell):
     def look_up(self, host: str) -> str:
         """See `RemoteShell.look_up`: mpirun uses ssh too."""
         return self.ssh.look_up(host)
+
+    def probe_address(self, host: str) -> tuple[str, int] | None:
+        """See `RemoteShell.probe_address`."""
+        return self.ssh.probe_address(host)
+
+    def unreachable(self, exit_code: int, said: str) -> bool:  # noqa: ARG002
+        """See `RemoteShell.unreachable`; mpirun has an exit status of its own."""
+        return self.ssh.unreachable(CONNECTION_FAILED, said)
 
     def ending(self, host: str, exit_code: int, said: str) -> str | None:
         """See `RemoteShell.ending`."""

@@ -22,7 +22,13 @@ from functools import partial
 from pathlib import Path
 
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.backend import Backend, BackendJob, OnClosed, OnLost
+from elastic_driver.runtime.backend import (
+    Backend,
+    BackendJob,
+    OnClosed,
+    OnLost,
+    UnreachableReason,
+)
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.agent.console import Console
 from launcher.agent.remote import UP
@@ -102,6 +108,10 @@ class RemoteBackend(Backend):
         """See `Backend.look_up`."""
         return self._shell.look_up(host)
 
+    def probe_address(self, host: str) -> tuple[str, int] | None:
+        """See `Backend.probe_address`."""
+        return self._shell.probe_address(host)
+
     def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
         """See `Backend.start`."""
         self._call(partial(self._begin, _RemoteAgent(host, incarnation, on_lost)))
@@ -175,7 +185,9 @@ class RemoteBackend(Backend):
         code = await ended
         said = agent.said.decode(errors="replace")
         if not agent.up.is_set():
-            return self._shell.explain(agent.host, code, said)
+            reason = self._shell.explain(agent.host, code, said)
+            gone = self._shell.unreachable(code, said)
+            return UnreachableReason(reason) if gone else reason
         # A signal that killed the program here has not killed the agent there.
         ending = self._shell.ending(agent.host, code, said) if code >= 0 else None
         if ending is not None:

@@ -82,6 +82,14 @@ class RemoteShell(ABC):
         """Return the name or address by which the network knows a host."""
         return host
 
+    def probe_address(self, host: str) -> tuple[str, int] | None:  # noqa: ARG002
+        """See `Backend.probe_address`."""
+        return None
+
+    def unreachable(self, exit_code: int, said: str) -> bool:  # noqa: ARG002
+        """Return whether the program failed because it could not reach the host."""
+        return False
+
     def ending(self, host: str, exit_code: int, said: str) -> str | None:  # noqa: ARG002
         """Return why an agent that was up has ended; None if only the connection has ended.
 

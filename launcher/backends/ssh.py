@@ -18,11 +18,13 @@ _ALIVE_COUNT = 3
 _CONFIG_S = 10.0
 
 # Text in ssh's last lines → what happened, and what to try.
-SSH_MEANINGS = (
-    ("Could not resolve hostname", "its name has no address; check the name, or ssh's config"),
+_REFUSED = (
     ("Permission denied", "ssh was refused (no key it accepts); try ssh-copy-id, or -i"),
     ("Host key verification failed", "its host key is unknown or has changed; ssh there once"),
     ("Too many authentication failures", "ssh was refused; name the right key with -i"),
+)
+_UNREACHABLE = (
+    ("Could not resolve hostname", "its name has no address; check the name, or ssh's config"),
     ("Connection refused", "it is up, but nothing listens on ssh's port; check sshd, or -p"),
     ("timed out", "it did not answer in time; is it up, and on this network?"),
     ("No route to host", "there is no way to it, or it is down"),
@@ -30,6 +32,7 @@ SSH_MEANINGS = (
     ("Connection reset", "it closed the connection; sshd may be overloaded (MaxStartups)"),
     ("Connection closed", "it closed the connection; sshd may be overloaded (MaxStartups)"),
 )
+SSH_MEANINGS = (*_REFUSED, *_UNREACHABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +83,31 @@ class SshShell(RemoteShell):
 
     def look_up(self, host: str) -> str:
         """See `RemoteShell.look_up`: `HostName` of ssh's configuration."""
+        return self._configuration(host).get("hostname", host)
+
+    def probe_address(self, host: str) -> tuple[str, int] | None:
+        """See `RemoteShell.probe_address`: `HostName` and `Port`; None behind a jump host."""
+        found = self._configuration(host)
+        ways = (found.get("proxyjump", "none"), found.get("proxycommand", "none"))
+        port = found.get("port", "")
+        if ways != ("none", "none") or not port.isdecimal():
+            return None
+        return found.get("hostname", host), int(port)
+
+    def unreachable(self, exit_code: int, said: str) -> bool:
+        """See `RemoteShell.unreachable`."""
+        refused = any(mark in said for mark, _ in _REFUSED)
+        gone = any(mark in said for mark, _ in _UNREACHABLE)
+        return exit_code == CONNECTION_FAILED and gone and not refused
+
+    def _configuration(self, host: str) -> dict[str, str]:
+        """Return ssh's configuration for a host (`ssh -G`); empty if ssh does not say it."""
         try:
-            done = run_briefly((self.program, "-G", "--", host), _CONFIG_S)
+            done = run_briefly((self.program, *self.options(), "-G", "--", host), _CONFIG_S)
         except (OSError, subprocess.TimeoutExpired):
-            return host
-        names = [line[9:] for line in done.stdout.splitlines() if line.startswith("hostname ")]
-        return names[0].strip() if names else host
+            return {}
+        words = (line.partition(" ") for line in done.stdout.splitlines())
+        return {name: value.strip() for name, _, value in words}
 
     def ending(self, host: str, exit_code: int, said: str) -> str | None:
         """See `RemoteShell.ending`."""

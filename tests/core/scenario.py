@@ -18,6 +18,7 @@ from elastic_driver.core.decisions import (
     Decision,
     EndJob,
     GiveOrder,
+    ProbeHosts,
     PublishNotice,
     PublishWorld,
     StartAgent,
@@ -38,6 +39,7 @@ class Scenario:
         self.decisions: list[Decision] = []
         self.agents, self.processes = agents, processes
         self.progress = True  # whether the members' progress can be read
+        self.silent: set[str] = set()  # hosts that answer no probe
         self._pid = 1000
 
     # ---- in ------------------------------------------------------------------------------
@@ -55,6 +57,10 @@ class Scenario:
     def _obey(self, decision: Decision) -> list[Decision]:
         if self.agents and isinstance(decision, StartAgent):
             return self.agent_up(decision.host, decision.incarnation)
+        if isinstance(decision, ProbeHosts):
+            answers = (h for h in decision.hosts if h not in self.silent)
+            probed = (ev.HostProbed(host, decision.number, answered=True) for host in answers)
+            return [d for event in probed for d in self.send(event)]
         if isinstance(decision, AskProgress) and self.progress:
             members = self.job.workers.workers
             versions = [members[name].version for name in decision.workers]
@@ -73,9 +79,11 @@ class Scenario:
         address = f"10.0.0.{ord(host[0])}"
         return self.send(ev.AgentReady(host, incarnation, self._pid, address, (5000, 5001)))
 
-    def agent_lost(self, host: str, reason: str = "its lease expired") -> list[Decision]:
+    def agent_lost(
+        self, host: str, reason: str = "its lease expired", *, unreachable: bool = False
+    ) -> list[Decision]:
         incarnation = self.job.fleet.agents[host].incarnation
-        return self.send(ev.AgentLost(host, incarnation, reason))
+        return self.send(ev.AgentLost(host, incarnation, reason, unreachable))
 
     def started(self, worker: str) -> list[Decision]:
         self._pid += 1

@@ -147,11 +147,12 @@ def test_a_host_whose_agent_cannot_start_goes_to_cooldown_and_gets_another_try(
     scenario: MakeScenario,
 ) -> None:
     s = scenario(agents=False, blacklist_cooldown=(10.0, 600.0))
-    s.hosts(a=1)
-    s.agent_lost("a", "ssh: connection refused")
+    s.hosts(a=1, b=1)
+    s.agent_up("b")
+    s.agent_lost("a", "ssh: permission denied")
     assert "no new workers for 10 s" in s.announced("host_blacklisted")[0].reason
     s.wait(9.9)
-    assert len(s.all(StartAgent)) == 1
+    assert len(s.all(StartAgent)) == 2
     s.wait(0.1)
     assert s.announced("host_resurrected")[0].host == "a"
     assert s.all(StartAgent)[-1].incarnation == 2

@@ -7,6 +7,7 @@ are checked, and what it orders is compared with what is really there.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Literal
 
@@ -19,6 +20,7 @@ from elastic_driver.core.decisions import (
     EndJob,
     GiveOrder,
     ProbeAgent,
+    ProbeHosts,
     PublishNotice,
     PublishSave,
     PublishWorld,
@@ -111,6 +113,7 @@ class Cluster:
         self.on_disk = 0  # the step of the newest that is complete
         self.goal: int | None = None  # the number of steps after which workers finish
         self._trace: list[tuple[float, str, object]] = []
+        self.dark: set[str] = set()  # hosts without power
         self.agent_trouble = 0.0  # chance that an agent fails to start
         self.duplicates = 0.1
         self._pids = 1000
@@ -210,6 +213,8 @@ class Cluster:
             self._order(decision)
         elif isinstance(decision, ProbeAgent):
             self._probe(decision)
+        elif isinstance(decision, ProbeHosts):
+            self._probe_hosts(decision)
         elif isinstance(decision, PublishWorld):
             self._publish(decision.world)
         elif isinstance(decision, AskProgress):
@@ -230,8 +235,10 @@ class Cluster:
     def _start_agent(self, decision: StartAgent) -> None:
         agent = SimAgent(self, decision.host, decision.incarnation)
         self.agents[decision.host] = agent
-        lost = ev.AgentLost(decision.host, decision.incarnation, "ssh: connection refused")
-        if self.random.random() < self.agent_trouble:
+        dark = decision.host in self.dark
+        why = "ssh: no route to host" if dark else "ssh: permission denied"
+        lost = ev.AgentLost(decision.host, decision.incarnation, why, unreachable=dark)
+        if dark or self.random.random() < self.agent_trouble:
             agent.alive = False
             self.clock.after(self.random.uniform(0.1, 1.0), lambda: self.deliver(lost))
             return
@@ -257,6 +264,16 @@ class Cluster:
             result = "answered"
         found = ev.AgentProbed(asked.host, asked.incarnation, asked.number, result, seconds)
         self.clock.after(seconds, lambda: self.deliver(found))
+
+    def _probe_hosts(self, decision: ProbeHosts) -> None:
+        """A host without power does not answer; a few cannot be probed at all."""
+        for host in decision.hosts:
+            if host in self.job.fleet.agents:
+                raise Violation(f"{host} is probed though it has an agent")
+            known = not host.endswith("3")
+            if host not in self.dark or not known:
+                probed = ev.HostProbed(host, decision.number, answered=known)
+                self.clock.after(self.delay(), partial(self.deliver, probed))
 
     def _order(self, decision: GiveOrder) -> None:
         if isinstance(decision.order, msg.StartWorkerOrder):

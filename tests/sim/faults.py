@@ -38,6 +38,7 @@ class Faults:
             (1, self._kill_agent),
             (1, self._cut_host),
             (1, self._hiccup),
+            (1, self._power_off),
             (2, self._remove_host),
             (2, self._return_host),
             (1, self._flap),
@@ -83,6 +84,7 @@ class Faults:
     def heal(self) -> None:
         """No more faults: every host is back, frozen processes are found out."""
         self.cluster.agent_trouble = 0.0
+        self.cluster.dark.clear()
         self.hosts, self.gone = dict(self.all_hosts), {}
         self.discover()
         # Again a little later: an agent's notice may still be under way.
@@ -258,6 +260,19 @@ class Faults:
     def _suspect(self, agent: SimAgent, evidence: ev.Evidence) -> None:
         found = ev.AgentSuspected(agent.host, agent.incarnation, evidence, f"it is {evidence}")
         self.cluster.deliver(found)
+
+    def _power_off(self) -> None:
+        """A host loses its power; after a while, or at the end, it is back."""
+        host = self.random.choice([*self.hosts, "none"])
+        self.cluster.dark.add(host)
+        agent = self.cluster.agents.get(host)
+        if agent is not None and agent.alive:
+            agent.cut = True
+            agent.die()
+            lost = ev.LeaseExpired("agent", f"{host}.{agent.incarnation}", HEARTBEAT_S)
+            self.cluster.clock.after(HEARTBEAT_S, lambda: self.cluster.deliver(lost))
+        away = self.random.choice([0.5, 3.0, 20.0])
+        self.cluster.clock.after(away, lambda: self.cluster.dark.discard(host))
 
     def _remove_host(self) -> None:
         if len(self.hosts) > 1 or self.random.random() < 0.2:

@@ -1,7 +1,7 @@
 """News of agents (one is up, one is lost, one does not come up), and leases that expire.
 
 The workers of a host end with its agent. The agent is started again in place, or its host is put in
-cool-down. Times are monotonic seconds.
+cool-down, or is probed until it is reachable again. Times are monotonic seconds.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from elastic_driver.core.rules.outcome import KILLED, Cause
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import Rule
+from elastic_driver.core.rules.unreachable import Unreachable
 from elastic_driver.core.rules.workers import ACTIVE, RUNNING, Worker, WorkerNews
 
 
@@ -22,12 +23,14 @@ class Agents(Rule):
     """Decides what follows from the news of agents."""
 
     reports: Reports
+    unreachable: Unreachable
     placement: Placement
     stacks: Stacks
 
     def on_ready(self, event: ev.AgentReady, now: float) -> None:
         """Record that an agent is up and its host's slots can be used."""
         self.fleet.ready(event)
+        self.hosts.reached(event.host)
         self.capacity.note_change()
         number, at = self.rounds.current.number, f"at {event.address}"
         self.effects.decide(Announce("agent_started", at, number, event.host, pid=event.pid))
@@ -36,13 +39,15 @@ class Agents(Rule):
         """Record that an agent has ended, or is silent, and its workers with it."""
         agent = self.fleet.current(event)
         reason, was_up = event.reason or "no reason was given", agent.state is AgentState.READY
-        self.effects.announce("agent_lost", reason, event.host, **detail)
+        if was_up or not event.unreachable or not self.hosts.is_lost(event.host):
+            self.effects.announce("agent_lost", reason, event.host, **detail)
         self.fleet.apply(agent, AgentNews.LOST)
         failed = [w for w in self.workers.on_host(event.host) if self._lose_worker(w, now)]
         if failed and self.outcome.first_success is None and self.outcome.end is None:
             self.reports.count_failure(now, member=any(worker.is_member for worker in failed))
         if self.outcome.end is None:
-            self._host_without_agent(event.host, reason, now, was_up=was_up)
+            gone = event.unreachable
+            self._host_without_agent(event.host, reason, now, was_up=was_up, unreachable=gone)
 
     def on_lease_expired(self, event: ev.LeaseExpired, now: float) -> None:
         """Give up a silent agent or worker; after half the time, ask for stacks."""
@@ -65,7 +70,8 @@ class Agents(Rule):
     def give_up(self, agent: HostAgent, reason: str, now: float, **detail: Detail) -> None:
         """Treat an agent as lost, and kill it: it may only be cut off, and must not go on."""
         self.effects.decide(KillAgent(agent.host, agent.incarnation, reason))
-        self.on_lost(ev.AgentLost(agent.host, agent.incarnation, reason), now, **detail)
+        lost = ev.AgentLost(agent.host, agent.incarnation, reason, unreachable=True)
+        self.on_lost(lost, now, **detail)
 
     def advance(self, now: float) -> None:
         """Give up an agent that takes longer than `start_timeout` to come up."""
@@ -88,12 +94,18 @@ class Agents(Rule):
             self.rounds.left_early(worker, now, running=was_running)
         return failed
 
-    def _host_without_agent(self, host: str, reason: str, now: float, *, was_up: bool) -> None:
-        """Start the agent again in place, or put its host in cool-down."""
+    def _host_without_agent(
+        self, host: str, reason: str, now: float, *, was_up: bool, unreachable: bool = False
+    ) -> None:
+        """Start the agent again in place, have its host probed, or put the host in cool-down."""
         self.capacity.note_change()
         if self.hosts.drained(host) is not None:
             return  # the host was drained and its agent ended early: that is no failure
-        cooldown = self.hosts.agent_failed(host, now, reason, started=was_up)
+        if unreachable:
+            self.unreachable.lose(host, reason, now, started=was_up)
+            return
+        needed = self.is_needed(host)
+        cooldown = self.hosts.agent_failed(host, now, reason, started=was_up, needed=needed)
         if cooldown is not None:
             self.effects.announce("host_blacklisted", cooldown, host)
         elif self.hosts.usable(host) and not self.outcome.finishing:

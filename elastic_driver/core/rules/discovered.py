@@ -133,15 +133,15 @@ class Discovered(Rule):
         for host, slots in changes.added:
             self.effects.announce("host_discovered", f"{slots} slots", host)
             if self.hosts.known[host].returned:
-                self._hold(host, "it has been away")
+                self.hold(host, "it has been away")
             elif host not in (self.settings.checked_hosts or ()):
-                self._hold(host, "it was not there before")
+                self.hold(host, "it was not there before")
         for host in changes.removed:
             self.effects.announce("host_removed", "discovery no longer reports it", host)
         for host, before, slots in changes.resized:
             self.effects.announce("host_discovered", f"{slots} slots, it had {before}", host)
 
-    def _hold(self, host: str, reason: str) -> None:
+    def hold(self, host: str, reason: str) -> None:
         """Keep a host from being used until it was checked, in jobs that check hosts."""
         if self.settings.checked_hosts is not None:
             self.hosts.hold(host, reason)
@@ -156,7 +156,13 @@ class Discovered(Rule):
         for host in self.hosts.resurrect(now):
             over = "its cool-down is over"
             self.effects.announce("host_resurrected", over, host)
-            self._hold(host, over)
+            self.hold(host, over)
+            self.capacity.note_change()
+        if self.hosts.end_pauses(now):
+            self.capacity.note_change()
+        while self.hosts.can_recall and self.is_needed("") and (recalled := self.hosts.recall()):
+            needed = "its cool-down ends early: the hosts that are left are too few"
+            self.effects.announce("host_resurrected", needed, recalled)
             self.capacity.note_change()
         next_end = self.hosts.next_resurrection()
         if next_end is not None:

@@ -2,10 +2,14 @@
 
 Discovery reports hosts, failures put them in cool-down, time brings them back; a drain or a check
 that is due keeps them out, too. The transition table says which news begins and ends what.
-A host in cool-down keeps its healthy workers and only gets no new ones. The workers of a drained
-host leave. Times are monotonic seconds.
+A host in cool-down keeps its healthy workers and only gets no new ones. A host that the job cannot
+do without is not put in cool-down: only its restarts that fail fast are delayed. Not to be
+reachable is no failure: such a host is used again as soon as it answers (`unreachable`). The
+workers of a drained host leave. Times are monotonic seconds.
 """
 
+import math
+import zlib
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -17,7 +21,9 @@ class Hindrance(str, Enum):
     """Something that keeps a host from getting workers; a host may have several."""
 
     COOL_DOWN = "cool-down"
+    PAUSING = "pausing"  # a restart there failed fast, and the next one waits for a moment
     DRAINED = "drained"
+    UNREACHABLE = "unreachable"  # it is gone; it is probed until it answers
     UNCHECKED = "checking"  # it waits for a node check
 
 
@@ -25,7 +31,10 @@ class HostNews(str, Enum):
     """News of a host."""
 
     FAILED = "failed"  # its workers, its agent or a node check, beyond the limit
+    FAILED_FAST = "failed, needed"  # the same, but the job cannot do without the host
     COOLED_DOWN = "cool-down over"
+    LOST = "not reachable"
+    ANSWERED = "answers"  # a probe, or it cannot be probed and the start of an agent is tried
     DRAINED = "drain"
     UNDRAINED = "drain cancelled"
     CHECK_DUE = "check due"
@@ -36,9 +45,30 @@ class HostNews(str, Enum):
 _H = HostNews
 HOST_TRANSITIONS: dict[Hindrance, dict[HostNews, bool]] = {  # whether the news begins or ends it
     Hindrance.COOL_DOWN: {_H.FAILED: True, _H.COOLED_DOWN: False},
+    Hindrance.PAUSING: {_H.FAILED_FAST: True, _H.COOLED_DOWN: False},
     Hindrance.DRAINED: {_H.DRAINED: True, _H.UNDRAINED: False, _H.REMOVED: False},
+    Hindrance.UNREACHABLE: {_H.LOST: True, _H.ANSWERED: False, _H.REMOVED: False},
     Hindrance.UNCHECKED: {_H.CHECK_DUE: True, _H.CHECKED: False, _H.REMOVED: False},
 }
+
+
+_COOL_DOWN = Hindrance.COOL_DOWN
+_TIMED = (Hindrance.COOL_DOWN, Hindrance.PAUSING)  # they end by themselves
+_NAMED_FIRST = (Hindrance.DRAINED, Hindrance.UNREACHABLE, *_TIMED, Hindrance.UNCHECKED)
+FIRST_PROBE_S = 0.5  # between two probes of a host; longer if very many are not reachable
+LONGEST_PROBE_S = 3.0
+PROBES_PER_S = 330  # of all hosts together: 1,000 hosts are probed every three seconds
+PROBED_TOGETHER_S = 0.05
+
+
+def growing_pause(number: int, longest: float) -> float:
+    """Return the seconds before a start: 0, 0.5, 1, 2, 4 … for number 0, 1, 2 …"""
+    return min(0.5 * 2.0 ** (min(number, 64) - 1), longest) if number > 0 else 0.0
+
+
+def _jitter(name: str) -> float:
+    """Return a factor from 0.75 to 1, always the same for a host: hosts are probed in turn."""
+    return 1.0 - (zlib.crc32(name.encode()) % 1024) / 4096
 
 
 class Drain(NamedTuple):
@@ -62,8 +92,15 @@ class Host:
     failures: list[float] = field(default_factory=list)  # times, within the window
     agent_losses: list[float] = field(default_factory=list)
     cooldowns: int = 0  # in a row; each doubles the next one
-    until: float = 0.0  # the end of its cool-down
-    reason: str = ""  # of its cool-down
+    needed_again: bool = False  # its cool-down ends early if the job cannot do without it
+    until: float = 0.0  # the end of its cool-down or pause
+    pauses: int = 0  # in a row; each is longer than the one before
+    paused_at: float = -math.inf
+    reason: str = ""  # of its cool-down or pause, or why it is not reachable
+    lost_at: float | None = None  # not reachable since then; None: its agent has been up since
+    failed_starts: int = 0  # of agents, since it was not reachable
+    probe_at: float = 0.0  # the next time, while it is not reachable
+    probes_from: int = 0  # answers to earlier probes say nothing about it
     last_trouble: float | None = None
     stepped: bool = False  # a worker there has finished a step since the last trouble
     drain: Drain | None = None  # while it is drained
@@ -79,6 +116,10 @@ class HostChanges(NamedTuple):
     resized: tuple[tuple[str, int, int], ...]
 
 
+def _until(host: Host) -> float:
+    return host.until
+
+
 @dataclass(slots=True)
 class HostManager:
     """Discovered hosts in stable order, with their failures and cool-downs."""
@@ -86,6 +127,7 @@ class HostManager:
     settings: Settings
     distrusted: set[str] = field(default_factory=set)  # slow hosts: usable, but the last choice
     known: dict[str, Host] = field(default_factory=dict)  # that are there, in stable order
+    next_probe: float = math.inf  # of a host that is not reachable
     _positions: int = 0
     _hindered: dict[Hindrance, dict[str, Host]] = field(
         default_factory=lambda: {kind: {} for kind in Hindrance}
@@ -123,8 +165,12 @@ class HostManager:
 
     def hindrance(self, name: str) -> Hindrance | None:
         """Return what keeps the host from getting workers; a drain is named before the others."""
-        first = (Hindrance.DRAINED, Hindrance.COOL_DOWN, Hindrance.UNCHECKED)
-        return next((kind for kind in first if name in self._hindered[kind]), None)
+        return next((kind for kind in _NAMED_FIRST if name in self._hindered[kind]), None)
+
+    def slots_without(self, name: str) -> int:
+        """Return the slots of all usable hosts but this one."""
+        usable = (host for host in self.known.values() if self.hindrance(host.name) is None)
+        return sum(host.slots for host in usable if host.name != name)
 
     def hold(self, name: str, reason: str) -> None:
         """Keep a host from being used until `release`; does nothing if it is not there."""
@@ -184,30 +230,58 @@ class HostManager:
         return (host.name in self.distrusted, host.position)
 
     def cooldown_left(self, name: str, now: float) -> float:
-        """Return the seconds until the host may receive workers again; 0 outside cool-down."""
-        host = self._hindered[Hindrance.COOL_DOWN].get(name)
+        """Return the seconds until its cool-down or pause is over; 0 outside of them."""
+        host = next(
+            (self._hindered[kind][name] for kind in _TIMED if name in self._hindered[kind]), None
+        )
         return max(0.0, host.until - now) if host else 0.0
 
-    def reason(self, name: str) -> str:
+    def reason(self, name: str, now: float) -> str:
         """Return why the host gets no workers, or is the last choice; empty if neither is so."""
         kind = self.hindrance(name)
         if kind is None:
             return "slow: the last choice" if name in self.distrusted else ""
         host = self._hindered[kind][name]
         drain = host.drain.reason if host.drain else ""
-        return {Hindrance.DRAINED: drain, Hindrance.UNCHECKED: host.check}.get(kind, host.reason)
+        gone, probe = now - (host.lost_at or now), max(0.0, host.probe_at - now)
+        lost = f"gone for {gone:.0f} s, next probe in {probe:.1f} s: {host.reason}"
+        others = {Hindrance.UNCHECKED: host.check, Hindrance.UNREACHABLE: lost}
+        return {Hindrance.DRAINED: drain, **others}.get(kind, host.reason)
+
+    def outlook(self, now: float) -> str:
+        """Return when the first host comes back if all are in cool-down or not reachable."""
+        kinds = {self.hindrance(name) for name in self.known}
+        if not kinds or not kinds <= {Hindrance.UNREACHABLE, *_TIMED}:
+            return ""
+        every = f"all {len(self.known)} hosts are in cool-down or unreachable"
+        timed = {
+            h.name: h for k in _TIMED for h in self._hindered[k].values() if h.name in self.known
+        }
+        lost = self._hindered[Hindrance.UNREACHABLE]
+        first = min((h for h in timed.values() if h.name not in lost), key=_until, default=None)
+        more = [] if first is None else [f"{first.name} is back in {first.until - now:.0f} s"]
+        if lost:
+            more.append(f"{len(lost)} are probed, and used again as soon as they answer")
+        return f"{every}; {'; '.join(more)}"
 
     def next_resurrection(self) -> float | None:
-        """Return when the first cool-down ends."""
-        return min((h.until for h in self._hindered[Hindrance.COOL_DOWN].values()), default=None)
+        """Return when the first cool-down or pause ends."""
+        return min((h.until for k in _TIMED for h in self._hindered[k].values()), default=None)
 
     def suspect(self, name: str, now: float) -> bool:
         """Return whether an agent was lost there within the window: the next one may fail too."""
         host = self.known.get(name)
-        return host is not None and self._recent(host.agent_losses, now) > 0
+        if host is None:
+            return False
+        return host.lost_at is not None or self._recent(host.agent_losses, now) > 0
 
-    def worker_failed(self, name: str, now: float, reason: str) -> str | None:
-        """Count a worker's failure; return the reason for a cool-down that it leads to."""
+    def worker_failed(
+        self, name: str, now: float, reason: str, *, needed: bool = False
+    ) -> str | None:
+        """Count a worker's failure; return the reason for a cool-down that it leads to.
+
+        `needed`: the job cannot do without this host, so its restarts are delayed at most.
+        """
         host = self._note_trouble(name, now)
         if host is None:
             return None
@@ -216,15 +290,20 @@ class HostManager:
         limit = DEFAULT_HOST_FAILURES if given is None else given
         if failures < limit or name in self._hindered[Hindrance.COOL_DOWN]:
             return None
+        if needed:
+            self._pause(host, now, reason, together=self.settings.settle)
+            return None
         host.failures.clear()
         window = f"{failures} failures within {self.settings.host_failure_window:g} s"
         return self._cool_down(host, now, f"{window}, the last: {reason}")
 
-    def agent_failed(self, name: str, now: float, reason: str, *, started: bool) -> str | None:
+    def agent_failed(
+        self, name: str, now: float, reason: str, *, started: bool, needed: bool = False
+    ) -> str | None:
         """Count a lost agent; return the cool-down's reason, None: start it again in place.
 
         An agent that could not even start (`started` False), or a second loss within the
-        window, puts the host in cool-down.
+        window, puts the host in cool-down. `needed`: see `worker_failed`.
         """
         host = self._note_trouble(name, now)
         if host is None:
@@ -232,13 +311,19 @@ class HostManager:
         host.agent_losses.append(now)
         if started and self._recent(host.agent_losses, now) == 1:
             return None
-        cooling = name in self._hindered[Hindrance.COOL_DOWN]
-        return host.reason if cooling else self._cool_down(host, now, reason)
+        if name in self._hindered[Hindrance.COOL_DOWN]:
+            return host.reason
+        if needed:
+            self._pause(host, now, reason, together=0.0)
+            return None
+        return self._cool_down(host, now, reason)
 
     def check_failed(self, host: Host, now: float, reason: str) -> str:
         """Put a host that failed a check in cool-down; return the reason in words."""
         self._note_trouble(host.name, now)
-        return self._cool_down(host, now, reason)
+        cooldown = self._cool_down(host, now, reason)
+        host.needed_again = False
+        return cooldown
 
     def step_finished(self, name: str) -> None:
         """Record that a worker there finished a step: later trouble may start a new count."""
@@ -247,10 +332,80 @@ class HostManager:
 
     def resurrect(self, now: float) -> list[str]:
         """End the cool-downs that are over; return their hosts, without those that were removed."""
-        over = [h for h in self._hindered[Hindrance.COOL_DOWN].values() if h.until <= now]
+        cooling = self._hindered[Hindrance.COOL_DOWN]
+        over = [host for host in cooling.values() if host.until <= now]
         for host in over:
             self._learn(host, HostNews.COOLED_DOWN)
         return [host.name for host in over if host.name in self.known]
+
+    def end_pauses(self, now: float) -> bool:
+        """End the pauses that are over; return whether there are any."""
+        over = [h for h in self._hindered[Hindrance.PAUSING].values() if h.until <= now]
+        for host in over:
+            self._learn(host, HostNews.COOLED_DOWN)
+        return bool(over)
+
+    @property
+    def can_recall(self) -> bool:
+        """Whether a host may be in cool-down."""
+        return bool(self._hindered[Hindrance.COOL_DOWN])
+
+    def recall(self) -> str | None:
+        """End the cool-down that would end first, as the job cannot do without it; its host."""
+        cooling = self._hindered[Hindrance.COOL_DOWN].values()
+        can = (h for h in cooling if h.needed_again and self.hindrance(h.name) is _COOL_DOWN)
+        host = min((h for h in can if h.name in self.known), key=_until, default=None)
+        if host is not None:
+            self._learn(host, HostNews.COOLED_DOWN)
+        return None if host is None else host.name
+
+    # ---- hosts that are not reachable ------------------------------------------------------
+
+    def lose(self, name: str, now: float, reason: str, *, started: bool, probes: int) -> bool:
+        """Record that a host is not reachable; return whether that is new.
+
+        It is probed at once. After an agent that could not be started (`started` False) it is
+        probed after a pause, which grows. `probes`: so many have begun; their answers are old.
+        """
+        host = self.known.get(name)
+        if host is None:
+            return False
+        new = host.lost_at is None
+        if new:
+            host.lost_at, host.failed_starts = now, 0
+        host.failed_starts += not started
+        host.reason, host.probes_from = reason, probes + 1
+        host.probe_at = now + growing_pause(host.failed_starts, LONGEST_PROBE_S)
+        self._learn(host, HostNews.LOST)
+        self.next_probe = min(self.next_probe, host.probe_at)
+        return new
+
+    def answered(self, name: str, probe: int) -> Host | None:
+        """Let a host that is not reachable be used; None if the probe is not about that."""
+        host = self._hindered[Hindrance.UNREACHABLE].get(name)
+        if host is None or probe < host.probes_from:
+            return None
+        self._learn(host, HostNews.ANSWERED)
+        return host
+
+    def is_lost(self, name: str) -> bool:
+        """Return whether the host was not reachable, and no agent has been up since."""
+        return name in self.known and self.known[name].lost_at is not None
+
+    def reached(self, name: str) -> None:
+        """Record that an agent is up on a host."""
+        if name in self.known:
+            self.known[name].lost_at = None
+
+    def take_due_probes(self, now: float) -> tuple[str, ...]:
+        """Return the hosts to probe now; those due in a moment too, so that fewer events do."""
+        lost = self._hindered[Hindrance.UNREACHABLE].values()
+        due = [host for host in lost if host.probe_at <= now + PROBED_TOGETHER_S]
+        interval = min(max(FIRST_PROBE_S, len(lost) / PROBES_PER_S), LONGEST_PROBE_S)
+        for host in due:
+            host.probe_at = now + interval * _jitter(host.name)
+        self.next_probe = min((host.probe_at for host in lost), default=math.inf)
+        return tuple(host.name for host in due)
 
     def _learn(self, host: Host, news: HostNews) -> None:
         """Begin and end what hinders the host, by the table."""
@@ -274,9 +429,26 @@ class HostManager:
         shortest, longest = self.settings.blacklist_cooldown
         length = min(shortest * 2.0**host.cooldowns, longest)
         host.cooldowns = min(host.cooldowns + 1, 64)
-        host.until, host.reason = now + length, reason
+        host.until, host.reason, host.needed_again = now + length, reason, True
         self._learn(host, HostNews.FAILED)
         return f"no new workers for {length:g} s: {reason}"
+
+    def _pause(self, host: Host, now: float, reason: str, *, together: float) -> None:
+        """Delay the next restart; the first one is not delayed, each later one longer.
+
+        Failures less than `together` seconds after the one that began a pause are part of it.
+        """
+        since = now - host.paused_at
+        if since < together:
+            return
+        if since > self.settings.host_failure_window:
+            host.pauses = 0
+        length = growing_pause(host.pauses, self.settings.blacklist_cooldown[0])
+        host.pauses, host.paused_at = host.pauses + 1, now
+        if length:
+            host.until = now + length
+            host.reason = f"the next restart waits {length:g} s: {reason}; no host can replace it"
+            self._learn(host, HostNews.FAILED_FAST)
 
     def _recent(self, times: list[float], now: float) -> int:
         """Drop times before the window; return how many are left."""

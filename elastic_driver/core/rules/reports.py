@@ -147,7 +147,8 @@ class Reports(Rule):
         self.capacity.note_change(vacated=(worker.host, worker.slot))
         if cause not in (Cause.VICTIM, Cause.AGENT):
             if given is not None or not (worker.stepped or plain_progress):
-                cooldown = self.hosts.worker_failed(worker.host, now, f"{worker.id} {reason}")
+                why, needed = f"{worker.id} {reason}", self.is_needed(worker.host)
+                cooldown = self.hosts.worker_failed(worker.host, now, why, needed=needed)
                 if cooldown is not None:
                     self.effects.announce("host_blacklisted", cooldown, worker.host)
             if self.outcome.first_success is None:

@@ -258,3 +258,13 @@ class Rule:
 
     def advance(self, now: float) -> None:
         """Draw the consequences of the present state; called again until nothing changes."""
+
+    def is_needed(self, host: str) -> bool:
+        """Return whether the other usable hosts are too few for the job to go on without it.
+
+        An elastic job goes on with `min_np` workers, a plain one with the number wanted.
+        """
+        wanted, need = self.capacity.wanted, self.settings.min_np
+        if wanted is not None and not self.outcome.elastic:
+            need = max(need, wanted)
+        return self.hosts.slots_without(host) < need

@@ -53,10 +53,10 @@ def test_a_host_comes_back_after_its_cooldown_and_not_before() -> None:
     assert hosts.resurrect(9.9) == []
     assert not hosts.usable("a")
     assert hosts.cooldown_left("a", 4.0) == 6.0
-    assert "w exited 1" in hosts.reason("a")
+    assert "w exited 1" in hosts.reason("a", 4.0)
     assert hosts.resurrect(10.0) == ["a"]
     assert hosts.usable("a")
-    assert (hosts.cooldown_left("a", 10.0), hosts.reason("a")) == (0.0, "")
+    assert (hosts.cooldown_left("a", 10.0), hosts.reason("a", 10.0)) == (0.0, "")
 
 
 @pytest.mark.parametrize(("given", "needed"), [(None, 3), (1, 1), (5, 5)])

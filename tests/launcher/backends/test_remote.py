@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from elastic_driver.core.events import AgentReady, HostLeaving, WorkerExited, WorkerStarted
-from elastic_driver.runtime.backend import BackendJob
+from elastic_driver.runtime.backend import BackendJob, UnreachableReason
 from launcher.agent import folders, remote
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.ssh import SshShell
@@ -298,3 +298,16 @@ def test_an_agent_kept_apart_outlives_the_rank_that_started_it(tmp: Path) -> Non
         subprocess.run(end, cwd=ROOT, env=env, check=True)
     assert not lives(agent.pid)
     assert not folder.exists()
+
+
+def test_only_a_host_that_ssh_cannot_reach_is_said_to_be_unreachable(
+    backend: RemoteBackend, tmp: Path
+) -> None:
+    reasons: list[str] = []
+    (tmp / "unreachable").touch()
+    backend.start(HOST, 1, reasons.append)
+    eventually(lambda: reasons)
+    (tmp / "unreachable").unlink()
+    backend.start("no name", 2, reasons.append)
+    eventually(lambda: len(reasons) == 2)
+    assert [isinstance(reason, UnreachableReason) for reason in reasons] == [True, False]

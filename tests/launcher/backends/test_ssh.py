@@ -118,3 +118,39 @@ def test_the_plan_of_an_agent_holds_no_token(tmp_path: Path) -> None:
         "exec /py -m launcher.agent.remote keep cafe --endpoint http://10.0.0.1:7 "
         "--host node1 --incarnation 3"
     ) in plan.argv[-1]
+
+
+@pytest.mark.parametrize(
+    ("said", "gone"),
+    [
+        ("ssh: connect to host n port 22: Connection refused", True),
+        ("ssh: connect to host n port 22: No route to host", True),
+        ("Connection timed out during banner exchange", True),
+        ("ssh: Could not resolve hostname n: Name or service not known", True),
+        ("kex_exchange_identification: read: Connection reset by peer", True),
+        ("root@n: Permission denied (publickey).\nConnection closed by n", False),
+        ("Host key verification failed.", False),
+        ("", False),
+    ],
+)
+def test_only_a_host_that_ssh_could_not_reach_is_unreachable(said: str, gone: bool) -> None:
+    assert PLAIN.unreachable(255, said) is gone
+    assert not PLAIN.unreachable(1, said)
+
+
+def test_a_host_is_probed_where_sshs_configuration_says(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(
+        "Host near\n HostName 10.1.2.3\n Port 2022\n"
+        "Host far\n ProxyJump gate\nHost farther\n ProxyCommand nc %h %p\n"
+    )
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {config} "$@"\n')
+    ssh.chmod(0o755)
+    shell = replace(PLAIN, program=str(ssh))
+    assert shell.probe_address("near") == ("10.1.2.3", 2022)
+    assert shell.probe_address("2001:db8::7") == ("2001:db8::7", 22)
+    assert replace(shell, port=2222).probe_address("plain") == ("plain", 2222)
+    assert shell.probe_address("far") is None
+    assert shell.probe_address("farther") is None
+    assert replace(PLAIN, program="/no/ssh").probe_address("near") is None

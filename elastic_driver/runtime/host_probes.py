@@ -1,0 +1,108 @@
+"""Probes of hosts that are not reachable (`ProbeHosts`): one TCP connection to each.
+
+They run on the rendezvous server's loop, without a task for each, as there may be hundreds a
+second. A backend's address of a host is looked up once, in a thread; few are looked up at a time,
+as half of all hosts may be lost at once. Times are seconds.
+"""
+
+import asyncio
+import errno
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from elastic_driver.core.decisions import ProbeHosts
+from elastic_driver.core.events import HostProbed
+
+LOOK_UPS = 2  # at the same time
+FRESH_S = 30.0  # for the number of a name: a machine that was replaced may have another one
+Place: TypeAlias = tuple[str, int] | None  # a host's name or number, and port; None: no probe
+Target: TypeAlias = tuple[socket.AddressFamily, Any]  # with an address for `connect`
+
+
+@dataclass(eq=False)
+class HostProbes:
+    """Probes hosts, and remembers their addresses."""
+
+    look_up: Callable[[str], Place]  # `Backend.probe_address`
+    post: Callable[[HostProbed], None]
+    _places: dict[str, Place] = field(default_factory=dict)
+    _targets: dict[str, tuple[float, Target]] = field(default_factory=dict)  # until when, where
+    _looking: set[str] = field(default_factory=set)
+    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LOOK_UPS))
+
+    async def carry_out(self, asked: ProbeHosts) -> None:
+        """Probe the hosts, and post an event for each that answers or cannot be probed."""
+        now = time.monotonic()
+        known = {host: self._targets.get(host, (0.0, None)) for host in asked.hosts}
+        fresh = {host: target for host, (until, target) in known.items() if target and now < until}
+        # While an address is looked up, no other probe waits for it.
+        others = [host for host in asked.hosts if host not in fresh and host not in self._looking]
+        late = (self._look_up_and_probe(host, asked) for host in others)
+        await asyncio.gather(self._probe(fresh, asked), *late)
+
+    async def _look_up_and_probe(self, host: str, asked: ProbeHosts) -> None:
+        self._looking.add(host)
+        try:
+            async with self._turns:
+                target = await self._target(host)
+        except Exception:  # of another package's backend, or no address for the name
+            target = None
+        finally:
+            self._looking.discard(host)
+        if target is None:
+            self.post(HostProbed(host, asked.number, answered=False))
+        else:
+            self._targets[host] = time.monotonic() + FRESH_S, target
+            await self._probe({host: target}, asked)
+
+    async def _target(self, host: str) -> Target | None:
+        """Return where to connect; None if no probe is possible. Raises what a look-up raises."""
+        if host not in self._places:
+            self._places[host] = await asyncio.to_thread(self.look_up, host)
+        place = self._places[host]
+        if place is None:
+            return None
+        found = await asyncio.get_running_loop().getaddrinfo(*place, type=socket.SOCK_STREAM)
+        return found[0][0], found[0][4]
+
+    async def _probe(self, targets: Mapping[str, Target], asked: ProbeHosts) -> None:
+        def answered(host: str) -> None:
+            self.post(HostProbed(host, asked.number, answered=True))
+
+        await connect_all(targets.items(), asked.patience, answered)
+
+
+async def connect_all(
+    targets: Iterable[tuple[str, Target]], patience: float, answered: Callable[[str], None]
+) -> None:
+    """Connect to all targets at once; call `answered` for each that accepts in time."""
+    loop = asyncio.get_running_loop()
+    under_way, over = dict[str, socket.socket](), loop.create_future()
+
+    def settle(host: str) -> None:
+        connection = under_way.pop(host)
+        loop.remove_writer(connection)
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+            answered(host)
+        connection.close()
+        if not under_way and not over.done():
+            over.set_result(None)
+
+    try:
+        for host, (family, address) in targets:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            connection.setblocking(False)
+            if connection.connect_ex(address) in (0, errno.EINPROGRESS):
+                under_way[host] = connection
+                loop.add_writer(connection, settle, host)
+            else:
+                connection.close()
+        if under_way:
+            await asyncio.wait([over], timeout=patience)
+    finally:
+        for connection in under_way.values():
+            loop.remove_writer(connection)
+            connection.close()
