@@ -64,6 +64,18 @@ def test_a_node_comes_before_the_server_and_another_leaves_and_comes_back(
     assert not left_in(temporary)
 
 
+def test_a_node_names_the_address_of_its_workers(tmp_path: Path) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    with Nodes(tmp_path) as nodes:
+        join = ("--join", at, "--nproc-per-node", "1", "--run-id", nodes.mark)
+        node = nodes.start(*join, "--local-addr", "127.0.0.9", "--role", "trainer")
+        show = ("sh", "-c", "echo at $MASTER_ADDR")
+        job = nodes.serve("--serve", "--nnodes", "1", "--rdzv-endpoint", at, *FAST, *show)
+        assert [job.wait(), node.wait()] == [0, 0], node.context()
+        assert "[0]<stdout>:at 127.0.0.9" in node.stdout.splitlines()
+        assert "--role is ignored: all workers have the same role" in node.stderr
+
+
 def test_the_same_command_on_every_node(tmp_path: Path) -> None:
     with Nodes(tmp_path, STEPS="30") as nodes:
         command = (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_driver.contract import VISIBLE_DEVICES
 from elastic_driver.errors import UsageError
 from launcher.job import read_hostfile, this_machine
 
@@ -24,6 +25,14 @@ def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 )
 def test_visible_gpus_are_counted_as_cuda_does(visible: str, gpus: int) -> None:
     assert this_machine({"CUDA_VISIBLE_DEVICES": visible}).gpus == gpus
+
+
+@pytest.mark.parametrize("name", VISIBLE_DEVICES)
+def test_accelerators_of_all_makers_are_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glob.glob", lambda files: ["a", "b"] if "davinci" in files else [])
+    assert this_machine({}).gpus == 2
+    assert this_machine({name: "0,1,3"}).gpus == 3
+    assert this_machine({name: ""}).gpus == 0
 
 
 def test_cores_are_those_this_process_may_use() -> None:
