@@ -1,4 +1,4 @@
-"""Break hosts in every way, several times each, and print how long it took until the job knew.
+"""Break hosts in every way, with default flags, several times each, and print how long it took until the job knew.
 
     python -m tests.cluster.trials                    every fault five times, 4 hosts of 2 workers
     python -m tests.cluster.trials cut freeze --times 2
@@ -25,14 +25,16 @@ import psutil
 
 from tests import support
 from tests.support.cluster import Cluster, Node, why_not
-from tests.support.cluster_job import HEARTBEAT_S, ClusterJob, elasticrun_on, now
+from tests.support.cluster_job import ClusterJob, elasticrun_on, now
 from tests.support.job import eventually
+from tests.support.shaping import rough
 from tests.support.slowing import slowed
 
 HOSTS = ("node0", "node1", "node2", "node3")
 SLOTS = 2
 FULL = len(HOSTS) * SLOTS
 FOUR_HOSTS = ("-np", str(FULL), "--min-np", "1", "-H", f"node[0-3]:{SLOTS}")
+KILLED_S, SILENT_S = 0.3, 2.5  # until the others have trained on
 BUSY_S = 3.0  # added to every bound: twenty processes share this machine's processors
 UNHARMED_STEPS = 40  # to be trained while a fault lasts that nobody is to be lost by
 CLOCK = Path(support.__file__).with_name("jumping_clock.c")
@@ -100,6 +102,12 @@ def slow_link(node: Node) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def rough_link(node: Node) -> Iterator[None]:
+    with rough(node, 0.05, 2.0):
+        yield
+
+
+@contextlib.contextmanager
 def slow_cpu(node: Node) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for process in node.processes():
@@ -125,14 +133,15 @@ class Kind:
 
 
 KINDS = {
-    "processes": Kind(processes_killed, 0.0),
-    "agent": Kind(agent_killed, 0.0),
-    "power": Kind(power_lost, HEARTBEAT_S),
-    "cut": Kind(link_cut, HEARTBEAT_S),
-    "one-way": Kind(one_way_loss, HEARTBEAT_S),
-    "freeze": Kind(frozen, HEARTBEAT_S),
+    "processes": Kind(processes_killed, KILLED_S),
+    "agent": Kind(agent_killed, KILLED_S),
+    "power": Kind(power_lost, SILENT_S),
+    "cut": Kind(link_cut, SILENT_S),
+    "one-way": Kind(one_way_loss, SILENT_S),
+    "freeze": Kind(frozen, SILENT_S),
     "sshd": Kind(sshd_sessions_killed, None),
     "slow-link": Kind(slow_link, None),
+    "rough-link": Kind(rough_link, None),
     "slow-cpu": Kind(slow_cpu, None),
     "clock": Kind(clock_jumps, None),
 }
@@ -193,7 +202,7 @@ def try_kind(name: str, times: int) -> Measured:
     with contextlib.ExitStack() as stack:
         env = stack.enter_context(_jumping_clock()) if kind.fault is clock_jumps else {}
         cluster = stack.enter_context(Cluster(len(HOSTS), env))
-        job = stack.enter_context(elasticrun_on(cluster, *FOUR_HOSTS))
+        job = stack.enter_context(elasticrun_on(cluster, *FOUR_HOSTS, defaults=True))
         try:
             job.together(FULL, within=120)
             for n in range(times):

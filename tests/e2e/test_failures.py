@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import statistics
+import time
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,25 @@ def test_a_killed_agent_takes_its_workers_along_and_is_replaced() -> None:
         again = job.until_size(4)
         assert set(before) - lost <= set(again), "survivors on the other host keep their process"
         assert job.events("agent_lost")
+        assert_no_step_lost_or_repeated(job, min(r.step for r in again.values()))
+
+
+def test_a_stopped_agent_is_lost_by_its_missing_heartbeat_with_default_flags() -> None:
+    args = ("-np", "4", "-H", "localhost:2,127.0.0.2:2", "--min-np", "1", "--", TRAIN)
+    with elasticrun(*args, env={"STEPS": "100000"}) as job:
+        before = job.until_size(4)
+        second = next(e for e in job.events("agent_started") if e["host"] == "127.0.0.2")
+        os.kill(second["pid"], signal.SIGSTOP)
+        stopped = time.time()
+        gone = {p for p, r in before.items() if r.worker.startswith("127.0.0.2.")}
+        eventually(lambda: job.events("agent_lost"), within=15, what="its agent is lost")
+        (lost,) = job.events("agent_lost")
+        assert lost["evidence"] == "silent"
+        assert lost["t"] - stopped < 2.5 + 2.0  # on a busy machine
+        job.killed.update(dict.fromkeys(gone, 0.0))
+        again = job.until_size(4)
+        assert set(before) - gone <= set(again), "survivors on the other host keep their process"
+        assert not any(map(is_running, gone))
         assert_no_step_lost_or_repeated(job, min(r.step for r in again.values()))
 
 

@@ -243,8 +243,13 @@ class Faults:
         self.cluster.clock.after(HEARTBEAT_S, expire)
 
     def _hiccup(self) -> None:
-        """An agent is late, or its connection breaks, and it is heard again."""
-        agents = [a for a in self.cluster.agents.values() if a.alive and not a.cut]
+        """An agent is late, or a connection of it breaks, never both; and it is heard again."""
+        suspects = self.cluster.job.suspicion.suspects
+        agents = [
+            a
+            for a in self.cluster.agents.values()
+            if a.alive and not a.cut and a.host not in suspects
+        ]
         if not agents:
             return
         agent = self.random.choice(agents)

@@ -127,8 +127,12 @@ def elasticrun_on(
     width: int = 50,
     inside: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
+    defaults: bool = False,
 ) -> Iterator[ClusterJob]:
-    """Start `elasticrun ARGS… -- train.py` on the cluster's head, as what `inside` starts."""
+    """Start `elasticrun ARGS… -- train.py` on the cluster's head, as what `inside` starts.
+
+    With `defaults`, no heartbeat timeout and no cool-down is given.
+    """
     run_id = f"t{uuid.uuid4().hex[:10]}"
     folder = Path(cluster.folder, run_id)
     (folder / "steps").mkdir(parents=True)
@@ -141,8 +145,9 @@ def elasticrun_on(
     }
     argv = [
         *(*inside, sys.executable, "-m", "launcher.cli", "--run-id", run_id),
-        *("--state-dir", str(folder / "state"), "--heartbeat-timeout", str(HEARTBEAT_S)),
-        *("--blacklist-cooldown-range", "1", "4", "--debug"),
+        *("--state-dir", str(folder / "state"), "--debug"),
+        *(() if defaults else ("--heartbeat-timeout", str(HEARTBEAT_S))),
+        *(() if defaults else ("--blacklist-cooldown-range", "1", "4")),
         *(word for item in worker_env.items() for word in ("--env", "=".join(item))),
         *args,
         *("--", str(ROOT / "tests" / "e2e" / "jobs" / "train.py")),

@@ -2,7 +2,7 @@
 
 A token bucket filter (tc) makes a link narrow. The kernels of small virtual machines often have no
 netem, so loss and delay are made here: a process carries frames between two taps, each so much
-later, or not at all (`python -m tests.support.shaping NEAR FAR SECONDS LOST`).
+later, or not at all (`python -m tests.support.shaping NEAR FAR SECONDS LOST JITTER`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,13 @@ def late(node: Node, seconds: float) -> AbstractContextManager[None]:
     return _wire(node, seconds, 0.0)
 
 
+def rough(node: Node, seconds: float, percent: float) -> AbstractContextManager[None]:
+    """Packets to and from the node take up to so much longer, each its own time, or are lost."""
+    return _wire(node, seconds, percent / 100, jitter=True)
+
+
 @contextlib.contextmanager
-def _wire(node: Node, seconds: float, lost: float) -> Iterator[None]:
+def _wire(node: Node, seconds: float, lost: float, *, jitter: bool = False) -> Iterator[None]:
     """The switch, a tap, the process, another tap, a bridge with nobody else on it, the port."""
     _, switch, port = node.cable()
     near, far, bridge = f"{port}n", f"{port}f", f"{port}b"
@@ -63,7 +68,8 @@ def _wire(node: Node, seconds: float, lost: float) -> Iterator[None]:
         show = ["ip", "-n", switch, "link", "show", far]
         return subprocess.run(show, capture_output=True, check=False).returncode == 0
 
-    argv = [sys.executable, "-m", "tests.support.shaping", near, far, f"{seconds:g}", f"{lost:g}"]
+    argv = [sys.executable, "-m", "tests.support.shaping", near, far]
+    argv += [f"{seconds:g}", f"{lost:g}", str(int(jitter))]
     wire = subprocess.Popen(["nsenter", f"--net=/run/netns/{switch}", *argv])
     try:
         eventually(up, within=10, what="the wire is laid")
@@ -80,8 +86,11 @@ def _wire(node: Node, seconds: float, lost: float) -> Iterator[None]:
         link("del", bridge)
 
 
-def carry(near: int, far: int, seconds: float, lost: float) -> None:
-    """Pass on what comes from either tap to the other, so much later and some of it never."""
+def carry(near: int, far: int, seconds: float, lost: float, jitter: float) -> None:
+    """Pass on what comes from either tap to the other, so much later and some of it never.
+
+    With `jitter` (1), each frame is later by its own part of that time.
+    """
     other = {near: far, far: near}
     waiting: list[tuple[float, int, int, bytes]] = []  # when due, number, to whom, frame
     number = 0
@@ -94,7 +103,7 @@ def carry(near: int, far: int, seconds: float, lost: float) -> None:
                     if random.random() < lost:
                         continue
                     number += 1
-                    due = time.monotonic() + seconds
+                    due = time.monotonic() + seconds * (random.random() if jitter else 1.0)
                     heapq.heappush(waiting, (due, number, other[tap], frame))
         while waiting and waiting[0][0] <= time.monotonic():
             _, _, to, frame = heapq.heappop(waiting)
