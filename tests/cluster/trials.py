@@ -1,4 +1,4 @@
-"""Break hosts in every way, with default flags, several times each, and print how long it took until the job knew.
+"""Break hosts in every way, with default flags, several times each; print how long each step took.
 
     python -m tests.cluster.trials                    every fault five times, 4 hosts of 2 workers
     python -m tests.cluster.trials cut freeze --times 2
