@@ -129,7 +129,7 @@ def test_a_host_that_stays_cut_off_ends_its_workers_by_itself(cluster: Cluster) 
 
 def test_the_job_does_not_depend_on_sshd(cluster: Cluster) -> None:
     with elasticrun_on(cluster, *FOUR) as job:
-        trained = job.together(4)
+        trained = job.together(4, within=150)
         sessions = cluster.run("node1", "pkill", "-f", "sshd: root")
         assert sessions.returncode == 0
         eventually(
@@ -151,7 +151,7 @@ def test_the_job_does_not_depend_on_sshd(cluster: Cluster) -> None:
 def test_half_of_the_hosts_are_cut_off_together_and_end_by_themselves(cluster: Cluster) -> None:
     cut = [cluster.node("node1"), cluster.node("node3")]
     with elasticrun_on(cluster, *FOUR, defaults=True) as job:
-        before, at = job.together(4)[0].round, now()
+        before, at = job.together(4, within=150)[0].round, now()
         for node in cut:
             node.cut()
         job.together(2, above=before)
@@ -171,7 +171,7 @@ def test_half_of_the_hosts_are_cut_off_together_and_end_by_themselves(cluster: C
 
 def test_a_driver_that_is_stopped_for_a_while_takes_no_host_for_lost(cluster: Cluster) -> None:
     with elasticrun_on(cluster, *FOUR, defaults=True) as job:
-        before = job.together(4)[0].round
+        before = job.together(4, within=150)[0].round
         for _ in range(2):
             job.signal(signal.SIGSTOP)
             time.sleep(STOPPED_S)  # the length of the fault
@@ -185,7 +185,7 @@ def test_a_driver_that_is_stopped_for_a_while_takes_no_host_for_lost(cluster: Cl
 
 def test_links_that_lose_and_delay_packets_cost_no_host(cluster: Cluster) -> None:
     with elasticrun_on(cluster, *FOUR, defaults=True) as job:
-        before = job.together(4)[0].round
+        before = job.together(4, within=150)[0].round
         with contextlib.ExitStack() as links:
             for host in sorted(ALL):
                 links.enter_context(rough(cluster.node(host), 0.05, 2.0))
@@ -219,7 +219,7 @@ def test_a_host_that_discovery_drops_leaves_at_a_step_boundary(cluster: Cluster)
     script.chmod(0o755)
     args = ("-np", "4", "--min-np", "1", "--host-discovery-script", str(script))
     with elasticrun_on(cluster, *args, "--discovery-interval", "0.2") as job:
-        before = job.together(4)[0].round
+        before = job.together(4, within=150)[0].round
         fresh = cluster.folder / "hosts.new"
         fresh.write_text("".join(f"{host}:1\n" for host in sorted(ALL - {"node1"})))
         fresh.replace(listing)
