@@ -66,7 +66,7 @@ class WorkerClient:
 
     def meet(self) -> int:
         """Report READY and wait for the world; return its size, once rank and peers are known."""
-        self.connection.report_ready(0, StateVersion(-1, True), "started")
+        self.connection.report_ready(0, StateVersion(-1, True), "started", bound=False)
         world, _ = self.connection.await_world(0)
         return world.size
 
@@ -89,22 +89,21 @@ def host_workers(pipe: Connection, names: list[str], place: Place) -> None:
     """
     random.seed()
     workers = [WorkerClient.connected(name, place) for name in names]
-    gate, done = threading.Event(), []
+    gate = threading.Event()
 
-    def meet(worker: WorkerClient) -> None:
+    def meet(worker: WorkerClient) -> tuple[float, int]:
         gate.wait()
-        done.append((worker.meet(), time.time()))
+        size = worker.meet()
+        return time.time(), size
 
-    threads = [threading.Thread(target=meet, args=(w,), daemon=True) for w in workers]
-    for thread in threads:
-        thread.start()
-    pipe.send("connected")
-    pipe.recv()
-    gate.set()
-    for thread in threads:
-        thread.join()
-    size = min(size for size, _ in done)
-    pipe.send((max(at for _, at in done), size))
+    with ThreadPoolExecutor(len(workers)) as threads:
+        meetings = [threads.submit(meet, worker) for worker in workers]
+        pipe.send("connected")
+        pipe.recv()
+        gate.set()
+        done = [meeting.result() for meeting in meetings]
+    size = min(size for _, size in done)
+    pipe.send((max(at for at, _ in done), size))
     trains, began = pipe.recv(), time.monotonic()
     while not pipe.poll(TICK_S):
         if trains is True:

@@ -52,17 +52,18 @@ class SilentAgents:
 def main() -> None:
     """Run the driver until it waits for its workers' READY, report that, and stay."""
     count, folder = int(sys.argv[1]), Path(sys.argv[2])
+    hosts = tuple((f"h{n // SLOTS}", min(SLOTS, count - n)) for n in range(0, count, SLOTS))
     agents = SilentAgents()
     driver = ElasticDriver(
         settings=Settings(start_np=count, min_np=1, heartbeat_timeout=30.0),
         spec=JobSpec("bench", ("true",), "/", {}, 30.0, 3),
-        discovery=FixedDiscovery(tuple((f"h{i}", SLOTS) for i in range(-(-count // SLOTS)))),
+        discovery=FixedDiscovery(hosts),
         starter=agents,
         run_dir=RunDir(folder, "bench"),
         reporter=Reporter(io.StringIO(), level=Level.QUIET),
     )
     driver.start()
-    for _ in range(-(-count // SLOTS)):
+    for _ in hosts:
         host, incarnation = agents.asked.get(timeout=60)
         driver.post(AgentReady(host, incarnation, 1, "127.0.0.1", (5000, 5001)))
     answers: SimpleQueue[bytes] = SimpleQueue()

@@ -99,7 +99,9 @@ class PreemptionWatch:
 
     def wait(self, seconds: float) -> None:
         """Sleep until a signal comes, or `wake` is called, or `seconds` have passed."""
-        select.select([self], [], [], seconds)
+        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll.register(self, select.POLLIN)
+        poll.poll(seconds * 1000)
 
     def count(self) -> Counter[int]:
         """Return how often each announcing signal, and the mark, has come so far."""

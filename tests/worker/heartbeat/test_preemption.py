@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -56,6 +57,23 @@ def test_signals_are_counted_once_whoever_writes_them_down(signals: PreemptionWa
     assert signals.count() == {TERM: 1, USR1: 1}
     send(TERM)
     eventually(lambda: signals.count()[TERM] == 2, within=5, what="the second one")
+
+
+def test_a_script_may_have_more_than_1024_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    others = [os.dup(2) for _ in range(1024)]
+    try:
+        signals = PreemptionWatch("a.0.1", 60.0)
+        assert signals.fileno() > 1024
+        signals.wait(0.01)
+        signals.wake()
+        signals.wait(60.0)
+        signals.close()
+    finally:
+        for descriptor in others:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_signals_are_given_back(signals: PreemptionWatch) -> None:
