@@ -23,6 +23,11 @@ A running job
 The job is the only one that runs below the state directory (--state-dir D), or the one of
 --run-id ID, or of --endpoint URL with --token-file F.
 
+A job that runs or is over
+  explain rank R | host H     what happened to it, and because of which event
+  replay [JOURNAL] [--at N]   every event and decision, and the job after event N
+The job is the newest below the state directory, or the one of --run-id ID.
+
 Without a job
   check [OPTIONS] [HOSTS…]    which of these hosts are faulty or slow
   config show [OPTIONS]       the value of every option of elasticrun, and its source
@@ -31,7 +36,8 @@ Without a job
 wrong usage; 75 no such job is running, or it does not answer; 130/143 interrupted.
 """
 
-_WITHOUT_JOB = ("check", "config")
+# The modules of the commands that need no running job; all other commands do.
+_WITHOUT_JOB = {"replay": "journal", "explain": "journal", "check": "check", "config": "check"}
 _COMMANDS = ("status", "events", "hosts", "stacks", "scale", "drain", "stop", *_WITHOUT_JOB)
 
 
@@ -53,8 +59,8 @@ def _dispatch(words: list[str]) -> int:
         raise UsageError(f"{name!r} is no command; there is {known} (elasticctl --help)")
     try:
         if name in _WITHOUT_JOB:
-            check = import_module("launcher.ctl_commands.check")
-            return int(getattr(check, name)(rest))
+            module = import_module(f"launcher.ctl_commands.{_WITHOUT_JOB[name]}")
+            return int(getattr(module, name)(rest))
         return int(import_module("launcher.ctl_commands.running").run(name, rest))
     except SystemExit as leaving:  # argparse has printed its help
         return int(leaving.code or 0)

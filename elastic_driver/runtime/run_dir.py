@@ -25,6 +25,7 @@ import psutil
 from elastic_driver.errors import ClusterError, UsageError
 
 EVENTS_FILE = "events.jsonl"  # in the run's folder
+JOURNAL_FILE = "journal.db"
 MAX_RUN_ID_CHARS = 64  # it is part of file names and of workers' environments
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
@@ -76,7 +77,7 @@ class RunDir:
         self.run_id = run_id
         self.path = state_dir.expanduser().absolute() / run_id
         self.events_file = self.path / EVENTS_FILE
-        self.journal_file = self.path / "journal.db"
+        self.journal_file = self.path / JOURNAL_FILE
         self.token_file = self.path / "token"
         self.endpoint_file = self.path / "endpoint.json"
         self._draft = self.path / "endpoint.new"

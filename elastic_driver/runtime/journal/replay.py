@@ -68,6 +68,7 @@ class Replay:
             raise JournalError(f"{path}: the journal is empty")
         self.run_id: str = about[0][0]
         self.unix_offset: float = about[0][1]  # added to `at`, it gives unix seconds
+        (self.began,) = self._rows("SELECT min(at) FROM snapshots")[0]
 
     def steps(self, until: int = NEWEST) -> Iterator[Step]:
         """Yield every event up to this number, from the oldest snapshot on."""

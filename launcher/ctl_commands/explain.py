@@ -1,0 +1,160 @@
+"""Says in sentences what events mean, and what followed from them for a rank or a host. Pure."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from elastic_driver.contract import host_of_worker
+from elastic_driver.core import decisions as do
+from elastic_driver.core import events as ev
+from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder, World
+from elastic_driver.core.rules.hangs import name_ranks
+from elastic_driver.policies.shard_messages import ShardBatch
+from elastic_driver.runtime.journal.replay import Step
+from launcher.ctl_commands.show import printable
+
+MAX_CHARS = 300  # of a sentence
+_EVENTS: dict[type, str] = {
+    ev.AgentReady: "the agent {e.host}.{e.incarnation} is up",
+    ev.AgentLost: "the agent {e.host}.{e.incarnation} is gone: {e.reason}",
+    ev.LeaseExpired: "{e.owner} is silent: {e.reason}",
+    ev.WorkerStarted: "the process of {e.worker} is up",
+    ev.WorkerReady: "{e.worker} waits for a round (committed steps: {e.version}): {e.reason}",
+    ev.WorkerStepped: "{e.worker} has finished step {e.step}, its first in round {e.round}",
+    ev.WorkerStalled: "{e.worker} has made no progress for {e.seconds:.1f} s",
+    ev.WorkerExited: "{e.worker} has ended with status {e.exit_code}",
+    ev.HostLeaving: "host {e.host} goes away in {e.deadline:g} s: {e.reason}",
+    ev.WorkerLeaving: "{e.worker} has to leave in {e.deadline:g} s: {e.reason}",
+    ev.DrainRequested: "a drain of {e.host} was requested: {e.reason}",
+    ev.ScaleRequested: "{e.num_proc} workers were requested",
+    ev.StopRequested: "the end of the job was requested: {e.reason}",
+    ev.Tick: "time has passed",
+}
+_DECISIONS: dict[type, str] = {
+    do.StartAgent: "an agent is started on {d.host}: {d.reason}",
+    do.StopAgent: "the agent of {d.host} is stopped: {d.reason}",
+    do.KillAgent: "the agent of {d.host} is killed: {d.reason}",
+    do.PublishNotice: "the members leave round {d.round}: {d.reason}",
+    do.PublishWorld: "round {d.world.round} begins with {d.world.size} workers: {d.reason}",
+    do.EndJob: "the job ends with status {d.exit_code}: {d.reason}",
+    StartWorkerOrder: "{o.worker} is started: {d.reason}",
+    StopWorkerOrder: "{o.worker} is stopped: {d.reason}",
+}
+# Orders, and the events that may follow from them.
+_ORDERS = (do.StartAgent, do.StopAgent, do.KillAgent, StartWorkerOrder, StopWorkerOrder)
+_FOLLOWS = (ev.AgentReady, ev.AgentLost, ev.WorkerStarted, ev.WorkerExited)
+
+
+class Subject(NamedTuple):
+    """A rank, or a host, with the workers that ever were this rank."""
+
+    rank: int | None
+    host: str | None
+    workers: frozenset[str]
+
+    def concerns(self, thing: Any) -> bool:
+        """Return whether an event, a decision or an order is about the subject."""
+        worker = getattr(thing, "worker", None)
+        if isinstance(thing, do.EndJob | do.PublishNotice):
+            return True
+        if isinstance(thing, do.PublishWorld):
+            return self.place(thing.world) != ""
+        owner = str(worker or getattr(thing, "owner", ""))
+        if self.host is None:
+            return owner in self.workers
+        is_agent = getattr(thing, "kind", "") == "agent"  # of a lease
+        there = owner.rpartition(".")[0] if is_agent else host_of_worker(owner)
+        return self.host in (getattr(thing, "host", None), there)
+
+    def place(self, world: World) -> str:
+        """Return the subject's place in a round, in words; empty: it has none."""
+        if self.rank is not None:
+            there = world.members[self.rank] if self.rank < world.size else None
+            return f"rank {self.rank} is {there.worker}" if there is not None else ""
+        ranks = [m.place.rank for m in world.members if m.place.host == self.host]
+        return f"{name_ranks(ranks)} on {self.host}" if ranks else ""
+
+
+def of_rank(rank: int, steps: Iterable[Step]) -> Subject:
+    """Return a rank with every worker that was this rank in one of the rounds."""
+    worlds = (d.world for step in steps for d in step.decisions if isinstance(d, do.PublishWorld))
+    found = frozenset(world.members[rank].worker for world in worlds if rank < world.size)
+    return Subject(rank, None, found)
+
+
+def chain(subject: Subject, steps: Sequence[Step], unix_offset: float) -> Iterator[str]:
+    """Yield a paragraph for each event that concerned the subject, with what followed."""
+    ordered: dict[
+        tuple[Any, ...], int
+    ] = {}  # the last order to a worker or an agent, and its event
+    for step in steps:
+        events = step.event.events if isinstance(step.event, ev.EventBatch) else (step.event,)
+        about = [event for event in events if subject.concerns(event)]
+        followed = [d for d in step.decisions if subject.concerns(getattr(d, "order", d))]
+        if about or followed:
+            first = about[0] if about else events[0]
+            cause = ordered.get(_addressee(first)) if isinstance(first, _FOLLOWS) else None
+            after = "" if cause is None else f" (after event {cause})"
+            yield f"{clock(step.at + unix_offset)} event {step.n}: {of_event(first)}{after}"
+            yield from (f"    {_with_place(subject, decision)}" for decision in followed)
+        for decision in step.decisions:
+            given = getattr(decision, "order", decision)
+            if isinstance(given, _ORDERS):
+                ordered[_addressee(given)] = step.n
+
+
+def _addressee(thing: Any) -> tuple[Any, ...]:
+    """Return the worker or the agent that an order or an event is about."""
+    worker = getattr(thing, "worker", None)
+    return (thing.host, thing.incarnation) if worker is None else (worker,)
+
+
+def _with_place(subject: Subject, decision: Any) -> str:
+    said = of_decision(decision)
+    if isinstance(decision, do.PublishWorld):
+        return f"{said}; {subject.place(decision.world)}"
+    return said
+
+
+def of_event(event: Any) -> str:
+    """Return a sentence that says what has happened."""
+    if isinstance(event, ev.EventBatch):
+        more = f" and {len(event.events) - 1} more" if len(event.events) > 1 else ""
+        return f"{of_event(event.events[0])}{more}"
+    if isinstance(event, ev.HostsDiscovered):
+        hosts = ", ".join(f"{host}:{slots}" for host, slots in event.hosts)
+        return _short(f"there are the hosts {hosts or '(none)'}")
+    if isinstance(event, ShardBatch):
+        return f"{len(event.requests)} requests for shards"
+    sentence = _EVENTS.get(type(event))
+    return _short(_facts(event) if sentence is None else sentence.format(e=event))
+
+
+def of_decision(decision: Any) -> str:
+    """Return a sentence that says what was decided, with the reason."""
+    if isinstance(decision, do.Announce):
+        about = decision.worker or decision.host or ""
+        return _short(f"{decision.event} {about}".rstrip() + f": {decision.reason}")
+    order = getattr(decision, "order", None)
+    sentence = _DECISIONS.get(type(decision if order is None else order))
+    return _short(_facts(decision) if sentence is None else sentence.format(d=decision, o=order))
+
+
+def _facts(thing: Any) -> str:
+    """Return the kind of something and its fields."""
+    found = {**msgspec.to_builtins(thing)}
+    found.pop("cause", None)
+    kind = found.pop("type", type(thing).__name__)
+    return f"{kind} {', '.join(f'{name}={value}' for name, value in found.items())}".rstrip()
+
+
+def _short(sentence: str) -> str:
+    one_line = printable(sentence).rstrip(": ")
+    return one_line if len(one_line) <= MAX_CHARS else f"{one_line[:MAX_CHARS]} …"
+
+
+def clock(unix: float) -> str:
+    """Return a time of the day, to the millisecond, in local time."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(unix))}.{int(unix % 1 * 1000):03}"

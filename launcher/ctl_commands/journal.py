@@ -1,0 +1,111 @@
+"""The subcommands that read a run's journal: `elasticctl replay` and `elasticctl explain`.
+
+The run may be going on, or be over. Each function takes the words after its name and returns an
+exit status; errors are raised.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from elastic_driver.errors import UsageError
+from elastic_driver.runtime.journal.replay import NEWEST, Replay, Step
+from elastic_driver.runtime.run_dir import JOURNAL_FILE, default_state_dir
+from launcher.ctl_commands import explain as sentences
+from launcher.ctl_commands import show
+from launcher.ctl_commands.running import CommandParser
+
+_REPLAY = (
+    "Replay a journal through the machines of the driver: every event, what was decided upon it "
+    "and why, and the job as it was at the end."
+)
+_EXPLAIN = "Say in sentences what happened to a rank or to a host, and because of which event."
+
+
+def replay(words: Sequence[str]) -> int:
+    """Show the events of a journal with the decisions, and the job after the last of them."""
+    parser = CommandParser(prog="elasticctl replay", description=_REPLAY, allow_abbrev=False)
+    parser.add_argument("journal", type=Path, nargs="?", help="the file, or the run's folder")
+    parser.add_argument("--at", type=int, default=NEWEST, metavar="N", help="stop after event N")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    given = _parsed(parser, words)
+    with contextlib.closing(Replay(_file(given))) as found:
+        for step in found.steps(given.at):
+            print(_json(step, found) if given.json else _text(step, found), flush=True)
+        status = _document(found)
+        if given.json:
+            print(msgspec.json.encode({"status": status}).decode())
+        else:
+            document = show.read_job(msgspec.json.encode(status))
+            print(f"\n{show.job(document, found.now + found.unix_offset)}")
+    return 0
+
+
+def explain(words: Sequence[str]) -> int:
+    """Show what happened to a rank or a host, and why."""
+    parser = CommandParser(prog="elasticctl explain", description=_EXPLAIN, allow_abbrev=False)
+    parser.add_argument("what", choices=("rank", "host"))
+    parser.add_argument("name", metavar="R|H", help="the number of the rank, the name of the host")
+    parser.add_argument("--journal", type=Path, help="the file, or the run's folder")
+    given = _parsed(parser, words)
+    if given.what == "rank" and not given.name.isdecimal():
+        raise UsageError(f"a rank is a number from 0, not {given.name!r}")
+    with contextlib.closing(Replay(_file(given))) as found:
+        steps = list(found.steps())
+        if given.what == "rank":
+            subject = sentences.of_rank(int(given.name), steps)
+        else:
+            subject = sentences.Subject(None, given.name, frozenset())
+        lines = list(sentences.chain(subject, steps, found.unix_offset))
+        if not lines or (subject.host is None and not subject.workers):
+            raise UsageError(f"run {found.run_id}: nothing is known of {given.what} {given.name}")
+        print(f"run {found.run_id}, {given.what} {given.name}")
+        print("\n".join(lines))
+    return 0
+
+
+def _parsed(parser: CommandParser, words: Sequence[str]) -> Any:
+    which = parser.add_argument_group("which run (default: the newest)")
+    which.add_argument("--run-id", metavar="ID", help="the job's name")
+    which.add_argument("--state-dir", metavar="D", type=Path, help="the folder of all runs")
+    return parser.parse_args(list(words))
+
+
+def _file(given: Any) -> Path:
+    """Return the journal to read; raises UsageError if there is none."""
+    if given.journal is not None:
+        path: Path = given.journal
+        return path / JOURNAL_FILE if path.is_dir() else path
+    state_dir = (given.state_dir or default_state_dir(os.environ)).absolute()
+    if given.run_id is not None:
+        if Path(given.run_id).name != given.run_id:
+            raise UsageError(f"{given.run_id!r} is no name of a run")
+        named: Path = state_dir / given.run_id / JOURNAL_FILE
+        return named
+    found: list[Path] = list(state_dir.glob(f"*/{JOURNAL_FILE}"))
+    if not found:
+        raise UsageError(f"no run below {state_dir} has a journal; is it in another --state-dir?")
+    return max(found, key=lambda path: path.stat().st_mtime)
+
+
+def _text(step: Step, found: Replay) -> str:
+    when = sentences.clock(step.at + found.unix_offset)
+    head = f"{when} event {step.n} ({step.machine}): {sentences.of_event(step.event)}"
+    return "\n".join([head, *(f"    {sentences.of_decision(d)}" for d in step.decisions)])
+
+
+def _json(step: Step, found: Replay) -> str:
+    facts = {"n": step.n, "t": step.at + found.unix_offset, "machine": step.machine}
+    decided = {"event": step.event, "decisions": step.decisions}
+    return msgspec.json.encode({**facts, **decided}).decode()
+
+
+def _document(found: Replay) -> dict[str, Any]:
+    """Return the job in the form of `GET /v1/status`; its times are those of the run."""
+    head = {"run_id": found.run_id, "endpoint": str(found.path)}
+    status = msgspec.to_builtins(found.job.status(found.now))
+    return {**head, "started": found.began + found.unix_offset, **status}
