@@ -22,11 +22,12 @@ ENV = {"STEPS": "100000"}
 
 
 def ready_spare(job: RunningJob, after: int = 0) -> Callable[[], dict[str, Any] | None]:
-    """The newest report of a spare that lives, if `after` others were ready before it."""
+    """The start of the newest spare that is ready, if `after` others were ready before it."""
 
     def look() -> dict[str, Any] | None:
-        events = job.events("spare_ready")[after:]
-        return events[-1] if events and is_running(events[-1]["pid"]) else None
+        ready = [event["worker"] for event in job.events("spare_ready")[after:]]
+        started = [e for e in job.events("worker_started") if e["worker"] in ready[-1:]]
+        return started[-1] if started and is_running(started[-1]["pid"]) else None
 
     return look
 
