@@ -11,7 +11,7 @@ The executor asks the members how far they are (`AskProgress`) and reports what 
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from elastic_driver.core import events as ev
@@ -21,8 +21,9 @@ from elastic_driver.core.rules.workers import RUNNING
 
 BASE_MARGIN = 0.1  # seconds: store → long-poll → heartbeat thread, on a busy machine
 MARGIN_PER_WORKER = 0.0005  # the server answers its long-polls one after the other
-LEAST_MARGIN = 0.03  # seconds: a heartbeat thread may wait for the interpreter, or for a core
-MARGIN_PER_ANSWER = 5  # times the measured time of question and answer; a notice needs half of it
+LEAST_MARGIN = 0.01  # seconds: a heartbeat thread may wait for the interpreter, or for a core
+MARGIN_PER_ANSWER = 2  # times the slowest of the last answers; a notice takes half of an answer
+ANSWERS_KEPT = 8  # times from a question to its last answer
 LONGEST_AHEAD = 10_000  # steps; a nonsensical step time must not name a step out of reach
 REPORT_S = 2.0  # for the executor to report; usually it takes milliseconds
 STALE_S = 2.0  # the greatest age of the last progress of a worker that did not answer
@@ -44,6 +45,7 @@ class Boundary(Rule):
     asked: int = 0  # questions so far
     _asked_at: float | None = None  # of the question that is not answered yet
     _reason: str = ""  # for leaving
+    _answers: list[float] = field(default_factory=list)  # seconds, of the last questions
 
     def leave(self, now: float, reason: str) -> None:
         """Begin to close the round at a boundary: ask the members how far they are."""
@@ -64,7 +66,8 @@ class Boundary(Rule):
         readings = [Reading(r.step, r.step_time, ages[r.answered]) for r in event.readings]
         versions = [worker.version for worker in self.workers.having(RUNNING)]
         all_answered = sum(reading.answered for reading in event.readings) >= len(versions)
-        margin = margin_for(len(versions), waited if all_answered else None)
+        self._answers = [*self._answers, waited][-ANSWERS_KEPT:]
+        margin = margin_for(len(versions), max(self._answers) if all_answered else None)
         step = leave_after(readings, base=max([0, *versions]), margin=margin)
         self.effects.decide(PublishNotice(current.number, step, self._reason))
 
@@ -80,8 +83,8 @@ class Boundary(Rule):
 def margin_for(members: int, answered: float | None) -> float:
     """Return the seconds to allow for a notice to reach `members` workers.
 
-    `answered`: the seconds from a question to all of them until the last answer, just measured;
-    None if one of them did not answer in time.
+    `answered`: the most seconds that a question to all of them took until the last answer, of
+    the present one and some before it; None if one of them did not answer in time.
     """
     longest = BASE_MARGIN + MARGIN_PER_WORKER * members
     quick = math.inf if answered is None else max(LEAST_MARGIN, MARGIN_PER_ANSWER * answered)

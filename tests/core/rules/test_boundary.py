@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import AskProgress, PublishNotice
 from elastic_driver.core.rules.boundary import (
+    ANSWERS_KEPT,
     BASE_MARGIN,
     LEAST_MARGIN,
     LONGEST_AHEAD,
@@ -111,8 +112,29 @@ def test_the_members_are_asked_and_their_answers_name_the_step(scenario: MakeSce
     assert s.all(PublishNotice) == []
     s.now += 0.01
     s.send(ev.ProgressReported(question.number, (reading(50), reading(51))))
-    # 51 steps, 0.01 s ago; five times those 0.01 s are the margin
+    # 51 steps, 0.01 s ago; twice those 0.01 s are the margin
     assert (s.notice.round, s.notice.after_step) == (1, 52)
+
+
+def test_the_slowest_of_the_last_answers_counts_until_enough_were_faster(
+    scenario: MakeScenario,
+) -> None:
+    def steps_ahead(waited: float) -> int:
+        """How far ahead the step is that is named when the answers take this long."""
+        s.wait(0.02)
+        s.now += waited
+        s.send(ev.ProgressReported(s.all(AskProgress)[-1].number, (reading(50), reading(50))))
+        ahead = (s.notice.after_step or 0) - 50
+        s.ready(*s.in_state("running"), version=50)
+        s.step(*s.members, step=51)
+        s.exit(s.members[-1], -9)
+        s.ready(*s.in_state("running"), version=50)
+        s.ready(*s.starting)
+        return ahead
+
+    s, _ = asked(scenario)
+    assert steps_ahead(0.045) == 2  # of 0.1 s: answers 0.045 s old, and twice that as the margin
+    assert [steps_ahead(0.015) for _ in range(ANSWERS_KEPT)] == [2] * (ANSWERS_KEPT - 1) + [1]
 
 
 def test_who_did_not_answer_is_taken_to_be_further(scenario: MakeScenario) -> None:
