@@ -66,6 +66,8 @@ def carry_out(argv: Sequence[str]) -> "JobResult | int":
         if asked:
             print(render(), flush=True)
             return int(ExitCode.OK)
+    if options.tf_orchestrator:
+        return serve_tensorflow(line)
     line = where.with_node_count(line, os.environ)
     role = where.decide_role(line, os.environ, can_serve)
     if isinstance(role, where.Join):
@@ -115,6 +117,22 @@ def serve_job(
         if hosts.role.by_name and not ours:
             return join_job(line, where.Join(hosts.role.host, hosts.role.port))
         return serve(plan, hosts, run_dir)
+
+
+def serve_tensorflow(line: CommandLine) -> "JobResult | int":
+    """Serve TensorFlow nodes, without a job."""
+    from launcher.launch.orchestrator import serve  # noqa: PLC0415 - see `run`
+
+    if line.command:
+        raise UsageError("--tf-orchestrator runs no command; others start the TensorFlow nodes")
+    plan = make_plan(replace(line, command=("true",)), collect_facts(line, os.environ))
+    run_dir = RunDir(Path(plan.state_dir), plan.spec.run_id)
+    secrets = () if line.options.token_file is None else (read_secret(line.options.token_file),)
+    if line.options.dry_run:
+        host, port = line.options.rdzv_endpoint
+        print(f"serves      TensorFlow nodes at {host}{f':{port}' if port else ', any free port'}")
+        return int(ExitCode.OK)
+    return serve(plan, run_dir, secrets)
 
 
 def join_job(line: CommandLine, role: where.Join) -> int:

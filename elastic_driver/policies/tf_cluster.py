@@ -199,6 +199,11 @@ class TfCluster(Restorable):
         strangers = self._living - self._tasks.keys()
         return [f"{node} lives in a generation that it is no member of" for node in strangers]
 
+    def status(self) -> tf.TfStatus:
+        """Return the members, and the nodes that wait or were lost."""
+        members = {node: task for node, task in self._tasks.items() if node in self._living}
+        return tf.TfStatus(self._generation, members, tuple(self._waiting), tuple(self._lost))
+
     # ---- requests ------------------------------------------------------------------------
 
     def _take(

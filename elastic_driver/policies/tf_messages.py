@@ -52,6 +52,18 @@ class WaitingNodes(Struct, frozen=True):
     lost: tuple[str, ...]
 
 
+class TfStatus(Struct, frozen=True):
+    """The cluster of the newest generation, for `/v1/status`; 0: none has formed.
+
+    `members`: by address, without those that have left or are lost.
+    """
+
+    generation: int
+    members: dict[str, Task]
+    waiting: tuple[str, ...]
+    lost: tuple[str, ...]
+
+
 class BarrierRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """`address` has come to the barrier `tag`, or (`failure`) says why it does not come."""
 

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -63,6 +64,7 @@ class ElasticDriver:
     options: DriverOptions = field(default_factory=DriverOptions)
     checks: NodeChecks | None = None  # None: nodes are never checked
     joined: JoinedNodes | None = None  # takes in nodes; `discovery` and `starter` ask it
+    secrets: tuple[str, ...] = ()  # taken like the run's token
 
     def __post_init__(self) -> None:
         clock, note = time.time, self.reporter.note
@@ -77,6 +79,7 @@ class ElasticDriver:
         self._result: JobResult | None = None  # of a job that has begun, once its end is logged
         self._outcome: JobResult | None = None  # after everything is closed
         self._begun = False  # the job
+        self._serving = False  # there is no job, and none will begin
         self._stop_asked = False
         self._began = 0.0  # unix seconds
 
@@ -122,6 +125,25 @@ class ElasticDriver:
         if self._thread is None:
             self.open()
         self.settings = settings or self.settings
+        self._publish()
+        self._begun = True
+        self._mailbox.put(mail.JobBegins(Job(self.settings), self.spec.run_id))
+        source, interval = discovery or self.discovery, self.options.discovery_interval
+        thread = DiscoveryThread(source, interval=interval, post=self._mailbox.put)
+        self._closing.callback(thread.stop)
+        thread.start()
+
+    def serve(self) -> None:
+        """Answer TensorFlow's nodes without a job, until `request_stop`.
+
+        Raises ElasticError as `open` does.
+        """
+        self._serving = True
+        self.open()
+        self._publish()
+
+    def _publish(self) -> None:
+        """Open the event log, and write the address for other programs."""
         try:
             with self._startup_errors():
                 self._log.open()
@@ -129,12 +151,6 @@ class ElasticDriver:
         except BaseException:
             self.abandon()
             raise
-        self._begun = True
-        self._mailbox.put(mail.JobBegins(Job(self.settings), self.spec.run_id))
-        source, interval = discovery or self.discovery, self.options.discovery_interval
-        thread = DiscoveryThread(source, interval=interval, post=self._mailbox.put)
-        self._closing.callback(thread.stop)
-        thread.start()
 
     def run(
         self, settings: Settings | None = None, discovery: HostDiscovery | None = None
@@ -232,7 +248,7 @@ class ElasticDriver:
                 self.options.bind_host,
                 self.options.bind_port,
                 token=token,
-                others=() if self.joined is None else self.joined.secrets,
+                others=self.secrets if self.joined is None else self.joined.secrets,
                 on_lease_expired=self._lease_expired,
                 on_client_left=self._client_left,
                 routes=routes.add_to,
@@ -323,13 +339,18 @@ class ElasticDriver:
         """Return the run, the job and what was measured as JSON; before the job, the check."""
         loop = self._loop
         checks = None if self.checks is None else self.checks.report
-        if loop is None or loop.job is None:
+        if loop is None or (loop.job is None and not self._serving):
             checker = None if loop is None else loop.checker
             return msgspec.json.encode(checker.report(time.monotonic()) if checker else checks)
-        document = {
+        document: dict[str, Any] = {
             "run_id": self.spec.run_id,
             "endpoint": self.endpoint,
             "started": self._began,
+            "tf": loop.tf.status(),
+        }
+        if loop.job is None:
+            return msgspec.json.encode({**document, "state": "serving"})
+        document |= {
             "command": self.spec.command,
             **msgspec.to_builtins(loop.job.status(time.monotonic())),
             "step": loop.stragglers.step,

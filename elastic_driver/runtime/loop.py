@@ -54,10 +54,11 @@ class DriverLoop:
     journal: Journal | None = None  # of the job, from its beginning on; None: there is none
 
     def __post_init__(self) -> None:
+        self.tf = TfCluster(self.lease)
         self._machines: dict[MachineName, Machine[Any, Any]] = {
             "stragglers": self.stragglers,
             "shards": DataSets(),
-            "tf": TfCluster(self.lease),
+            "tf": self.tf,
         }
         self._deadlines: dict[MachineName, float | None] = {}
         self._stop_now = False

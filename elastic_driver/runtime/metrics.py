@@ -47,6 +47,7 @@ _COUNTED = (  # name, event in the log, help
     ("agents_lost", "agent_lost", "Agents that were lost."),
     ("work_moved", "work_moved", "How often work was moved."),
 )
+_TF_NODES = {"member": "members", "waiting": "waiting", "lost": "lost"}  # state → key
 
 
 def exposition(status: bytes) -> bytes:
@@ -65,11 +66,20 @@ class _Picture(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
         document = self._document
-        counters, events = document["counters"], document["events"]
         yield InfoMetricFamily("elastic_job", "The run.", value={"run_id": document["run_id"]})
         for name, key, text in _GAUGES:
-            if document[key] is not None:
+            if document.get(key) is not None:
                 yield GaugeMetricFamily(f"elastic_{name}", text, value=document[key])
+        if nodes := document.get("tf"):
+            text = "How often a cluster of TensorFlow nodes has formed."
+            yield GaugeMetricFamily("elastic_tf_generation", text, value=nodes["generation"])
+            counts = {state: len(nodes[key]) for state, key in _TF_NODES.items()}
+            yield _by_label("elastic_tf_nodes", "TensorFlow nodes by state.", "state", counts)
+        if "counters" in document:
+            yield from self._of_the_job(document)
+
+    def _of_the_job(self, document: dict[str, Any]) -> Iterator[Metric]:
+        counters, events = document["counters"], document["events"]
         usable = (host["slots"] for host in document["hosts"] if host["state"] == "usable")
         yield GaugeMetricFamily("elastic_slots", "Slots of usable hosts.", value=sum(usable))
         states = {state: int(state == document["state"]) for state in JOB_STATES}

@@ -112,7 +112,8 @@ def run(name: str, words: Sequence[str]) -> int:
         return 0
     given.run_id = job.run_id
     try:
-        action(given, RendezvousClient(job.url, job.token, TIMEOUT_S, repeats=False))
+        with RendezvousClient(job.url, job.token, TIMEOUT_S, repeats=False) as client:
+            action(given, client)
     except RequestError as error:
         if error.code == "http_error":  # not an answer of a driver
             raise
@@ -134,7 +135,7 @@ def status(given: Given, job: Job) -> None:
     """Show the job, its hosts and its workers; of a run that is over, the end of each worker."""
     document = job.get_bytes(contract.STATUS_PATH)
     while True:
-        text = document.decode() if given.json else show.job(show.read_job(document), time.time())
+        text = document.decode() if given.json else show.status(document, time.time())
         clear = _CLEAR if given.watch and sys.stdout.isatty() else ""
         print(f"{clear}{text}", flush=True)
         if not given.watch:
@@ -150,10 +151,11 @@ def status(given: Given, job: Job) -> None:
 def hosts(given: Given, job: Job) -> None:
     """Show the job's hosts."""
     document = job.get_bytes(contract.STATUS_PATH)
+    found = show.hosts(show.read_job(document))
     if given.json:
         print(msgspec.json.encode(msgspec.json.decode(document)["hosts"]).decode())
     else:
-        print(show.hosts(show.read_job(document)))
+        print(found)
 
 
 def events(given: Given, job: Job) -> None:

@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
 from elastic_driver.core.decisions import StackGroup
 from elastic_driver.core.status import JobStatus, SlowStatus
+from elastic_driver.errors import UsageError
+from elastic_driver.policies.tf_messages import TfStatus
 from elastic_driver.runtime.failures import describe_failure
 from elastic_driver.runtime.results import JobResult
 
@@ -35,8 +38,52 @@ class ShownEvent(Struct, frozen=True):
 
 STACKS_COLLECTED = "stacks_collected"
 _PLACES = {"collective": "in a collective", "elsewhere": "outside of collectives"}
-read_job = msgspec.json.Decoder(JobDocument).decode
+_decode_job = msgspec.json.Decoder(JobDocument).decode
 read_event = msgspec.json.Decoder(ShownEvent).decode
+
+
+class ServiceDocument(Struct, frozen=True, kw_only=True):
+    """The answer of `GET /v1/status` where TensorFlow nodes are served without a job."""
+
+    run_id: str
+    endpoint: str
+    started: float  # unix seconds
+    tf: TfStatus
+    state: Literal["serving"]
+
+
+_decode_service = msgspec.json.Decoder(ServiceDocument).decode
+
+
+def read_document(document: bytes) -> JobDocument | ServiceDocument:
+    """Return the status of a job, or of a service that has no job."""
+    try:
+        return _decode_service(document)
+    except msgspec.ValidationError:
+        return _decode_job(document)
+
+
+def read_job(document: bytes) -> JobDocument:
+    """Return the status of a job; raises UsageError if there is none."""
+    found = read_document(document)
+    if isinstance(found, ServiceDocument):
+        raise UsageError(f"run {found.run_id} serves TensorFlow nodes and has no job")
+    return found
+
+
+def status(document: bytes, now: float) -> str:
+    """Return the job, or the service that has none, in some lines; `now`: unix seconds."""
+    found = read_document(document)
+    if isinstance(found, JobDocument):
+        return job(found, now)
+    tf, since = found.tf, duration(now - found.started)
+    rows = [
+        (n, f"{t.type} {t.index}", f"generation {tf.generation}") for n, t in tf.members.items()
+    ]
+    rows += [(node, "-", "waiting") for node in tf.waiting]
+    rows += [(node, "-", "lost") for node in tf.lost]
+    head = f"run {found.run_id} serves TensorFlow nodes for {since} at {found.endpoint}"
+    return f"{head}\n\n{table(('NODE', 'TASK', 'STATE'), rows)}"
 
 
 def job(document: JobDocument, now: float) -> str:

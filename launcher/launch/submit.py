@@ -90,6 +90,7 @@ def make_driver(
     *,
     checks: NodeChecks | None = None,
     joined: JoinedNodes | None = None,
+    secrets: tuple[str, ...] = (),
 ) -> ElasticDriver:
     """Return a driver for this plan with these parts."""
     level, as_json = Level(plan.verbosity + 1), plan.options.log_format == "json"
@@ -103,6 +104,7 @@ def make_driver(
         options=plan.driver,
         checks=checks,
         joined=joined,
+        secrets=secrets,
     )
 
 

@@ -106,6 +106,10 @@ class LaunchOptions:
         "Give each worker TF_CONFIG, for tf.distribute. When workers come or go, all are started "
         "again with a new one; BackupAndRestore continues from the last checkpoint.")
 
+    tf_orchestrator: bool = option(Heading.TENSORFLOW, FLAG, False,
+        "Run no job: let TensorFlow nodes that others start form clusters over HTTP, until Ctrl-C. "
+        "Listens at --rdzv-endpoint (docs/tensorflow.md).")
+
     network_check: bool = option(CHECK, FLAG, False,
         "Run short tasks on all hosts in pairs before the job starts; start without faulty hosts, "
         "and name slow ones.")
