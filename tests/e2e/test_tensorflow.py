@@ -112,6 +112,22 @@ def test_a_killed_worker_is_replaced_and_training_goes_on(tmp_path: Path) -> Non
 
 
 @real
+@pytest.mark.parametrize(("model", "samples"), [("mnist", "768"), ("resnet", "512")])
+def test_networks_as_for_mnist_and_residual_ones_train_on_two_workers(
+    tmp_path: Path, model: str, samples: str
+) -> None:
+    python = tensorflow_python()
+    size = ("--model", model, "--samples", samples, "--epochs", "8", "--batch-size", "64")
+    script = (SCRIPT, *size, "--backup", str(tmp_path / "backup"))
+    with elasticrun("-np", "2", "--tf-config", "--", python, *script) as job:
+        assert job.wait(2 * PATIENCE_S) == 0, job.describe()
+        trained = epochs(job)
+        assert [(epoch.number, epoch.workers) for epoch in trained] == [(n, 2) for n in range(8)]
+        assert trained[-1].loss < 0.8 * trained[0].loss
+        job.assert_nothing_left()
+
+
+@real
 def test_parameter_servers_end_with_the_chief() -> None:
     python = tensorflow_python()
     roles = ("-np", "4", "--min-np", "3", "--tf-roles", "chief=1,ps=1")
