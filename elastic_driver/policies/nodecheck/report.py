@@ -89,8 +89,8 @@ def shown_times(measured: Measurement) -> str:
     """Return a node's times in one round, for people."""
     if measured.failure:
         return f"{measured.node} failed ({measured.failure})"
-    times = f"{_seconds(measured.compute)} computing, {_seconds(measured.network)} network"
-    return f"{measured.node} {times}"
+    network = _seconds(measured.network or None)  # 0: it ran alone
+    return f"{measured.node} {_seconds(measured.compute)} computing, {network} network"
 
 
 def _join(*sentences: str | None) -> str:

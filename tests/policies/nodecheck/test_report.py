@@ -6,7 +6,7 @@ import msgspec
 
 from elastic_driver.policies.nodecheck.check import NodeVerdict, Verdict
 from elastic_driver.policies.nodecheck.evidence import Measurement, failed
-from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.policies.nodecheck.report import CheckReport, shown_times
 
 
 def node(name: str, verdict: Verdict, reason: str = "", **measured: float) -> NodeVerdict:
@@ -70,3 +70,9 @@ def test_an_exchange_within_a_network_stack_is_shown_though_it_is_not_judged() -
     found = NodeVerdict("a", Verdict.GOOD, "", 0.25, None, history)
     report = CheckReport(rounds=1, seconds=0.5, nodes=(found,))
     assert report.render().splitlines()[1].split()[-2:] == ["2", "ms"]
+
+
+def test_the_times_of_a_round_are_shown_for_people() -> None:
+    assert shown_times(Measurement("n1", 0.04, 1.5)) == "n1 40 ms computing, 1.50 s network"
+    assert shown_times(Measurement("n1", 0.04, 0.0)) == "n1 40 ms computing, – network"
+    assert shown_times(failed("n1", "exit code 1")) == "n1 failed (exit code 1)"
