@@ -25,6 +25,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "meeting": ("--members 8,64,256 --simulated 1000,4000 --turns 3", ""),
     "group_change": ("--ranks 2,8,16 --turns 3", "--turns 10"),
     "exact": ("--blocks 5", ""),
+    "journal": ("--rounds 5", ""),
     "balance": ("--turns 2", "--turns 5"),
 }
 LONGEST_S = 1800.0

@@ -67,7 +67,9 @@ class DriverLoop:
     def turn(self, until: float | None = None) -> None:
         """Handle the next message, if one comes before a deadline, and the deadlines passed."""
         shows = self.executor.tails.deadline if self.end is None else None
-        deadlines = [due for due in (*self._deadlines.values(), until, shows) if due is not None]
+        answers = None if self.journal is None else self.journal.deadline
+        known = (*self._deadlines.values(), until, shows, answers)
+        deadlines = [due for due in known if due is not None]
         timeout = max(_SPIN_GUARD_S, min(deadlines) - time.monotonic()) if deadlines else None
         try:
             message = self.mailbox.get(timeout)
@@ -81,6 +83,7 @@ class DriverLoop:
                 self._decide(name, ev.Tick())
         if self.journal is not None:
             self.journal.flush()
+            self._tell(self.journal.overdue())
         if self.end is None:
             self.executor.show_overdue(now)
 
@@ -149,16 +152,24 @@ class DriverLoop:
         if self.debug and (violated := machine.check()):
             raise AssertionError(f"after {event}: {'; '.join(violated)}")
         decided = stamped(decisions, self._events)
-        if decided and journal is not None:
-            for news in journal.settle():  # what follows from the event acts once it is written
-                self.executor.execute(news)
-        self._carry_out([each for each in decided if not isinstance(each, Reply)])
+        acts = [each for each in decided if not isinstance(each, Reply)]
+        if acts and journal is not None:
+            self._tell(journal.settle())  # what follows from the event acts once it is written
+        self._carry_out(acts)
         if replies := [each for each in decided if isinstance(each, Reply)]:
-            self.answer(replies)  # all together
+            if journal is None:
+                self.answer(replies)  # all together
+            else:
+                self._tell(journal.then(partial(self.answer, replies)))
         if self.journal is not None and self.journal.snapshot_due:
             self._journal_states()
 
     # ---- the journal ---------------------------------------------------------------------
+
+    def _tell(self, news: list[Announce]) -> None:
+        """Log and show the news of the journal."""
+        for each in news:
+            self.executor.execute(each)
 
     def _journal_states(self) -> None:
         """Write the machines' states, from which a replay may begin."""

@@ -8,6 +8,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -213,6 +214,60 @@ def test_a_disk_that_hangs_for_ever_costs_the_journal(
     assert "the disk does not answer, " in found[1].reason
     journal.close()
     fifo.write_bytes(b"")
+
+
+def test_answers_that_wait_for_a_disk_that_hangs_are_given_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fifo = tmp_path / "hangs"
+    os.mkfifo(fifo)
+    create = Journal._create
+
+    def hang_first(self: Journal) -> sqlite3.Connection:
+        fifo.read_bytes()
+        return create(self)
+
+    monkeypatch.setattr(Journal, "_create", hang_first)
+    journal = Journal(tmp_path / "journal.db", "run")
+    journal.open()
+    given: list[int] = []
+    for n in (1, 2):
+        journal.note(n, 1.0, "shards", Tick())
+        assert journal.then(partial(given.append, n)) == []
+    assert given == []
+    assert journal.overdue() == []  # it is not late yet
+    assert journal.deadline is not None
+    news = until(journal.overdue, "the journal is late")
+    assert [each.event for each in news] == ["journal_late"]
+    assert given == [1, 2]
+    journal.note(3, 1.0, "shards", Tick())
+    journal.then(partial(given.append, 3))
+    assert given == [1, 2, 3]
+    assert journal.deadline is None
+    fifo.write_bytes(b"")
+    journal.close()
+
+
+def test_answers_are_given_when_their_events_are_written_and_when_the_journal_fails(
+    tmp_path: Path,
+) -> None:
+    given: list[int] = []
+    journal = Journal(tmp_path / "journal.db", "run")
+    journal.open()
+    for n in range(1, 500):
+        journal.note(n, 1.0, "shards", Tick())
+        assert journal.then(partial(given.append, n)) == []
+    until(lambda: len(given) == 499, "every answer is given")
+    assert sorted(given) == list(range(1, 500))
+    journal.close()
+    broken = Journal(tmp_path, "run")  # a folder is no file
+    broken.open()
+    broken.note(1, 1.0, "shards", Tick())
+    broken.then(partial(given.append, 500))
+    until(lambda: given[-1] == 500, "the answer does not wait for a broken journal")
+    assert [each.event for each in broken.overdue()] == ["journal_failed"]
+    assert broken.overdue() == []
+    broken.close()
 
 
 # ---- files that are no journals ----------------------------------------------------------

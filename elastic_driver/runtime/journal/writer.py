@@ -8,13 +8,14 @@ journal that fails (full disk, read-only, too far behind) is given up, and the j
 (docs/journal.md).
 """
 
+import collections
 import contextlib
 import os
 import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,6 +71,10 @@ class Journal:
         self._moved = threading.Condition()
         self._written = self._written_bytes = 0  # batches and bytes; guarded by `_moved`
         self._failure = ""  # guarded by `_moved`
+        # Guarded by `_moved`: the batch that each waits for, since when, and what is done then.
+        self._waiting: collections.deque[tuple[int, float, Callable[[], None]]] = (
+            collections.deque()
+        )
         self._writer = threading.Thread(target=self._write, name="journal", daemon=True)
 
     # ---- the driver's thread -------------------------------------------------------------
@@ -134,6 +139,40 @@ class Journal:
             return [Announce("journal_late", slow)]
         return [Announce("journal_caught_up", f"{self.path}: every event is written again")]
 
+    def then(self, act: Callable[[], None]) -> list[Announce]:
+        """Have `act` called, by any thread, once everything noted is written; do not wait for it.
+
+        So one transaction serves many requests. Returns what the user has to know.
+        """
+        if self._late or self._given_up:
+            news = self.settle()
+            act()
+            return news
+        self.flush()
+        with self._moved:
+            if not self._has_settled():
+                self._waiting.append((self._handed, time.monotonic(), act))
+                return []
+        act()
+        return []
+
+    @property
+    def deadline(self) -> float | None:
+        """The time at which `overdue` is to be called; None: nothing waits."""
+        with self._moved:
+            return self._waiting[0][1] + WAIT_S if self._waiting else None
+
+    def overdue(self) -> list[Announce]:
+        """Do what waits for a disk that does not answer; return what the user has to know."""
+        with self._moved:
+            late = self._waiting and time.monotonic() >= self._waiting[0][1] + WAIT_S
+            if self._given_up or not (late or self._failure):
+                return []
+            acts = self._due_acts(self._handed)
+        for act in acts:
+            act()
+        return self.settle()
+
     def close(self) -> None:
         """Write what was noted, and close the file; a disk that does not answer is left alone."""
         if self._writer.ident is not None:
@@ -143,6 +182,13 @@ class Journal:
 
     def _has_settled(self) -> bool:
         return bool(self._failure) or self._written >= self._handed
+
+    def _due_acts(self, written: int) -> list[Callable[[], None]]:
+        """Take out what waits for batches up to this one; the caller holds `_moved`."""
+        acts = []
+        while self._waiting and self._waiting[0][0] <= written:
+            acts.append(self._waiting.popleft()[2])
+        return acts
 
     # ---- the writer's thread -------------------------------------------------------------
 
@@ -156,6 +202,9 @@ class Journal:
             with self._moved:
                 self._failure = str(error) or type(error).__name__
                 self._moved.notify_all()
+                acts = self._due_acts(self._handed)
+            for act in acts:
+                act()
 
     def _create(self) -> sqlite3.Connection:
         """Create the file anew, readable by its owner alone."""
@@ -177,23 +226,39 @@ class Journal:
 
     def _write_batches(self, database: sqlite3.Connection) -> None:
         uncopied = 0  # bytes in the write-ahead log
-        while (batch := self._queue.get()) is not None:
-            database.execute("BEGIN")
-            database.executemany("INSERT INTO events VALUES (?, ?, ?, ?)", batch.events)
-            if batch.states:
-                database.execute("DELETE FROM snapshots WHERE n = ?", batch.states[0][:1])
-            database.executemany("INSERT INTO snapshots VALUES (?, ?, ?, ?)", batch.states)
-            database.execute("COMMIT")
+        batch = self._queue.get()
+        while batch is not None:
+            batches = [batch]
+            while not self._queue.empty() and (batch := self._queue.get()) is not None:
+                batches.append(batch)
+            _insert(database, batches)
+            size = sum(each.size for each in batches)
             with self._moved:
-                self._written = batch.number
-                self._written_bytes += batch.size
+                self._written = batches[-1].number
+                self._written_bytes += size
                 self._moved.notify_all()
-            uncopied += batch.size
-            if batch.states:
-                _drop_old(database, batch.states[0][0])
+                acts = self._due_acts(self._written)
+            for act in acts:
+                act()
+            uncopied += size
+            for each in batches:
+                if each.states:
+                    _drop_old(database, each.states[0][0])
             if uncopied > _CHECKPOINT_BYTES:
                 database.execute("PRAGMA wal_checkpoint(PASSIVE)")
                 uncopied = 0
+            batch = batch and self._queue.get()
+
+
+def _insert(database: sqlite3.Connection, batches: list[_Batch]) -> None:
+    """Write batches in one transaction."""
+    database.execute("BEGIN")
+    for batch in batches:
+        database.executemany("INSERT INTO events VALUES (?, ?, ?, ?)", batch.events)
+        if batch.states:
+            database.execute("DELETE FROM snapshots WHERE n = ?", batch.states[0][:1])
+            database.executemany("INSERT INTO snapshots VALUES (?, ?, ?, ?)", batch.states)
+    database.execute("COMMIT")
 
 
 def _drop_old(database: sqlite3.Connection, newest: int) -> None:

@@ -1,0 +1,167 @@
+"""The journal: its cost for a round of READYs and for requests for shards, its size, and a replay.
+
+The machines get the same events without a journal and with one, in turn. The figures are processor
+time of both threads, as that says most on a shared machine. A journal is written in --folder, by
+default on the disk of /tmp.
+
+    python -m benchmarks.journal [--members 10,1000,10000] [--rounds 20] [--folder DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Figure, report
+from elastic_driver.core import events as ev
+from elastic_driver.core.decisions import GiveOrder, StartAgent
+from elastic_driver.core.documents import StartWorkerOrder
+from elastic_driver.core.job import Job
+from elastic_driver.policies import shard_messages as m
+from elastic_driver.policies.shards import DataSets
+from elastic_driver.runtime.journal.replay import Replay
+from elastic_driver.runtime.journal.writer import Journal
+from elastic_driver.runtime.loop import MAX_TOGETHER
+from elastic_driver.settings import Settings
+
+SLOTS = 8
+REQUESTS = 2000
+DATA = m.RangeDescription(10**9, 100)
+
+
+class Driver:
+    """A machine, and a journal that its events go to (None: there is none)."""
+
+    def __init__(self, name: Any, machine: Job | DataSets, journal: Journal | None) -> None:
+        self.name, self.machine, self.journal = name, machine, journal
+        self.number = self.size = 0
+        if journal is not None:
+            journal.open()
+            journal.snapshot(0, 0.0, {name: machine.snapshot()})
+            journal.settle()
+
+    def handle(self, event: Any) -> list[Any]:
+        """Do what the driver's loop does with an event, except for the decisions."""
+        self.number += 1
+        now = time.monotonic()
+        if self.journal is None:
+            return self.machine.handle(event, now)
+        self.journal.note(self.number, now, self.name, event)
+        decisions = self.machine.handle(event, now)
+        if self.name == "shards":
+            self.journal.then(list)  # an answer waits for it, the driver does not
+        elif decisions:
+            self.journal.settle()
+        if self.journal.snapshot_due:
+            self.journal.snapshot(self.number, now, {self.name: self.machine.snapshot()})
+        return decisions
+
+
+def start(driver: Driver, members: int) -> list[str]:
+    """Have the job start its workers; return their names."""
+    hosts = tuple((f"h{i}", SLOTS) for i in range(-(-members // SLOTS)))
+    agents = [d for d in driver.handle(ev.HostsDiscovered(hosts)) if isinstance(d, StartAgent)]
+    ready = [ev.AgentReady(a.host, a.incarnation, 1, "127.0.0.1", (5000, 5001)) for a in agents]
+    orders = [
+        d.order for d in driver.handle(ev.EventBatch(tuple(ready))) if isinstance(d, GiveOrder)
+    ]
+    workers = [order.worker for order in orders if isinstance(order, StartWorkerOrder)]
+    driver.handle(ev.EventBatch(tuple(ev.WorkerStarted(worker, 1) for worker in workers)))
+    return workers
+
+
+def meet(driver: Driver, workers: list[str], left: int) -> float:
+    """Return the seconds for a round in which all workers report READY."""
+    ready = [ev.WorkerReady(w, left, left, True, "asked to leave") for w in workers]
+    began = time.process_time()
+    for first in range(0, len(ready), MAX_TOGETHER):
+        driver.handle(ev.EventBatch(tuple(ready[first : first + MAX_TOGETHER])))
+    return time.process_time() - began
+
+
+def ask(driver: Driver, together: int) -> float:
+    """Return the seconds for a request for a shard, if so many are handled as one event."""
+    began = time.process_time()
+    for first in range(0, REQUESTS, together):
+        requests = []
+        for ticket in range(first, first + together):
+            asked = m.NextRequest(f"h{ticket}.0.1", DATA)
+            requests.append(m.ShardRequest(ticket, "numbers", asked))
+        driver.handle(m.ShardBatch(tuple(requests)))
+    if driver.journal is not None:
+        driver.journal.settle()
+    return (time.process_time() - began) / REQUESTS
+
+
+def rounds(members: int, count: int, folder: Path) -> list[Figure]:
+    """Measure rounds of READYs, the size of the journal and the replay."""
+    settings = Settings(start_np=members, min_np=1, fruitless_restarts=10**6)
+    path = folder / f"{members}.db"
+    drivers = [
+        Driver("job", Job(settings), None),
+        Driver("job", Job(settings), Journal(path, "bench")),
+    ]
+    workers = [start(driver, members) for driver in drivers]
+    took: tuple[list[float], list[float]] = ([], [])
+    for left in range(count):
+        for driver, those, seconds in zip(drivers, workers, took, strict=True):
+            seconds.append(meet(driver, those, left) * 1e3)
+    journal = drivers[1].journal
+    assert journal is not None
+    began = time.process_time()
+    drivers[1].machine.snapshot()
+    snapshot = (time.process_time() - began) * 1e3
+    journal.close()
+    replay = Replay(path)
+    began = time.process_time()
+    events = sum(1 for _ in replay.steps())
+    replayed = time.process_time() - began
+    of = f"n = {members}"
+    return [
+        Figure("no journal", f"a round of READYs, {of}", "ms", tuple(took[0])),
+        Figure("journal", f"a round of READYs, {of}", "ms", tuple(took[1])),
+        Figure("journal", f"a snapshot, {of}", "ms", (snapshot,)),
+        Figure(
+            "journal", f"the file, {of}", "KiB", (path.stat().st_size / 1024,), f"{events} events"
+        ),
+        Figure("journal", f"the whole replay, {of}", "s", (replayed,)),
+    ]
+
+
+def requests(folder: Path, repeats: int) -> list[Figure]:
+    """Measure requests for shards, one by one and many at once."""
+    figures = []
+    for together in (1, 32):
+        took: tuple[list[float], list[float]] = ([], [])
+        for turn in range(repeats):
+            journal = Journal(folder / f"shards-{together}-{turn}.db", "bench")
+            for it, seconds in zip((None, journal), took, strict=True):
+                seconds.append(ask(Driver("shards", DataSets(), it), together) * 1e6)
+            journal.close()
+        figure = f"a request for a shard, {together} at once"
+        figures += [
+            Figure("no journal", figure, "us", tuple(took[0])),
+            Figure("journal", figure, "us", tuple(took[1])),
+        ]
+    return figures
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--members", default="10,1000,10000")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="elastic-bench-", dir=options.folder) as folder:
+        figures = requests(Path(folder), 5)
+        for members in map(int, options.members.split(",")):
+            figures += rounds(members, options.rounds, Path(folder))
+    report("journal", figures)
+
+
+if __name__ == "__main__":
+    main()
