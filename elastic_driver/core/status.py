@@ -150,7 +150,10 @@ def _host(job: JobParts, name: str, slots: int, now: float) -> HostStatus:
         state = "draining"
     else:
         state = "usable" if hindrance is None else hindrance.value
-    health = (state, hosts.cooldown_left(name, now), hosts.reason(name, now))
+    reason = hosts.reason(name, now)
+    if state == "usable" and agent and not workers and job.placement.room_left() == 0:
+        reason = reason or "stands by to replace a host that is lost"
+    health = (state, hosts.cooldown_left(name, now), reason)
     up = ("none", 0) if agent is None else (agent.state.value, agent.incarnation)
     suspect = job.suspicion.suspects.get(name)
     doubt = () if suspect is None else (tuple(suspect.evidence), now - suspect.since)

@@ -233,3 +233,26 @@ def test_a_host_that_discovery_drops_leaves_at_a_step_boundary(cluster: Cluster)
         job.check_steps(set())
         assert not job.events("agent_lost", "worker_lost")
         assert_clean_end(job)
+
+
+def test_a_host_that_comes_back_is_used_at_once_and_was_in_no_cool_down(cluster: Cluster) -> None:
+    """Twice the same host, and away for longer than the first cool-down would have been."""
+    node = cluster.node("node2")
+    with elasticrun_on(cluster, *FOUR) as job:
+        job.together(4)
+        for away in (0.5, 6.0):
+            _, _, before = lose(job, node.poweroff, node.name)
+            gone = now()
+            job.until(lambda gone=gone, away=away: now() - gone > away, "it is away for a while")
+            node.heal()
+            node.boot()
+            at = now()
+            used = job.wait_event("host_resurrected", node.name, since=at)["t"] - at
+            up = job.wait_event("agent_started", node.name, since=at)["t"] - at
+            print(f"used {used:.2f} s after sshd was up, its agent was up after {up:.2f} s")
+            assert used < 1.0 + SLACK_S
+            job.together(4, above=before + 1)
+        assert not job.events("host_blacklisted")
+        assert {event["host"] for event in job.events("host_unreachable")} == {node.name}
+        job.check_steps(ALL)
+        assert_clean_end(job)

@@ -143,12 +143,13 @@ def test_scaling_never_goes_below_min_np(scenario: MakeScenario) -> None:
 
 
 def test_a_spare_host_is_used_only_when_another_is_lost(scenario: MakeScenario) -> None:
-    s = scenario(start_np=2, max_np=2).training(a=1, b=1, c=1)
+    s = scenario(start_np=2, max_np=2).training(a=1, b=1, c=1, steps=0)
     assert [d.host for d in s.all(StartAgent)] == ["a", "b"]
+    s.step("a.0.1", "b.0.1")
+    assert [d.host for d in s.all(StartAgent)] == ["a", "b", "c"]
     s.agents = False
     s.agent_lost("b")
-    assert [d.host for d in s.all(StartAgent)][2:] == ["b", "c"]
-    s.agent_up("c")
+    assert [d.host for d in s.all(StartAgent)][3:] == ["b"]
     assert s.starting == ["c.0.1"]
     s.agent_up("b", 2)
     assert s.starting == ["c.0.1"]

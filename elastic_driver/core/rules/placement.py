@@ -15,8 +15,9 @@ from elastic_driver.core.rules import units
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.fleet import AgentNews, AgentState, HostAgent
 from elastic_driver.core.rules.hosts import Host
+from elastic_driver.core.rules.outcome import ScriptKind
 from elastic_driver.core.rules.ranks import assign
-from elastic_driver.core.rules.rounds import FORMING, Rule
+from elastic_driver.core.rules.rounds import COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, Worker
 from elastic_driver.core.tf_config import PortOffer, TfLayout, Where
 
@@ -43,6 +44,7 @@ class Placement(Rule):
         if not self.outcome.finishing:
             self._release_hosts()
             self._start_agents(now)
+            self._start_standbys(now)
 
     # ---- workers that have to leave ----------------------------------------------------------
 
@@ -115,6 +117,32 @@ class Placement(Rule):
             if not self.hosts.suspect(name, now):
                 need -= self._room(self.hosts.known[name])
                 relied_on += 1
+
+    def _start_standbys(self, now: float) -> None:
+        """Start agents on idle hosts with slots enough to replace the largest host in use.
+
+        Their warm parents have done the imports when a host is lost. They are started once the
+        job trains: the start of the job does not wait for them.
+        """
+        current, largest = self.rounds.current, 0
+        trains = current.stepped if self.outcome.elastic else self.outcome.kind is ScriptKind.PLAIN
+        if current.state is not COMPLETE or not trains or self.room_left() != 0:
+            return
+        idle, without = 0, list[Host]()
+        for host in sorted(self.hosts.known.values(), key=self.hosts.preference):
+            working, agent = len(self.workers.on_host(host.name)), self.fleet.agents.get(host.name)
+            largest = max(largest, working)
+            if working or not self._eligible(host.name) or host.name in self.hosts.distrusted:
+                continue
+            if agent is None:
+                without.append(host)
+            else:
+                idle += host.slots
+        for host in without:
+            if idle >= largest:
+                return
+            self.start_agent(host.name, now, "it stands by to replace a host that is lost")
+            idle += host.slots
 
     def _eligible(self, host: str) -> bool:
         """Return whether the host may get workers now; during a replacement only its target may."""

@@ -70,6 +70,7 @@ class Plain(Rule):
             self.outcome.declare(ScriptKind.PLAIN)
         founded = [self.workers.workers[worker] for worker in current.founders]
         self.rounds.complete(founded, now, "every process was started")
+        self.capacity.note_change()  # the job trains: further hosts may stand by
 
     def _found(self, now: float) -> None:
         """Start the round's workers once enough slots have agents."""

@@ -60,6 +60,7 @@ class Reports(Rule):
         self.outcome.step_finished()
         self.hosts.step_finished(worker.host)
         if in_round and self.rounds.note_step():
+            self.capacity.note_change()  # the job trains: further hosts may stand by
             self._announce_synced()
 
     def _announce_synced(self) -> None:

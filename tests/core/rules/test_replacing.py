@@ -200,6 +200,7 @@ def test_a_replacement_that_fails_to_start_leaves_the_world_as_it_was(
 ) -> None:
     s = idle_host(scenario, start_timeout=40.0)
     s.agents = False
+    s.agent_lost("c", "the agent exited")  # it stood by
     slow(s, "b.0.1")
     s.agent_lost("c", "ssh: connection refused")
     assert [a.reason for a in s.announced("replacement_abandoned")] == [
