@@ -8,6 +8,7 @@ import signal
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,27 @@ def test_a_killed_agent_takes_its_workers_along_and_is_replaced() -> None:
         again = job.until_size(4)
         assert set(before) - lost <= set(again), "survivors on the other host keep their process"
         assert job.events("agent_lost")
+        assert_no_step_lost_or_repeated(job, min(r.step for r in again.values()))
+
+
+def test_a_host_that_stands_by_fills_the_slots_of_a_lost_one() -> None:
+    second, third = "127.0.0.2", "127.0.0.3"
+    args = ("-np", "2", "--max-np", "2", "--min-np", "1", "-H", f"localhost:1,{second}:1,{third}:1")
+    with elasticrun(*args, "--", TRAIN, env={"STEPS": "100000"}) as job:
+
+        def of(name: str, host: str) -> list[dict[str, Any]]:
+            return [event for event in job.events(name) if event["host"] == host]
+
+        before = job.until_size(2, within=90.0)
+        job.until(lambda: of("agent_started", third), "it stands by")
+        assert not of("worker_started", third)
+        lost = job.kill(of("agent_started", second)[0]["pid"])
+        gone = {p for p, r in before.items() if r.worker.startswith(f"{second}.")}
+        job.killed.update(dict.fromkeys(gone, 0.0))
+        job.until(lambda: of("worker_started", third), "it takes over")
+        assert of("agent_started", third)[0]["t"] < lost
+        again = job.until_size(2)
+        assert {r.worker.rsplit(".", 2)[0] for r in again.values()} == {"localhost", third}
         assert_no_step_lost_or_repeated(job, min(r.step for r in again.values()))
 
 

@@ -59,6 +59,7 @@ FIRST_PROBE_S = 0.5  # between two probes of a host; longer if very many are not
 LONGEST_PROBE_S = 3.0
 PROBES_PER_S = 330  # of all hosts together: 1,000 hosts are probed every three seconds
 PROBED_TOGETHER_S = 0.05
+SOON_S = 10.0  # an agent that is lost this soon after the one before may not be able to live there
 
 
 def growing_pause(number: int, longest: float) -> float:
@@ -98,7 +99,8 @@ class Host:
     paused_at: float = -math.inf
     reason: str = ""  # of its cool-down or pause, or why it is not reachable
     lost_at: float | None = None  # not reachable since then; None: its agent has been up since
-    failed_starts: int = 0  # of agents, since it was not reachable
+    last_lost: float = -math.inf
+    failed_starts: int = 0  # of agents, since it was not reachable; lost soon after it counts too
     probe_at: float = 0.0  # the next time, while it is not reachable
     probes_from: int = 0  # answers to earlier probes say nothing about it
     last_trouble: float | None = None
@@ -364,16 +366,21 @@ class HostManager:
     def lose(self, name: str, now: float, reason: str, *, started: bool, probes: int) -> bool:
         """Record that a host is not reachable; return whether that is new.
 
-        It is probed at once. After an agent that could not be started (`started` False) it is
-        probed after a pause, which grows. `probes`: so many have begun; their answers are old.
+        It is probed at once. After an agent that could not be started (`started` False), or was
+        lost soon after the one before, it is probed after a pause, which grows. `probes`: so many
+        have begun; their answers are old.
         """
         host = self.known.get(name)
         if host is None:
             return False
         new = host.lost_at is None
         if new:
-            host.lost_at, host.failed_starts = now, 0
-        host.failed_starts += not started
+            if now - host.last_lost > SOON_S:
+                host.failed_starts = -started
+            host.lost_at = host.last_lost = now
+            host.failed_starts += 1
+        elif not started:
+            host.failed_starts += 1
         host.reason, host.probes_from = reason, probes + 1
         host.probe_at = now + growing_pause(host.failed_starts, LONGEST_PROBE_S)
         self._learn(host, HostNews.LOST)

@@ -129,6 +129,7 @@ class Spares(Rule):
         over = paused and self.effects.due_or_set_alarm(self._retry_at or 0.0, now)
         if self.capacity.spares_due:
             self._stop_surplus()
+            self._filled = 0  # a host may need new ones in this round, when no worker boots
         elif not over and (not trains or self._filled == current.number):
             return
         self.capacity.spares_settled()

@@ -91,6 +91,25 @@ def test_starts_that_fail_are_tried_again_after_a_growing_pause(scenario: MakeSc
     assert len(job.announced("agent_lost")) == 1
 
 
+def test_an_agent_that_is_lost_again_and_again_is_started_after_a_growing_pause(
+    scenario: MakeScenario,
+) -> None:
+    job, pauses = scenario(**TWO, max_restarts=100).training(a=1, b=1), []
+    for _ in range(6):
+        job.wait(3.5)
+        asked, before = job.now, len(started(job, "b"))
+        job.agent_lost("b", "its host says that it is gone", unreachable=True)
+        while len(started(job, "b")) == before:
+            assert job.end is None
+            job.now = max(job.now, job.job.deadline() or job.now)
+            job.send(ev.Tick())
+        pauses.append(job.now - asked)
+    assert pauses == pytest.approx([0.0, 0.5, 1.0, 2.0, 3.0, 3.0])
+    job.wait(20.0)
+    job.agent_lost("b", "power", unreachable=True)
+    assert job.job.fleet.is_ready("b")
+
+
 def test_where_no_probe_is_possible_the_start_is_tried(without_b: Scenario) -> None:
     answer(without_b, "b", answered=False)
     assert started(without_b, "b") == [1, 2]
