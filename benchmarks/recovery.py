@@ -39,13 +39,16 @@ class Plan(NamedTuple):
     size: int
     restarts: bool  # it has no survivors
     start: Start
+    spares: bool = False  # a spare is ready before each kill
 
 
 THREE, FOUR, HEAVY = "3 workers", "4 workers on 2 nodes", "3 workers, 100 MB of state"
+SPARES = "3 workers, --spares 1"
 TWO_HOSTS = ("-H", "localhost:2,127.0.0.2:2")
 PLANS = (
     Plan("floor", THREE, 3, False, lambda: floor(3, STEP_MS)),
     Plan(OURS, THREE, 3, False, lambda: elasticrun(3, env=ENV)),
+    Plan(OURS, SPARES, 3, False, lambda: elasticrun(3, flags=("--spares", "1"), env=ENV), True),
     Plan("torchrun", THREE, 3, True, lambda: torchrun(3, ENV)),
     Plan(OURS, FOUR, 4, False, lambda: elasticrun(4, flags=TWO_HOSTS, env=ENV)),
     Plan("torchrun", FOUR, 4, True, lambda: torchrun_nodes(4, ENV)),
@@ -84,15 +87,21 @@ def one_kill(system: System, size: int, dice: random.Random) -> tuple[float | No
     return next_at, full_at - killed_at
 
 
-def measure(
-    start: Start, size: int, kills: int, dice: random.Random
-) -> list[tuple[float | None, float]]:
+def ready_spares(system: System) -> int:
+    """Return how many spares have been ready so far."""
+    logs = system.records_dir.glob("*/events.jsonl")
+    return sum(log.read_text().count('"event":"spare_ready"') for log in logs)
+
+
+def measure(plan: Plan, kills: int, dice: random.Random) -> list[tuple[float | None, float]]:
     """Return what each kill of one turn of one system took; a system that hangs ends its turn."""
-    found = []
-    with start() as system:
+    found: list[tuple[float | None, float]] = []
+    with plan.start() as system:
         try:
             for _ in range(kills):
-                found.append(one_kill(system, size, dice))
+                if plan.spares:
+                    system.until(lambda: ready_spares(system) > len(found), "a spare is ready")
+                found.append(one_kill(system, plan.size, dice))
         except TimeoutError as error:
             print(str(error).splitlines()[0], flush=True)
     return found
@@ -109,7 +118,7 @@ def main() -> None:
     for turn in range(options.turns):
         for plan in PLANS:
             kills = max(1, options.kills // 2) if plan.restarts else options.kills
-            for next_, full in measure(plan.start, plan.size, kills, dice):
+            for next_, full in measure(plan, kills, dice):
                 if next_ is not None and not plan.restarts:
                     samples.append((plan.system, f"{NEXT}, {plan.label}", turn, next_))
                 samples.append((plan.system, f"{FULL}, {plan.label}", turn, full))
