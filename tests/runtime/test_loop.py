@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 from elastic_driver.policies.messages import Reply
@@ -12,7 +13,9 @@ from elastic_driver.runtime.mailbox import Mailbox
 
 def test_a_reply_carries_the_number_of_the_event_that_caused_it() -> None:
     replies: list[Reply] = []
-    no_executor = cast("Any", None)  # replies do not pass through it
+    # Replies do not pass through it; the loop asks it only for what is to be shown later.
+    tails = SimpleNamespace(deadline=None)
+    no_executor = cast("Any", SimpleNamespace(tails=tails, show_overdue=lambda _now: None))
     loop = DriverLoop(
         mailbox=Mailbox(),
         executor=no_executor,
