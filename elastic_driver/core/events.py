@@ -5,7 +5,7 @@ All are frozen; the decisions that follow are in `decisions`. Times are not in t
 with its method `on_…`, which names the kind of event as its annotation.
 """
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
 
@@ -173,12 +173,10 @@ class WorkerLeaving(WorkerEvent, frozen=True, tag="worker_leaving", forbid_unkno
     reason: Text
 
 
-Together: TypeAlias = AgentReady | WorkerStarted | WorkerReady | WorkerStepped
-# Events that all workers of a job send at about the same time.
-TOGETHER: tuple[type[Together], ...] = (AgentReady, WorkerStarted, WorkerReady, WorkerStepped)
+ManyReports: TypeAlias = AgentReady | WorkerStarted | WorkerReady | WorkerStepped
 # Events that `POST /v1/events` takes.
 WireEvent: TypeAlias = (
-    Together | WorkerStalled | WorkerResumed | WorkerStack | WorkerExited | WorkerSaved
+    ManyReports | WorkerStalled | WorkerResumed | WorkerStack | WorkerExited | WorkerSaved
     | HostLeaving | WorkerLeaving
 )  # fmt: skip
 
@@ -364,6 +362,11 @@ class HostsChecked(Event, frozen=True, tag="hosts_checked"):
 
     results: tuple[HostResult, ...]
     number: int  # of the CheckHosts that this answers
+
+
+Together: TypeAlias = ManyReports | AgentLost | AgentSuspected | AgentHeard | AgentProbed
+# Events that come from all workers or hosts at about the same time.
+TOGETHER: tuple[type[Together], ...] = get_args(Together)
 
 
 class EventBatch(Event, frozen=True, tag="event_batch"):

@@ -174,9 +174,11 @@ class Suspicion(Rule):
 
         If all are silent, this machine may be the one that is cut off; and no survivor waits.
         """
-        up = [agent.host for agent in self.fleet.agents.values() if self.fleet.is_ready(agent.host)]
-        silent = (s.evidence for s in self.suspects.values() if "silent" in s.evidence)
-        return len(up) > sum(1 for _ in silent)
+        silent = sum(
+            "silent" in suspect.evidence and self.fleet.is_ready(host)
+            for host, suspect in self.suspects.items()
+        )
+        return len(self.fleet.agents) - len(self.fleet.starting) > silent
 
     def _lose(self, agent: HostAgent, suspect: Suspect, verdict: str, now: float) -> None:
         """Give up an agent and everything on its host."""

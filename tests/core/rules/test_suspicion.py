@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from elastic_driver.core import events as ev
@@ -167,3 +169,27 @@ def test_old_news_of_an_agent_changes_nothing() -> None:
     s.send(ev.AgentHeard("b", 1))
     assert lost(s) == ["b"]
     assert s.job.effects.ignored_events == 3
+
+
+def test_the_verdicts_of_many_hosts_are_reached_together() -> None:
+    """One after the other, each would look at all hosts for new places of its workers."""
+    names = [f"h{n}" for n in range(300)]
+    s = Scenario(agents=False, start_np=len(names))
+    s.hosts(**dict.fromkeys(names, 1))
+    ready = (
+        ev.AgentReady(host, 1, n + 1, f"10.0.1.{n}", (5000,), probe_port=7000)
+        for n, host in enumerate(names)
+    )
+    s.send(ev.EventBatch(tuple(ready)))
+    asked = [probe for probe in s.all(ProbeAgent) if probe.host in names]
+    s.send(
+        ev.EventBatch(tuple(ev.AgentProbed(p.host, 1, p.number, "answered", 0.0) for p in asked))
+    )
+    late = names[:200]
+    s.send(ev.EventBatch(tuple(ev.AgentSuspected(host, 1, "silent", "late") for host in late)))
+    asked = [probe for probe in s.all(ProbeAgent) if probe.number > len(names)]
+    assert [probe.host for probe in asked] == late
+    began = time.process_time()
+    s.send(ev.EventBatch(tuple(ev.AgentProbed(p.host, 1, p.number, "silent", 0.6) for p in asked)))
+    assert lost(s) == late
+    assert time.process_time() - began < 1.0  # with the invariants; 5 ms each one by one
