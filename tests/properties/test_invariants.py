@@ -62,6 +62,7 @@ def seldom(random: Random) -> list[ev.Event]:
         ev.DrainRequested(host, WHY, random.choice([None, soon])),
         ev.DrainCancelled(host, random.choice(["", WHY])),
         ev.HostsChecked((passed,), random.randint(1, 2)),
+        ev.HostProbed(host, number, random.random() < 0.5),
         ev.StacksRequested(random.choice(["", WHY])),
     ]
 
