@@ -2,7 +2,7 @@
 
 import time
 
-from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
+from elastic_driver.runtime.backend import Backend, BackendJob, OnClosed, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.backends import ssh
 from launcher.backends.addresses import is_this_machine
@@ -18,6 +18,10 @@ class AutoBackend(Backend):
 
     def _for(self, host: str) -> Backend:
         return self._here if is_this_machine(host) else self._elsewhere
+
+    def report_connections(self, on_closed: OnClosed) -> None:
+        """See `ReportsConnections.report_connections`."""
+        self._elsewhere.report_connections(on_closed)
 
     def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
         """See `Backend.start`."""
