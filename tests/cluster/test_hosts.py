@@ -176,6 +176,7 @@ def test_a_driver_that_is_stopped_for_a_while_takes_no_host_for_lost(cluster: Cl
             job.signal(signal.SIGSTOP)
             time.sleep(STOPPED_S)  # the length of the fault
             job.signal(signal.SIGCONT)
+            job.process.send_signal(signal.SIGCONT)  # nsenter, which stops with its child
             goal = max(r.step for r in job.steps()) + 150
             job.until(lambda goal=goal: max(r.step for r in job.steps()) > goal, "it goes on")
         assert job.newest_round() == before
