@@ -7,7 +7,8 @@ decides. Durations are seconds.
 from msgspec import Struct
 
 from elastic_driver.core.job_parts import JobParts
-from elastic_driver.core.rules.hosts import Hindrance
+from elastic_driver.core.rules.host_reasons import outlook, reason_of
+from elastic_driver.core.rules.host_states import Hindrance
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE
 from elastic_driver.core.rules.workers import RUNNING, Worker
 
@@ -91,9 +92,9 @@ def status_of(job: JobParts, now: float) -> JobStatus:
     settings, outcome, current = job.settings, job.outcome, job.rounds.current
     end, budget = outcome.end, outcome.budget
     known = {host.name: host.slots for host in job.hosts.known.values()}
-    reason, outlook = job.effects.waiting, job.hosts.outlook(now)
-    if outlook and current.state is not COMPLETE:
-        reason = f"{reason}; {outlook}" if reason else outlook
+    reason, hosts = job.effects.waiting, outlook(job.hosts, now)
+    if hosts and current.state is not COMPLETE:
+        reason = f"{reason}; {hosts}" if reason else hosts
     known.update({name: 0 for name in job.fleet.agents if name not in known})
     by_rank = sorted(job.workers.workers.values(), key=lambda w: (w.spare, w.place.rank, w.age))
     return JobStatus(
@@ -150,7 +151,7 @@ def _host(job: JobParts, name: str, slots: int, now: float) -> HostStatus:
         state = "draining"
     else:
         state = "usable" if hindrance is None else hindrance.value
-    reason = hosts.reason(name, now)
+    reason = reason_of(hosts, name, now)
     if state == "usable" and agent and not workers and job.placement.room_left() == 0:
         reason = reason or "stands by to replace a host that is lost"
     health = (state, hosts.cooldown_left(name, now), reason)

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TypeVar
 
 from elastic_driver.core.rules.fleet import AGENT_TRANSITIONS, AgentNews
-from elastic_driver.core.rules.hosts import HOST_TRANSITIONS, HostNews
+from elastic_driver.core.rules.host_states import HOST_TRANSITIONS, HostNews
 from elastic_driver.core.rules.rounds import ROUND_TRANSITIONS
 from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, TRANSITIONS, WorkerNews
 

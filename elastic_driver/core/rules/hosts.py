@@ -1,7 +1,7 @@
 """The hosts that discovery found, and what keeps them from getting new workers.
 
 Discovery reports hosts, failures put them in cool-down, time brings them back; a drain or a check
-that is due keeps them out, too. The transition table says which news begins and ends what.
+that is due keeps them out, too. The table in `host_states` says which news begins and ends what.
 A host in cool-down keeps its healthy workers and only gets no new ones. A host that the job cannot
 do without is not put in cool-down: only its restarts that fail fast are delayed. Not to be
 reachable is no failure: such a host is used again as soon as it answers (`unreachable`). The
@@ -10,51 +10,17 @@ workers of a drained host leave. Times are monotonic seconds.
 
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from operator import attrgetter
 from typing import NamedTuple
 
+from elastic_driver.core.rules.host_states import HOST_TRANSITIONS, Hindrance, HostNews
 from elastic_driver.settings import DEFAULT_HOST_FAILURES, Settings
 
-
-class Hindrance(str, Enum):
-    """Something that keeps a host from getting workers; a host may have several."""
-
-    COOL_DOWN = "cool-down"
-    PAUSING = "pausing"  # a restart there failed fast, and the next one waits for a moment
-    DRAINED = "drained"
-    UNREACHABLE = "unreachable"  # it is gone; it is probed until it answers
-    UNCHECKED = "checking"  # it waits for a node check
-
-
-class HostNews(str, Enum):
-    """News of a host."""
-
-    FAILED = "failed"  # its workers, its agent or a node check, beyond the limit
-    FAILED_FAST = "failed, needed"  # the same, but the job cannot do without the host
-    COOLED_DOWN = "cool-down over"
-    LOST = "not reachable"
-    ANSWERED = "answers"  # a probe, or it cannot be probed and the start of an agent is tried
-    DRAINED = "drain"
-    UNDRAINED = "drain cancelled"
-    CHECK_DUE = "check due"
-    CHECKED = "checked"
-    REMOVED = "removed"  # discovery no longer reports it; this ends no cool-down
-
-
-_H = HostNews
-HOST_TRANSITIONS: dict[Hindrance, dict[HostNews, bool]] = {  # whether the news begins or ends it
-    Hindrance.COOL_DOWN: {_H.FAILED: True, _H.COOLED_DOWN: False},
-    Hindrance.PAUSING: {_H.FAILED_FAST: True, _H.COOLED_DOWN: False},
-    Hindrance.DRAINED: {_H.DRAINED: True, _H.UNDRAINED: False, _H.REMOVED: False},
-    Hindrance.UNREACHABLE: {_H.LOST: True, _H.ANSWERED: False, _H.REMOVED: False},
-    Hindrance.UNCHECKED: {_H.CHECK_DUE: True, _H.CHECKED: False, _H.REMOVED: False},
-}
-
-
 _COOL_DOWN = Hindrance.COOL_DOWN
-_TIMED = (Hindrance.COOL_DOWN, Hindrance.PAUSING)  # they end by themselves
-_NAMED_FIRST = (Hindrance.DRAINED, Hindrance.UNREACHABLE, *_TIMED, Hindrance.UNCHECKED)
+TIMED = (Hindrance.COOL_DOWN, Hindrance.PAUSING)  # they end by themselves
+_NAMED_FIRST = (Hindrance.DRAINED, Hindrance.UNREACHABLE, *TIMED, Hindrance.UNCHECKED)
 FIRST_PROBE_S = 0.5  # between two probes of a host; longer if very many are not reachable
 LONGEST_PROBE_S = 3.0
 PROBES_PER_S = 330  # of all hosts together: 1,000 hosts are probed every three seconds
@@ -116,10 +82,6 @@ class HostChanges(NamedTuple):
     added: tuple[tuple[str, int], ...]
     removed: tuple[str, ...]
     resized: tuple[tuple[str, int, int], ...]
-
-
-def _until(host: Host) -> float:
-    return host.until
 
 
 @dataclass(slots=True)
@@ -233,42 +195,16 @@ class HostManager:
 
     def cooldown_left(self, name: str, now: float) -> float:
         """Return the seconds until its cool-down or pause is over; 0 outside of them."""
-        host = next(
-            (self._hindered[kind][name] for kind in _TIMED if name in self._hindered[kind]), None
-        )
-        return max(0.0, host.until - now) if host else 0.0
+        ends = [self._hindered[k][name].until for k in TIMED if name in self._hindered[k]]
+        return max(0.0, ends[0] - now) if ends else 0.0
 
-    def reason(self, name: str, now: float) -> str:
-        """Return why the host gets no workers, or is the last choice; empty if neither is so."""
-        kind = self.hindrance(name)
-        if kind is None:
-            return "slow: the last choice" if name in self.distrusted else ""
-        host = self._hindered[kind][name]
-        drain = host.drain.reason if host.drain else ""
-        gone, probe = now - (host.lost_at or now), max(0.0, host.probe_at - now)
-        lost = f"gone for {gone:.0f} s, next probe in {probe:.1f} s: {host.reason}"
-        others = {Hindrance.UNCHECKED: host.check, Hindrance.UNREACHABLE: lost}
-        return {Hindrance.DRAINED: drain, **others}.get(kind, host.reason)
-
-    def outlook(self, now: float) -> str:
-        """Return when the first host comes back if all are in cool-down or not reachable."""
-        kinds = {self.hindrance(name) for name in self.known}
-        if not kinds or not kinds <= {Hindrance.UNREACHABLE, *_TIMED}:
-            return ""
-        every = f"all {len(self.known)} hosts are in cool-down or unreachable"
-        timed = {
-            h.name: h for k in _TIMED for h in self._hindered[k].values() if h.name in self.known
-        }
-        lost = self._hindered[Hindrance.UNREACHABLE]
-        first = min((h for h in timed.values() if h.name not in lost), key=_until, default=None)
-        more = [] if first is None else [f"{first.name} is back in {first.until - now:.0f} s"]
-        if lost:
-            more.append(f"{len(lost)} are probed, and used again as soon as they answer")
-        return f"{every}; {'; '.join(more)}"
+    def hindered(self, kind: Hindrance) -> Mapping[str, Host]:
+        """Return the hosts that this keeps from getting workers, by name."""
+        return self._hindered[kind]
 
     def next_resurrection(self) -> float | None:
         """Return when the first cool-down or pause ends."""
-        return min((h.until for k in _TIMED for h in self._hindered[k].values()), default=None)
+        return min((h.until for k in TIMED for h in self._hindered[k].values()), default=None)
 
     def suspect(self, name: str, now: float) -> bool:
         """Return whether an agent was lost there within the window: the next one may fail too."""
@@ -356,7 +292,7 @@ class HostManager:
         """End the cool-down that would end first, as the job cannot do without it; its host."""
         cooling = self._hindered[Hindrance.COOL_DOWN].values()
         can = (h for h in cooling if h.needed_again and self.hindrance(h.name) is _COOL_DOWN)
-        host = min((h for h in can if h.name in self.known), key=_until, default=None)
+        host = min((h for h in can if h.name in self.known), key=attrgetter("until"), default=None)
         if host is not None:
             self._learn(host, HostNews.COOLED_DOWN)
         return None if host is None else host.name

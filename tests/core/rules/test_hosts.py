@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.core.rules.hosts import Hindrance, HostManager
+from elastic_driver.core.rules.host_reasons import reason_of
+from elastic_driver.core.rules.host_states import Hindrance
+from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.settings import Settings
 
 
@@ -53,10 +55,10 @@ def test_a_host_comes_back_after_its_cooldown_and_not_before() -> None:
     assert hosts.resurrect(9.9) == []
     assert not hosts.usable("a")
     assert hosts.cooldown_left("a", 4.0) == 6.0
-    assert "w exited 1" in hosts.reason("a", 4.0)
+    assert "w exited 1" in reason_of(hosts, "a", 4.0)
     assert hosts.resurrect(10.0) == ["a"]
     assert hosts.usable("a")
-    assert (hosts.cooldown_left("a", 10.0), hosts.reason("a", 10.0)) == (0.0, "")
+    assert (hosts.cooldown_left("a", 10.0), reason_of(hosts, "a", 10.0)) == (0.0, "")
 
 
 @pytest.mark.parametrize(("given", "needed"), [(None, 3), (1, 1), (5, 5)])
