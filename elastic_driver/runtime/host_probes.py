@@ -80,15 +80,15 @@ async def connect_all(
 ) -> None:
     """Connect to all targets at once; call `answered` for each that accepts in time."""
     loop = asyncio.get_running_loop()
-    under_way, over = dict[str, socket.socket](), loop.create_future()
+    pending, over = dict[str, socket.socket](), loop.create_future()
 
     def settle(host: str) -> None:
-        connection = under_way.pop(host)
+        connection = pending.pop(host)
         loop.remove_writer(connection)
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
             answered(host)
         connection.close()
-        if not under_way and not over.done():
+        if not pending and not over.done():
             over.set_result(None)
 
     try:
@@ -96,13 +96,13 @@ async def connect_all(
             connection = socket.socket(family, socket.SOCK_STREAM)
             connection.setblocking(False)
             if connection.connect_ex(address) in (0, errno.EINPROGRESS):
-                under_way[host] = connection
+                pending[host] = connection
                 loop.add_writer(connection, settle, host)
             else:
                 connection.close()
-        if under_way:
+        if pending:
             await asyncio.wait([over], timeout=patience)
     finally:
-        for connection in under_way.values():
+        for connection in pending.values():
             loop.remove_writer(connection)
             connection.close()
