@@ -382,12 +382,14 @@ class Tick(Event, frozen=True, tag="tick"):
 ProcessEvent: TypeAlias = (
     WorkerStarted | WorkerReady | WorkerStepped | WorkerStalled | WorkerResumed | WorkerExited
 )  # every WorkerReport
+AnyAgentEvent: TypeAlias = (
+    AgentReady | AgentLost | AgentSuspected | AgentHeard | AgentProbed | HostLeaving
+)  # every AgentEvent
 OtherEvent: TypeAlias = (
-    AgentReady | AgentLost | AgentSuspected | AgentHeard | AgentProbed | HostProbed | LeaseExpired
-    | HostsDiscovered | DiscoveryFailed | HostsChecked
-    | HostLeaving | WorkerLeaving | DrainRequested | DrainCancelled | RankSlow | RankRecovered
+    HostProbed | LeaseExpired | HostsDiscovered | DiscoveryFailed | HostsChecked
+    | WorkerLeaving | DrainRequested | DrainCancelled | RankSlow | RankRecovered
     | WorkerStack | StacksRequested | WorkerSaved | JobLeaving | ProgressReported | ScaleRequested
     | StopRequested | Tick
 )  # fmt: skip
 # Every event for the job; mypy reports one that no rule takes in (`core/job.py`).
-JobEvent: TypeAlias = ProcessEvent | OtherEvent
+JobEvent: TypeAlias = ProcessEvent | AnyAgentEvent | OtherEvent

@@ -91,6 +91,8 @@ class Job(JobParts):
         try:
             if isinstance(event, ev.WorkerReport):
                 self._take_in_report(event, now)
+            elif isinstance(event, ev.AgentEvent):
+                self._take_in_agent_event(event, now)
             else:
                 self._take_in_other(event, now)
         except ev.StaleEvent as stale:
@@ -119,9 +121,7 @@ class Job(JobParts):
             case _:
                 assert_never(event)
 
-    def _take_in_other(  # noqa: PLR0912, PLR0915 - a case for each
-        self, event: ev.OtherEvent, now: float
-    ) -> None:
+    def _take_in_agent_event(self, event: ev.AnyAgentEvent, now: float) -> None:
         match event:
             case ev.AgentReady():
                 self.agents.on_ready(event, now)
@@ -134,6 +134,13 @@ class Job(JobParts):
                 self.suspicion.on_heard(event, now)
             case ev.AgentProbed():
                 self.suspicion.on_probed(event, now)
+            case ev.HostLeaving():
+                self.drains.on_host_leaving(event, now)
+            case _:
+                assert_never(event)
+
+    def _take_in_other(self, event: ev.OtherEvent, now: float) -> None:  # noqa: PLR0912
+        match event:
             case ev.HostProbed():
                 self.unreachable.on_probed(event, now)
             case ev.LeaseExpired():
@@ -144,8 +151,6 @@ class Job(JobParts):
                 self.discovered.on_failed(event, now)
             case ev.HostsChecked():
                 self.rechecks.on_hosts_checked(event, now)
-            case ev.HostLeaving():
-                self.drains.on_host_leaving(event, now)
             case ev.WorkerLeaving():
                 self.drains.on_worker_leaving(event, now)
             case ev.DrainRequested():

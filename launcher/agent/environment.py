@@ -74,9 +74,7 @@ def worker_environment(
         contract.HEARTBEAT_TIMEOUT: spec.heartbeat_timeout,
     }
     if spec.virtual_local_rank:
-        devices = str(values.get(_DEVICES, place.slot)).split(",")
-        seen = devices[place.slot : place.slot + 1] if _DEVICES in values else devices
-        values.update({"LOCAL_RANK": 0, _DEVICES: "".join(seen).strip()})
+        values |= {"LOCAL_RANK": 0, _DEVICES: _device_of(place.slot, values.get(_DEVICES))}
     optional = {
         contract.TF_CONFIG: order.tf_config,
         contract.SCRATCH: meeting.scratch,
@@ -85,6 +83,12 @@ def worker_environment(
     }
     values.update((name, value) for name, value in optional.items() if value is not None)
     return {name: str(value) for name, value in values.items()}
+
+
+def _device_of(slot: int, visible: object) -> str:
+    """Return the one device that a worker sees, of those that are visible on its host."""
+    devices = [str(slot)] if visible is None else str(visible).split(",")[slot : slot + 1]
+    return "".join(devices).strip()
 
 
 def common_environment(inherited: Mapping[str, str], spec: JobSpec) -> dict[str, str]:

@@ -30,7 +30,7 @@ class CutOffError(RendezvousError):
 
 
 class ProbeAnswer(asyncio.Protocol):
-    """Sends one byte to whoever connects, and closes the connection."""
+    """Sends one byte over each connection, and closes it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Answer."""

@@ -285,7 +285,7 @@ class HostManager:
 
     @property
     def can_recall(self) -> bool:
-        """Whether a host may be in cool-down."""
+        """True if a host is in cool-down, and may be used again earlier."""
         return bool(self._hindered[Hindrance.COOL_DOWN])
 
     def recall(self) -> str | None:

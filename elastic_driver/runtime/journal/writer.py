@@ -2,8 +2,8 @@
 
 The driver's thread notes each event, and waits until it is written before the decisions that follow
 from it act. "Written" means handed to the kernel: the journal survives the driver's death at any
-moment, and loses the last moments when the host loses power. A disk that does not answer holds
-nobody up: after `WAIT_S` the driver acts without waiting, until the writer has caught up. A
+moment, and loses the last moments when the host loses power. A disk that does not answer delays
+nothing for long: after `WAIT_S` the driver acts without waiting, until the writer has caught up. A
 journal that fails (full disk, read-only, too far behind) is given up, and the job goes on
 (docs/journal.md).
 """
