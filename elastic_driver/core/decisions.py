@@ -104,6 +104,7 @@ class PublishNotice(CausedDecision, frozen=True, tag="publish_notice"):
     round: int
     after_step: int | None
     reason: str
+    silent: bool = False  # see `documents.Notice`
 
 
 class PublishSave(CausedDecision, frozen=True, tag="publish_save"):

@@ -61,11 +61,15 @@ def decode_world(data: bytes) -> World:
 
 
 class Notice(Struct, frozen=True):
-    """Leave round `round`: at once (`after_step` None) or after committed step `after_step`."""
+    """Leave round `round`: at once (`after_step` None) or after committed step `after_step`.
+
+    `silent`: a host answers no more, so no collective with it fails by itself.
+    """
 
     round: int
     after_step: int | None
     reason: str
+    silent: bool = False
 
 
 class SaveRequest(Struct, frozen=True):

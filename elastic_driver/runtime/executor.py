@@ -100,8 +100,9 @@ class Executor:
                 self._publish_world(world)
             case do.AskProgress():
                 self._ask_progress(decision)
-            case do.PublishNotice(round=round_id, after_step=step, reason=reason):
-                self._set(contract.JOB_NOTICE, doc.encode(doc.Notice(round_id, step, reason)))
+            case do.PublishNotice():
+                notice = decision.round, decision.after_step, decision.reason, decision.silent
+                self._set(contract.JOB_NOTICE, doc.encode(doc.Notice(*notice)))
             case do.PublishSave(request=request):
                 self._set(contract.JOB_SAVE, doc.encode(request))
             case do.SealRound(round=round_id):

@@ -42,11 +42,11 @@ class Agents(Rule):
         if was_up or not event.unreachable or not self.hosts.is_lost(event.host):
             self.effects.announce("agent_lost", reason, event.host, **detail)
         self.fleet.apply(agent, AgentNews.LOST)
-        failed = [w for w in self.workers.on_host(event.host) if self._lose_worker(w, now)]
+        gone, workers = event.unreachable, self.workers.on_host(event.host)
+        failed = [worker for worker in workers if self._lose_worker(worker, now, silent=gone)]
         if failed and self.outcome.first_success is None and self.outcome.end is None:
             self.reports.count_failure(now, member=any(worker.is_member for worker in failed))
         if self.outcome.end is None:
-            gone = event.unreachable
             self._host_without_agent(event.host, reason, now, was_up=was_up, unreachable=gone)
 
     def on_lease_expired(self, event: ev.LeaseExpired, now: float) -> None:
@@ -82,14 +82,14 @@ class Agents(Rule):
                 late = f"agent not up within {timeout:g} s"
                 self._host_without_agent(agent.host, late, now, was_up=False)
 
-    def _lose_worker(self, worker: Worker, now: float) -> bool:
+    def _lose_worker(self, worker: Worker, now: float, *, silent: bool) -> bool:
         """Record that a worker died with its agent; return whether that is a failure."""
         failed = not worker.leaving and worker.state in ACTIVE
         was_running = worker.state is RUNNING
         self.workers.ended(worker, KILLED, as_told=bool(worker.leaving))
         self.effects.announce("worker_lost", "its agent was lost", worker)
         if failed:
-            self.reports.record_loss(worker, Cause.AGENT, now)
+            self.reports.record_loss(worker, Cause.AGENT, now, silent=silent)
         elif worker.leaving:
             self.rounds.left_early(worker, now, running=was_running)
         return failed

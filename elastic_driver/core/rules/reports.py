@@ -133,9 +133,19 @@ class Reports(Rule):
         self.record_loss(worker, Cause.HUNG, now)
 
     def record_loss(
-        self, worker: Worker, cause: Cause, now: float, exit_code: int = KILLED, log_tail: str = ""
+        self,
+        worker: Worker,
+        cause: Cause,
+        now: float,
+        exit_code: int = KILLED,
+        log_tail: str = "",
+        *,
+        silent: bool = False,
     ) -> None:
-        """Record a worker's failure against the round, its host and the budget."""
+        """Record a worker's failure against the round, its host and the budget.
+
+        `silent`: its host answers no more, so its peers see no end of their connections.
+        """
         rank, member = worker.place.rank, worker.is_member
         failure = Failure(worker.id, rank, worker.host, worker.pid, exit_code, log_tail)
         reason = _describe(failure, cause)
@@ -155,7 +165,7 @@ class Reports(Rule):
             if self.outcome.first_success is None:
                 self.count_failure(now, member=member)
         if member and self.outcome.elastic and self.outcome.end is None:
-            self.rounds.leave(now, f"{worker.id} {reason}")
+            self.rounds.leave(now, f"{worker.id} {reason}", silent=silent)
 
     def count_failure(self, now: float, *, member: bool) -> None:
         """Take one failure from the budget; an elastic job ends here if it is exceeded.

@@ -201,8 +201,11 @@ class Rounds:
         self.current.at_boundary = at_boundary
         return True
 
-    def leave(self, now: float, reason: str) -> None:
-        """Tell the members to leave at once, even if they were to leave at a boundary."""
+    def leave(self, now: float, reason: str, *, silent: bool = False) -> None:
+        """Tell the members to leave at once, even if they were to leave at a boundary.
+
+        `silent`: for a host that answers no more.
+        """
         if self.current.state is COMPLETE:
             if not self.close(now, reason, at_boundary=False):
                 return
@@ -210,7 +213,7 @@ class Rounds:
             self.current.at_boundary, self.current.since = False, now
         else:
             return
-        self.effects.decide(PublishNotice(self.current.number, None, reason))
+        self.effects.decide(PublishNotice(self.current.number, None, reason, silent))
 
     def left_early(self, worker: Worker, now: float, *, running: bool) -> None:
         """Break the round of a worker that was to leave and ended early; this is no failure.

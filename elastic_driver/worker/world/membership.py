@@ -35,6 +35,7 @@ from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
 from rendezvous.torch_store import HTTPStore
 
 GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
+SILENT_GRACE_S = 0.05  # the same, if a peer's host answers no more
 CHECK_S = 1.0  # between two checks of a training thread that has not left yet
 HOPELESS_CHECKS = 8  # in a row that find it asleep: a collective that can end takes milliseconds
 CONNECT_DEVICES_S = 120.0  # the longest wait for the peers' devices
@@ -68,6 +69,7 @@ class JobMembership:
         self._attempt: tuple[int, SimpleQueue[Any]] | None = None  # a round, its thread's result
         self._device_failures = 0  # in a row
         self._broken_since: float | None = None  # when a notice told us to leave at once
+        self._grace = GRACE_S  # after that, before we end our collectives
         self._leaving_since: float | None = None  # when taking the group down began
         self._thread = TrainingThread()
         self._left_groups: list[RoundGroup] = []  # a peer may still be in them
@@ -149,6 +151,7 @@ class JobMembership:
         def create_subgroup(store: Store, rank: int, size: int, _timeout: timedelta) -> Any:
             part = build(store, rank, size, vote=None)
             group.connections.held += part.connections.held
+            group.subgroups.append(part.backend)
             return part.backend
 
         if choice.device is None or not group.elected:
@@ -303,6 +306,7 @@ class JobMembership:
         if _ends_now(notice, progress.round):
             progress.leave_after = AT_ONCE
             self._broken_since = time.monotonic()
+            self._grace = SILENT_GRACE_S if notice.silent else GRACE_S
             if self.group is not None and self.group.half is not None:
                 self.group.half.cut_off(notice.reason)
         elif notice.after_step is not None:
@@ -323,8 +327,8 @@ class JobMembership:
             if self._broken_since is None or self.group is None:
                 return None
             waited = time.monotonic() - self._broken_since
-            if waited < GRACE_S:
-                return GRACE_S - waited
+            if waited < self._grace:
+                return self._grace - waited
             self.group.connections.shut_reads()
             problem = self.group.half and self.group.half.problem()
             if problem is None and self._thread.count_asleep() < HOPELESS_CHECKS:

@@ -61,6 +61,13 @@ def test_a_silent_host_that_answers_no_probe_is_lost() -> None:
     suspect(s, "b", "silent")
     answer(s, "b", "silent", PROBE_S)
     assert lost(s) == ["b"]
+    assert s.notice.silent  # nothing else ends the collectives of the others
+
+
+def test_a_worker_that_was_killed_is_not_silent() -> None:
+    s = trains()
+    s.exit("b.0.1", -9)
+    assert not s.notice.silent
 
 
 @pytest.mark.parametrize("evidence", ["disconnected", "backend"])

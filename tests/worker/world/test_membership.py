@@ -13,7 +13,7 @@ from elastic_driver.worker import current
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.connections import GroupConnections
-from elastic_driver.worker.world.membership import ALONE, JobMembership
+from elastic_driver.worker.world.membership import ALONE, SILENT_GRACE_S, JobMembership
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -52,3 +52,14 @@ def test_an_error_while_a_round_is_left_is_not_taken_for_one_that_hangs(
     with pytest.raises(RuntimeError, match="torch cannot"):
         member.join("a new host")
     assert member._leaving_since is None
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_collectives_with_a_host_that_answers_no_more_are_ended_at_once(silent: bool) -> None:
+    member = JobMembership(None)
+    member.progress.entered(1, 0, 2)
+    member.group = SimpleNamespace(half=None, connections=GroupConnections())  # type: ignore[assignment]
+    member._on_notice(Notice(1, None, "host b was lost", silent))
+    until_the_end = member._check_departure()
+    assert until_the_end is not None
+    assert (until_the_end <= SILENT_GRACE_S) == silent
