@@ -261,9 +261,10 @@ def costs_of_many(sizes: list[int], turns: int) -> list[Figure]:
             name = f"{what} per simulated member, n = {size}"
             figures.append(Figure(OURS, name, "ms", tuple(costs), note))
         for size in sizes[1:]:
-            ratios = [m / f for m, f in zip(of_size[size], of_size[sizes[0]], strict=True)]
+            pairs = zip(of_size[size], of_size[sizes[0]], strict=True)
+            ratios = [more / fewer for more, fewer in pairs if fewer]  # 0: under the clock's tick
             name = f"{what} per simulated member, {size} : {sizes[0]}"
-            figures.append(Figure(OURS, name, "x", tuple(ratios)))
+            figures += [Figure(OURS, name, "x", tuple(ratios))] if ratios else []
     return figures
 
 

@@ -51,7 +51,10 @@ def test_a_killed_agent_is_started_again_and_scancel_leaves_nothing(slurm: Slurm
         assert {r.worker for r in first} == {"node0.0.1", "node1.0.1"}
         find(slurm, "node1", "launcher.agent --endpoint").kill()
         job.together(2, above=first[0].round)
-        assert job.wait_event("agent_lost", "node1")["reason"].endswith("was killed by SIGKILL")
+        reason = job.wait_event("agent_lost", "node1")[
+            "reason"
+        ]  # srun's, or its peer's and a probe's
+        assert reason.endswith("was killed by SIGKILL") or "that the agent is gone" in reason
         job.check_steps({"node1"})
         slurm.run("head", "scancel", "1")
         assert job.wait(30) == 143, job.describe()

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from elastic_driver.core.documents import SlotInfo
 from elastic_driver.core.rules import rounds
 from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.host_states import Hindrance
 from elastic_driver.core.rules.membership import Membership
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.ranks import Seat, assign
@@ -51,7 +52,7 @@ def no_number_is_too_many(patch: pytest.MonkeyPatch) -> None:
 
 def a_cool_down_does_not_matter(patch: pytest.MonkeyPatch) -> None:
     def there(self: Placement, host: str) -> bool:
-        return host in self.hosts.known
+        return self.hosts.hindrance(host) in (None, Hindrance.COOL_DOWN)
 
     patch.setattr(Placement, "_eligible", there)
 

@@ -71,6 +71,6 @@ def fake_ssh(folder: Path, names: dict[str, str]) -> SshShell:
     """An ssh whose configuration has these host names."""
     cases = "".join(f"{host}) echo hostname {address} ;;\n" for host, address in names.items())
     program = folder / "ssh"
-    program.write_text(f"#!/bin/sh\ncase $3 in\n{cases}esac\n")
+    program.write_text(f"#!/bin/sh\nfor host; do :; done\ncase $host in\n{cases}esac\n")
     program.chmod(0o755)
     return SshShell(program=str(program))
