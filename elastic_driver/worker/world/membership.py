@@ -151,7 +151,6 @@ class JobMembership:
         def create_subgroup(store: Store, rank: int, size: int, _timeout: timedelta) -> Any:
             part = build(store, rank, size, vote=None)
             group.connections.held += part.connections.held
-            group.subgroups.append(part.backend)
             return part.backend
 
         if choice.device is None or not group.elected:
