@@ -52,7 +52,8 @@ def no_number_is_too_many(patch: pytest.MonkeyPatch) -> None:
 
 def a_cool_down_does_not_matter(patch: pytest.MonkeyPatch) -> None:
     def there(self: Placement, host: str) -> bool:
-        return self.hosts.hindrance(host) in (None, Hindrance.COOL_DOWN)
+        there = host in self.hosts.known
+        return there and self.hosts.hindrance(host) in (None, Hindrance.COOL_DOWN)
 
     patch.setattr(Placement, "_eligible", there)
 
