@@ -23,13 +23,13 @@ from elastic_driver.runtime.journal import writer
 from elastic_driver.runtime.journal.replay import JournalError, Replay
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.machine_api import SHARDS_PATH
-from tests.runtime.jobs import StartJob
+from tests.runtime.jobs import JobUnderTest, StartJob
 from tests.runtime.waiting import until
 
 A0, A1 = "a.0.1", "a.1.1"
 
 
-def short_job(start_job: StartJob) -> Path:
+def short_job(start_job: StartJob) -> JobUnderTest:
     job = start_job()
     job.cluster.until_workers(A0, A1)
     job.cluster.ready(A0, A1)
@@ -37,7 +37,7 @@ def short_job(start_job: StartJob) -> Path:
     job.cluster.exits(A0, 0)
     job.cluster.exits(A1, 0)
     assert job.outcome().exit_code == 0
-    return job.run_dir.journal_file
+    return job
 
 
 def test_the_replay_of_a_job_gives_the_decisions_of_the_run(
@@ -45,7 +45,7 @@ def test_the_replay_of_a_job_gives_the_decisions_of_the_run(
 ) -> None:
     monkeypatch.setattr(writer, "SNAPSHOT_BYTES", 100)  # every few events; each is compared
     monkeypatch.setattr(writer, "SNAPSHOT_TIMES", 0)
-    path = short_job(start_job)
+    path = short_job(start_job).run_dir.journal_file
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not path.with_name("journal.db-wal").exists()
     replay = Replay(path)
@@ -119,13 +119,7 @@ def test_a_folder_that_cannot_be_written_costs_the_journal_and_not_the_job(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Journal, "_create", refuse)
-    job = start_job()
-    job.cluster.until_workers(A0, A1)
-    job.cluster.ready(A0, A1)
-    job.cluster.world(1)
-    job.cluster.exits(A0, 0)
-    job.cluster.exits(A1, 0)
-    assert job.outcome().exit_code == 0
+    job = short_job(start_job)
     failed = [event for event in job.logged() if event["event"] == "journal_failed"]
     assert len(failed) == 1
     assert "No space left on device; the job goes on without a journal" in failed[0]["reason"]
