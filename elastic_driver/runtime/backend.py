@@ -133,5 +133,27 @@ class ReportsConnections(Protocol):
         """
 
 
+@runtime_checkable
+class AdoptsAgents(Protocol):
+    """A backend that can take over agents that an earlier driver has started. This is optional.
+
+    Of a backend that cannot, the driver still has the lease and the heartbeats of such an agent.
+    """
+
+    def adopt(self, host: str, incarnation: int, pid: int, on_lost: OnLost) -> None:
+        """Treat an agent that has reported to this driver as if `start` had started it.
+
+        From then on `on_lost`, `kill` and `close` are as described in `Backend`. The driver calls
+        this from its mailbox thread, once for an agent. It returns at once and never raises.
+
+        Args:
+            host: the host's name, as `start` was given it.
+            incarnation: the number of the agent.
+            pid: the agent's process on its host.
+            on_lost: see `Backend.start`. Call it only if the agent has ended for certain: an agent
+                that this machine cannot reach may well train on.
+        """
+
+
 # `(endpoint, token_file) -> backend`: the driver calls it once its rendezvous is up.
 MakeBackend: TypeAlias = Callable[[str, Path], Backend]

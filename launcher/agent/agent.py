@@ -24,10 +24,10 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
+from elastic_driver.console import Console
 from elastic_driver.core import documents
 from elastic_driver.core.events import AgentReady, HostLeaving, WireEvent
 from elastic_driver.errors import ExitCode
-from launcher.agent.console import Console
 from launcher.agent.environment import Meeting
 from launcher.agent.folders import clear_unheld, scratch_folder
 from launcher.agent.liveness import CutOffError, Heartbeats, Promise, answer_probes

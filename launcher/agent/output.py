@@ -20,8 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from elastic_driver.console import Console
 from elastic_driver.core.documents import JobSpec, StartWorkerOrder
-from launcher.agent.console import Console
 from launcher.agent.lines import HoldBack, LineSplitter, visible
 
 OUT, ERR = 1, 2  # bits of torchrun's Std

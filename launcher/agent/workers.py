@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elastic_driver import contract
+from elastic_driver.console import Console
 from elastic_driver.core.documents import JobSpec, RanksOrder, StartWorkerOrder
 from elastic_driver.core.events import WorkerExited, WorkerStack, WorkerStarted
 from elastic_driver.peer_loss import looks_like_peer_loss
 from launcher.agent import processes
-from launcher.agent.console import Console
 from launcher.agent.environment import Meeting, worker_environment
 from launcher.agent.output import WorkerOutput, link_ranks
 from launcher.agent.processes import EXIT_NOT_EXECUTABLE, ProcessSpec, StartError, WorkerProcess

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from elastic_driver.console import Console
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import (
     Backend,
@@ -30,7 +31,6 @@ from elastic_driver.runtime.backend import (
     UnreachableReason,
 )
 from elastic_driver.runtime.host_lists import Hosts
-from launcher.agent.console import Console
 from launcher.agent.remote import UP
 from launcher.backends.addresses import endpoint_for
 from launcher.backends.base import AgentPlan, agent_arguments

@@ -1,13 +1,12 @@
 """Our own stdout or stderr, to which whole lines are written without blocking.
 
-The agent inherits both from the driver, and other agents write to them too, so lines go out in
-pieces that a pipe takes whole. A reader that stops reading holds the workers up for `STALL_S`
-seconds at most; then their output is dropped, with a message, until the reader goes on. No error
-here ends a worker.
+Driver and agents write to the same terminal at the same time, so lines go out in pieces that a pipe
+takes whole. A reader that stops reading holds the workers up for `STALL_S` seconds at most; then
+their output is dropped, with a message, until the reader goes on. No error here ends a worker.
 
-`O_NONBLOCK` belongs to the open file that we share with the driver and the other agents: if we set
-it, *their* writes would fail. So a pipe or terminal is opened once more through /proc, each write
-to a socket has a flag, and if neither is possible, we poll before each write.
+`O_NONBLOCK` belongs to the open file that driver and agents share: if one sets it, writes of the
+others fail. So a pipe or terminal is opened once more through /proc, each write to a socket has a
+flag, and if neither is possible, we poll before each write.
 """
 
 import asyncio
@@ -73,7 +72,7 @@ def _write_if_ready(fd: int, data: bytes) -> int:
 
 
 class Console:
-    """One of our output streams; made and used on the agent's loop.
+    """One of our output streams; made and used on one asyncio loop.
 
     Args:
         fd: the descriptor, left as it is.

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from launcher.agent.console import HIGH_WATER, Console
+from elastic_driver.console import HIGH_WATER, Console
 
 Body = Callable[[Console, list[bool], list[str]], Awaitable[None]]
 
