@@ -18,6 +18,7 @@ HANG_TIMEOUT = "ELASTIC_HANG_TIMEOUT"  # seconds; 0: off, not set: adapts to the
 LEAVE_NOTICE = "ELASTIC_LEAVE_NOTICE"  # seconds from a signal to a worker's end; not set: at once
 VIRTUAL_WORKERS = "ELASTIC_VIRTUAL_WORKERS"  # --virtual-workers, by default --max-np
 BALANCE = "ELASTIC_BALANCE"  # "1" with --balance: shares of a step follow measured speed
+DRIVER_FILE = "ELASTIC_DRIVER_FILE"  # has RENDEZVOUS anew, once another driver has taken over
 SCRATCH = "ELASTIC_SCRATCH"  # a folder for multiprocessing's sockets, removed by the agent
 TF_CONFIG = "TF_CONFIG"  # TensorFlow's name; only with --tf-config
 
@@ -43,6 +44,7 @@ METRICS_PATH = "/metrics"  # the default of Prometheus
 SCALE_PATH = "/v1/scale"
 STOP_PATH = "/v1/stop"
 STACKS_PATH = "/v1/stacks"
+OUTPUT_PATH = "/v1/output"
 DRAIN_PATH = "/v1/hosts/{host}:drain"  # {host}: a name as it stands in a URL
 UNDRAIN_PATH = "/v1/hosts/{host}:undrain"
 TF_CLUSTER_SPEC_PATH = "/v1/tf/cluster_spec"

@@ -6,6 +6,9 @@ call at once: each call has a connection of its own, which later calls use again
 asyncio loop calls through `asyncio.to_thread` and ends pending calls with `abort`. After a fork
 the child opens connections of its own. A client never uses a proxy, and does not resolve a
 numeric address. Times are seconds.
+
+The driver may be replaced by one at another address. A client learns it from a file, which it reads
+again after each attempt that failed, or is told (`move`).
 """
 
 import contextlib
@@ -18,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -41,30 +45,42 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
     """Connections to one driver.
 
     `timeout` is the time for a call, without the waits that it contains; with `repeats=False` a
-    call is tried once. Every call may raise UnreachableError (no answer before the deadline),
+    call is tried once. `url_file` holds the address of a driver that took over, once there is one.
+    Every call may raise UnreachableError (no answer before the deadline),
     UnauthorizedError (wrong token), RequestError (the server refuses the request), AbortedError
     (after `abort`), and the errors in its own description.
     """
 
     def __init__(
-        self, url: str, token: str, timeout: float = DEFAULT_TIMEOUT_S, *, repeats: bool = True
+        self,
+        url: str,
+        token: str,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        *,
+        repeats: bool = True,
+        url_file: Path | None = None,
     ) -> None:
         parts = parse_url(url)
         self.url, self.timeout = url.rstrip("/"), timeout
         self.requests = 0  # attempts sent so far, for measurements
+        self.silent_since: float | None = None  # monotonic; None: the last attempt was answered
         self._host, self._port = str(parts.hostname), int(parts.port or 0)
-        self._token, self._repeats = token, repeats
+        self._token, self._repeats, self._url_file = token, repeats, url_file
         self._headers = {AUTHORIZATION: bearer(token), "Content-Type": "application/json"}
         self._lock = threading.Lock()  # guards the next two
         self._idle: list[HTTPConnection] = []
         self._busy: set[HTTPConnection] = set()
         self._aborted = threading.Event()
+        self._hurry = threading.Event()  # set for a moment: pauses between attempts end
         self._pid = os.getpid()
+        self._read_url_file()
 
     def clone(self, timeout: float | None = None) -> "RendezvousClient":
         """Return another client of the same server, with its own connections and `abort`."""
         seconds = self.timeout if timeout is None else timeout
-        return RendezvousClient(self.url, self._token, seconds, repeats=self._repeats)
+        return RendezvousClient(
+            self.url, self._token, seconds, repeats=self._repeats, url_file=self._url_file
+        )
 
     # ---- the store -----------------------------------------------------------------------
 
@@ -157,6 +173,26 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
     def abort(self) -> None:
         """End the calls that block other threads, and every later one, with AbortedError."""
         self._aborted.set()
+        self._break_connections()
+
+    def move(self, url: str) -> None:
+        """Use the driver at this address from now on, also for the calls that are pending.
+
+        Raises ValueError if it is no address.
+        """
+        parts = parse_url(url)
+        with self._lock:
+            if url.rstrip("/") == self.url:
+                return
+            self.url = url.rstrip("/")
+            self._host, self._port = str(parts.hostname), int(parts.port or 0)
+        self._break_connections()
+
+    def _break_connections(self) -> None:
+        """Break every connection and end every pause: pending calls go on with their next attempt.
+
+        After `abort` there is none.
+        """
         if self._pid != os.getpid():  # the sockets are shared with the parent, who needs them
             return
         self.close()
@@ -165,6 +201,15 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
                 if connection.sock is not None:
                     with contextlib.suppress(OSError):  # it is closed already
                         connection.sock.shutdown(socket.SHUT_RDWR)
+        self._hurry.set()
+        if not self._aborted.is_set():
+            self._hurry.clear()
+
+    def _read_url_file(self) -> None:
+        """Move to the address in the file, if there is one and it is another one."""
+        if self._url_file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self.move(self._url_file.read_text(encoding="ascii").strip())
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -199,16 +244,20 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
                     status, answer = self._attempt(connection, request, attempt_until, wake)
                     if status == _STOPPING and self._repeats:
                         raise ConnectionError("the server is stopping")
+                self.silent_since = None
                 return self._checked(status, answer)
             except (OSError, HTTPException) as error:
                 problem = error
+            if self.silent_since is None:
+                self.silent_since = time.monotonic()
+            self._read_url_file()
             # The server may just have closed an idle connection: no need to pause.
             pause = 0.0 if reused else next(pauses)
             if time.monotonic() + pause >= until or not (self._repeats or reused):
                 self._check_not_aborted()
                 raise errors.UnreachableError(self.url, time.monotonic() - started, problem)
             if wake is None:
-                self._aborted.wait(pause)
+                self._hurry.wait(pause)
             elif _readable(pause, wake):
                 raise errors.WokenError(f"woken while {self.url} did not answer")
 
@@ -268,13 +317,19 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
                 self._busy.discard(connection)
                 if self._aborted.is_set():
                     connection.close()
-                elif connection.sock is not None:
+                elif connection.sock is not None and self._leads_here(connection):
                     self._idle.append(connection)
+                else:
+                    connection.close()
+
+    def _leads_here(self, connection: HTTPConnection) -> bool:
+        """Return whether a connection leads to the driver in use, and not to an earlier one."""
+        return (connection.host, connection.port) == (self._host, self._port)
 
     def _connect(self, connection: HTTPConnection, until: float) -> None:
         """Connect as `http.client` does; meanwhile `abort` finds the socket and can end it."""
-        problem = OSError(f"{self._host} has no address")
-        found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        problem = OSError(f"{connection.host} has no address")
+        found = socket.getaddrinfo(connection.host, connection.port, type=socket.SOCK_STREAM)
         for family, kind, protocol, _, address in found:
             connection.close()
             connection.sock = socket.socket(family, kind, protocol)
@@ -285,6 +340,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
                 problem = error
             else:
                 self._check_not_aborted()
+                if not self._leads_here(connection):
+                    raise ConnectionError("the driver has moved")
                 connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return
         connection.close()

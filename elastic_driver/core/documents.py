@@ -7,7 +7,7 @@ write their progress; the launcher writes the job's specification. The keys are 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -252,6 +252,31 @@ class StacksOrder(Struct, frozen=True, tag="stacks"):
 
 
 Order = StartWorkerOrder | StopWorkerOrder | RanksOrder | ShutdownOrder | StacksOrder
+
+
+# ---- output of an agent and its workers whose console is gone -----------------------------
+
+MAX_OUTPUT_LINES = 4096  # in one message
+
+
+class OutputLine(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One line for elasticrun's stdout (`stream` 1) or stderr (2), without its newline."""
+
+    stream: Literal[1, 2]
+    text: Text
+
+
+class OutputLines(Struct, frozen=True, forbid_unknown_fields=True):
+    """Lines in the order in which they were written: the body of `POST /v1/output`.
+
+    `first` is the number of the first line; an agent numbers its lines from 1. Lines that were
+    taken already may come again, with the same numbers.
+    """
+
+    host: Host
+    incarnation: Annotated[int, Meta(ge=0, le=2**53)]
+    first: Annotated[int, Meta(ge=1, le=2**53)]
+    lines: Annotated[tuple[OutputLine, ...], Meta(min_length=1, max_length=MAX_OUTPUT_LINES)]
 
 
 class Failure(Struct, frozen=True):

@@ -9,6 +9,7 @@ https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec, StartWorkerOrder
@@ -30,6 +31,11 @@ class Meeting:
     token_file: str
     interface: str | None = None  # network interface to the other hosts; None: there are none
     scratch: str | None = None  # a folder that is removed when the agent ends
+
+    @property
+    def driver_file(self) -> Path | None:
+        """The file with the address of a driver that took over; None: there is no folder for it."""
+        return None if self.scratch is None else Path(self.scratch, "driver")
 
 
 def worker_environment(
@@ -78,6 +84,7 @@ def worker_environment(
     optional = {
         contract.TF_CONFIG: order.tf_config,
         contract.SCRATCH: meeting.scratch,
+        contract.DRIVER_FILE: meeting.driver_file,
         contract.HANG_TIMEOUT: spec.hang_timeout,
         contract.LEAVE_NOTICE: spec.grace_period or None,
     }

@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -321,6 +322,48 @@ def test_a_successor_on_the_same_port_is_found_while_a_call_waits() -> None:
         second.post([Set("a", b"new")])
         thread.join(10)
     assert found == [Entry(b"new", 1)]
+
+
+def test_a_driver_at_another_address_is_found_in_the_file_once_nobody_answers(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "driver"
+    first = RendezvousServer(token=TOKEN).start()
+    with RendezvousClient(first.url, TOKEN, url_file=file) as client:
+        client.set("a/k", b"1")
+        with RendezvousServer(token=TOKEN, first_revision=1 << 40) as second:
+            file.write_text(second.url)
+            assert client.set("a/k", b"2") == 2  # the first one still answers
+            first.stop()
+            assert client.set("a/k", b"3") > 1 << 40
+            assert (client.url, client.silent_since) == (second.url, None)
+            assert RendezvousClient(first.url, TOKEN, url_file=file).url == second.url
+
+
+@pytest.mark.parametrize("content", ["", "no address", "http://127.0.0.1", "\xff"])
+def test_a_file_without_an_address_changes_nothing(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "driver"
+    file.write_text(content)
+    client = RendezvousClient("http://127.0.0.1:9", TOKEN, repeats=False, url_file=file)
+    with pytest.raises(UnreachableError):
+        client.get("a/k")
+    assert client.url == "http://127.0.0.1:9"
+    assert client.silent_since is not None
+
+
+def test_a_client_that_is_moved_takes_pending_calls_along(server: RendezvousServer) -> None:
+    with (
+        RendezvousServer(token=TOKEN) as second,
+        RendezvousClient(server.url, TOKEN, timeout=20) as client,
+    ):
+        found: list[Entry | None] = []
+        waiter = threading.Thread(target=lambda: found.append(client.get("a/k", wait=20)))
+        waiter.start()
+        eventually(lambda: waiting(server) == 1, "the call waits")
+        second.apply([Set("a/k", b"here")])
+        client.move(second.url)
+        waiter.join(5)
+        assert [entry and entry.value for entry in found] == [b"here"]
 
 
 def test_abort_ends_a_call_that_blocks_another_thread(server: RendezvousServer) -> None:
