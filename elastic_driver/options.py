@@ -42,7 +42,7 @@ class Heading(Enum):
     TENSORFLOW = "TensorFlow (docs/tensorflow.md)"
     CHECK = "Checking the hosts before training (docs/node-checks.md)"
     OUTPUT = "Output of the workers"
-    STATE = "Identity and state"
+    STATE = "Name and state of the job, and the driver's death (docs/driver-loss.md)"
     OTHER = "Other"
 
 
@@ -220,6 +220,9 @@ def _tf_roles(word: str) -> TfRoles:
 FLAG = ValueKind(_flag, words=0)  # in the environment and in files: 1/true/yes/on, 0/false/no/off
 SECONDS = ValueKind(_seconds, "SECONDS")
 SECONDS_OR_0 = ValueKind(lambda word: _seconds(word, zero=True), "SECONDS")
+SECONDS_OR_AUTO = ValueKind(  # auto: None
+    lambda word: None if word == "auto" else _seconds(word, zero=True), "auto|SECONDS"
+)
 SECONDS_RANGE = ValueKind(_seconds_range, "MIN MAX", words=2)
 # torchrun's --nnodes
 NODE_RANGE = matching("MIN[:MAX]", r"[0-9]{1,9}(:[0-9]{1,9})?", "needs N or MIN:MAX", _node_range)

@@ -172,6 +172,7 @@ class JobSpec:
     heartbeat_interval: float = 0.0  # seconds between an agent's heartbeats; 0: it sends none
     hang_timeout: float | None = None  # seconds without progress; None: adapts, 0: never
     grace_period: float = 0.0  # seconds; the time to leave a host that is about to go; 0: none
+    driver_timeout: float = 0.0  # seconds to wait for the next driver; 0: end with this one
     log_dir: str | None = option(Heading.OUTPUT, text("DIR"), None,
         "Also write each worker's output to files below DIR.", aliases=("--output-filename",))
     tee: str = option(Heading.OUTPUT, STREAMS, "3",

@@ -17,10 +17,12 @@ from elastic_driver.errors import UsageError
 from elastic_driver.options import TfRoles
 from elastic_driver.settings import Settings
 from launcher.launch.hosts import Facts
+from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine
 
 HEARTBEAT_S = 0.4  # between two heartbeats of an agent
 HEARTBEATS_PER_S = 1000  # of all agents together: what the driver takes with little of a core
+NAMED_JOB_WAITS_S = 300.0  # a person or systemd starts the next driver well within this time
 TF_PORTS = 128  # free ports that each agent finds: more than a host has slots
 
 PASSED_ON = (
@@ -86,6 +88,7 @@ def job_spec(
         cwd=facts.cwd,
         env={**passed_on, **env},
         max_restarts=settings.max_restarts or 0,
+        driver_timeout=driver_timeout(options),
         heartbeat_interval=max(HEARTBEAT_S, hosts / HEARTBEATS_PER_S),
     )
     if settings.tf_roles is not None:
@@ -93,6 +96,16 @@ def job_spec(
         # safely: no warm processes unless an option asks for them.
         spec = replace(spec, warm=spec.warm or 0, slot_ports=TF_PORTS)
     return spec, tuple(name for name in passed_on if name not in env), unset
+
+
+def driver_timeout(options: LaunchOptions) -> float:
+    """Return the seconds for which agents and workers wait for the next driver; 0: not at all.
+
+    Only a job that was given a name is likely to be resumed; others leave nothing behind.
+    """
+    if options.driver_timeout is not None:
+        return options.driver_timeout
+    return 0.0 if options.run_id is None else NAMED_JOB_WAITS_S
 
 
 # ---- variables of this shell -------------------------------------------------------------

@@ -123,10 +123,20 @@ class LaunchOptions:
         "A task that takes longer has failed; also the time for agents to start for the check.")
 
     run_id: str | None = option(Heading.STATE, text("ID"), None,
-        "The job's name, in logs and in the state directory.",
+        "The job's name, in logs and in the state directory. A job with a name can go on after its "
+        "driver has died: give the same command again, or --resume.",
         aliases=("--rdzv-id",), shown="time and a random suffix")
     state_dir: str | None = option(Heading.STATE, text("DIR"), None,
-        "The folder of the event logs, DIR/ID/events.jsonl.", shown="~/.local/state/elastic-driver")
+        "The folder of all jobs; that of this one is DIR/ID, with event log and journal.",
+        shown="~/.local/state/elastic-driver")
+    resume: bool = option(Heading.STATE, FLAG, False,
+        "Go on with the job --run-id, whose driver has died. COMMAND and options are those of its "
+        "start and are not given again. With a COMMAND: go on with the job if it has begun, begin "
+        "it otherwise (for systemd). If the job is over, show its result and exit with its status.")
+    driver_timeout: float | None = option(Heading.STATE, o.SECONDS_OR_AUTO, None,
+        "Agents and workers train on without a driver and wait this long for the next one. Then "
+        "they leave at a step boundary, write a checkpoint, and exit. 0: end with the driver.",
+        shown="auto: 300 with --run-id, else 0")
 
     config_file: str | None = option(OTHER, text("FILE.yaml"), None,
         "Options from a YAML file, 'min-np: 2' a line. Flags win over ELASTICRUN_<OPTION> "

@@ -7,6 +7,7 @@ types: each value is read like a word of the command line (to YAML 1.1 `1:4` is 
 
 import difflib
 import functools
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -37,6 +38,7 @@ _BY_SPELLING = {
     spelling: option for option in OPTIONS for spelling in (option.long, *option.aliases)
 }
 _MODULE = ("-m", "--module")
+_VARIABLE = re.compile(r"(ELASTICRUN|PET)_[A-Z0-9_]+=")
 _SHORT = sorted((s for s in _BY_SPELLING if not s.startswith("--")), key=len, reverse=True)
 
 
@@ -59,6 +61,7 @@ class CommandLine:
     settings: Mapping[str, Setting]
     command: Words
     warnings: Words
+    words: Words = ()  # the same in one spelling without --resume: NAME=VALUE … options -- command
 
     def __getitem__(self, field: str) -> Any:
         return self.settings[field].value
@@ -110,7 +113,32 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     if (backend := settings["rdzv_backend"].value) not in (None, "c10d", "static"):
         own = "the job has its own rendezvous, and the HOST of --rdzv-endpoint is one of its nodes"
         warnings.append(f"--rdzv-backend {backend} is not used: {own}")
-    return CommandLine(settings, command, (*remarks, *warnings))
+    same = _BY_NAME["resume"]  # with or without it, the job is the same
+    given.pop(same, None)
+    names = sorted({source for o, (_words, source) in from_environment.items() if o is not same})
+    words = (*(f"{name}={environ[name]}" for name in names), *_spelled(given, command))
+    return CommandLine(settings, command, (*remarks, *warnings), words)
+
+
+def resolve_again(words: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
+    """Read the `words` of an earlier command line, with its variables in place of today's.
+
+    Raises UsageError as `resolve` does.
+    """
+    first = next((n for n, word in enumerate(words) if not _VARIABLE.match(word)), len(words))
+    variables = dict(word.split("=", 1) for word in words[:first])
+    others = {name: value for name, value in environ.items() if not _VARIABLE.match(f"{name}=")}
+    return resolve(words[first:], {**others, **variables})
+
+
+def _spelled(given: Mapping[Option, Words], command: Words) -> Words:
+    """Return an argv with these options, in the order of --help, and this command."""
+    argv: list[str] = []
+    for option in (each for each in OPTIONS if each in given):
+        words = given[option]
+        repeated = words if option.kind.repeat else [",".join(words)] if words else []
+        argv += [f"{option.long}={word}" for word in repeated] or [option.long]
+    return (*argv, "--", *command) if command else tuple(argv)
 
 
 def split(argv: Sequence[str]) -> tuple[dict[Option, Words], Words, Words]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.launch.workers import forwarded, is_forwarded
+from launcher.launch.workers import driver_timeout, forwarded, is_forwarded
+from launcher.options.values import resolve
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,20 @@ def test_values_go_unchanged_and_in_a_stable_order() -> None:
         ("LANG", "C"),
         ("PATH", "/b"),
     ]
+
+
+# ---- without a driver --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "seconds"),
+    [
+        ([], 0.0),  # the run has a random name: nobody will resume it
+        (["--run-id", "big"], 300.0),
+        (["--run-id", "big", "--driver-timeout", "auto"], 300.0),
+        (["--run-id", "big", "--driver-timeout", "0"], 0.0),
+        (["--driver-timeout", "20"], 20.0),
+    ],
+)
+def test_a_job_with_a_name_waits_for_the_next_driver(argv: list[str], seconds: float) -> None:
+    assert driver_timeout(resolve(argv, {}).options) == seconds

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_driver.errors import UsageError
 from launcher.options import table as o
-from launcher.options.values import CommandLine, resolve, split
+from launcher.options.values import CommandLine, resolve, resolve_again, split
 
 
 def read(*argv: str, **environ: str) -> CommandLine:
@@ -270,3 +270,38 @@ def test_a_misspelt_variable_is_remarked_on_and_does_not_end_anything() -> None:
 def test_secret_variables_are_shown_by_name_only() -> None:
     origins = read("--env", "API_KEY=hunter2").origins()
     assert origins == (("--env", "API_KEY", "command line"),)
+
+
+# ---- a command line that is read again ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        (["-np", "2", "train.py", "-v"], {}),
+        (["--blacklist_cooldown_range", "5", "60", "-v", "-m", "pkg.train"], {}),
+        (["-x", "A=1", "--env", "B", "--tee=1", "./a.out"], {"ELASTICRUN_MIN_NP": "2"}),
+        (["-np", "4", "train.py"], {"PET_NNODES": "1", "ELASTICRUN_ENV": "A='1 2' B"}),
+        (["--rdzv-conf", "timeout=9", "--", "-strange"], {"PET_RDZV_CONF": "join_timeout=7"}),
+        (["-H", "a:1,b:2", "--version"], {"ELASTICRUN_QUIET": "yes"}),
+    ],
+)
+def test_a_command_line_is_the_same_when_its_words_are_read_in_another_environment(
+    argv: list[str], environ: dict[str, str]
+) -> None:
+    first = resolve(argv, environ)
+    again = resolve_again(first.words, {"ELASTICRUN_NP": "9", "PET_NNODES": "7", "HOME": "/h"})
+    assert (again.settings, again.command) == (first.settings, first.command)
+    assert again.words == first.words
+
+
+def test_two_spellings_of_a_command_line_have_the_same_words() -> None:
+    assert (
+        read("-np", "2", "--min_np=1", "a.py").words
+        == read("--min-np", "1", "-n2", "--", "a.py").words
+    )
+    assert read("-np", "2", "a.py").words != read("-np", "3", "a.py").words
+
+
+def test_whether_the_job_is_resumed_is_no_part_of_the_words() -> None:
+    assert read("--resume", "a.py", ELASTICRUN_RESUME="1").words == read("a.py").words
