@@ -13,6 +13,7 @@
 | `POST /v1/stop` | 202; the job ends with status 143; a second request ends it at once |
 | `/v1/shards/…`, `/v1/tf/…` | see `runtime.machine_api` |
 | `/v1/nodes` | see `runtime.joined` |
+| `POST /v1/output` | see `runtime.output` |
 
 Handlers run on the server's loop: they decode a request, check it and post an event. Every
 decision about the job is made in the driver's thread. Errors have the form of
@@ -36,6 +37,7 @@ from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.runtime import machine_api, metrics
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.output import AgentsOutput
 from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import EVENTS_PATH
 
@@ -89,9 +91,13 @@ class DriverRoutes:
     """Handlers of the routes above."""
 
     def __init__(
-        self, driver: DriverPort, log: EventLog, joined: JoinedNodes | None = None
+        self,
+        driver: DriverPort,
+        log: EventLog,
+        joined: JoinedNodes | None = None,
+        output: AgentsOutput | None = None,
     ) -> None:
-        self._driver, self._log = driver, log
+        self._driver, self._log, self._output = driver, log, output
         self.requests, self._joined = machine_api.OpenRequests(driver.post), joined
         self._streams = 0
 
@@ -105,8 +111,9 @@ class DriverRoutes:
         for path, kind in EVENT_OF_PATH.items():
             app.router.add_post(path, self._route_of(kind))
         machine_api.add_machine_routes(app, self.requests)
-        if self._joined is not None:
-            self._joined.add_to(app)
+        for part in (self._joined, self._output):
+            if part is not None:
+                part.add_to(app)
 
     # ---- events into the mailbox ---------------------------------------------------------
 

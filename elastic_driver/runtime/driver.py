@@ -37,6 +37,7 @@ from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.machine_api import SHARDS_PATH
+from elastic_driver.runtime.output import AgentsOutput
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
@@ -239,7 +240,7 @@ class ElasticDriver:
 
     def _make_loop(self) -> DriverLoop:
         """Open everything but the job's own files; `_closing` frees what was opened."""
-        routes = DriverRoutes(self, self._log, self.joined)
+        routes = DriverRoutes(self, self._log, self.joined, AgentsOutput(self.reporter.note))
         self._closing.callback(self.run_dir.close)
         with self._startup_errors():
             token, take_shards = make_token(), routes.requests.take_shard_request
