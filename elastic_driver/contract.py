@@ -19,6 +19,7 @@ LEAVE_NOTICE = "ELASTIC_LEAVE_NOTICE"  # seconds from a signal to a worker's end
 VIRTUAL_WORKERS = "ELASTIC_VIRTUAL_WORKERS"  # --virtual-workers, by default --max-np
 BALANCE = "ELASTIC_BALANCE"  # "1" with --balance: shares of a step follow measured speed
 DRIVER_FILE = "ELASTIC_DRIVER_FILE"  # has RENDEZVOUS anew, once another driver has taken over
+DRIVER_TIMEOUT = "ELASTIC_DRIVER_TIMEOUT"  # seconds to wait for the next driver; not set: 0
 SCRATCH = "ELASTIC_SCRATCH"  # a folder for multiprocessing's sockets, removed by the agent
 TF_CONFIG = "TF_CONFIG"  # TensorFlow's name; only with --tf-config
 

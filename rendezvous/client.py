@@ -8,10 +8,11 @@ the child opens connections of its own. A client never uses a proxy, and does no
 numeric address. Times are seconds.
 
 The driver may be replaced by one at another address. A client learns it from a file, which it reads
-again after each attempt that failed, or is told (`move`).
+again after each attempt that failed and while it waits for an answer, or is told (`move`).
 """
 
 import contextlib
+import math
 import os
 import random
 import secrets
@@ -33,6 +34,7 @@ from rendezvous.auth import AUTHORIZATION, bearer
 DEFAULT_TIMEOUT_S = 10.0
 CONNECT_S = 3.0  # for one address to accept a connection
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+URL_FILE_POLL_S = 0.5  # between two looks at the file with the address, while an answer is awaited
 _CHUNK_BYTES = 1024 * 1024
 _STOPPING = 503  # the only status that is worth a repeat: a successor may take over
 _STREAM, _DATA = "text/event-stream", b"data: "  # a stream of server-sent events; one event
@@ -127,12 +129,14 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         """GET a path; return the answer's body."""
         return self._call("GET", path, None, deadline)
 
-    def post_json(self, path: str, body: bytes, deadline: float | None = None) -> bytes:
-        """POST an encoded JSON document; return the answer's body.
+    def post_json(
+        self, path: str, body: bytes, deadline: float | None = None, wake: int | None = None
+    ) -> bytes:
+        """POST an encoded JSON document; return the answer's body; `wake` as in `batch`.
 
         Repeats carry the same X-Request-Id, and the server carries out an id once.
         """
-        return self._call("POST", path, body, deadline)
+        return self._call("POST", path, body, deadline, wake=wake)
 
     def put_json(self, path: str, body: bytes, deadline: float | None = None) -> None:
         """PUT an encoded JSON document; a repeat does no harm."""
@@ -273,11 +277,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         _arm(connection, until)
         self.requests += 1
         connection.request(*request)
-        if wake is not None:
-            socket_fd = connection.sock.fileno()
-            ready = _readable(until - time.monotonic(), socket_fd, wake)
-            if wake in ready and socket_fd not in ready:
-                raise errors.WokenError(f"woken before {self.url} answered")
+        if wake is not None or self._url_file is not None:
+            self._await_answer(connection.sock.fileno(), until, wake)
         response = connection.getresponse()
 
         def read_chunk() -> bytes:
@@ -285,6 +286,22 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             return response.read(_CHUNK_BYTES)
 
         return response.status, b"".join(iter(read_chunk, b""))
+
+    def _await_answer(self, answer: int, until: float, wake: int | None) -> None:
+        """Wait until the descriptor `answer` is readable, or `until`.
+
+        Meanwhile look at the file: a host without power closes no connection, so the request would
+        wait for an answer of the earlier driver. Raises WokenError if `wake` is readable before.
+        """
+        slice_s = math.inf if self._url_file is None else URL_FILE_POLL_S
+        descriptors = (answer,) if wake is None else (answer, wake)
+        while (left := until - time.monotonic()) > 0:
+            ready = _readable(min(left, slice_s), *descriptors)
+            if answer in ready:
+                return
+            if ready:
+                raise errors.WokenError(f"woken before {self.url} answered")
+            self._read_url_file()  # it ends this connection where it has another address
 
     def _check_not_aborted(self) -> None:
         if self._aborted.is_set():

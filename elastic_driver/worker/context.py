@@ -2,13 +2,15 @@
 
 `elastic.init()` reads it. A process that `elasticrun` did not start has no context and trains
 alone, as a world of one. Some variables without the others are an error. The context holds the path
-of the token file, never the token. Times are seconds. This module does not import torch.
+of the token file, never the token; `client` reads it. Times are seconds. This module does not
+import torch.
 """
 
 import multiprocessing
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -16,6 +18,8 @@ from msgspec import Meta, Struct, field
 
 from elastic_driver import contract
 from elastic_driver.errors import UsageError
+from rendezvous.auth import read_token_file
+from rendezvous.client import DEFAULT_TIMEOUT_S, RendezvousClient
 
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 _NEEDED = (contract.WORKER_ID, contract.RENDEZVOUS, contract.TOKEN_FILE)
@@ -36,6 +40,19 @@ class WorkerContext(Struct, frozen=True, kw_only=True):
     leave_notice: Seconds = field(name=contract.LEAVE_NOTICE, default=0.0)
     # A folder that the agent removes when it ends.
     scratch: str | None = field(name=contract.SCRATCH, default=None)
+    # The agent writes the driver's present address there.
+    driver_file: str | None = field(name=contract.DRIVER_FILE, default=None)
+    # The wait for the next driver after one has died; 0: the workers end with their driver.
+    driver_timeout: Seconds = field(name=contract.DRIVER_TIMEOUT, default=0.0)
+
+    def client(self, timeout: float = DEFAULT_TIMEOUT_S) -> RendezvousClient:
+        """Return a new client of the job's driver, wherever that is by now.
+
+        `timeout` as for `RendezvousClient`. Raises `TokenError` if the token file cannot be used.
+        """
+        token = read_token_file(self.token_file)
+        file = Path(self.driver_file) if self.driver_file else None
+        return RendezvousClient(self.endpoint, token, timeout, url_file=file)
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext | None:

@@ -27,7 +27,6 @@ from elastic_driver.policies.messages import Rejection, Reply
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.worker import context
 from elastic_driver.worker.worker_log import say
-from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import UnreachableError
 
@@ -103,7 +102,7 @@ class ShardClient(AbstractContextManager["ShardClient"]):
         if found is None:
             self._open()  # raises for a description that makes no sense
         else:
-            self._driver = RendezvousClient(found.endpoint, read_token_file(found.token_file))
+            self._driver = found.client()
 
     def next(self, timeout: float = LONGEST_S) -> messages.Granted | None:
         """Return the next shard to train; None when every record was trained.

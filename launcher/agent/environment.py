@@ -87,6 +87,7 @@ def worker_environment(
         contract.DRIVER_FILE: meeting.driver_file,
         contract.HANG_TIMEOUT: spec.hang_timeout,
         contract.LEAVE_NOTICE: spec.grace_period or None,
+        contract.DRIVER_TIMEOUT: spec.driver_timeout or None,
     }
     values.update((name, value) for name, value in optional.items() if value is not None)
     return {name: str(value) for name, value in values.items()}

@@ -340,6 +340,30 @@ def test_a_driver_at_another_address_is_found_in_the_file_once_nobody_answers(
             assert RendezvousClient(first.url, TOKEN, url_file=file).url == second.url
 
 
+@pytest.mark.parametrize("with_wake", [False, True])
+def test_a_request_that_waits_finds_the_new_driver_though_the_old_connection_stays_open(
+    server: RendezvousServer, tmp_path: Path, with_wake: bool
+) -> None:
+    file = tmp_path / "driver"
+    reader, writer = os.pipe()
+    with (
+        RendezvousServer(token=TOKEN) as second,
+        RendezvousClient(server.url, TOKEN, timeout=20, url_file=file) as client,
+    ):
+        found: list[object] = []
+        watch, wake = Watch({"a/k": 0}, wait=20), reader if with_wake else None
+        waiter = threading.Thread(target=lambda: found.extend(client.batch(watch, wake=wake)))
+        waiter.start()
+        eventually(lambda: waiting(server) == 1, "the request waits")
+        file.write_text(second.url)
+        eventually(lambda: waiting(second) == 1, "the request waits at the new driver")
+        second.apply([Set("a/k", b"here")])
+        waiter.join(5)
+        assert found == [Entries({"a/k": Entry(b"here", 1)})]
+    os.close(reader)
+    os.close(writer)
+
+
 @pytest.mark.parametrize("content", ["", "no address", "http://127.0.0.1", "\xff"])
 def test_a_file_without_an_address_changes_nothing(tmp_path: Path, content: str) -> None:
     file = tmp_path / "driver"

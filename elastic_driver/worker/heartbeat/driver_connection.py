@@ -33,7 +33,6 @@ from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import StallWatch
 from elastic_driver.worker.worker_log import say
-from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import AbortedError, RendezvousError, WokenError
 from rendezvous.wire import EVENTS_PATH, Delete, Entries, Result, Set, Watch, expect
@@ -117,7 +116,7 @@ class DriverConnection:
         before_heartbeat: Callable[[], float | None],
     ) -> None:
         self.born = born
-        self.client = RendezvousClient(born.endpoint, read_token_file(born.token_file))
+        self.client = born.client()
         self.preemption = PreemptionWatch(born.worker, born.leave_notice)
         self._progress = progress
         progress.on_first_step = self.preemption.wake  # it is reported at once
