@@ -55,6 +55,7 @@ TF_SYNCHRONIZE_PATH = "/v1/tf/synchronize"
 
 # ---- keys of the store: "<scope>/<key>" --------------------------------------------------
 CHECK_SPEC = "checks/spec"  # documents.JobSpec for the agents of node checks
+JOB_DRIVER = "job/driver"  # documents.DriverTerm, written before anything else
 JOB_SPEC = "job/spec"  # documents.JobSpec, written once
 JOB_WORLD = "job/world"  # documents.World of the newest complete round
 JOB_STACKS = "job/stacks"  # the number of the newest request for all stacks

@@ -22,6 +22,13 @@ WorkerId = Annotated[str, Meta(min_length=1, max_length=300)]
 Text = Annotated[str, Meta(max_length=65536)]
 
 
+class DriverTerm(Struct, frozen=True):
+    """The driver of the run: its term (1 for the first one), and the URL of its rendezvous."""
+
+    term: Annotated[int, Meta(ge=1, le=2**20)]
+    url: Annotated[str, Meta(min_length=1, max_length=1000)]
+
+
 class World(Struct, frozen=True):
     """A complete round: its members, ordered by rank. It travels as a `WorldDocument`."""
 
@@ -200,6 +207,7 @@ class JobSpec:
 # fmt: on
 
 
+MAX_PEERS = 16
 STOPPING_S = 5.0  # the last part of a notice, for ending processes that are still there
 
 
@@ -233,10 +241,15 @@ class StopWorkerOrder(Struct, frozen=True, tag="stop_worker"):
 
 
 class RanksOrder(Struct, frozen=True, tag="ranks"):
-    """A round is complete: prefix output with these ranks from now on, add by-rank links."""
+    """A round is complete: prefix output with these ranks from now on, add by-rank links.
+
+    `peers`: address and probe port of other agents in the round, at most `MAX_PEERS`, spread
+    evenly. An agent asks them when the driver's host does not answer.
+    """
 
     round: int
     ranks: dict[str, int]  # worker → rank, this host's workers only
+    peers: tuple[tuple[str, int], ...] = ()
 
 
 class ShutdownOrder(Struct, frozen=True, tag="shutdown"):

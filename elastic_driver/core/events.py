@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from elastic_driver import contract
 from elastic_driver.core.documents import Host, Seconds, Text, WorkerId
 
+MAX_WORKERS = 4096  # of one agent
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Reason = Annotated[str, Meta(min_length=1, max_length=500)]
 # The observation that raises the suspicion that an agent is lost; "peers": a worker of another host
@@ -63,8 +64,8 @@ class WorkerReport(WorkerEvent, frozen=True):
 # ---- events from agents and workers (these may come over the network) ---------------------
 
 
-class AgentReady(AgentEvent, frozen=True, tag="agent_ready", forbid_unknown_fields=True):
-    """An agent is up and waits for orders; `ports` are free ports for a torch store there.
+class AgentUp(AgentEvent, frozen=True):
+    """An agent takes orders; `ports` are free ports for a torch store there.
 
     `slot_ports`: more free ports, for servers of the workers, if the job asks for any.
     `probe_port`: where the agent answers a probe; 0: it answers none.
@@ -75,6 +76,29 @@ class AgentReady(AgentEvent, frozen=True, tag="agent_ready", forbid_unknown_fiel
     ports: Annotated[tuple[int, ...], Meta(max_length=64)]
     slot_ports: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
     probe_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+
+
+class AgentReady(AgentUp, frozen=True, tag="agent_ready", forbid_unknown_fields=True):
+    """An agent is up for the first time."""
+
+
+class RunningWorker(Struct, frozen=True):
+    """A worker that an agent runs; `pid` 0: it was ordered and is not started yet."""
+
+    worker: WorkerId
+    pid: Count
+
+
+class AgentReturned(
+    AgentUp, frozen=True, kw_only=True, tag="agent_returned", forbid_unknown_fields=True
+):
+    """An agent that an earlier driver started reports to this one, and says what it runs.
+
+    Workers that have ended were reported before. `term`: of the driver that it reports to.
+    """
+
+    term: Count
+    workers: Annotated[tuple[RunningWorker, ...], Meta(max_length=MAX_WORKERS)]
 
 
 class WorkerStarted(WorkerReport, frozen=True, tag="worker_started", forbid_unknown_fields=True):
@@ -173,7 +197,7 @@ class WorkerLeaving(WorkerEvent, frozen=True, tag="worker_leaving", forbid_unkno
     reason: Text
 
 
-ManyReports: TypeAlias = AgentReady | WorkerStarted | WorkerReady | WorkerStepped
+ManyReports: TypeAlias = AgentReady | AgentReturned | WorkerStarted | WorkerReady | WorkerStepped
 # Events that `POST /v1/events` takes.
 WireEvent: TypeAlias = (
     ManyReports | WorkerStalled | WorkerResumed | WorkerStack | WorkerExited | WorkerSaved
@@ -228,6 +252,17 @@ class JobLeaving(Event, frozen=True, tag="job_leaving"):
 
 
 # ---- events from the driver's own shell ---------------------------------------------------
+
+
+class DriverResumed(Event, frozen=True, tag="driver_resumed"):
+    """This driver goes on with the job of one that has died; its first event.
+
+    `moved`: it is on another host, so it is not known yet which agents it can reach.
+    """
+
+    term: int
+    reason: str
+    moved: bool = False
 
 
 class HostsDiscovered(Event, frozen=True, tag="hosts_discovered"):
@@ -383,13 +418,13 @@ ProcessEvent: TypeAlias = (
     WorkerStarted | WorkerReady | WorkerStepped | WorkerStalled | WorkerResumed | WorkerExited
 )  # every WorkerReport
 AnyAgentEvent: TypeAlias = (
-    AgentReady | AgentLost | AgentSuspected | AgentHeard | AgentProbed | HostLeaving
+    AgentReady | AgentReturned | AgentLost | AgentSuspected | AgentHeard | AgentProbed | HostLeaving
 )  # every AgentEvent
 OtherEvent: TypeAlias = (
     HostProbed | LeaseExpired | HostsDiscovered | DiscoveryFailed | HostsChecked
     | WorkerLeaving | DrainRequested | DrainCancelled | RankSlow | RankRecovered
     | WorkerStack | StacksRequested | WorkerSaved | JobLeaving | ProgressReported | ScaleRequested
-    | StopRequested | Tick
+    | StopRequested | DriverResumed | Tick
 )  # fmt: skip
 # Every event for the job; mypy reports one that no rule takes in (`core/job.py`).
 JobEvent: TypeAlias = ProcessEvent | AnyAgentEvent | OtherEvent

@@ -23,6 +23,7 @@ RULES = (
     "suspicion",  # hosts that may be lost are probed
     "unreachable",  # hosts that are not reachable are probed
     "agents",  # agents that do not come up are given up
+    "adoption",  # agents of an earlier driver that do not return are given up
     "rechecks",  # hosts are checked
     "stacks",  # a question to all workers is settled
     "reports",  # the job ends because its workers have
@@ -126,6 +127,8 @@ class Job(JobParts):
             case ev.AgentReady():
                 self.agents.on_ready(event, now)
                 self.suspicion.on_ready(event, now)
+            case ev.AgentReturned():
+                self.adoption.on_returned(event, now)
             case ev.AgentLost():
                 self.agents.on_lost(event, now)
             case ev.AgentSuspected():
@@ -175,6 +178,8 @@ class Job(JobParts):
                 self.capacity.on_scale_requested(event, now)
             case ev.StopRequested():
                 self.outcome.on_stop_requested(event, now)
+            case ev.DriverResumed():
+                self.adoption.on_resumed(event, now)
             case ev.Tick():
                 pass  # only time has passed: the rules draw the consequences
             case _:

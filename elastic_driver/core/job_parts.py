@@ -7,6 +7,7 @@ Each part owns its state and alone writes it; other parts read it, or call metho
 from dataclasses import MISSING, fields
 from typing import TypeVar
 
+from elastic_driver.core.rules.adoption import Adoption
 from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.discovered import Discovered, Rechecks
@@ -63,6 +64,7 @@ class JobParts(Restorable):
         self.preemption = self._make(Preemption)
         self.plain = self._make(Plain)
         self.membership = self._make(Membership)
+        self.adoption = self._make(Adoption)
 
     def _make(self, part: type[Part]) -> Part:
         """Create a part with the parts that it needs."""

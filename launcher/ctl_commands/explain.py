@@ -18,6 +18,8 @@ from launcher.ctl_commands.show import printable
 MAX_CHARS = 300  # of a sentence
 _EVENTS: dict[type, str] = {
     ev.AgentReady: "the agent {e.host}.{e.incarnation} is up",
+    ev.AgentReturned: "the agent {e.host}.{e.incarnation} reports to the driver of term {e.term}",
+    ev.DriverResumed: "a driver goes on with the job, in term {e.term}: {e.reason}",
     ev.AgentLost: "the agent {e.host}.{e.incarnation} is gone: {e.reason}",
     ev.LeaseExpired: "{e.owner} is silent: {e.reason}",
     ev.WorkerStarted: "the process of {e.worker} is up",

@@ -46,6 +46,14 @@ def usual(random: Random) -> list[ev.Event]:
     ]
 
 
+def returned(random: Random, host: str, term: int) -> ev.AgentReturned:
+    """An agent with any story."""
+    names = random.sample(WORKERS, random.randint(0, 3))
+    told = tuple(ev.RunningWorker(name, random.randint(0, 1)) for name in names)
+    up = host, random.randint(1, 2), 1, "x", (5000,)
+    return ev.AgentReturned(*up, probe_port=7000, term=term, workers=told)
+
+
 def seldom(random: Random) -> list[ev.Event]:
     """The rest of the vocabulary, but for what ends the job at once."""
     worker, host, number = random.choice(WORKERS), random.choice("ab"), random.randint(1, 5)
@@ -64,6 +72,8 @@ def seldom(random: Random) -> list[ev.Event]:
         ev.HostsChecked((passed,), random.randint(1, 2)),
         ev.HostProbed(host, number, random.random() < 0.5),
         ev.StacksRequested(random.choice(["", WHY])),
+        ev.DriverResumed(random.randint(1, 2), random.choice(["", WHY]), random.random() < 0.5),
+        *(returned(random, host, term) for term in (1, 2)),
     ]
 
 

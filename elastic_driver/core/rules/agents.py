@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, Detail, KillAgent
-from elastic_driver.core.rules.fleet import AgentNews, AgentState, HostAgent
+from elastic_driver.core.rules.fleet import AgentNews, HostAgent
 from elastic_driver.core.rules.hangs import Stacks
 from elastic_driver.core.rules.outcome import KILLED, Cause
 from elastic_driver.core.rules.placement import Placement
@@ -38,7 +38,7 @@ class Agents(Rule):
     def on_lost(self, event: ev.AgentLost, now: float, **detail: Detail) -> None:
         """Record that an agent has ended, or is silent, and its workers with it."""
         agent = self.fleet.current(event)
-        reason, was_up = event.reason or "no reason was given", agent.state is AgentState.READY
+        reason, was_up = event.reason or "no reason was given", agent.is_up
         if was_up or not event.unreachable or not self.hosts.is_lost(event.host):
             self.effects.announce("agent_lost", reason, event.host, **detail)
         self.fleet.apply(agent, AgentNews.LOST)

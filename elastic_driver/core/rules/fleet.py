@@ -1,7 +1,7 @@
 """The agents: one for each host in use; each start is a new incarnation.
 
-`placement` decides which hosts get an agent, `agents` what follows from its news. The transition
-table is the specification. Times are monotonic seconds.
+`placement` decides which hosts get an agent, `agents` and `adoption` what follows from its news.
+The transition table is the specification. Times are monotonic seconds.
 """
 
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ class AgentState(str, Enum):
 
     STARTING = "starting"  # asked for
     READY = "ready"  # takes orders
+    AWAITED = "awaited"  # an earlier driver started it; it has not reported to this one yet
     GONE = "gone"  # ended, given up, or told to go
 
 
@@ -22,14 +23,17 @@ class AgentNews(str, Enum):
     """News of an agent."""
 
     READY = "ready"
+    RESUMED = "driver resumed"
+    RETURNED = "returned"  # to this driver
     LOST = "lost"
     RELEASED = "released"  # it was told to go; its end is not awaited
 
 
 _A, _GOES = AgentState, {AgentNews.LOST: AgentState.GONE, AgentNews.RELEASED: AgentState.GONE}
 AGENT_TRANSITIONS: dict[AgentState, dict[AgentNews, AgentState]] = {
-    _A.STARTING: {AgentNews.READY: _A.READY, **_GOES},
-    _A.READY: _GOES,
+    _A.STARTING: {AgentNews.READY: _A.READY, AgentNews.RETURNED: _A.READY, **_GOES},
+    _A.READY: {AgentNews.RESUMED: _A.AWAITED, **_GOES},
+    _A.AWAITED: {AgentNews.RETURNED: _A.READY, **_GOES},
     _A.GONE: {},
 }
 FALLBACK_PORT = 29500  # torch's own default, for an agent that found no free port to offer
@@ -48,6 +52,11 @@ class HostAgent:
     slot_ports: tuple[int, ...] = ()
     probe_port: int = 0  # where it answers a probe; 0: nowhere
 
+    @property
+    def is_up(self) -> bool:
+        """Return whether it has been up, and is not known to be gone."""
+        return self.state in (AgentState.READY, AgentState.AWAITED)
+
     def port(self, round_number: int) -> int:
         """Return the port for a torch store of this round: never the last one, as ports linger."""
         return self.ports[round_number % len(self.ports)] if self.ports else FALLBACK_PORT
@@ -59,6 +68,7 @@ class Fleet:
 
     agents: dict[str, HostAgent] = field(default_factory=dict)
     starting: dict[str, HostAgent] = field(default_factory=dict)  # not up yet, in order
+    awaited: dict[str, HostAgent] = field(default_factory=dict)  # of an earlier driver
     _incarnations: dict[str, int] = field(default_factory=dict)
 
     def ask(self, host: str, now: float) -> HostAgent:
@@ -74,17 +84,26 @@ class Fleet:
             return False
         agent.state = after
         self.starting.pop(agent.host, None)
+        self.awaited.pop(agent.host, None)
+        if after is AgentState.AWAITED:
+            self.awaited[agent.host] = agent
         if after is AgentState.GONE:
             del self.agents[agent.host]
         return True
 
-    def ready(self, event: ev.AgentReady) -> None:
-        """Record that an agent is up; raise `ev.StaleEvent` if that is not new."""
+    def ready(self, event: ev.AgentUp) -> None:
+        """Record that an agent is up, or back; raise `ev.StaleEvent` if that is not new."""
         agent = self.current(event)
-        if not self.apply(agent, AgentNews.READY):
+        back = isinstance(event, ev.AgentReturned)
+        if not self.apply(agent, AgentNews.RETURNED if back else AgentNews.READY):
             raise ev.StaleEvent(f"agent {event.host}.{event.incarnation} is up already")
         agent.address, agent.ports, agent.slot_ports = event.address, event.ports, event.slot_ports
         agent.probe_port = event.probe_port
+
+    def note_incarnation(self, host: str, incarnation: int) -> None:
+        """Record an agent that is not in the books: later ones get other incarnations."""
+        if host in self._incarnations:
+            self._incarnations[host] = max(self._incarnations[host], incarnation)
 
     def current(self, event: ev.AgentEvent) -> HostAgent:
         """Return the agent that an event is about; raise `ev.StaleEvent` if it was replaced."""
@@ -96,3 +115,7 @@ class Fleet:
     def is_ready(self, host: str) -> bool:
         """Return whether the host has an agent that takes orders."""
         return host in self.agents and self.agents[host].state is AgentState.READY
+
+    def is_up(self, host: str) -> bool:
+        """Return whether the host has an agent that takes orders, or is awaited."""
+        return host in self.agents and self.agents[host].is_up

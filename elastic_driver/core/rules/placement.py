@@ -13,7 +13,7 @@ from elastic_driver.core.decisions import StartAgent, StopAgent
 from elastic_driver.core.documents import SlotInfo, StartWorkerOrder
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.drain import Drains
-from elastic_driver.core.rules.fleet import AgentNews, AgentState, HostAgent
+from elastic_driver.core.rules.fleet import AgentNews, HostAgent
 from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.outcome import ScriptKind
 from elastic_driver.core.rules.ranks import assign
@@ -105,7 +105,7 @@ class Placement(Rule):
             elif name in distrusted:
                 spare += self._room(host)
                 relied_on += bool(self.workers.on_host(name))
-            elif agent.state is AgentState.READY or not self.hosts.suspect(name, now):
+            elif agent.is_up or not self.hosts.suspect(name, now):
                 need -= self._room(host)
                 relied_on += 1
         for name in without:

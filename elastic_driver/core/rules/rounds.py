@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import PublishNotice, PublishWorld, SealRound
-from elastic_driver.core.documents import Member, RanksOrder, World
+from elastic_driver.core.documents import MAX_PEERS, Member, RanksOrder, World
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.fleet import Fleet
@@ -53,6 +53,7 @@ class Round:
     since: float
     state: RoundState = FORMING
     members: tuple[str, ...] = ()  # workers it was completed with, by rank
+    hosts: tuple[str, ...] = ()  # of the members, by node rank
     at_boundary: bool = False  # CLOSING: its members finish a common step first
     stepped: bool = False  # a member has finished a step in it
     broken: str = ""  # a plain round: why it cannot go on though no worker failed
@@ -139,6 +140,7 @@ class Rounds:
 
     settings: Settings
     effects: Effects
+    fleet: Fleet
     workers: WorkerStateRegistry
     capacity: Capacity
     outcome: JobOutcome
@@ -181,10 +183,22 @@ class Rounds:
         current.members = tuple(worker_id for worker_id, _ in places)
         current.enter(COMPLETE, now)
         self.effects.decide(PublishWorld(World(current.number, tuple(members), reason), reason))
-        for host, ranks_there in ranks.items():
-            self.effects.give(host, RanksOrder(current.number, ranks_there), reason)
+        current.hosts = tuple(ranks)
+        for node, (host, ranks_there) in enumerate(ranks.items()):
+            order = RanksOrder(current.number, ranks_there, self._peers(node))
+            self.effects.give(host, order, reason)
         size, what = len(members), f"{len(members)} workers: {reason}"
         self.effects.announce("round_completed", what, size=size, hosts=len(ranks))
+
+    def _peers(self, node: int) -> tuple[tuple[str, int], ...]:
+        """Return where other agents of the round answer probes, evenly spread from this node on."""
+        hosts, agents = self.current.hosts, self.fleet.agents
+        most = min(MAX_PEERS, len(hosts) - 1)
+        others = (
+            hosts[(node + 1 + n * (len(hosts) - 1) // most) % len(hosts)] for n in range(most)
+        )
+        found = (agents[host] for host in others if host in agents)
+        return tuple((agent.address, agent.probe_port) for agent in found if agent.probe_port)
 
     def close(self, now: float, reason: str, *, at_boundary: bool) -> bool:
         """Begin to close the round; return False, and end the job, at the reset limit.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Detail, ProbeAgent
 from elastic_driver.core.rules.agents import Agents
-from elastic_driver.core.rules.fleet import AgentState, HostAgent
+from elastic_driver.core.rules.fleet import HostAgent
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.rules.workers import Worker
 
@@ -50,7 +50,7 @@ class Suspicion(Rule):
     at: dict[str, set[str]] = field(default_factory=dict)  # hosts whose agent had this address
     probes: int = 0  # numbers given
 
-    def on_ready(self, event: ev.AgentReady, now: float) -> None:
+    def on_ready(self, event: ev.AgentUp, now: float) -> None:
         """Find out whether probes reach the agent: only then their failure means anything."""
         self.suspects.pop(event.host, None)
         self.at.setdefault(event.address, set()).add(event.host)
@@ -73,7 +73,7 @@ class Suspicion(Rule):
         for address in set(_PEER.findall(event.reason)):
             for host in sorted(self.at.get(address, ())):
                 agent = self.fleet.agents.get(host)
-                if agent is None or agent.address != address or agent.state is not AgentState.READY:
+                if agent is None or agent.address != address or not agent.is_up:
                     continue
                 if own is not None and own.address != address:
                     self._suspect(agent, "peers", f"{worker.id} lost its connection to it", now)
@@ -104,7 +104,7 @@ class Suspicion(Rule):
         """Probe again, and give up hosts against which two kinds of evidence agree."""
         for host, suspect in tuple(self.suspects.items()):
             agent = self.fleet.agents.get(host)
-            if agent is None or agent.state is not AgentState.READY:
+            if agent is None or not agent.is_up:
                 del self.suspects[host]
             elif suspect.confirmed_at is not None:
                 if self.effects.due_or_set_alarm(suspect.confirmed_at, now):
@@ -118,7 +118,7 @@ class Suspicion(Rule):
 
     def _up(self, event: ev.AgentEvent) -> HostAgent:
         agent = self.fleet.current(event)
-        if agent.state is not AgentState.READY:
+        if not agent.is_up:
             raise ev.StaleEvent(f"the agent on {event.host} is not up")
         return agent
 
@@ -175,7 +175,7 @@ class Suspicion(Rule):
         If all are silent, this machine may be the one that is cut off; and no survivor waits.
         """
         silent = sum(
-            "silent" in suspect.evidence and self.fleet.is_ready(host)
+            "silent" in suspect.evidence and self.fleet.is_up(host)
             for host, suspect in self.suspects.items()
         )
         return len(self.fleet.agents) - len(self.fleet.starting) > silent
