@@ -4,9 +4,11 @@
     journal.db      every event of the newest job of this name (0600), kept (docs/journal.md)
     token           the job's secret (0600), removed when the job is over
     endpoint.json   the driver's URL, removed when the job is over
+    lock            the driver that may use the folder, removed when the job is over
 
 The driver creates it before it starts anything: if the folder cannot be written, the command fails
-at once and no training is lost. The files are only read to find a live run of the same name.
+at once and no training is lost. A folder with a token and a journal, but without a driver, is that
+of a job whose driver has died: another one may go on with it.
 """
 
 import contextlib
@@ -20,9 +22,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
-import psutil
 
-from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from elastic_driver.runtime.run_lock import RunLock
 
 EVENTS_FILE = "events.jsonl"  # in the run's folder
 JOURNAL_FILE = "journal.db"
@@ -66,7 +68,7 @@ def new_run_id(now: float) -> str:
 
 
 class RunDir:
-    """The files of a run; `create()` makes the folder, `close()` removes token and endpoint."""
+    """The files of a run; `create()` makes the folder, `close()` removes what is the driver's."""
 
     def __init__(self, state_dir: Path, run_id: str) -> None:
         """Only check the name; raises UsageError if it is not usable for a folder."""
@@ -81,18 +83,35 @@ class RunDir:
         self.token_file = self.path / "token"
         self.endpoint_file = self.path / "endpoint.json"
         self._draft = self.path / "endpoint.new"
+        self.lock = RunLock(self.path / "lock", run_id)
 
-    def create(self) -> None:
-        """Make the folder (0700) and check that it can be written.
+    @property
+    def unfinished(self) -> bool:
+        """Return whether the folder is that of a job that has begun and has not ended."""
+        return self.token_file.exists() and self.journal_file.exists()
 
-        Raises UsageError (64) if the folder cannot be used or belongs to a running driver, and
-        ClusterError (75) if the disk is full: the same command may succeed later.
+    def take(self) -> None:
+        """Make the folder (0700) and take its lock; `close` or `leave` gives it back. Idempotent.
+
+        Raises UsageError (64) if the folder cannot be used or a driver uses it, and ClusterError
+        (75) if the same command may succeed later: the disk is full, or a driver on another machine
+        may have died a moment ago.
         """
         with self._explained():
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.chmod(0o700)  # an existing folder may be readable by others
-            self._refuse_a_second_driver()
-            self.token_file.unlink(missing_ok=True)
+            endpoint = read_endpoint(self.path)
+            self.lock.acquire("" if endpoint is None else endpoint.url)
+
+    def create(self, *, anew: bool = True) -> None:
+        """Take the folder and check that it can be written; raises as `take` does.
+
+        `anew`: remove what an unfinished job has left there, except for its event log.
+        """
+        self.take()
+        with self._explained():
+            for path in (self.journal_file, self.token_file, self.endpoint_file) if anew else ():
+                path.unlink(missing_ok=True)
             probe = self.path / ".probe"
             try:
                 # On a full disk an empty file can often still be made, but no block.
@@ -109,28 +128,26 @@ class RunDir:
             self._draft.replace(self.endpoint_file)
 
     def close(self) -> None:
-        """Remove token and endpoint; never raises, the job is over."""
-        for path in (self.token_file, self.endpoint_file, self._draft):
+        """Remove token, endpoint and lock; never raises, the job is over."""
+        for path in () if self.lock.lost else (self.token_file, self.endpoint_file, self._draft):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
+        self.leave()
 
-    def _refuse_a_second_driver(self) -> None:
-        """Raise UsageError if a live driver uses the folder: it needs its own token file."""
-        try:
-            endpoint = msgspec.json.decode(self.endpoint_file.read_bytes(), type=Endpoint)
-        except (FileNotFoundError, msgspec.DecodeError):
-            return
-        if endpoint.pid != os.getpid() and psutil.pid_exists(endpoint.pid):
-            used = f"run id {self.run_id} is in use by process {endpoint.pid} ({endpoint.url})"
-            raise UsageError(f"{used}; give another --run-id, or stop that job first")
-        self.endpoint_file.unlink(missing_ok=True)
+    def leave(self) -> None:
+        """Give the lock back and leave the files to the next driver; never raises."""
+        self.lock.release()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn an OSError into a message that says what to try."""
+        """Turn an OSError into a message that says what to try, and give the folder back."""
         try:
             yield
+        except ElasticError:
+            self.leave()
+            raise
         except OSError as error:
+            self.leave()
             what = f"cannot keep the run's files in {self.path}: {error.strerror or error}"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise ClusterError(f"{what}; make room, or choose another --state-dir") from error

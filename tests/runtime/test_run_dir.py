@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -25,7 +23,7 @@ def test_the_folder_is_private_even_when_it_was_there_before(tmp_path: Path) -> 
     run_dir = RunDir(tmp_path / "state", "run")
     run_dir.create()
     assert mode(run_dir.path) == 0o700
-    assert list(run_dir.path.iterdir()) == []
+    assert [path.name for path in run_dir.path.iterdir()] == ["lock"]
 
 
 def test_the_endpoint_tells_where_the_driver_is_and_goes_with_it(tmp_path: Path) -> None:
@@ -43,19 +41,20 @@ def test_the_endpoint_tells_where_the_driver_is_and_goes_with_it(tmp_path: Path)
     assert [path.name for path in run_dir.path.iterdir()] == ["events.jsonl"]
 
 
-def test_a_folder_in_use_by_a_living_driver_is_refused_and_one_of_a_dead_driver_is_taken(
+def test_a_new_job_of_the_name_begins_without_the_former_one_s_journal_and_secret(
     tmp_path: Path,
 ) -> None:
     run_dir = RunDir(tmp_path, "run")
+    run_dir.path.mkdir()
+    for path in (run_dir.token_file, run_dir.journal_file, run_dir.events_file):
+        path.write_text("former")
+    assert run_dir.unfinished
+    run_dir.create(anew=False)
+    assert run_dir.unfinished
+    run_dir.leave()
     run_dir.create()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        claim = Endpoint(run_id="run", url="http://127.0.0.1:1", pid=other.pid, started=0.0)
-        run_dir.endpoint_file.write_bytes(msgspec.json.encode(claim))
-        with pytest.raises(UsageError, match=f"in use by process {other.pid}"):
-            run_dir.create()
-        other.communicate(b"\n")
-    run_dir.create()
-    assert not run_dir.endpoint_file.exists()
+    assert sorted(path.name for path in run_dir.path.iterdir()) == ["events.jsonl", "lock"]
+    run_dir.close()
 
 
 def test_a_damaged_endpoint_file_stops_nobody(tmp_path: Path) -> None:
