@@ -4,9 +4,9 @@ A request comes to its machine as an event with a ticket; the machine decides a 
 same ticket, at once or later. `runtime.machine_api` keeps the connections.
 """
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from elastic_driver.core.decisions import CausedDecision
 from elastic_driver.core.events import JobEvent
@@ -14,6 +14,16 @@ from elastic_driver.core.events import JobEvent
 MachineName: TypeAlias = Literal["job", "check", "stragglers", "shards", "tf"]
 # Values of the store with their revisions, by key.
 Entries: TypeAlias = dict[str, tuple[bytes, int]]
+
+
+class RepeatableRequest(Struct, frozen=True, kw_only=True):
+    """A request that may come again, perhaps to the next driver, if its answer was lost.
+
+    `request` is its own name, made by the client; the repetition gets the answer of the first one.
+    "": it has no name, and each time counts.
+    """
+
+    request: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Rejection(Struct, frozen=True):

@@ -26,6 +26,9 @@ class _Holder(Struct):
 
     expires: float
     tokens: dict[Shard, int] = field(default_factory=dict)
+    # The requests that got them, as a request comes again if its answer was lost; and back.
+    requests: dict[Shard, str] = field(default_factory=dict)
+    asked: dict[str, Shard] = field(default_factory=dict)
 
 
 class _Past(Struct):
@@ -69,9 +72,15 @@ class ShardLedger:
 
     # ---- requests of workers ----------------------------------------------------------------
 
-    def next(self, worker: str, now: float) -> m.NextAnswer:
-        """Return a shard for this worker; `Wait` while others hold shards that may come back."""
+    def next(self, worker: str, now: float, request: str = "") -> m.NextAnswer:
+        """Return a shard for this worker; `Wait` while others hold shards that may come back.
+
+        A request that comes again gets the shard that it has got, as long as the worker holds it.
+        """
         held = self._holders.get(worker)
+        if held is not None and (same := held.asked.get(request)) is not None:
+            self.renew(worker, now)
+            return m.Granted(same, held.tokens[same], self._lease)
         if held is not None and len(held.tokens) >= self._max_held:
             self.renew(worker, now)
             return m.Wait(f"{worker} holds {len(held.tokens)} shards; report one done first")
@@ -85,7 +94,10 @@ class ShardLedger:
                 return self._end()
             shard = self._take()
         token, self._next_token = self._next_token, self._next_token + 1
-        self._holders.setdefault(worker, _Holder(expires=now)).tokens[shard] = token
+        held = self._holders.setdefault(worker, _Holder(expires=now))
+        held.tokens[shard] = token
+        if request:
+            held.requests[shard], held.asked[request] = request, shard
         self._doing[shard] = worker
         self.renew(worker, now)
         self._epoch = shard.epoch
@@ -144,6 +156,10 @@ class ShardLedger:
         """Extend the worker's lease of its shards."""
         if worker in self._holders:
             self._holders[worker].expires = now + self._lease
+
+    def begin_tokens(self, first: int) -> None:
+        """Give out no token below `first` any more: the journal may lack the last ones."""
+        self._next_token = max(self._next_token, first)
 
     # ---- ends of workers -----------------------------------------------------------------
 
@@ -226,9 +242,11 @@ class ShardLedger:
     def _drop(self, shard: Shard) -> int:
         """Remove a shard from its holder; return its token."""
         worker = self._doing.pop(shard)
-        held = self._holders[worker].tokens
-        token = held.pop(shard)
-        if not held:
+        held = self._holders[worker]
+        token = held.tokens.pop(shard)
+        if (request := held.requests.pop(shard, None)) is not None:
+            del held.asked[request]
+        if not held.tokens:
             del self._holders[worker]
         return token
 

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from elastic_driver.core.documents import WorkerId
+from elastic_driver.policies.messages import RepeatableRequest
 
 # The holder of shards that all members of the job's world train together.
 WORLD = "world"
@@ -113,7 +114,7 @@ class ShardCheckpoint(Struct, frozen=True, forbid_unknown_fields=True):
 # ---- requests and answers ------------------------------------------------------------------
 
 
-class NextRequest(Struct, frozen=True, forbid_unknown_fields=True):
+class NextRequest(RepeatableRequest, frozen=True, forbid_unknown_fields=True):
     """Give `worker` a shard; wait up to `wait` seconds for one if others still hold some."""
 
     worker: WorkerId

@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
-from elastic_driver.core.events import AgentLost, LeaseExpired, Tick, WorkerExited, WorkerStarted
+from elastic_driver.core.events import (
+    AgentLost,
+    DriverResumed,
+    LeaseExpired,
+    Tick,
+    WorkerExited,
+    WorkerStarted,
+)
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.errors import UsageError
 from elastic_driver.policies import shard_messages as m
@@ -23,12 +30,13 @@ from elastic_driver.policies.shard_sources import RangeSource
 LEASE_S = 60.0
 MAX_DATASETS = 256
 MAX_HELD = 1024  # shards of one worker; a loop that holds more forgets to report them
+TERM_BITS = 32  # of a token are its number among those of one driver; the term is before them
 MAX_GONE = 65536  # names of ended workers, which get no shard any more
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 ShardEvent = (
     m.ShardRequest | m.ShardBatch | RequestDropped | WorkerStarted | m.StopOrdered | WorkerExited
-) | (LeaseExpired | AgentLost | Tick)
+) | (LeaseExpired | AgentLost | DriverResumed | Tick)
 
 
 class _Waiting(NamedTuple):
@@ -37,6 +45,7 @@ class _Waiting(NamedTuple):
     dataset: str
     worker: str
     until: float
+    request: str = ""  # see `RepeatableRequest`
 
 
 class DataSets(Restorable):
@@ -64,19 +73,12 @@ class DataSets(Restorable):
                 self._take(event, now)
             case RequestDropped(ticket=ticket):
                 self._waiting.pop(ticket, None)
-            case WorkerStarted(worker=worker):
-                self._alive.add(worker)
-            case m.StopOrdered(worker):
-                self._stopping.add(worker)
-            case WorkerExited(worker=worker, exit_code=code):
-                planned = worker in self._stopping or code == 0 or event.victim
-                self._ended(worker, None if planned else f"exit code {code}", now)
-            case LeaseExpired(kind="worker", owner=worker):
-                self._ended(worker, event.reason, now)
-            case LeaseExpired(kind="agent"):
-                self._host_lost(event.agent[0], event.reason, now)
-            case AgentLost(host=host, reason=reason):
-                self._host_lost(host, reason, now)
+            case WorkerStarted() | m.StopOrdered() | WorkerExited() | LeaseExpired() | AgentLost():
+                self._news(event, now)
+            case DriverResumed(term=term):
+                self._waiting.clear()  # their connections have ended: who still waits asks again
+                for ledger in self._ledgers.values():
+                    ledger.begin_tokens(term << TERM_BITS)
             case Tick():
                 self._tick(now)
         while self._ends and self._ends[0][1] not in self._waiting:
@@ -102,7 +104,7 @@ class DataSets(Restorable):
         if isinstance(ledger, Rejection):
             self._out.append(Reply(ticket, ledger))
         elif isinstance(request, m.NextRequest):
-            waiting = _Waiting(name, request.worker, now + request.wait)
+            waiting = _Waiting(name, request.worker, now + request.wait, request.request)
             if not self._offer(ticket, waiting, now):
                 self._waiting[ticket] = waiting
                 heapq.heappush(self._ends, (waiting.until, ticket))
@@ -146,7 +148,7 @@ class DataSets(Restorable):
             gone = Rejection("worker_gone", f"{worker} is gone", "only its successor may ask")
             self._out.append(Reply(ticket, gone))
             return True
-        answer = self._ledgers[waiting.dataset].next(worker, now)
+        answer = self._ledgers[waiting.dataset].next(worker, now, waiting.request)
         if isinstance(answer, m.Wait) and now < waiting.until:
             return False
         self._out.append(Reply(ticket, answer))
@@ -162,6 +164,26 @@ class DataSets(Restorable):
                 del self._waiting[ticket]
 
     # ---- workers and time ----------------------------------------------------------------
+
+    def _news(
+        self,
+        event: WorkerStarted | m.StopOrdered | WorkerExited | LeaseExpired | AgentLost,
+        now: float,
+    ) -> None:
+        match event:
+            case WorkerStarted(worker=worker):
+                self._alive.add(worker)
+            case m.StopOrdered(worker):
+                self._stopping.add(worker)
+            case WorkerExited(worker=worker, exit_code=code):
+                planned = worker in self._stopping or code == 0 or event.victim
+                self._ended(worker, None if planned else f"exit code {code}", now)
+            case LeaseExpired(kind="worker", owner=worker):
+                self._ended(worker, event.reason, now)
+            case LeaseExpired(kind="agent"):
+                self._host_lost(event.agent[0], event.reason, now)
+            case AgentLost(host=host, reason=reason):
+                self._host_lost(host, reason, now)
 
     def _host_lost(self, host: str, reason: str, now: float) -> None:
         for worker in [w for w in self._alive if contract.host_of_worker(w) == host]:

@@ -16,11 +16,16 @@ from itertools import chain
 
 import msgspec
 
-from elastic_driver.core.events import Tick
+from elastic_driver.core.events import DriverResumed, Tick
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.core.tf_config import WORKERS_ONLY, Task, assign, cluster_of
 from elastic_driver.policies import tf_messages as tf
-from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
+from elastic_driver.policies.messages import (
+    Rejection,
+    RepeatableRequest,
+    Reply,
+    RequestDropped,
+)
 
 HELD_UP_S = 0.5  # a Tick that is this late means that the driver itself stood still
 RENEWAL_S = 1.0  # for renewals that wait in socket buffers to be read
@@ -107,6 +112,17 @@ class Meetings:
         self._tags.clear()
         return answers
 
+    def forget_waiting(self) -> None:
+        """Forget the members that wait: their connections have ended, and they come again."""
+        for known in self._tags.values():
+            for meeting in known.meetings.values():
+                for member in meeting.tickets:
+                    known.calls[member] -= 1
+                    meeting.called.discard(member)
+                    self._held -= len(meeting.values.pop(member))
+                meeting.tickets.clear()
+            known.meetings = {n: found for n, found in known.meetings.items() if found.called}
+
     def expire(self, now: float) -> list[Answer]:
         """Fail the meetings whose deadline is over; return the answers to give."""
         answers = []
@@ -164,16 +180,25 @@ class TfCluster(Restorable):
         self._lost: list[str] = []
         self._unaware: set[str] = set()  # members that had no request open when it formed
         self._meetings = Meetings(0, ())
+        self._names: dict[int, str] = {}  # of the requests that wait, by ticket
+        # The newest answer to each node, with the name of its request, until the node sends another
+        # one: an answer may be lost.
+        self._given: dict[str, tuple[str, tf.ClusterSpec | tf.Synchronized | Rejection]] = {}
         self._out: list[Reply] = []
 
     # ---- a machine's methods -------------------------------------------------------------
 
-    def handle(self, event: tf.TfRequest | RequestDropped | Tick, now: float) -> list[Reply]:
-        """Take in a request, the loss of a request's client, or the time."""
+    def handle(
+        self, event: tf.TfRequest | RequestDropped | DriverResumed | Tick, now: float
+    ) -> list[Reply]:
+        """Take in a request, the loss of a request's client or of the driver, or the time."""
         match event:
             case tf.TfRequest(ticket, request):
                 self._take(ticket, request, now)
+            case DriverResumed():
+                self._resume(now)
             case RequestDropped(ticket=ticket):  # its node keeps its place for one lease
+                self._names.pop(ticket, None)
                 for node, call in self._waiting.items():
                     if call.ticket == ticket:
                         call.ticket = None
@@ -185,6 +210,8 @@ class TfCluster(Restorable):
                     self._leases = {node: until + late for node, until in self._leases.items()}
                 self._expire(now)
         out, self._out = self._out, []
+        for reply in out:
+            self._names.pop(reply.ticket, None)
         return out
 
     def deadline(self) -> float | None:
@@ -212,6 +239,12 @@ class TfCluster(Restorable):
         request: tf.ClusterSpecRequest | tf.BarrierRequest | tf.LookRequest,
         now: float,
     ) -> None:
+        if isinstance(request, RepeatableRequest) and request.request:
+            self._names[ticket] = request.request
+        name, answer = self._given.pop(request.address or "", ("", None))
+        if answer is not None and name == self._names.get(ticket):
+            self._answer([(ticket, request.address or "", answer)], now)
+            return
         match request:
             case tf.ClusterSpecRequest():
                 self._join(ticket, request, now)
@@ -231,6 +264,15 @@ class TfCluster(Restorable):
                 deadline = now + request.timeout
                 self._leases[node] = deadline + self._lease
                 self._answer(self._meetings.arrive(ticket, tagged, deadline), now)
+
+    def _resume(self, now: float) -> None:
+        """Keep the place of every node for one lease: all connections have ended with a driver."""
+        self._names.clear()
+        self._meetings.forget_waiting()
+        for call in self._waiting.values():
+            call.ticket = None
+        for node, until in self._leases.items():
+            self._leases[node] = max(until, now + self._lease)
 
     def _join(self, ticket: int, request: tf.ClusterSpecRequest, now: float) -> None:
         """Add a node to those that wait for the next generation; it leaves the present one."""
@@ -291,6 +333,7 @@ class TfCluster(Restorable):
         self._living, self._lost, self._window = set(self._tasks), [], None
         by_index = sorted(self._tasks, key=lambda node: self._tasks[node])
         self._meetings = Meetings(self._generation, by_index)
+        self._given.clear()
         tickets = {node: self._waiting.pop(node).ticket for node in self._tasks}
         self._unaware = {node for node, ticket in tickets.items() if ticket is None}
         if not self._waiting:
@@ -317,6 +360,7 @@ class TfCluster(Restorable):
         for node in [node for node, until in self._leases.items() if until <= now]:
             del self._leases[node]
             self._waiting.pop(node, None)
+            self._given.pop(node, None)
             if node in self._living:
                 self._living.discard(node)
                 self._unaware.discard(node)
@@ -342,6 +386,8 @@ class TfCluster(Restorable):
         """Send answers; renew the lease of each node that gets one, unless it still waits."""
         for ticket, node, reply in answers:
             self._out.append(Reply(ticket, reply))
+            if (name := self._names.pop(ticket, "")) and node in self._leases:
+                self._given[node] = name, reply
             call = self._waiting.get(node)
             if node in self._leases and (call is None or call.ticket is None):
                 self._leases[node] = now + self._lease

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from elastic_driver.core.tf_config import Task
+from elastic_driver.policies.messages import RepeatableRequest
 
 MAX_WAIT_S = 60.0  # of one cluster_spec request; a node that waits longer asks again
 MAX_VALUE_BYTES = 1024 * 1024
@@ -16,7 +17,7 @@ Address = Annotated[str, Meta(min_length=3, max_length=300, pattern=r"^\S+:[0-9]
 Nodes = Annotated[int, Meta(ge=1, le=100_000)]
 
 
-class ClusterSpecRequest(Struct, frozen=True, forbid_unknown_fields=True):
+class ClusterSpecRequest(RepeatableRequest, frozen=True, forbid_unknown_fields=True):
     """`address` (`host:port`) wants to be in a cluster of `min_nodes` to `max_nodes`.
 
     `wait`: the most seconds that this request may take. `gather`: the seconds in which others may
@@ -64,7 +65,7 @@ class TfStatus(Struct, frozen=True):
     lost: tuple[str, ...]
 
 
-class BarrierRequest(Struct, frozen=True, forbid_unknown_fields=True):
+class BarrierRequest(RepeatableRequest, frozen=True, forbid_unknown_fields=True):
     """`address` has come to the barrier `tag`, or (`failure`) says why it does not come."""
 
     address: Address

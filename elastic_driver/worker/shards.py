@@ -27,7 +27,7 @@ from elastic_driver.policies.messages import Rejection, Reply
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.worker import context
 from elastic_driver.worker.worker_log import say
-from rendezvous.client import RendezvousClient
+from rendezvous.client import RendezvousClient, new_request_id
 from rendezvous.errors import UnreachableError
 
 __all__ = ["IncompleteDataError", "ShardClient"]
@@ -128,7 +128,7 @@ class ShardClient(AbstractContextManager["ShardClient"]):
 
     def poll(self, wait: float = 0.0) -> messages.NextAnswer:
         """Return `Granted`, `Wait` or `End`, after waiting up to `wait` seconds for a shard."""
-        request = messages.NextRequest(self._worker, self._dataset, wait)
+        request = messages.NextRequest(self._worker, self._dataset, wait, request=new_request_id())
         answer: messages.NextAnswer = self._ask("next", request, messages.NextAnswer)
         return answer
 

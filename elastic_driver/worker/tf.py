@@ -23,7 +23,7 @@ from elastic_driver.policies import tf_messages as messages
 from elastic_driver.policies.tf_messages import ClusterSpec, WaitingNodes
 from elastic_driver.worker import context
 from rendezvous.auth import read_token_file
-from rendezvous.client import RendezvousClient
+from rendezvous.client import RendezvousClient, new_request_id
 from rendezvous.errors import RequestError
 
 __all__ = ["ClusterSpec", "TfClusterError", "TfNode", "WaitingNodes", "tf_config"]
@@ -77,10 +77,11 @@ class TfNode(AbstractContextManager["TfNode"]):
 
         Raises `TfClusterError` with code `timed_out` after `timeout` seconds.
         """
-        until = time.monotonic() + timeout
+        until, name = time.monotonic() + timeout, new_request_id()
         while True:
             wait = min(SLICE_S, max(0.0, until - time.monotonic()))
-            request = messages.ClusterSpecRequest(self.address, *self._bounds, wait, self._gather)
+            bounds = (*self._bounds, wait, self._gather)
+            request = messages.ClusterSpecRequest(self.address, *bounds, request=name)
             try:
                 return self._post(contract.TF_CLUSTER_SPEC_PATH, request, wait, ClusterSpec)
             except TfClusterError as error:
@@ -102,14 +103,16 @@ class TfNode(AbstractContextManager["TfNode"]):
         `failure`: the reason why this member cannot; it fails the barrier for all. Raises
         `TfClusterError` on every member, with the names of those that failed or are missing.
         """
-        request = messages.BarrierRequest(self.address, tag, timeout, failure)
+        called = self.address, tag, timeout, failure
+        request = messages.BarrierRequest(*called, request=new_request_id())
         self._post(contract.TF_BARRIER_PATH, request, timeout, messages.Passed)
 
     def synchronize(
         self, tag: str, value: bytes, timeout: float, *, failure: str | None = None
     ) -> dict[str, bytes]:
         """Return every member's value by address, in the order of indices; else as `barrier`."""
-        request = messages.SynchronizeRequest(self.address, tag, timeout, failure, value)
+        called = self.address, tag, timeout, failure, value
+        request = messages.SynchronizeRequest(*called, request=new_request_id())
         path, answer = contract.TF_SYNCHRONIZE_PATH, messages.Synchronized
         return self._post(path, request, timeout, answer).values
 

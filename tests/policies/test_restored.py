@@ -87,7 +87,8 @@ def _event(
         case 1:
             return ev.WorkerExited(worker, random.choice([0, 1, -9]), "")
         case 2:
-            return random.choice([ev.Tick(), m.StopOrdered(worker)])
+            resumed = ev.DriverResumed(2, "the driver has died")
+            return random.choice([ev.Tick(), m.StopOrdered(worker), resumed])
         case 3:
             return ask(m.ResumeRequest(worker, described, {1: 2, 7: 0}))
         case 4 if isinstance(described, m.StreamDescription):
@@ -99,4 +100,5 @@ def _event(
             return ask(m.DoneRequest(holder, granted.shard, granted.token))
         case _:
             wait = random.choice([0.0, 5.0])
-            return ask(m.NextRequest(random.choice([worker, m.WORLD]), described, wait))
+            name, who = random.choice(["", "one", "two"]), random.choice([worker, m.WORLD])
+            return ask(m.NextRequest(who, described, wait, request=name))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from elastic_driver.core.events import Tick
+from elastic_driver.core.events import DriverResumed, Tick
 from elastic_driver.policies.messages import Reply, RequestDropped
 from elastic_driver.policies.shard_messages import (
     DoneRequest,
     Granted,
     NextRequest,
     RangeDescription,
+    ReadStatus,
+    ShardAccepted,
     ShardRequest,
     Wait,
 )
@@ -17,14 +19,22 @@ from elastic_driver.policies.shards import LEASE_S, DataSets
 TWENTY = RangeDescription(20, 10, shuffle=False)
 
 
-def replies(datasets: DataSets, event: ShardRequest | RequestDropped | Tick, now: float) -> dict:
+RESUMED = DriverResumed(2, "the driver has died")
+
+
+def replies(
+    datasets: DataSets, event: ShardRequest | RequestDropped | DriverResumed | Tick, now: float
+) -> dict:
     found = datasets.handle(event, now)
     assert datasets.check() == []
     return {reply.ticket: reply.document for reply in found if isinstance(reply, Reply)}
 
 
-def ask(datasets: DataSets, ticket: int, worker: str, wait: float, now: float = 0.0) -> dict:
-    return replies(datasets, ShardRequest(ticket, "d", NextRequest(worker, TWENTY, wait)), now)
+def ask(
+    datasets: DataSets, ticket: int, worker: str, wait: float, now: float = 0.0, name: str = ""
+) -> dict:
+    request = NextRequest(worker, TWENTY, wait, request=name)
+    return replies(datasets, ShardRequest(ticket, "d", request), now)
 
 
 def test_the_deadline_is_the_first_end_of_a_wait_that_still_lasts() -> None:
@@ -46,3 +56,67 @@ def test_the_deadline_is_the_first_end_of_a_wait_that_still_lasts() -> None:
         answered = replies(datasets, done, 4.0)
     assert answered.keys() == {8, 3, 6}, "the end answers all who wait"
     assert datasets.deadline() == LEASE_S / 4
+
+
+# ---- answers that are lost, and drivers that die ----------------------------------------------
+
+
+def test_a_request_whose_answer_was_lost_gets_the_same_shard_again() -> None:
+    datasets = DataSets()
+    first = ask(datasets, 1, "a", 0.0, name="one")[1]
+    assert ask(datasets, 2, "a", 0.0, name="one")[2] == first
+    assert ask(datasets, 3, "a", 0.0, name="two")[3] != first
+    assert isinstance(ask(datasets, 4, "b", 0.0, name="one")[4], Wait), "it is another worker's"
+
+
+def test_a_request_without_a_name_gets_another_shard_each_time() -> None:
+    datasets = DataSets()
+    assert ask(datasets, 1, "a", 0.0)[1] != ask(datasets, 2, "a", 0.0)[2]
+
+
+def test_the_name_of_a_request_is_forgotten_with_its_shard() -> None:
+    datasets = DataSets()
+    granted = ask(datasets, 1, "a", 0.0, name="one")[1]
+    done = ShardRequest(2, "d", DoneRequest("a", granted.shard, granted.token))
+    assert replies(datasets, done, 0.0) == {2: ShardAccepted(granted.shard)}
+    assert ask(datasets, 3, "a", 0.0, name="one")[3].shard != granted.shard
+
+
+def test_a_resumed_driver_answers_no_request_of_the_earlier_ones_clients() -> None:
+    datasets = DataSets()
+    granted = [ask(datasets, ticket, "a", 0.0)[ticket] for ticket in (1, 2)]
+    assert ask(datasets, 3, "b", 5.0) == {}
+    assert replies(datasets, RESUMED, 1.0) == {}
+    assert datasets.deadline() == LEASE_S / 4, "nobody waits any more"
+    assert ask(datasets, 3, "c", 9.0, 1.0) == {}, "tickets begin anew"
+    for number, each in enumerate(granted):
+        done = ShardRequest(4 + number, "d", DoneRequest("a", each.shard, each.token))
+        answered = replies(datasets, done, 2.0)
+    assert answered.keys() == {5, 3}
+
+
+def test_a_report_that_comes_again_after_a_resume_counts_once() -> None:
+    datasets = DataSets()
+    granted = ask(datasets, 1, "a", 0.0)[1]
+    done = DoneRequest("a", granted.shard, granted.token)
+    for ticket in (2, 3):
+        answer = replies(datasets, ShardRequest(ticket, "d", done), 0.0)
+        assert answer == {ticket: ShardAccepted(granted.shard)}
+        replies(datasets, RESUMED, 0.0)
+    status = replies(datasets, ShardRequest(4, "d", ReadStatus()), 0.0)[4]
+    assert status.counts.done == 1
+
+
+def test_tokens_of_a_resumed_driver_are_larger_than_any_of_the_earlier_one() -> None:
+    datasets = DataSets()
+    ask(datasets, 1, "a", 0.0)
+    replies(datasets, RESUMED, 0.0)
+    assert ask(datasets, 2, "a", 0.0)[2].token == RESUMED.term << 32
+
+
+def test_a_shard_asked_for_before_the_driver_died_is_the_workers_after_it() -> None:
+    datasets = DataSets()
+    granted = ask(datasets, 1, "a", 0.0, name="one")[1]
+    resumed = DataSets.restored(datasets.snapshot())
+    replies(resumed, RESUMED, 0.0)
+    assert ask(resumed, 1, "a", 0.0, name="one")[1] == granted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_driver.core.events import Tick
+from elastic_driver.core.events import DriverResumed, Tick
 from elastic_driver.core.tf_config import tf_config
 from elastic_driver.policies.messages import Rejection, RequestDropped
 from elastic_driver.policies.tf_cluster import TfCluster
@@ -33,10 +33,11 @@ class Nodes:
         self.tickets = 0
         self.nodes: dict[int, str] = {}  # by ticket
 
-    def join(self, *names: str, wait: float = 60.0) -> None:
+    def join(self, *names: str, wait: float = 60.0, request: str = "") -> None:
         least, most, gather = self.bounds
         for name in names:
-            self._ask(name, ClusterSpecRequest(f"{name}:1", least, most, wait, gather))
+            bounds = least, most, wait, gather
+            self._ask(name, ClusterSpecRequest(f"{name}:1", *bounds, request=request))
 
     def synchronize(self, name: str, tag: str = "t", timeout: float = 5.0, **more: Any) -> None:
         value = name.encode()
@@ -90,7 +91,12 @@ class Nodes:
         assert set(self.specs()) == set(names)
         return self
 
-    def handle(self, event: TfRequest | RequestDropped | Tick) -> None:
+    def resume(self) -> None:
+        """Let another driver go on: all tickets are those of connections that have ended."""
+        self.nodes.clear()
+        self.handle(DriverResumed(2, "the driver has died"))
+
+    def handle(self, event: TfRequest | RequestDropped | DriverResumed | Tick) -> None:
         """Hand an event to the cluster, and keep the replies."""
         for reply in self.cluster.handle(event, self.now):
             self.got[self.nodes[reply.ticket]] = reply.document
@@ -338,3 +344,75 @@ def test_meetings_leave_nothing_behind() -> None:
         nodes.synchronize("b", tag=f"step {step}")
     meetings = nodes.cluster._meetings
     assert (meetings._tags, meetings._held) == ({}, 0)
+
+
+# ---- answers that are lost, and drivers that die ----------------------------------------------
+
+
+def test_a_node_whose_answer_was_lost_gets_its_cluster_again() -> None:
+    nodes = Nodes(least=2, most=2)
+    nodes.join("a", "b", request="first")
+    formed = nodes.take()
+    nodes.resume()
+    nodes.join("a", request="first")
+    assert nodes.take() == {"a": formed["a"]}
+    assert nodes.look("b") == 0, "the cluster goes on"
+    nodes.join("a", request="second")
+    assert nodes.take() == {}, "now it wants the next cluster"
+
+
+def test_nodes_that_wait_ask_the_next_driver_and_count_once() -> None:
+    nodes = Nodes(least=3, most=3)
+    nodes.join("a", "b")
+    nodes.resume()
+    nodes.join("a")
+    assert nodes.cluster.status().waiting == ("a:1", "b:1")
+    nodes.join("c")
+    assert nodes.specs() == {"a": (1, "abc"), "c": (1, "abc")}
+    nodes.join("b")
+    assert nodes.specs() == {"b": (1, "abc")}
+
+
+def test_a_member_has_one_lease_to_find_the_next_driver() -> None:
+    nodes = Nodes(least=2, most=2).up("a", "b")
+    nodes.now += LEASE - 1.0
+    nodes.resume()
+    nodes.wait(LEASE - 0.1)
+    assert nodes.look("a") == nodes.look("b") == 0
+
+
+def test_a_barrier_during_which_the_driver_dies_is_passed_with_the_next_one() -> None:
+    nodes = Nodes(least=2, most=2).up("a", "b")
+    for named in ({"request": "again"}, {}):
+        nodes.synchronize("a", **named)
+        nodes.resume()
+        nodes.synchronize("a", **named)
+        assert nodes.take() == {}
+        nodes.synchronize("b")
+        got = nodes.take()
+        assert got["a"] == got["b"] == Synchronized(1, {"a:1": b"a", "b:1": b"b"})
+    assert (nodes.cluster._meetings._tags, nodes.cluster._meetings._held) == ({}, 0)
+
+
+def test_a_member_whose_answer_at_a_barrier_was_lost_gets_it_again() -> None:
+    nodes = Nodes(least=2, most=2).up("a", "b")
+    nodes.synchronize("a", request="one")
+    nodes.synchronize("b", request="other")
+    met = nodes.take()
+    nodes.resume()
+    nodes.synchronize("a", request="one")
+    assert nodes.take() == {"a": met["a"]}
+    nodes.synchronize("a", request="two")
+    assert nodes.take() == {}, "this is the next meeting"
+
+
+def test_names_of_requests_leave_nothing_behind() -> None:
+    nodes = Nodes(least=2, most=2).up("a", "b")
+    for step in range(100):
+        nodes.synchronize("a", request=f"a {step}")
+        nodes.synchronize("b", request=f"b {step}")
+    assert len(nodes.cluster._given) == 2
+    nodes.look("a")
+    nodes.join("b", wait=1.0, request="next")
+    nodes.wait(2.0, alive="a")
+    assert (nodes.cluster._given, nodes.cluster._names) == ({}, {})
