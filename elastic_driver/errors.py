@@ -47,6 +47,10 @@ class NotEnoughSlotsError(ClusterError):
         self.needed, self.available = needed, available
 
 
+class TakenOverError(ClusterError):
+    """Another driver goes on with the job: this one must not decide anything any more."""
+
+
 class HostsUpdatedInterrupt(ElasticError):
     """The membership changes at this step boundary; `run` catches it and rejoins.
 

@@ -2,7 +2,7 @@
 
 | route | answer |
 |---|---|
-| `POST /v1/events` | 202; puts a `core.events.WireEvent` into the driver's mailbox |
+| `POST /v1/events` | 202 once the journal has it; posts a `core.events.WireEvent` to the driver |
 | `GET /v1/status` | the run and `core.status.JobStatus` as one JSON object |
 | `GET /v1/events?since=N` | `{"events": […], "last": n}`; with `text/event-stream` it goes on |
 | `GET /metrics` | the same picture for Prometheus, see `runtime.metrics` |
@@ -23,6 +23,7 @@ decision about the job is made in the driver's thread. Errors have the form of
 import asyncio
 import concurrent.futures
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -42,6 +43,7 @@ from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import EVENTS_PATH
 
 STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status
+TAKE_S = 5.0  # for an event to be taken from the mailbox and written into the journal
 MAX_STREAMS = 64  # readers that follow the event log at the same time
 _KEEP_ALIVE_S = 15.0
 _EVENT_STREAM = "text/event-stream"
@@ -70,8 +72,14 @@ class DriverPort(Protocol):
     def size_bounds(self) -> tuple[int, int | None]:
         """The fewest and (None: no limit) the most workers the job may have."""
 
-    def post(self, event: Request | machine_api.RequestEvent) -> bool:
+    def post(self, event: machine_api.RequestEvent) -> bool:
         """Put an event into the mailbox; False when it is full or the job is over."""
+
+    def deliver(self, event: Request, acknowledge: Callable[[], None]) -> bool:
+        """Do the same, and have `acknowledge` handed to `DriverRoutes.acknowledge`.
+
+        That is done once the journal has the event, so that no driver forgets it any more.
+        """
 
     def request_stop(self, reason: str, exit_code: int) -> None:
         """Ask for the job's end; a second call ends it at once."""
@@ -100,6 +108,7 @@ class DriverRoutes:
         self._driver, self._log, self._output = driver, log, output
         self.requests, self._joined = machine_api.OpenRequests(driver.post), joined
         self._streams = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
@@ -119,7 +128,7 @@ class DriverRoutes:
 
     async def post_event(self, request: web.Request) -> web.Response:
         """Take in an event of an agent or a worker."""
-        return self._accept(await read_json(request, _decode_event))
+        return await self._accept(await read_json(request, _decode_event))
 
     def take_event(
         self, _path: str, body: bytes, answer: Callable[[int, bytes], None]
@@ -129,10 +138,15 @@ class DriverRoutes:
             event = _decode_event(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
-        if not self._driver.post(event):
+        self._loop = asyncio.get_running_loop()
+        if not self._driver.deliver(event, partial(answer, 202, _ACCEPTED)):
             return None
-        answer(202, _ACCEPTED)
-        return lambda: None  # nothing is left to cancel
+        return lambda: None  # the event stays, whether its sender reads the answer or not
+
+    def acknowledge(self, acts: list[Callable[[], None]]) -> None:
+        """Answer the senders of events; any thread may call this."""
+        if self._loop is not None:
+            machine_api.call_on(self._loop, _call_all, acts)
 
     def _route_of(self, kind: type[ev.JobEvent]) -> Handler:
         """Return the handler of a user's request, which becomes an event of this kind."""
@@ -144,7 +158,7 @@ class DriverRoutes:
 
             event = await read_json(request, decode)
             await self._check(event)
-            return self._accept(event)
+            return await self._accept(event)
 
         return handler
 
@@ -185,10 +199,17 @@ class DriverRoutes:
         self._driver.request_stop(f"told to stop: {reason}", int(ExitCode.TERMINATED))
         return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
 
-    def _accept(self, event: Request) -> web.Response:
-        if not self._driver.post(event):
+    async def _accept(self, event: Request) -> web.Response:
+        self._loop = asyncio.get_running_loop()
+        taken = asyncio.Event()
+        if not self._driver.deliver(event, taken.set):
             problem = "the job is over or has too much to do"
             raise Problem(503, "not_accepting", problem, "try again later")
+        try:
+            await asyncio.wait_for(taken.wait(), TAKE_S)
+        except asyncio.TimeoutError:
+            problem = f"the driver has not taken this event within {TAKE_S:g} s"
+            raise Problem(503, "busy", problem, "try again later") from None
         return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
 
     # ---- status, metrics and log ---------------------------------------------------------
@@ -258,6 +279,11 @@ class DriverRoutes:
                     await asyncio.wait_for(news.wait(), _KEEP_ALIVE_S)
                 except asyncio.TimeoutError:
                     await response.write(b": still here\n\n")
+
+
+def _call_all(acts: list[Callable[[], None]]) -> None:
+    for act in acts:
+        act()
 
 
 def _since(request: web.Request) -> int:

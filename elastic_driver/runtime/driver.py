@@ -20,20 +20,24 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core.decisions import EndJob
-from elastic_driver.core.documents import JobSpec, encode
-from elastic_driver.core.events import LeaseExpired, StopRequested
+from elastic_driver.core.documents import DriverTerm, JobSpec, encode
+from elastic_driver.core.events import JobEvent, LeaseExpired, StopRequested
 from elastic_driver.core.job import Job
-from elastic_driver.errors import ClusterError, ExitCode
+from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
+from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.api import DriverRoutes
-from elastic_driver.runtime.backend import MakeBackend, ReportsConnections
+from elastic_driver.runtime.backend import Backend, MakeBackend, ReportsConnections
 from elastic_driver.runtime.checks import NodeChecks
+from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.store import Head, JournalStore
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.machine_api import SHARDS_PATH
@@ -43,11 +47,12 @@ from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.runtime.suspects import Suspects
 from elastic_driver.settings import DriverOptions, Settings
-from rendezvous.auth import make_token, write_token_file
-from rendezvous.errors import RendezvousError
+from rendezvous.auth import make_token, read_token_file, write_token_file
+from rendezvous.errors import AddressError, RendezvousError
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Set
 
+PORT_S = 5.0  # for the port of an earlier driver to become free
 MAX_MAIL = 100_000  # waiting messages; beyond that, requests are refused with 503
 SIGNAL_SLICE_S = 0.5  # the longest time until a signal is handled
 
@@ -66,6 +71,10 @@ class ElasticDriver:
     checks: NodeChecks | None = None  # None: nodes are never checked
     joined: JoinedNodes | None = None  # takes in nodes; `discovery` and `starter` ask it
     secrets: tuple[str, ...] = ()  # taken like the run's token
+    argv: tuple[str, ...] = ()  # the command line, for a driver that goes on with the run
+    cwd: str = ""  # its folder
+    resumed: ResumedRun | None = None  # the run of a driver that has died, to go on with
+    store: JournalStore | None = None  # of the journal; None: a file in the run's folder
 
     def __post_init__(self) -> None:
         clock, note = time.time, self.reporter.note
@@ -76,11 +85,23 @@ class ElasticDriver:
         self._loop: DriverLoop | None = None
         self._thread: threading.Thread | None = None
         self._closing = contextlib.ExitStack()  # frees what was opened, the newest first
+        self._clock = RunClock(None if self.resumed is None else self.resumed.at)
+        if self.resumed is not None:
+            self.settings = self.resumed.settings
+        self._journal = Journal(
+            self.run_dir.journal_file,
+            self.spec.run_id,
+            store=self.store,
+            clock=self._clock,
+            on_taken_over=lambda error: self._mailbox.put(mail.TakenOver(error)),
+        )
         self._end: EndJob | None = None  # of the job, before everything is closed
         self._result: JobResult | None = None  # of a job that has begun, once its end is logged
         self._outcome: JobResult | None = None  # after everything is closed
         self._begun = False  # the job
         self._serving = False  # there is no job, and none will begin
+        self._replaced = False  # another driver goes on with the job
+        self._deaf = False  # no event is handled any more
         self._stop_asked = False
         self._began = 0.0  # unix seconds
 
@@ -91,8 +112,8 @@ class ElasticDriver:
 
         Raises ElasticError if that is impossible; nothing is left behind then.
         """
-        self._began = time.time()
-        self.run_dir.create()
+        self._began = time.time() if self.resumed is None else self.resumed.began
+        self.run_dir.create(anew=self.resumed is None)
         try:
             loop = self._loop = self._make_loop()
             run = threading.Thread(target=self._run_loop, args=(loop,), name="driver", daemon=True)
@@ -121,14 +142,19 @@ class ElasticDriver:
     ) -> None:
         """Begin the job, with other settings or another source of hosts if they are given.
 
-        Opens the driver first if that was not done. Raises ElasticError as `open` does.
+        Opens the driver first if that was not done. Raises ElasticError as `open` does. A job that
+        goes on keeps its settings.
         """
         if self._thread is None:
             self.open()
-        self.settings = settings or self.settings
+        if self.resumed is None:
+            self.settings = settings or self.settings
+            self._journal.open(self._head)
         self._publish()
+        self._journal.serves_at(self.endpoint)
+        job = Job(self.settings) if self.resumed is None else self.resumed.job
         self._begun = True
-        self._mailbox.put(mail.JobBegins(Job(self.settings), self.spec.run_id))
+        self._mailbox.put(mail.JobBegins(job, self.spec.run_id))
         source, interval = discovery or self.discovery, self.options.discovery_interval
         thread = DiscoveryThread(source, interval=interval, post=self._mailbox.put)
         self._closing.callback(thread.stop)
@@ -221,6 +247,17 @@ class ElasticDriver:
         self._mailbox.put(event)
         return True
 
+    def deliver(self, event: JobEvent | TaskEnded, acknowledge: Callable[[], None]) -> bool:
+        """Put an event into the mailbox as `post` does; see `DriverPort.deliver`."""
+        if self._outcome is not None or len(self._mailbox) >= MAX_MAIL:
+            return False
+        if not self._begun and event.machine == "job":
+            return False
+        self._mailbox.put(mail.Delivered(event, acknowledge))
+        if self._deaf:
+            self._acknowledge_the_rest()
+        return True
+
     def ask_status(self, reply: Callable[[bytes], None]) -> None:
         """Have `reply` called by the mailbox thread with the status document."""
         self._mailbox.put(mail.StatusAsked(reply))
@@ -238,59 +275,122 @@ class ElasticDriver:
         except RendezvousError as error:
             raise ClusterError(f"the driver cannot start: {error}") from error
 
+    @property
+    def _head(self) -> Head:
+        """The first lines of this driver's journal."""
+        clock, began = self._clock, (self.spec.run_id, self.argv, self.cwd)
+        if self.resumed is None:
+            return Head(*began, at=clock(), unix_offset=clock.unix_offset)
+        return Head(*began, self.term, self.resumed.n, self.resumed.at, clock.unix_offset)
+
+    @property
+    def term(self) -> int:
+        """The number of this driver among those of the run, from 1."""
+        return 1 if self.resumed is None else self.resumed.term + 1
+
     def _make_loop(self) -> DriverLoop:
         """Open everything but the job's own files; `_closing` frees what was opened."""
         routes = DriverRoutes(self, self._log, self.joined, AgentsOutput(self.reporter.note))
-        self._closing.callback(self.run_dir.close)
+        self._closing.callback(self._close_run_dir)
         with self._startup_errors():
-            token, take_shards = make_token(), routes.requests.take_shard_request
-            write_token_file(self.run_dir.token_file, token)
-            self._server = RendezvousServer(
-                self.options.bind_host,
-                self.options.bind_port,
-                token=token,
-                others=self.secrets if self.joined is None else self.joined.secrets,
-                on_lease_expired=self._lease_expired,
-                on_client_left=self._client_left,
-                routes=routes.add_to,
-                posts={EVENTS_PATH: routes.take_event, SHARDS_PATH: take_shards},
-            )
-            self._closing.callback(self._server.start().stop)
-            self._suspects.server = self._server
-            self._server.apply([Set(contract.JOB_SPEC, encode(self.spec))])
+            if self.resumed is None:
+                token = make_token()
+                write_token_file(self.run_dir.token_file, token)
+            else:
+                token = read_token_file(self.run_dir.token_file)
+                self._closing.callback(self._journal.close)
+                self._journal.open(self._head)
+                self._journal.await_open()
+            server = self._server = self._open_server(token, routes)
         self._closing.callback(self._log.close)
-        journal = Journal(self.run_dir.journal_file, self.spec.run_id)
-        self._closing.callback(journal.close)
+        self._closing.callback(self._journal.close)
         for nodes in (self.joined, self.checks):
             if nodes is not None:
-                nodes.open(self._server, token)
+                nodes.open(server, token)
         if self.checks is not None:
             self._closing.callback(self.checks.stop)
-        starter = self.starter(self.endpoint, self.run_dir.token_file)
+        return DriverLoop(
+            mailbox=self._mailbox,
+            executor=self._make_executor(server),
+            lease=self.settings.heartbeat_timeout,
+            checks=self.checks,
+            status=self._status,
+            answer=routes.requests.answer,
+            acknowledge=routes.acknowledge,
+            journal=self._journal,
+            clock=self._clock,
+            resumed=self.resumed,
+            debug=self.options.debug,
+        )
+
+    def _open_server(self, token: str, routes: DriverRoutes) -> RendezvousServer:
+        """Return a server that listens, and holds the driver's term and the job's specification."""
+        port = self.options.bind_port
+        if self.resumed is not None:
+            port = port or self.resumed.port
+        server = RendezvousServer(
+            self.options.bind_host,
+            port,
+            token=token,
+            others=self.secrets if self.joined is None else self.joined.secrets,
+            on_lease_expired=self._lease_expired,
+            on_client_left=self._client_left,
+            routes=routes.add_to,
+            posts={
+                EVENTS_PATH: routes.take_event,
+                SHARDS_PATH: routes.requests.take_shard_request,
+            },
+            first_revision=self.term << 40,  # clients have seen older revisions only
+        )
+        until = time.monotonic() + (0.0 if self.resumed is None else PORT_S)
+        while True:
+            try:
+                server.start()
+                break
+            except AddressError as error:
+                if time.monotonic() < until:
+                    time.sleep(PORT_S / 50)
+                elif self.resumed is None:
+                    raise
+                else:
+                    here = f"the workers of run {self.spec.run_id} look for their driver there"
+                    raise ClusterError(f"cannot resume: {error}; {here}") from error
+        self._closing.callback(server.stop)
+        self._suspects.server = server
+        driver = DriverTerm(self.term, server.url)
+        server.apply([Set(contract.JOB_DRIVER, encode(driver))])
+        server.apply([Set(contract.JOB_SPEC, encode(self.spec))])
+        return server
+
+    def _make_executor(self, server: RendezvousServer) -> Executor:
+        starter = self.starter(server.url, self.run_dir.token_file)
         if isinstance(starter, ReportsConnections):
             starter.report_connections(partial(self._suspects.found, "backend"))
         executor = Executor(
-            server=self._server,
+            server=server,
             starter=starter,
             log=self._log,
             reporter=self.reporter,
             checks=self.checks,
             suspects=self._suspects,
             post=self._mailbox.put,
+            clock=self._clock,
         )
         # Every worker's output has been forwarded once the starter is closed.
         self._closing.callback(self._log_end, executor)
-        self._closing.callback(starter.close, 0.0)
-        return DriverLoop(
-            mailbox=self._mailbox,
-            executor=executor,
-            lease=self.settings.heartbeat_timeout,
-            checks=self.checks,
-            status=self._status,
-            answer=routes.requests.answer,
-            journal=journal,
-            debug=self.options.debug,
-        )
+        self._closing.callback(self._close_starter, starter)
+        return executor
+
+    def _close_starter(self, starter: Backend) -> None:
+        if not self._replaced:  # the agents belong to the next driver
+            starter.close(0.0)
+
+    def _close_run_dir(self) -> None:
+        """Remove the files of a job that is over; the next driver needs those of another."""
+        if self._replaced or (self._end is None and self.resumed is not None):
+            self.run_dir.leave()
+        else:
+            self.run_dir.close()
 
     def _lease_expired(self, key: str) -> None:
         """Pass an expired lease on; called by the server's thread."""
@@ -308,7 +408,7 @@ class ElasticDriver:
             self._suspects.found("disconnected", *contract.agent_named(lease[1]))
 
     def _log_end(self, executor: Executor) -> None:
-        if self._begun and self._end is not None:
+        if self._begun and self._end is not None and not self._replaced:
             self._result = executor.job_ended(self._end)
 
     # ---- the driver's thread -------------------------------------------------------------
@@ -320,12 +420,17 @@ class ElasticDriver:
                 loop.turn()
             loop.wind_down(self.settings.stop_grace)
             end = loop.end
+        except TakenOverError as error:
+            self._replaced = True
+            self.reporter.note(str(error))
+            end = EndJob(int(error.exit_code), str(error))
         except BaseException:  # nothing may leave agents behind, and nothing is swallowed
             self.reporter.bug(traceback.format_exc())
             end = EndJob(int(ExitCode.BUG), "a bug of the driver ended it")
-        self._end = end
+        self._end, self._deaf = end, not self._replaced
         try:
-            if self.joined is not None:
+            self._acknowledge_the_rest()
+            if self.joined is not None and not self._replaced:
                 self.joined.job_ends(end.exit_code, end.reason)
             self._closing.close()
         except BaseException:
@@ -336,13 +441,27 @@ class ElasticDriver:
             result = JobResult(exit_code=end.exit_code, reason=end.reason, ended=time.time())
             self._outcome = self._result or result
 
+    def _acknowledge_the_rest(self) -> None:
+        """Answer the senders of events that came too late: the job is over, and needs them no more.
+
+        The senders of events that another driver needs get no answer, and send them to it.
+        """
+        acts = [] if self._loop is None or not self._deaf else self._loop.unanswered
+        with contextlib.suppress(queue.Empty):
+            while self._deaf:
+                message = self._mailbox.get(0.0)
+                if isinstance(message, mail.Delivered):
+                    acts.append(message.acknowledge)
+        if acts and self._loop is not None:
+            self._loop.acknowledge(acts)
+
     def _status(self) -> bytes:
         """Return the run, the job and what was measured as JSON; before the job, the check."""
         loop = self._loop
         checks = None if self.checks is None else self.checks.report
         if loop is None or (loop.job is None and not self._serving):
             checker = None if loop is None else loop.checker
-            return msgspec.json.encode(checker.report(time.monotonic()) if checker else checks)
+            return msgspec.json.encode(checker.report(self._clock()) if checker else checks)
         document: dict[str, Any] = {
             "run_id": self.spec.run_id,
             "endpoint": self.endpoint,
@@ -353,7 +472,7 @@ class ElasticDriver:
             return msgspec.json.encode({**document, "state": "serving"})
         document |= {
             "command": self.spec.command,
-            **msgspec.to_builtins(loop.job.status(time.monotonic())),
+            **msgspec.to_builtins(loop.job.status(self._clock())),
             "step": loop.stragglers.step,
             "slow": loop.stragglers.status(),
             "events": self._log.counts(),

@@ -16,16 +16,20 @@ from elastic_driver import contract
 from elastic_driver.core import decisions as do
 from elastic_driver.core import documents as doc
 from elastic_driver.core import events as ev
+from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.errors import assert_never
 from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, SendEvent, ShowLine
 from elastic_driver.policies.nodecheck.checker import CheckDecision, CheckEnded
 from elastic_driver.policies.shard_messages import StopOrdered
 from elastic_driver.policies.stragglers import RoundPublished
-from elastic_driver.runtime.backend import Backend, UnreachableReason
+from elastic_driver.runtime.backend import AdoptsAgents, Backend, OnLost, UnreachableReason
 from elastic_driver.runtime.checks import NodeChecks
+from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.host_probes import HostProbes
+from elastic_driver.runtime.journal.replay import Step
+from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.mailbox import MachineEvent
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult, WorkerResults
@@ -43,6 +47,7 @@ KEPT_ORDERS = 4096  # of one agent; it reads them as they come, and is never tha
 FRESH_S = 0.1  # for the workers to report their progress when a boundary is to be named
 # A notice with this step ends no round; it only makes every worker report its progress.
 UNREACHABLE_STEP = 2**53
+SEALED_ROUNDS = 64  # the newest rounds before the present one: no worker is in an older one
 _FIELDS = ("round", "host", "slot", "rank", "pid", "worker", "reason")  # of every log line
 
 
@@ -58,8 +63,10 @@ class Executor:
     suspects: Suspects
     post: Callable[[MachineEvent], None]  # puts an event into the mailbox, from any thread
     orders: dict[AgentKey, int] = field(default_factory=dict)  # given to agents that live
+    clock: RunClock = field(default_factory=RunClock)
     look_seconds: float = 0.0  # the machine's time for the last `KeysRead`
     _agent_of: dict[str, AgentKey] = field(default_factory=dict)  # of workers that live
+    _awaited: set[AgentKey] = field(default_factory=set)  # of an earlier driver, not here yet
     _world: doc.World | None = None  # the newest
     _exited: ev.WorkerExited | None = None  # the newest end of a worker of the job
     _last_event: do.Announce | None = None  # logged after all processes have ended
@@ -131,12 +138,14 @@ class Executor:
         self.orders[host, incarnation] = 0
         backend = self._backend_of(incarnation)
         if backend is not None:
+            backend.start(host, incarnation, self._on_lost(host, incarnation))
 
-            def lost(reason: str) -> None:
-                unreachable = isinstance(reason, UnreachableReason)
-                self.post(ev.AgentLost(host, incarnation, str(reason), unreachable))
+    def _on_lost(self, host: str, incarnation: int) -> OnLost:
+        def lost(reason: str) -> None:
+            unreachable = isinstance(reason, UnreachableReason)
+            self.post(ev.AgentLost(host, incarnation, str(reason), unreachable))
 
-            backend.start(host, incarnation, lost)
+        return lost
 
     def _probe_address(self, host: str) -> tuple[str, int] | None:
         """Ask only when needed: a backend of another package may not have the method."""
@@ -149,10 +158,15 @@ class Executor:
         return None if self.checks is None else self.checks.backend
 
     def _kill(self, host: str, incarnation: int) -> None:
-        backend = self._backend_of(incarnation)
-        if (host, incarnation) in self.orders and backend is not None:
-            # An agent that was only cut off is refused from now on, and ends when it is back.
-            self._delete(contract.agent_prefix(host, incarnation), seal=True)
+        agent, backend = (host, incarnation), self._backend_of(incarnation)
+        if agent not in self.orders or backend is None:
+            return
+        # An agent that was only cut off is refused from now on, and ends when it is back.
+        self._delete(contract.agent_prefix(host, incarnation), seal=True)
+        if agent in self._awaited:
+            reason = "the driver that started it has ended, and it has not returned"
+            self.post(ev.AgentLost(host, incarnation, reason))
+        else:
             backend.kill(host, incarnation)
 
     def _give(self, agent: AgentKey, order: doc.Order) -> None:
@@ -225,6 +239,8 @@ class Executor:
         match event:
             case ev.AgentLost(host=host, incarnation=incarnation):
                 self._agent_lost(host, incarnation)
+            case ev.AgentReturned():
+                self._adopt(event)
             case ev.WorkerExited(worker=worker) | ev.LeaseExpired(kind="worker", owner=worker):
                 self._delete(contract.worker_prefix(worker))
                 if isinstance(event, ev.WorkerExited):
@@ -245,6 +261,51 @@ class Executor:
             del self._agent_of[worker]
         if workers:
             self._delete(*map(contract.worker_prefix, workers))
+
+    def _adopt(self, event: ev.AgentReturned) -> None:
+        """Take over an agent that an earlier driver has started."""
+        agent = event.host, event.incarnation
+        if agent in self.orders and agent not in self._awaited:
+            return  # the event has come twice
+        self._awaited.discard(agent)
+        self.orders.setdefault(agent, 0)
+        if isinstance(self.starter, AdoptsAgents):
+            self.starter.adopt(*agent, event.pid, self._on_lost(*agent))
+
+    # ---- the run of an earlier driver ----------------------------------------------------
+
+    def memory(self) -> bytes:
+        """Return what is remembered for the job's end, for a snapshot."""
+        return self._results.encode()
+
+    def resume(self, run: ResumedRun) -> None:
+        """Know again what the driver before this one knew; nothing is shown or logged again."""
+        job = run.job
+        self.orders = {(host, agent.incarnation): 0 for host, agent in job.fleet.agents.items()}
+        self._awaited = set(self.orders)
+        for worker in job.workers.having(*OCCUPYING):
+            if (agent := job.fleet.agents.get(worker.host)) is not None:
+                self._agent_of[worker.id] = worker.host, agent.incarnation
+        self.tails.elastic, self.tails.stepped = job.outcome.elastic, job.outcome.has_progress
+        self._results.decode(run.memory)
+        for step in run.since:
+            self._remember(step, run.unix_offset)
+        over = range(max(1, job.rounds.current.number - SEALED_ROUNDS), job.rounds.current.number)
+        self._delete(*map(contract.round_prefix, over), seal=True)
+
+    def _remember(self, step: Step, unix_offset: float) -> None:
+        """Remember what followed from an event of the driver before this one."""
+        events = step.event.events if isinstance(step.event, ev.EventBatch) else (step.event,)
+        for event in events:
+            self._exited = event if isinstance(event, ev.WorkerExited) else self._exited
+        for decision in step.decisions:
+            if isinstance(decision, do.PublishWorld):
+                self._world = decision.world
+                self._results.world_published(decision.world)
+            elif isinstance(decision, do.Announce):
+                self._results.note(decision, self._exited, step.at + unix_offset)
+                if decision.event in ("job_succeeded", "job_failed"):
+                    self._last_event = decision
 
     # ---- log and terminal ----------------------------------------------------------------
 
@@ -274,7 +335,7 @@ class Executor:
                 event = replace(event, reason=world.reason)
             case "worker_exited" if exited is not None and not event.detail["expected"]:
                 # The traceback of a stopped worker explains no failure.
-                self.tails.add(exited, 1 if world is None else world.round, time.monotonic())
+                self.tails.add(exited, 1 if world is None else world.round, self.clock())
         self._log_and_show(event)
 
     def _log_and_show(self, event: do.Announce) -> None:

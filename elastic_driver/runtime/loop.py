@@ -6,7 +6,6 @@ together. Runs in the driver's thread. Times are seconds.
 """
 
 import queue
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,15 +24,23 @@ from elastic_driver.policies.stragglers import Stragglers
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.checks import CheckAnswer, NodeChecks
+from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.journal.codec import JOURNALLED
+from elastic_driver.runtime.journal.replay import MEMORY
+from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.writer import Journal
 
 MAX_TOGETHER = 1000  # events that are handled together
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
 _SPIN_GUARD_S = 0.01  # the least time between two ticks
 _FOR_SHARDS_TOO = (ev.WorkerStarted, ev.WorkerExited, ev.LeaseExpired, ev.AgentLost)
+
+
+def _call_all(acts: list[Callable[[], None]]) -> None:
+    for act in acts:
+        act()
 
 
 @dataclass(kw_only=True)
@@ -51,7 +58,12 @@ class DriverLoop:
     job: Job | None = None  # None: not begun yet
     checker: NodeChecker | None = None
     stragglers: Stragglers = field(default_factory=Stragglers)
-    journal: Journal | None = None  # of the job, from its beginning on; None: there is none
+    journal: Journal | None = None  # open from the job's beginning on; None: there is none
+    clock: RunClock = field(default_factory=RunClock)
+    acknowledge: Callable[[list[Callable[[], None]]], None] = _call_all
+    resumed: ResumedRun | None = None  # the run of an earlier driver
+    # Of the senders of the events that are handled now; they get an answer when that is over.
+    unanswered: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tf = TfCluster(self.lease)
@@ -70,14 +82,14 @@ class DriverLoop:
         answers = None if self.journal is None else self.journal.deadline
         known = (*self._deadlines.values(), until, shows, answers)
         deadlines = [due for due in known if due is not None]
-        timeout = max(_SPIN_GUARD_S, min(deadlines) - time.monotonic()) if deadlines else None
+        timeout = max(_SPIN_GUARD_S, min(deadlines) - self.clock()) if deadlines else None
         try:
             message = self.mailbox.get(timeout)
         except queue.Empty:
             pass
         else:
             self._take(message)
-        now = time.monotonic()
+        now = self.clock()
         for name, due in list(self._deadlines.items()):
             if due is not None and due <= now:
                 self._decide(name, ev.Tick())
@@ -89,10 +101,10 @@ class DriverLoop:
 
     def wind_down(self, grace: float) -> None:
         """Have the agents stop their workers and exit, and wait until they have."""
-        deadline = time.monotonic() + grace + AGENT_EXIT_S
+        deadline = self.clock() + grace + AGENT_EXIT_S
         if self.end is not None and not self._stop_now:
             self.executor.shut_down_agents(grace, self.end.reason)
-        while not self._stop_now and self.executor.orders and time.monotonic() < deadline:
+        while not self._stop_now and self.executor.orders and self.clock() < deadline:
             self.turn(deadline)
 
     # ---- messages ------------------------------------------------------------------------
@@ -104,8 +116,13 @@ class DriverLoop:
             case mail.StopNow():
                 self._stop_now = True
                 self.end = self.end or EndJob(int(ExitCode.INTERRUPTED), "asked to stop twice")
+            case mail.TakenOver(error):
+                raise error
             case mail.JobBegins(job, run_id):
-                self._begin_job(job, run_id)
+                if self.resumed is None:
+                    self._begin_job(job, run_id)
+                else:
+                    self._resume_job(self.resumed)
             case mail.CheckAsked(hosts, answer):
                 self._begin_check(hosts, answer)
             case ev.StopRequested(reason, exit_code) if self.job is None:
@@ -116,13 +133,16 @@ class DriverLoop:
             case _:
                 self._hand_over(message)
 
-    def _hand_over(self, event: mail.MachineEvent) -> None:
+    def _hand_over(self, first: mail.MachineEvent | mail.Delivered) -> None:
         """Hand an event, and those behind it that are handled with it, to their machines."""
-        together: list[Any] = [event]
-        if isinstance(event, ev.TOGETHER):
-            together += self.mailbox.following(ev.TOGETHER, MAX_TOGETHER)
-        for_job = []
-        for each in together:
+        messages: list[Any] = [first]
+        if isinstance(first.event if isinstance(first, mail.Delivered) else first, ev.TOGETHER):
+            messages += self.mailbox.following(ev.TOGETHER, MAX_TOGETHER)
+        acts = [each.acknowledge for each in messages if isinstance(each, mail.Delivered)]
+        self.unanswered = acts
+        for_job: list[Any] = []
+        for message in messages:
+            each = message.event if isinstance(message, mail.Delivered) else message
             self.executor.note(each)
             if each.machine != "job":
                 self._decide(each.machine, each)
@@ -132,6 +152,11 @@ class DriverLoop:
                 self._decide("shards", each)
         if for_job:
             self._decide("job", ev.EventBatch(tuple(for_job)) if len(for_job) > 1 else for_job[0])
+        self.unanswered = []
+        if acts and self._journal is None:
+            self.acknowledge(acts)
+        elif acts and self._journal is not None:
+            self._tell(self._journal.then(partial(self.acknowledge, acts)))
 
     # ---- machines ------------------------------------------------------------------------
 
@@ -141,13 +166,13 @@ class DriverLoop:
         if machine is None:
             return  # what it was for is over, or has not begun
         self._events += 1
-        now = time.monotonic()
-        journal = self.journal if self.job is not None and name in JOURNALLED else None
+        now = self.clock()
+        journal = self._journal if name in JOURNALLED else None
         if journal is not None:
             journal.note(self._events, now, name, event)
         decisions = machine.handle(event, now)
         if isinstance(event, KeysRead):
-            self.executor.look_seconds = time.monotonic() - now
+            self.executor.look_seconds = self.clock() - now
         self._deadlines[name] = machine.deadline()
         if self.debug and (violated := machine.check()):
             raise AssertionError(f"after {event}: {'; '.join(violated)}")
@@ -166,6 +191,11 @@ class DriverLoop:
 
     # ---- the journal ---------------------------------------------------------------------
 
+    @property
+    def _journal(self) -> Journal | None:
+        """The journal, once there is a job."""
+        return None if self.job is None else self.journal
+
     def _tell(self, news: list[Announce]) -> None:
         """Log and show the news of the journal."""
         for each in news:
@@ -173,9 +203,12 @@ class DriverLoop:
 
     def _journal_states(self) -> None:
         """Write the machines' states, from which a replay may begin."""
-        if self.journal is not None and self.job is not None:
-            states = {n: m.snapshot() for n, m in self._machines.items() if n in JOURNALLED}
-            self.journal.snapshot(self._events, time.monotonic(), states)
+        if self._journal is not None:
+            states: dict[str, bytes] = {
+                n: m.snapshot() for n, m in self._machines.items() if n in JOURNALLED
+            }
+            states[MEMORY] = self.executor.memory()
+            self._journal.snapshot(self._events, self.clock(), states)
 
     def _carry_out(self, decisions: list[Any]) -> None:
         for decision in decisions:
@@ -194,12 +227,22 @@ class DriverLoop:
 
     def _begin_job(self, job: Job, run_id: str) -> None:
         self.job = self._machines["job"] = job
-        if self.journal is not None:
-            self.journal.open()
         self._journal_states()
         self.executor.execute(Announce("job_started", f"run {run_id}"))
         if self.checks is not None and self.checks.report is not None:
             self.executor.execute(Announce("nodes_checked", self.checks.report.summary()))
+
+    def _resume_job(self, run: ResumedRun) -> None:
+        """Go on with the job of an earlier driver, after its last event."""
+        machines: Any = run.machines
+        self._machines |= machines
+        self.job, self.tf, self._events = run.job, machines["tf"], run.n
+        self.executor.resume(run)
+        self.end = run.end
+        event = ev.DriverResumed(run.term + 1, f"driver {run.term} has ended")
+        for name in JOURNALLED:
+            self._decide(name, event)
+        self._journal_states()
 
     def _begin_check(self, hosts: Hosts, answer: CheckAnswer) -> None:
         """Check hosts; any thread may later call `answer` with the report, or with an error."""
@@ -211,7 +254,7 @@ class DriverLoop:
             answer(error)
         else:
             self._machines["check"] = self.checker
-            self._deadlines["check"] = time.monotonic()  # the first tick begins
+            self._deadlines["check"] = self.clock()  # the first tick begins
             self._journal_states()
 
     def _answer_job(self, asked: CheckHosts, found: Any) -> None:

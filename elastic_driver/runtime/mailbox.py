@@ -7,10 +7,11 @@ thread alone takes them out.
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from elastic_driver.core.events import EventBatch, JobEvent
 from elastic_driver.core.job import Job
+from elastic_driver.errors import TakenOverError
 from elastic_driver.policies.messages import KeysRead, RequestDropped
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.policies.nodecheck.report import CheckReport
@@ -22,10 +23,17 @@ from elastic_driver.runtime.host_lists import Hosts
 
 @dataclass(frozen=True, slots=True)
 class JobBegins:
-    """Begin the job: its machine takes part from now on."""
+    """Begin the job, or go on with it: its machine takes part from now on."""
 
     job: Job
     run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """Another driver goes on with the job: this one ends."""
+
+    error: TakenOverError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +61,19 @@ PolicyEvent: TypeAlias = (
 )
 # The events of machines; each has a `machine`.
 MachineEvent: TypeAlias = JobEvent | EventBatch | PolicyEvent
-Message: TypeAlias = MachineEvent | StatusAsked | StopNow | JobBegins | CheckAsked
-M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """An event whose sender waits until the journal has it."""
+
+    event: JobEvent | TaskEnded
+    acknowledge: Callable[[], None]  # to be called on the server's loop
+
+
+Message: TypeAlias = (
+    MachineEvent | Delivered | StatusAsked | StopNow | TakenOver | JobBegins | CheckAsked
+)  # fmt: skip
 
 
 class Mailbox:
@@ -74,12 +93,12 @@ class Mailbox:
         message, self._next = self._next, None
         return self._queue.get(timeout=timeout) if message is None else message
 
-    def following(self, kinds: tuple[type[M], ...], most: int) -> list[M]:
-        """Return the next waiting messages, as long as they are of these kinds."""
-        found: list[M] = []
+    def following(self, kinds: tuple[type, ...], most: int) -> list[Any]:
+        """Return the next waiting messages, as long as they are, or deliver, these kinds."""
+        found: list[Any] = []
         while self._next is None and len(found) < most and not self._queue.empty():
             message = self._queue.get_nowait()  # it has no other reader
-            if isinstance(message, kinds):
+            if isinstance(message.event if isinstance(message, Delivered) else message, kinds):
                 found.append(message)
             else:
                 self._next = message

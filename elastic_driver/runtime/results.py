@@ -11,6 +11,7 @@ last. Times are unix seconds.
 import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -48,6 +49,10 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     ended: float = msgspec.field(name="t")
     failure: Failure | None = msgspec.field(default=None, name="first_failure")
     workers: tuple[WorkerResult, ...] = ()  # by rank
+
+
+# The workers that live, with the times of their starts; the results, and if they have finished.
+_Kept: TypeAlias = tuple[dict[str, float], list[tuple[WorkerResult, bool]]]
 
 
 @dataclass
@@ -113,6 +118,16 @@ class WorkerResults:
             failure=failure,
             workers=tuple(sorted(found, key=lambda r: (r.rank is None, r.rank, r.host, r.slot))),
         )
+
+    def encode(self) -> bytes:
+        """Return the results so far as bytes; the newest world is not among them."""
+        return msgspec.msgpack.encode((self._started, list(self._of_slot.values())))
+
+    def decode(self, data: bytes) -> None:
+        """Take the results so far from bytes; raises ValueError if they hold none."""
+        self._started, kept = msgspec.msgpack.decode(data, type=_Kept)
+        self._of_slot = {(result.host, result.slot): (result, done) for result, done in kept}
+        self._chars = sum(len(result.last_words) for result, _ in kept)
 
     def _drop(self, slot: tuple[str, int]) -> None:
         if slot in self._of_slot:

@@ -1,7 +1,7 @@
 """Says in sentences what events mean, and what followed from them for a rank or a host. Pure."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -86,8 +86,11 @@ def of_rank(rank: int, steps: Iterable[Step]) -> Subject:
     return Subject(rank, None, found)
 
 
-def chain(subject: Subject, steps: Sequence[Step], unix_offset: float) -> Iterator[str]:
-    """Yield a paragraph for each event that concerned the subject, with what followed."""
+def chain(subject: Subject, steps: Sequence[Step], unix: Callable[[float], float]) -> Iterator[str]:
+    """Yield a paragraph for each event that concerned the subject, with what followed.
+
+    `unix` turns machine times into unix seconds.
+    """
     ordered: dict[
         tuple[Any, ...], int
     ] = {}  # the last order to a worker or an agent, and its event
@@ -99,7 +102,7 @@ def chain(subject: Subject, steps: Sequence[Step], unix_offset: float) -> Iterat
             first = about[0] if about else events[0]
             cause = ordered.get(_addressee(first)) if isinstance(first, _FOLLOWS) else None
             after = "" if cause is None else f" (after event {cause})"
-            yield f"{clock(step.at + unix_offset)} event {step.n}: {of_event(first)}{after}"
+            yield f"{clock(unix(step.at))} event {step.n}: {of_event(first)}{after}"
             yield from (f"    {_with_place(subject, decision)}" for decision in followed)
         for decision in step.decisions:
             given = getattr(decision, "order", decision)

@@ -41,7 +41,7 @@ def replay(words: Sequence[str]) -> int:
             print(msgspec.json.encode({"status": status}).decode())
         else:
             document = show.read_job(msgspec.json.encode(status))
-            print(f"\n{show.job(document, found.now + found.unix_offset)}")
+            print(f"\n{show.job(document, found.unix(found.now))}")
     return 0
 
 
@@ -60,7 +60,7 @@ def explain(words: Sequence[str]) -> int:
             subject = sentences.of_rank(int(given.name), steps)
         else:
             subject = sentences.Subject(None, given.name, frozenset())
-        lines = list(sentences.chain(subject, steps, found.unix_offset))
+        lines = list(sentences.chain(subject, steps, found.unix))
         if not lines or (subject.host is None and not subject.workers):
             raise UsageError(f"run {found.run_id}: nothing is known of {given.what} {given.name}")
         print(f"run {found.run_id}, {given.what} {given.name}")
@@ -93,13 +93,13 @@ def _file(given: Any) -> Path:
 
 
 def _text(step: Step, found: Replay) -> str:
-    when = sentences.clock(step.at + found.unix_offset)
+    when = sentences.clock(found.unix(step.at))
     head = f"{when} event {step.n} ({step.machine}): {sentences.of_event(step.event)}"
     return "\n".join([head, *(f"    {sentences.of_decision(d)}" for d in step.decisions)])
 
 
 def _json(step: Step, found: Replay) -> str:
-    facts = {"n": step.n, "t": step.at + found.unix_offset, "machine": step.machine}
+    facts = {"n": step.n, "t": found.unix(step.at), "machine": step.machine}
     decided = {"event": step.event, "decisions": step.decisions}
     return msgspec.json.encode({**facts, **decided}).decode()
 
@@ -108,4 +108,4 @@ def _document(found: Replay) -> dict[str, Any]:
     """Return the job in the form of `GET /v1/status`; its times are those of the run."""
     head = {"run_id": found.run_id, "endpoint": str(found.path)}
     status = msgspec.to_builtins(found.job.status(found.now))
-    return {**head, "started": found.began + found.unix_offset, **status}
+    return {**head, "started": found.unix(found.began), **status}

@@ -43,6 +43,10 @@ class NotingDriver:
             self.posted.append(event)
         return self.accepting
 
+    def deliver(self, event: Request, acknowledge: Callable[[], None]) -> bool:
+        acknowledge()  # the callers are on the server's loop
+        return self.post(event)
+
     def request_stop(self, reason: str, exit_code: int) -> None:
         self.stops.append((reason, exit_code))
 

@@ -19,8 +19,9 @@ from elastic_driver.core.events import Tick
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
-from elastic_driver.runtime.journal import writer
+from elastic_driver.runtime.journal import store, writer
 from elastic_driver.runtime.journal.replay import JournalError, Replay
+from elastic_driver.runtime.journal.store import Head, SqliteStore
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.machine_api import SHARDS_PATH
 from tests.runtime.jobs import JobUnderTest, StartJob
@@ -115,10 +116,10 @@ def test_every_event_that_was_settled_is_there_after_a_kill(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_written_costs_the_journal_and_not_the_job(
     start_job: StartJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Journal) -> sqlite3.Connection:
+    def refuse(self: SqliteStore, head: Head) -> sqlite3.Connection:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Journal, "_create", refuse)
+    monkeypatch.setattr(SqliteStore, "_create", refuse)
     job = short_job(start_job)
     failed = [event for event in job.logged() if event["event"] == "journal_failed"]
     assert len(failed) == 1
@@ -160,13 +161,13 @@ def test_a_disk_that_hangs_holds_the_driver_up_once(
     monkeypatch.setattr(writer, "_CLOSE_S", 0.1)
     fifo, path = tmp_path / "hangs", tmp_path / "journal.db"
     os.mkfifo(fifo)
-    create = Journal._create
+    create = SqliteStore._create
 
-    def hang_first(self: Journal) -> sqlite3.Connection:
+    def hang_first(self: SqliteStore, head: Head) -> sqlite3.Connection:
         fifo.read_bytes()  # until someone opens it for writing
-        return create(self)
+        return create(self, head)
 
-    monkeypatch.setattr(Journal, "_create", hang_first)
+    monkeypatch.setattr(SqliteStore, "_create", hang_first)
     journal = Journal(path, "run")
     journal.open()
     journal.snapshot(0, 0.0, {"tf": TfCluster(30.0).snapshot(), "shards": DataSets().snapshot()})
@@ -193,11 +194,11 @@ def test_a_disk_that_hangs_for_ever_costs_the_journal(
     fifo = tmp_path / "hangs"
     os.mkfifo(fifo)
 
-    def hang(self: Journal) -> sqlite3.Connection:
+    def hang(self: SqliteStore, head: Head) -> sqlite3.Connection:
         fifo.read_bytes()
         raise OSError("it is mended, too late")
 
-    monkeypatch.setattr(Journal, "_create", hang)
+    monkeypatch.setattr(SqliteStore, "_create", hang)
     journal = Journal(tmp_path / "journal.db", "run")
     journal.open()
     found = []
@@ -215,13 +216,13 @@ def test_answers_that_wait_for_a_disk_that_hangs_are_given_all_the_same(
 ) -> None:
     fifo = tmp_path / "hangs"
     os.mkfifo(fifo)
-    create = Journal._create
+    create = SqliteStore._create
 
-    def hang_first(self: Journal) -> sqlite3.Connection:
+    def hang_first(self: SqliteStore, head: Head) -> sqlite3.Connection:
         fifo.read_bytes()
-        return create(self)
+        return create(self, head)
 
-    monkeypatch.setattr(Journal, "_create", hang_first)
+    monkeypatch.setattr(SqliteStore, "_create", hang_first)
     journal = Journal(tmp_path / "journal.db", "run")
     journal.open()
     given: list[int] = []
@@ -291,14 +292,14 @@ def test_a_journal_of_another_format_or_with_a_damaged_event_is_refused(tmp_path
         list(Replay(path).steps())
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA user_version = 9")
-    with pytest.raises(JournalError, match="a journal of format 9, only 1 can be read"):
+    with pytest.raises(JournalError, match="a journal of format 9, only 2 can be read"):
         Replay(path)
 
 
 def test_old_events_are_dropped_and_the_replay_begins_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "KEPT_EVENTS", 20)
+    monkeypatch.setattr(store, "KEPT_EVENTS", 20)
     journal = Journal(tmp_path / "journal.db", "run")
     journal.open()
     machine = TfCluster(30.0)

@@ -5,6 +5,7 @@ the state that the replay has come to, so a replay that differs from the run is 
 changes nothing, and is possible while the driver writes.
 """
 
+import json
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime.journal.codec import AnyEvent, decode
-from elastic_driver.runtime.journal.writer import FORMAT
+from elastic_driver.runtime.journal.store import FORMAT
 
 _KINDS: dict[str, type[Restorable]] = {
     "job": Job,
@@ -29,18 +30,32 @@ _KINDS: dict[str, type[Restorable]] = {
 }
 _LATER = "SELECT n, at, machine, event FROM events WHERE n > ? AND n <= ? ORDER BY n"
 _STATES = "SELECT machine, state FROM snapshots WHERE n = ?"
+_TERMS = "SELECT term, n, at, unix_offset, host, pid, url FROM terms ORDER BY term"
 NEWEST = 2**62  # larger than any event's number
+MEMORY = "memory"  # the name under which a snapshot keeps the executor's memory; it is no machine
 
 
 class JournalError(UsageError):
     """A file that is no journal, is damaged, or is of another version."""
 
 
+class Term(NamedTuple):
+    """One of the drivers that have written a journal, one after the other."""
+
+    term: int  # 1, 2, 3, …
+    n: int  # the last event before its own
+    at: float  # machine time of its beginning
+    unix_offset: float  # unix seconds minus machine time
+    host: str
+    pid: int
+    url: str
+
+
 class Step(NamedTuple):
     """An event, and what its machine decided."""
 
     n: int
-    at: float  # monotonic seconds of the run
+    at: float  # machine time (`runtime.clock`)
     machine: str
     event: AnyEvent
     decisions: list[Any]  # each knows `n` as its cause
@@ -54,7 +69,9 @@ class Replay:
             raise JournalError(f"there is no journal {path}")
         self.path = path
         self.machines: dict[str, Any] = {}  # as they were after the last step
-        self.now = 0.0  # monotonic seconds of the run, at the last step
+        self.now = 0.0  # machine time of the last step
+        self.first = 0  # the event before the first step
+        self.memory = b""  # of the executor, at the newest snapshot that was passed
         self._database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
         (found,) = self._rows("PRAGMA user_version")[0]
         if found != FORMAT:
@@ -62,17 +79,25 @@ class Replay:
             raise JournalError(
                 f"{path}: a journal of format {found}, only {FORMAT} can be read; {hint}"
             )
-        about = self._rows("SELECT run_id, unix_offset FROM about")
+        about = self._rows("SELECT run_id, argv, cwd FROM about")
+        self.terms = tuple(Term(*row) for row in self._rows(_TERMS))  # the newest driver last
         self._snapshots = [n for (n,) in self._rows("SELECT DISTINCT n FROM snapshots ORDER BY n")]
-        if not about or not self._snapshots:
+        if not about or not self.terms or not self._snapshots:
             raise JournalError(f"{path}: the journal is empty")
         self.run_id: str = about[0][0]
-        self.unix_offset: float = about[0][1]  # added to `at`, it gives unix seconds
-        (self.began,) = self._rows("SELECT min(at) FROM snapshots")[0]
+        self.argv: tuple[str, ...] = tuple(json.loads(about[0][1]))  # of the first driver
+        self.cwd: str = about[0][2]
+        self.began = self.terms[0].at
 
-    def steps(self, until: int = NEWEST) -> Iterator[Step]:
-        """Yield every event up to this number, from the oldest snapshot on."""
-        first, *later = self._snapshots
+    def unix(self, at: float) -> float:
+        """Return a machine time as unix seconds."""
+        of = next((term for term in reversed(self.terms) if term.at <= at), self.terms[0])
+        return at + of.unix_offset
+
+    def steps(self, until: int = NEWEST, *, from_newest: bool = False) -> Iterator[Step]:
+        """Yield every event up to this number, from the oldest snapshot on, or from the newest."""
+        first, *later = self._snapshots[-1:] if from_newest else self._snapshots
+        self.first = first
         if until < first:
             raise JournalError(f"{self.path}: the journal begins after event {first}")
         self._take_states(first)
@@ -108,7 +133,9 @@ class Replay:
     def _take_states(self, n: int) -> None:
         """Restore the machines that begin at this snapshot; compare the others with it."""
         for name, state in self._rows(_STATES, n):
-            if name not in self.machines:
+            if name == MEMORY:
+                self.memory = state
+            elif name not in self.machines:
                 self.machines[name] = _KINDS[name].restored(state)
             elif self.machines[name].snapshot() != state:
                 why = f"{name} is another one after event {n} than it was in the run"

@@ -1,0 +1,77 @@
+"""Reads the journal of a run whose driver has died, so that another driver can go on with it.
+
+The replay begins at the newest snapshot, so it is short however old the job is.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from elastic_driver.core.decisions import EndJob
+from elastic_driver.core.job import Job
+from elastic_driver.runtime.journal.replay import JournalError, Replay, Step
+from elastic_driver.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumedRun:
+    """A run as its journal knows it, after the last event."""
+
+    run_id: str
+    argv: tuple[str, ...]  # the command line of `elasticrun`
+    cwd: str  # its folder
+    term: int  # of the last driver; the next one has the next number
+    url: str  # of the last driver; "": unknown, the next one listens anywhere
+    began: float  # unix seconds of the job's beginning
+    unix_offset: float  # of the last driver: unix seconds minus machine time
+    n: int  # the number of the last event
+    at: float  # its machine time
+    machines: dict[str, Any]  # by their names; without a node check, which does not go on
+    memory: bytes = b""  # of the executor, at the newest snapshot
+    since: tuple[Step, ...] = ()  # the events after that snapshot, with what was decided
+
+    @property
+    def job(self) -> Job:
+        """The job after the last event."""
+        job: Job = self.machines["job"]
+        return job
+
+    @property
+    def settings(self) -> Settings:
+        """The settings that the job has had from its beginning."""
+        return self.job.settings
+
+    @property
+    def end(self) -> EndJob | None:
+        """The job's end, if it was decided."""
+        return self.job.outcome.end
+
+    @property
+    def port(self) -> int:
+        """The port at which agents and workers look for their driver; 0: any."""
+        return urlsplit(self.url).port or 0
+
+
+def load_run(path: Path) -> ResumedRun:
+    """Return the run of this journal; raises `JournalError` for one that cannot go on."""
+    with contextlib.closing(Replay(path)) as replay:
+        since = tuple(replay.steps(from_newest=True))
+        if "job" not in replay.machines:
+            raise JournalError(f"{path}: the job has not begun")
+        last = replay.terms[-1]
+        return ResumedRun(
+            run_id=replay.run_id,
+            argv=replay.argv,
+            cwd=replay.cwd,
+            term=last.term,
+            url=last.url,
+            began=replay.unix(replay.began),
+            unix_offset=last.unix_offset,
+            n=max(last.n, since[-1].n if since else replay.first),
+            at=max(last.at, replay.now),
+            machines={name: found for name, found in replay.machines.items() if name != "check"},
+            memory=replay.memory,
+            since=since,
+        )

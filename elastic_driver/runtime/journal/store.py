@@ -1,0 +1,204 @@
+"""The places where a journal is kept; by default a SQLite database in WAL mode.
+
+`Journal` (`writer`) calls a store from the thread that writes. Each driver of a run writes its term
+first, and every later write checks that no driver with a higher term has begun.
+"""
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeAlias
+
+import msgspec
+
+from elastic_driver.errors import TakenOverError
+
+FORMAT = 2
+KEPT_EVENTS = 100_000  # before the newest; older ones, and snapshots, are dropped
+CHECKPOINT_BYTES = 4 * 1024 * 1024  # of the write-ahead log, which then goes into the file
+
+SCHEMA = """
+CREATE TABLE about (run_id TEXT, argv TEXT, cwd TEXT);
+CREATE TABLE terms (term INTEGER PRIMARY KEY, n INTEGER, at REAL, unix REAL, unix_offset REAL,
+    host TEXT, pid INTEGER, url TEXT);
+CREATE TABLE events (n INTEGER PRIMARY KEY, at REAL, machine TEXT, event BLOB);
+CREATE TABLE snapshots (n INTEGER, at REAL, machine TEXT, state BLOB, PRIMARY KEY (n, machine));
+"""
+# An event or a state: its number, machine time, the machine, and the bytes.
+Row: TypeAlias = tuple[int, float, str, bytes]
+
+
+class Head(NamedTuple):
+    """The run that a journal belongs to, and the driver that begins to write it."""
+
+    run_id: str
+    argv: tuple[str, ...] = ()  # the command line of `elasticrun`
+    cwd: str = ""  # its folder
+    term: int = 1  # of this driver; above 1, the journal of an earlier one goes on
+    n: int = 0  # the number of the last event of the drivers before
+    at: float = 0.0  # machine time of the beginning
+    unix_offset: float = 0.0  # unix seconds minus machine time
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that are written in one transaction; `states`: snapshots after the last event."""
+
+    number: int
+    events: list[Row] = field(default_factory=list)
+    states: list[Row] = field(default_factory=list)
+    size: int = 0  # bytes
+    url: str = ""  # the address of this driver, once it is known
+
+
+class JournalStore(Protocol):
+    """A place for a journal. All methods are called by one thread, and may take their time.
+
+    Each of them may raise `OSError` or `sqlite3.Error` (the journal is given up, and the job goes
+    on) and `TakenOverError` (the driver ends).
+    """
+
+    def open(self, head: Head) -> None:
+        """Begin a journal, or go on with one; this driver's term is kept when it returns."""
+
+    def write(self, batches: Sequence[Batch]) -> None:
+        """Write these batches, all or none; they survive this process when it returns."""
+
+    def tidy(self, batches: Sequence[Batch]) -> None:
+        """Drop what is old, and move what was written to its place; nobody waits for this."""
+
+    def close(self) -> None:
+        """Close the journal of a driver that ends in good order."""
+
+
+class SqliteStore:
+    """A journal in a SQLite database (a `JournalStore`)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._term = 0
+        self._unmoved = 0  # bytes in the write-ahead log
+        self._open: sqlite3.Connection | None = None
+
+    def open(self, head: Head) -> None:
+        """See `JournalStore.open`."""
+        self._term = head.term
+        self._open = self._create(head) if head.term == 1 else self._go_on(head)
+        # NORMAL: a commit reaches the kernel. The disk is asked to keep it only at checkpoints,
+        # which come after the answer to the driver.
+        self._open.executescript("PRAGMA synchronous=NORMAL; PRAGMA wal_autocheckpoint=0")
+
+    def write(self, batches: Sequence[Batch]) -> None:
+        """See `JournalStore.write`."""
+        database = self._database
+        with _transaction(database):
+            (newest,) = database.execute("SELECT max(term) FROM terms").fetchone()
+            if newest != self._term:
+                raise self._taken_over()
+            for batch in batches:
+                database.executemany("INSERT INTO events VALUES (?, ?, ?, ?)", batch.events)
+                if batch.states:
+                    database.execute("DELETE FROM snapshots WHERE n = ?", batch.states[0][:1])
+                    database.executemany("INSERT INTO snapshots VALUES (?, ?, ?, ?)", batch.states)
+                if batch.url:
+                    address = batch.url, self._term
+                    database.execute("UPDATE terms SET url = ? WHERE term = ?", address)
+
+    def tidy(self, batches: Sequence[Batch]) -> None:
+        """See `JournalStore.tidy`."""
+        self._unmoved += sum(batch.size for batch in batches)
+        for batch in batches:
+            if batch.states:
+                _drop_old(self._database, batch.states[0][0])
+        if self._unmoved > CHECKPOINT_BYTES:
+            self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            self._unmoved = 0
+
+    def close(self) -> None:
+        """See `JournalStore.close`."""
+        if self._open is not None:
+            # One file, without a log beside it: it can be copied into a report of a fault.
+            with contextlib.closing(self._open):
+                self._open.execute("PRAGMA journal_mode=DELETE")
+
+    @property
+    def _database(self) -> sqlite3.Connection:
+        if self._open is None:
+            raise sqlite3.ProgrammingError("the journal is not open")
+        return self._open
+
+    def _create(self, head: Head) -> sqlite3.Connection:
+        """Create the file anew, readable by its owner alone."""
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))
+        database = _connect(self._path)
+        database.execute("PRAGMA synchronous=OFF")  # for an empty file
+        _log_ahead(database)
+        database.executescript(f"{SCHEMA} PRAGMA user_version={FORMAT};")
+        with _transaction(database):
+            about = head.run_id, msgspec.json.encode(head.argv).decode(), head.cwd
+            database.execute("INSERT INTO about VALUES (?, ?, ?)", about)
+            _begin_term(database, head)
+        return database
+
+    def _go_on(self, head: Head) -> sqlite3.Connection:
+        """Open the file of an earlier driver; raises `TakenOverError` if it is not as it was."""
+        if not self._path.is_file():
+            raise FileNotFoundError(f"there is no journal {self._path}")
+        database = _connect(self._path)
+        _log_ahead(database)
+        with _transaction(database):
+            newest = "SELECT (SELECT max(term) FROM terms), (SELECT max(n) FROM events)"
+            term, n = database.execute(newest).fetchone()
+            if term >= head.term or (n or 0) > head.n:
+                raise self._taken_over()
+            _begin_term(database, head)
+        return database
+
+    def _taken_over(self) -> TakenOverError:
+        newest = "SELECT term, host, pid FROM terms ORDER BY term DESC LIMIT 1"
+        found = sqlite3.connect(self._path).execute(newest).fetchone()
+        who = "driver {} (host {}, process {})".format(*found)
+        return TakenOverError(f"{who} goes on with this run; driver {self._term} ends")
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+
+
+def _log_ahead(database: sqlite3.Connection) -> None:
+    if database.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
+        raise sqlite3.OperationalError("this file system takes no write-ahead log")
+
+
+@contextlib.contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """Write all that is done in the context, or nothing."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        database.execute("ROLLBACK")
+        raise
+    database.execute("COMMIT")
+
+
+def _begin_term(database: sqlite3.Connection, head: Head) -> None:
+    who = os.uname().nodename, os.getpid(), ""
+    row = head.term, head.n, head.at, time.time(), head.unix_offset, *who
+    database.execute("INSERT INTO terms VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+
+
+def _drop_old(database: sqlite3.Connection, newest: int) -> None:
+    """Drop what is older than the last snapshot before the events that are kept."""
+    oldest = "SELECT max(n) FROM snapshots WHERE n <= ?"
+    (first,) = database.execute(oldest, (newest - KEPT_EVENTS,)).fetchone()
+    if first is not None:
+        with _transaction(database):
+            database.execute("DELETE FROM events WHERE n <= ?", (first,))
+            database.execute("DELETE FROM snapshots WHERE n < ?", (first,))
