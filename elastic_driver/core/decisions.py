@@ -82,6 +82,17 @@ class GiveOrder(CausedDecision, frozen=True, tag="give_order"):
     reason: str
 
 
+class AwaitHeartbeats(CausedDecision, frozen=True, tag="await_heartbeats"):
+    """Begin these workers' leases as if each had sent a heartbeat just now; `seconds`: a lease.
+
+    The workers that an earlier driver heard from have no lease in the store of this one yet.
+    """
+
+    workers: tuple[str, ...]
+    seconds: float
+    reason: str
+
+
 class PublishWorld(CausedDecision, frozen=True, tag="publish_world"):
     """A round is complete: give every worker its rank and its peers."""
 
@@ -172,6 +183,6 @@ class EndJob(CausedDecision, frozen=True, tag="end_job"):
 
 Decision: TypeAlias = (
     StartAgent | StopAgent | KillAgent | ProbeAgent | ProbeHosts | GiveOrder | CheckHosts
-    | PublishWorld
+    | AwaitHeartbeats | PublishWorld
     | PublishNotice | PublishSave | SealRound | AskProgress | AskStacks | Announce | EndJob
 )  # fmt: skip

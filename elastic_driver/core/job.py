@@ -57,12 +57,10 @@ class Job(JobParts):
         if not self._began:
             self._began = True
             self.rounds.begin(now)
-        if self.outcome.end is not None:
-            self.reports.after_the_end(event)
-        else:
-            for one in event.events if isinstance(event, ev.EventBatch) else (event,):
-                if self.outcome.end is None:
-                    self._take_in(one, now)
+        had_ended = self.outcome.end is not None
+        for one in event.events if isinstance(event, ev.EventBatch) else (event,):
+            self._take_in(one, now)
+        if not had_ended:
             self._draw_consequences(now)
         self._decided = tuple(self.effects.take())
         return list(self._decided)
@@ -90,7 +88,9 @@ class Job(JobParts):
 
     def _take_in(self, event: ev.JobEvent, now: float) -> None:
         try:
-            if isinstance(event, ev.WorkerReport):
+            if self.outcome.end is not None:
+                self._take_in_after_the_end(event)
+            elif isinstance(event, ev.WorkerReport):
                 self._take_in_report(event, now)
             elif isinstance(event, ev.AgentEvent):
                 self._take_in_agent_event(event, now)
@@ -98,6 +98,12 @@ class Job(JobParts):
                 self._take_in_other(event, now)
         except ev.StaleEvent as stale:
             self.effects.ignore(str(stale))
+
+    def _take_in_after_the_end(self, event: ev.JobEvent) -> None:
+        if isinstance(event, ev.DriverResumed | ev.AgentReturned):
+            self.adoption.after_the_end(event)
+        else:
+            self.reports.after_the_end(event)
 
     def _take_in_report(self, event: ev.ProcessEvent, now: float) -> None:
         worker = self.workers.with_process(event, event.worker)
@@ -109,9 +115,11 @@ class Job(JobParts):
             case ev.WorkerExited() if worker.spare:
                 self.spares.on_exited(worker, event, now)
             case ev.WorkerReady():
+                self.adoption.on_round(event.round)
                 self.reports.on_ready(worker, event, now)
                 self.suspicion.on_left(worker, event, now)
             case ev.WorkerStepped():
+                self.adoption.on_round(event.round, trains=True)
                 self.reports.on_stepped(worker, event, now)
             case ev.WorkerExited():
                 self.reports.on_exited(worker, event, now)

@@ -186,11 +186,15 @@ def roster_of(members: Sequence[Member]) -> Roster:
         HostGroup(tuple(host for host, _ in alike), runs)
         for runs, alike in groupby(in_use, key=lambda host: host[1])
     ]
-    standings = [
+    return Roster(tuple(groups), standings_of(members))
+
+
+def standings_of(members: Sequence[Member]) -> tuple[Standings, ...]:
+    """Return the versions of the members' states, in runs."""
+    return tuple(
         Standings(sum(1 for _ in alike), version, clean)
         for (version, clean), alike in groupby(members, key=lambda m: (m.version, m.clean))
-    ]
-    return Roster(tuple(groups), tuple(standings))
+    )
 
 
 def _runs(members: Iterable[Member]) -> tuple[SlotRun, ...]:

@@ -103,6 +103,8 @@ class Executor:
                 self._give((host, number), order)
             case do.ProbeAgent():
                 self.suspects.probe(decision)
+            case do.AwaitHeartbeats():
+                self._await_heartbeats(decision)
             case do.PublishWorld(world=world):
                 self._publish_world(world)
             case do.AskProgress():
@@ -183,6 +185,10 @@ class Executor:
         if number > KEPT_ORDERS:
             operations.append(wire.Delete(contract.agent_order(*agent, number - KEPT_ORDERS)))
         self.server.post(operations)
+
+    def _await_heartbeats(self, decision: do.AwaitHeartbeats) -> None:
+        keys = map(contract.worker_lease, decision.workers)
+        self.server.post([wire.Set(key, b"", lease=decision.seconds) for key in keys])
 
     def _publish_world(self, world: doc.World) -> None:
         self._world = world

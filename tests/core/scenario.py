@@ -85,6 +85,21 @@ class Scenario:
         incarnation = self.job.fleet.agents[host].incarnation
         return self.send(ev.AgentLost(host, incarnation, reason, unreachable))
 
+    def resume(self, *, moved: bool = False) -> list[Decision]:
+        """The driver dies, and the next one goes on from its journal."""
+        self.job = Job.restored(self.job.snapshot())
+        term = self.job.adoption.term + 1
+        return self.send(ev.DriverResumed(term, "a test says so", moved))
+
+    def returns(self, host: str, *workers: str, incarnation: int = 0) -> list[Decision]:
+        """The host's agent returns and runs these workers; without any: those in the books."""
+        known, agent = self.job.workers.workers, self.job.fleet.agents.get(host)
+        names = workers or [w.id for w in self.job.workers.on_host(host) if w.pid]
+        told = tuple(ev.RunningWorker(n, known[n].pid if n in known else 7) for n in names)
+        up = host, incarnation or (agent.incarnation if agent else 1), 1, f"10.0.0.{ord(host[0])}"
+        term = self.job.adoption.term
+        return self.send(ev.AgentReturned(*up, (5000, 5001), term=term, workers=told))
+
     def started(self, worker: str) -> list[Decision]:
         self._pid += 1
         return self.send(ev.WorkerStarted(worker, self._pid))

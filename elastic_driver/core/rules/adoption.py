@@ -1,15 +1,47 @@
 """A driver goes on with the job of one that has died: it adopts the agents and their workers.
 
+The books of the job (all its parts) are as the last event in the journal left them. Whether the
+decisions upon that event were carried out is not known, and the store is empty. So what a client
+may wait for is published or asked again, and an order is given again if its agent does not know it.
+
+An agent that was up is *awaited*: it gets no orders until it has returned and said which workers it
+runs. Then these are compared with the books. A worker that was ordered and is not known there was
+never started, so it is ordered again; an agent starts no worker twice. A worker that the books do
+not have is stopped. An agent that does not return is found by probes like any silent one
+(`suspicion`), and lost after `heartbeat_timeout` at the latest. Nobody knows the process of an
+agent that was being started, so it is refused from now on and another one is started. An agent that
+the books do not have is told to shut down.
+
+A journal that was late may lack the last events (docs/journal.md). Then agents and workers know
+more than the books: numbers of workers, agents and rounds that they name are not given again.
 Times are monotonic seconds.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import Announce
+from elastic_driver.core.decisions import AwaitHeartbeats, KillAgent, PublishNotice, StopAgent
 from elastic_driver.core.rules.agents import Agents
+from elastic_driver.core.rules.boundary import Boundary
+from elastic_driver.core.rules.discovered import Rechecks
+from elastic_driver.core.rules.fleet import AgentNews
+from elastic_driver.core.rules.hangs import Stacks
+from elastic_driver.core.rules.preemption import FinalSaves
+from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.rules.suspicion import Suspicion
+from elastic_driver.core.rules.workers import (
+    LOST,
+    READY,
+    RUNNING,
+    SPARE,
+    STARTING,
+    STOPPING,
+    WARMING,
+    Worker,
+)
+
+AGAIN = "the driver was resumed"
 
 
 @dataclass(slots=True)
@@ -18,19 +50,120 @@ class Adoption(Rule):
 
     agents: Agents
     suspicion: Suspicion
+    reports: Reports
+    boundary: Boundary
+    stacks: Stacks
+    rechecks: Rechecks
+    final_checkpoint: FinalSaves
     term: int = 1  # of this driver
+    resumed_at: float = 0.0
+    _returned: set[tuple[str, int]] = field(default_factory=set)  # agents, in this term
 
     def on_resumed(self, event: ev.DriverResumed, now: float) -> None:
         """Begin the term of a driver that goes on with the job."""
-        self.term = event.term
-        self.effects.announce("driver_resumed", event.reason or "it was resumed", term=event.term)
+        self._begin_term(event)
+        self.resumed_at = now
+        for agent in tuple(self.fleet.starting.values()):
+            why = f"{AGAIN} while this agent was being started; another one is started"
+            self.effects.decide(KillAgent(agent.host, agent.incarnation, why))
+            self.fleet.apply(agent, AgentNews.LOST)
+        self.capacity.note_change()
+        self.rounds.resume(now)
+        if self.outcome.end is not None:
+            return
+        self.boundary.resume(now)
+        self.final_checkpoint.resume(now)
+        self.stacks.resume(now)
+        self.rechecks.resume()
+        self.suspicion.resume(now, moved=event.moved)
+        heard = tuple(w.id for w in self.workers.having(READY, RUNNING, SPARE))
+        if self.outcome.elastic and heard:  # the workers of a plain job send no heartbeats
+            self.effects.decide(AwaitHeartbeats(heard, self.settings.heartbeat_timeout, AGAIN))
 
     def on_returned(self, event: ev.AgentReturned, now: float) -> None:
-        """Adopt an agent."""
-        if event.term != self.term:
-            raise ev.StaleEvent(f"{event.host} reports to term {event.term}, this is {self.term}")
-        self.fleet.ready(event)
+        """Adopt an agent, and give it the orders that it lacks; or let it go."""
+        self._check_new(event)
+        agent = self.fleet.agents.get(event.host)
+        if agent is None or agent.incarnation != event.incarnation:
+            self._dismiss(event, "the job does not have this agent (any more)")
+            return
+        self.agents.on_ready(event, now)
         self.suspicion.on_ready(event, now)
-        self.capacity.note_change()
-        number, at = self.rounds.current.number, f"at {event.address}"
-        self.effects.decide(Announce("agent_returned", at, number, event.host, pid=event.pid))
+        self._compare(event, now)
+        self.rounds.give_ranks(event.host, AGAIN)
+
+    def on_round(self, number: int, *, trains: bool = False) -> None:
+        """Note a round that a worker has been in; `trains`: it was still in it when it said so.
+
+        If the books do not have it, its members have to leave it, because they are not known.
+        """
+        if self.term > 1 and number > self.rounds.newest:
+            if trains:
+                unknown = f"the driver that began round {number} has died, and kept no record of it"
+                self.effects.decide(PublishNotice(number, None, unknown))
+            self.rounds.outrun(number)
+
+    def after_the_end(self, event: ev.DriverResumed | ev.AgentReturned) -> None:
+        """Repeat that the job is over; returning agents shut down."""
+        if isinstance(event, ev.AgentReturned):
+            self._check_new(event)
+            self._dismiss(event, "the job is over")
+        elif self.outcome.end is not None:
+            self._begin_term(event)
+            self.effects.decide(self.outcome.end)
+
+    def advance(self, now: float) -> None:
+        """Give up agents that do not return."""
+        timeout, awaited = self.settings.heartbeat_timeout, tuple(self.fleet.awaited.values())
+        waiting = f"{len(awaited)} agents have not returned to the resumed driver yet"
+        if awaited and self.effects.due_or_set_alarm(self.resumed_at + timeout, now, waiting):
+            for agent in awaited:
+                late = f"it did not return to the resumed driver within {timeout:g} s"
+                self.agents.give_up(agent, late, now)
+
+    def _begin_term(self, event: ev.DriverResumed) -> None:
+        self.term = event.term
+        self._returned.clear()
+        for agent in self.fleet.agents.values():
+            self.fleet.apply(agent, AgentNews.RESUMED)
+        self.effects.announce("driver_resumed", event.reason or AGAIN, term=event.term)
+
+    def _check_new(self, event: ev.AgentReturned) -> None:
+        agent = event.host, event.incarnation
+        if event.term != self.term or agent in self._returned:
+            raise ev.StaleEvent(f"{event.host} returns to term {event.term}, twice or too late")
+        self._returned.add(agent)
+
+    def _dismiss(self, event: ev.AgentReturned, reason: str) -> None:
+        name = event.host, event.incarnation
+        self.fleet.note_incarnation(*name)
+        for told in event.workers:
+            self.workers.note_name(told.worker)
+        self.effects.decide(StopAgent(*name, self.settings.stop_grace, reason))
+
+    # ---- comparing -------------------------------------------------------------------------
+
+    def _compare(self, event: ev.AgentReturned, now: float) -> None:
+        """Compare an agent's workers with the books."""
+        told = {each.worker: each.pid for each in event.workers}
+        lost: list[Worker] = []
+        for worker in self.workers.on_host(event.host):
+            if worker.id in told:
+                self._go_on_with(worker, told.pop(worker.id), now)
+            elif worker.order is not None and worker.state in (STARTING, WARMING):
+                self.effects.give(event.host, worker.order, f"{AGAIN}; it was not started yet")
+            else:
+                lost.append(worker)
+        for name in told:
+            self.workers.note_name(name)
+            self.effects.order_stop(event.host, name, "the job does not have this worker")
+        self.agents.lose_workers(lost, "its agent does not run it any more", now)
+
+    def _go_on_with(self, worker: Worker, pid: int, now: float) -> None:
+        """Go on with a worker that the agent runs."""
+        if pid and not worker.pid:
+            self.reports.on_started(worker, ev.WorkerStarted(worker.id, pid), now)
+        if worker.state is STOPPING:
+            self.effects.order_stop(worker.host, worker.id, f"{AGAIN}; it had to stop")
+        elif worker.state is LOST:
+            self.effects.kill(worker, f"{AGAIN}; it was given up")

@@ -4,6 +4,7 @@ The workers of a host end with its agent. The agent is started again in place, o
 cool-down, or is probed until it is reachable again. Times are monotonic seconds.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
@@ -27,13 +28,14 @@ class Agents(Rule):
     placement: Placement
     stacks: Stacks
 
-    def on_ready(self, event: ev.AgentReady, now: float) -> None:
-        """Record that an agent is up and its host's slots can be used."""
+    def on_ready(self, event: ev.AgentUp, now: float) -> None:
+        """Record that an agent is up, or has returned, and its host's slots can be used."""
+        name = "agent_returned" if event.host in self.fleet.awaited else "agent_started"
         self.fleet.ready(event)
         self.hosts.reached(event.host)
         self.capacity.note_change()
         number, at = self.rounds.current.number, f"at {event.address}"
-        self.effects.decide(Announce("agent_started", at, number, event.host, pid=event.pid))
+        self.effects.decide(Announce(name, at, number, event.host, pid=event.pid))
 
     def on_lost(self, event: ev.AgentLost, now: float, **detail: Detail) -> None:
         """Record that an agent has ended, or is silent, and its workers with it."""
@@ -43,9 +45,7 @@ class Agents(Rule):
             self.effects.announce("agent_lost", reason, event.host, **detail)
         self.fleet.apply(agent, AgentNews.LOST)
         gone, workers = event.unreachable, self.workers.on_host(event.host)
-        failed = [worker for worker in workers if self._lose_worker(worker, now, silent=gone)]
-        if failed and self.outcome.first_success is None and self.outcome.end is None:
-            self.reports.count_failure(now, member=any(worker.is_member for worker in failed))
+        self.lose_workers(workers, "its agent was lost", now, silent=gone)
         if self.outcome.end is None:
             self._host_without_agent(event.host, reason, now, was_up=was_up, unreachable=gone)
 
@@ -82,12 +82,20 @@ class Agents(Rule):
                 late = f"agent not up within {timeout:g} s"
                 self._host_without_agent(agent.host, late, now, was_up=False)
 
-    def _lose_worker(self, worker: Worker, now: float, *, silent: bool) -> bool:
-        """Record that a worker died with its agent; return whether that is a failure."""
+    def lose_workers(
+        self, workers: Iterable[Worker], reason: str, now: float, *, silent: bool = False
+    ) -> None:
+        """Record that workers are gone for no fault of theirs; together they are one failure."""
+        failed = [w for w in workers if self._lose_worker(w, reason, now, silent=silent)]
+        if failed and self.outcome.first_success is None and self.outcome.end is None:
+            self.reports.count_failure(now, member=any(worker.is_member for worker in failed))
+
+    def _lose_worker(self, worker: Worker, reason: str, now: float, *, silent: bool) -> bool:
+        """Record that a worker is gone; return whether that is a failure."""
         failed = not worker.leaving and worker.state in ACTIVE
         was_running = worker.state is RUNNING
         self.workers.ended(worker, KILLED, as_told=bool(worker.leaving))
-        self.effects.announce("worker_lost", "its agent was lost", worker)
+        self.effects.announce("worker_lost", reason, worker)
         if failed:
             self.reports.record_loss(worker, Cause.AGENT, now, silent=silent)
         elif worker.leaving:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import AskProgress, PublishNotice
-from elastic_driver.core.rules.rounds import Rule
-from elastic_driver.core.rules.workers import RUNNING
+from elastic_driver.core.rules.rounds import CLOSING, Rule
+from elastic_driver.core.rules.workers import READY, RUNNING
 
 BASE_MARGIN = 0.1  # seconds: store → long-poll → heartbeat thread, on a busy machine
 MARGIN_PER_WORKER = 0.0005  # the server answers its long-polls one after the other
@@ -26,6 +26,7 @@ MARGIN_PER_ANSWER = 2  # times the slowest of the last answers; a notice takes h
 ANSWERS_KEPT = 8  # times from a question to its last answer
 LONGEST_AHEAD = 10_000  # steps; a nonsensical step time must not name a step out of reach
 REPORT_S = 2.0  # for the executor to report; usually it takes milliseconds
+AGAIN_S = 0.5  # between two questions, after the driver was resumed
 STALE_S = 2.0  # the greatest age of the last progress of a worker that did not answer
 
 
@@ -46,13 +47,32 @@ class Boundary(Rule):
     _asked_at: float | None = None  # of the question that is not answered yet
     _reason: str = ""  # for leaving
     _answers: list[float] = field(default_factory=list)  # seconds, of the last questions
+    _ask_at: float | None = None  # the time of the next question, if some members did not answer
+    _all_until: float = -math.inf  # until then, only answers of all members count
 
     def leave(self, now: float, reason: str) -> None:
         """Begin to close the round at a boundary: ask the members how far they are."""
-        if not self.rounds.close(now, reason, at_boundary=True):
+        if self.rounds.close(now, reason, at_boundary=True):
+            self._ask(now, reason)
+
+    def resume(self, now: float) -> None:
+        """Ask again, because workers may have passed the step that an earlier driver named.
+
+        They need a moment to find this driver. If one has left already, the others cannot go on.
+        """
+        self._asked_at = None
+        self._all_until = now + self.settings.heartbeat_timeout
+        current = self.rounds.current
+        if not current.at_boundary or current.state is not CLOSING:
             return
+        if any(worker.left == current.number for worker in self.workers.having(READY)):
+            self.rounds.leave(now, f"{self._reason}; some have left already")
+        else:
+            self._ask(now, self._reason)
+
+    def _ask(self, now: float, reason: str) -> None:
         self.asked += 1
-        self._asked_at, self._reason = now, reason
+        self._asked_at, self._ask_at, self._reason = now, None, reason
         workers = tuple(worker.id for worker in self.workers.having(RUNNING))
         self.effects.decide(AskProgress(self.asked, self.rounds.current.number, workers, reason))
 
@@ -65,6 +85,9 @@ class Boundary(Rule):
         ages = {True: waited, False: waited + min(self.settings.heartbeat_timeout / 3, STALE_S)}
         readings = [Reading(r.step, r.step_time, ages[r.answered]) for r in event.readings]
         versions = [worker.version for worker in self.workers.having(RUNNING)]
+        if len(readings) < len(versions) and now < self._all_until:
+            self._ask_at = now + AGAIN_S
+            return
         all_answered = sum(reading.answered for reading in event.readings) >= len(versions)
         self._answers = [*self._answers, waited][-ANSWERS_KEPT:]
         margin = margin_for(len(versions), max(self._answers) if all_answered else None)
@@ -73,9 +96,13 @@ class Boundary(Rule):
 
     def advance(self, now: float) -> None:
         """Have the members leave at once if their progress is not reported in time."""
-        if self._asked_at is None or not self.rounds.current.at_boundary:
+        if not self.rounds.current.at_boundary:
             return
         waiting = "the members are asked how far they are"
+        if self._ask_at is not None and self.effects.due_or_set_alarm(self._ask_at, now, waiting):
+            self._ask(now, self._reason)
+        if self._asked_at is None:
+            return
         if self.effects.due_or_set_alarm(self._asked_at + REPORT_S, now, waiting):
             self.rounds.leave(now, f"{self._reason}; the members' progress could not be read")
 

@@ -61,7 +61,18 @@ class Rechecks(Rule):
         self._held_since = None
         self._checks += 1
         self._checking = {host.name: host.position for host in hosts}
-        slots = tuple((host.name, host.slots) for host in hosts)
+        self._check(reason)
+
+    def resume(self) -> None:
+        """Begin the check again that ended with an earlier driver, with the hosts that are left."""
+        known = self.hosts.known
+        left = {name: at for name, at in self._checking.items() if name in known}
+        self._checking = {name: at for name, at in left.items() if known[name].position == at}
+        if self._checking:
+            self._check("the check ended with the driver that began it")
+
+    def _check(self, reason: str) -> None:
+        slots = tuple((name, self.hosts.known[name].slots) for name in self._checking)
         self.effects.decide(CheckHosts(slots, reason, self._checks))
 
     def on_hosts_checked(self, event: ev.HostsChecked, now: float) -> None:

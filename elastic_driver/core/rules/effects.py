@@ -83,8 +83,11 @@ class Effects:
     def stop(self, worker: Worker, reason: str) -> None:
         """Tell a worker's agent to stop it; its exit is then expected."""
         if self.workers.apply(worker, WorkerNews.TOLD_TO_STOP):
-            grace = self.settings.stop_grace
-            self.give(worker.host, StopWorkerOrder(worker.id, grace, reason), reason)
+            self.order_stop(worker.host, worker.id, reason)
+
+    def order_stop(self, host: str, worker: str, reason: str) -> None:
+        """Tell a host's agent to stop a worker, by its name."""
+        self.give(host, StopWorkerOrder(worker, self.settings.stop_grace, reason), reason)
 
     def kill(self, worker: Worker, reason: str) -> None:
         """Have a worker that does not answer any more killed at once."""

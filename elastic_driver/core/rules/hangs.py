@@ -77,6 +77,12 @@ class Stacks(Rule):
         for host in sorted({worker.host for worker in self._asked_workers()}):
             self.effects.give(host, StacksOrder(self.asked), reason)
 
+    def resume(self, now: float) -> None:
+        """Ask again if a question is open; workers that have answered are not asked twice."""
+        if self._asked_at is not None:
+            self._asked_at = now
+            self.effects.decide(AskStacks(self.asked, self._reason))
+
     def on_requested(self, event: ev.StacksRequested, now: float) -> None:
         """Ask every worker, because a user wants it."""
         self.ask(now, event.reason or "a user asks")

@@ -80,6 +80,8 @@ class Membership(Rule):
             return False
         if any(not worker.leaving for worker in self.workers.having(STARTING)):
             return True
+        if self.fleet.awaited:
+            return True
         if wanted_only and self.placement.room_left() == 0:
             return False
         return bool(self.fleet.starting or self.placement.free_slots(1))
@@ -147,6 +149,9 @@ class Membership(Rule):
         self.placement.place(where, reason, founder=founders, awaited=awaited)
 
     def _watch_forming(self, now: float) -> None:
+        awaited = (w for host in self.fleet.awaited for w in self.workers.on_host(host))
+        if any(worker.state is READY for worker in awaited):
+            return  # it may have ended while no driver lived
         if self.outcome.first_success is not None:
             self._watch_last_round(now)
             return

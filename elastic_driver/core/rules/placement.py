@@ -263,8 +263,8 @@ class Placement(Rule):
         number = current.number if current.state is FORMING else current.number + 1
         agent = self.fleet.agents[rank0]
         meeting = agent.address, agent.port(number)
-        self.workers.place(worker, place)
         order = StartWorkerOrder(worker.id, place, number, restarts, *meeting, tf_config)
+        self.workers.ordered(worker, order)
         self.effects.give(worker.host, order, why)
 
     def _tf_configs(self, members: list[Where]) -> dict[Where, str]:

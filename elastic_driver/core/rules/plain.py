@@ -50,7 +50,7 @@ class Plain(Rule):
     def _watch_forming(self, now: float) -> None:
         current = self.rounds.current
         if not current.founders:
-            if self.outcome.first_success is None:
+            if self.outcome.first_success is None and not self.fleet.awaited:
                 self._found(now)
             return
         missing = sum(1 for worker in self.workers.having(STARTING) if not worker.pid)

@@ -15,6 +15,8 @@ Times are monotonic seconds.
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import PublishSave
 from elastic_driver.core.documents import SaveRequest, time_to_leave
@@ -110,10 +112,16 @@ class FinalSaves(Rule):
         reason = f"all workers that hold step {step} leave: {holders[0].leaving}"
         members = tuple(worker.id for worker in holders)
         request = SaveRequest(self.requests, step, members, max(0.0, until - now), reason)
-        if now < until:
-            self.effects.decide(PublishSave(request, reason))
         self._last = FinalSave(request, self.rounds.current.number, until)
+        self.resume(now)
         return self._last
+
+    def resume(self, now: float) -> None:
+        """Publish the request that is pending, if there is time; its members may not know it."""
+        save = self.save
+        if save is not None and not save.done and now < save.until:
+            request = replace(save.request, seconds=save.until - now)
+            self.effects.decide(PublishSave(request, request.reason))
 
     def _finish(self, known: FinalSave, *, folder: str = "", problem: str = "") -> None:
         known.done, known.folder, known.problem = True, folder, problem

@@ -44,7 +44,7 @@ class Reports(Rule):
             if lost is not None:  # as long as the job passed for plain, that broke no round
                 self.rounds.leave(now, f"{lost.failure.worker} {lost.reason}")
         running, current = worker.state is RUNNING, self.rounds.current
-        if running and event.round != current.number:
+        if running and event.round < current.number:
             raise ev.StaleEvent(f"{worker.id} left round {event.round}, it is in {current.number}")
         self.workers.ready(worker, event)
         self.effects.announce("worker_ready", event.reason or "waits for a round", worker)
@@ -56,7 +56,7 @@ class Reports(Rule):
         in_round = worker.state is RUNNING and event.round == self.rounds.current.number
         if not in_round and (worker.state is not READY or event.round != worker.left):
             raise ev.StaleEvent(f"step of {worker.id} in round {event.round}, which is over")
-        self.workers.stepped(worker)
+        self.workers.stepped(worker, event.round)
         self.outcome.step_finished()
         self.hosts.step_finished(worker.host)
         if in_round and self.rounds.note_step():

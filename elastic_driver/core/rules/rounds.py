@@ -12,16 +12,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
+from elastic_driver.contract import host_of_worker
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import PublishNotice, PublishWorld, SealRound
 from elastic_driver.core.documents import MAX_PEERS, Member, RanksOrder, World
+from elastic_driver.core.members import Standings, standings_of
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.outcome import JobOutcome
-from elastic_driver.core.rules.ranks import assign
-from elastic_driver.core.rules.workers import Worker, WorkerStateRegistry
+from elastic_driver.core.rules.ranks import Seat, assign
+from elastic_driver.core.rules.workers import RUNNING, Worker, WorkerStateRegistry
 from elastic_driver.settings import Settings
 
 Own = TypeVar("Own")
@@ -54,6 +56,8 @@ class Round:
     state: RoundState = FORMING
     members: tuple[str, ...] = ()  # workers it was completed with, by rank
     hosts: tuple[str, ...] = ()  # of the members, by node rank
+    standings: tuple[Standings, ...] = ()  # of the members, when it was completed
+    notice: PublishNotice | None = None  # its members are told to leave at once
     at_boundary: bool = False  # CLOSING: its members finish a common step first
     stepped: bool = False  # a member has finished a step in it
     broken: str = ""  # a plain round: why it cannot go on though no worker failed
@@ -145,7 +149,13 @@ class Rounds:
     capacity: Capacity
     outcome: JobOutcome
     current: Round = field(default_factory=lambda: Round(1, 0.0))
+    _outrun_by: int = 0  # a round that workers have been in, though the books do not have it
     _own: dict[str, Any] = field(default_factory=dict)  # of rules, by the name of the class
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest round that is known."""
+        return max(self.current.number, self._outrun_by)
 
     def own(self, kind: type[Own]) -> Own:
         """Return a rule's own state of the present round; it is made anew for each round."""
@@ -183,7 +193,7 @@ class Rounds:
         current.members = tuple(worker_id for worker_id, _ in places)
         current.enter(COMPLETE, now)
         self.effects.decide(PublishWorld(World(current.number, tuple(members), reason), reason))
-        current.hosts = tuple(ranks)
+        current.hosts, current.standings = tuple(ranks), standings_of(members)
         for node, (host, ranks_there) in enumerate(ranks.items()):
             order = RanksOrder(current.number, ranks_there, self._peers(node))
             self.effects.give(host, order, reason)
@@ -199,6 +209,52 @@ class Rounds:
         )
         found = (agents[host] for host in others if host in agents)
         return tuple((agent.address, agent.probe_port) for agent in found if agent.probe_port)
+
+    # ---- after a driver has died -----------------------------------------------------------
+
+    def resume(self, now: float) -> None:
+        """Publish again what the members may not have read.
+
+        A round whose members have finished no step may have no process group yet, and the keys by
+        which they meet were in the store of the driver that died. So it is left at once.
+        """
+        current, outcome = self.current, self.outcome
+        if current.members and current.state in (COMPLETE, CLOSING):
+            reason = "published again by the driver that goes on"
+            self.effects.decide(
+                PublishWorld(World(current.number, self._members(), reason), reason)
+            )
+        if current.notice is not None:
+            self.effects.decide(current.notice)
+        elif outcome.elastic and not current.stepped and outcome.first_success is None:
+            self.leave(now, "its members had finished no step when the driver died")
+
+    def give_ranks(self, host: str, reason: str) -> None:
+        """Tell a host's agent the ranks of its workers in the present round again."""
+        there = [w for w in self.workers.on_host(host) if w.state is RUNNING]
+        if there and host in self.current.hosts:
+            peers = self._peers(self.current.hosts.index(host))
+            ranks = {worker.id: worker.place.rank for worker in there}
+            self.effects.give(host, RanksOrder(self.current.number, ranks, peers), reason)
+
+    def outrun(self, number: int) -> None:
+        """Go on behind a round that workers have been in, though the books do not have it."""
+        self._outrun_by = max(self._outrun_by, number)
+        if self.current.state is FORMING and self.current.number <= number:
+            self.current.number = number + 1
+            self.effects.enter_round(self.current.number)
+
+    def _members(self) -> tuple[Member, ...]:
+        """Return the members as they were when the round was completed."""
+        names, known = self.current.members, self.workers.workers
+        standings = (s for s in self.current.standings for _ in range(s.count))
+        slots = (known[n].slot if n in known else int(n.rsplit(".", 2)[1]) for n in names)
+        seats = (
+            Seat(name, host_of_worker(name), slot, (False, rank))
+            for rank, (name, slot) in enumerate(zip(names, slots, strict=True))
+        )
+        places = zip(assign(seats), standings, strict=True)
+        return tuple(Member(name, place, s.version, s.clean) for (name, place), s in places)
 
     def close(self, now: float, reason: str, *, at_boundary: bool) -> bool:
         """Begin to close the round; return False, and end the job, at the reset limit.
@@ -227,7 +283,8 @@ class Rounds:
             self.current.at_boundary, self.current.since = False, now
         else:
             return
-        self.effects.decide(PublishNotice(self.current.number, None, reason, silent))
+        self.current.notice = PublishNotice(self.current.number, None, reason, silent)
+        self.effects.decide(self.current.notice)
 
     def left_early(self, worker: Worker, now: float, *, running: bool) -> None:
         """Break the round of a worker that was to leave and ended early; this is no failure.
@@ -254,7 +311,7 @@ class Rounds:
         self.current.enter(CLOSED, now)
         self.effects.decide(SealRound(self.current.number, reason))
         self.effects.announce("round_closed", reason)
-        self.current, self._own = Round(self.current.number + 1, now), {}
+        self.current, self._own = Round(self.newest + 1, now), {}
         self.effects.enter_round(self.current.number)
         self.capacity.note_change()
         self.effects.announce("round_opened", reason)

@@ -49,12 +49,25 @@ class Suspicion(Rule):
     reachable: dict[str, int] = field(default_factory=dict)  # host → incarnation that answered
     at: dict[str, set[str]] = field(default_factory=dict)  # hosts whose agent had this address
     probes: int = 0  # numbers given
+    # Agents that answered a driver on another host. They count as reachable by probes if any other
+    # agent answers this one.
+    _answered_before: dict[str, int] = field(default_factory=dict)
+
+    def resume(self, now: float, *, moved: bool) -> None:
+        """Probe every agent of the driver that has died; it is silent until it returns."""
+        if moved:
+            self._answered_before, self.reachable = {**self._answered_before, **self.reachable}, {}
+        self.suspects.clear()
+        for agent in self.fleet.awaited.values():
+            silent: dict[ev.Evidence, str] = {"silent": "it has not returned to the resumed driver"}
+            suspect = self.suspects[agent.host] = Suspect(now, silent)
+            self._probe(agent, suspect)
 
     def on_ready(self, event: ev.AgentUp, now: float) -> None:
         """Find out whether probes reach the agent: only then their failure means anything."""
         self.suspects.pop(event.host, None)
         self.at.setdefault(event.address, set()).add(event.host)
-        if event.probe_port:
+        if event.probe_port and self.reachable.get(event.host) != event.incarnation:
             self._ask(self.fleet.agents[event.host], FIRST_PROBE_S, "find out if probes reach it")
 
     def on_suspected(self, event: ev.AgentSuspected, now: float) -> None:
@@ -167,7 +180,9 @@ class Suspicion(Rule):
             suspect.confirmed_at = now + CONFIRM_S
 
     def _reachable(self, agent: HostAgent) -> bool:
-        return self.reachable.get(agent.host) == agent.incarnation
+        if self.reachable.get(agent.host) == agent.incarnation:
+            return True
+        return bool(self.reachable) and self._answered_before.get(agent.host) == agent.incarnation
 
     def _others_are_heard(self) -> bool:
         """Return whether a host is left that is not silent.

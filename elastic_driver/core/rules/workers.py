@@ -12,7 +12,7 @@ from enum import Enum
 
 from elastic_driver.contract import worker_id
 from elastic_driver.core import events as ev
-from elastic_driver.core.documents import SlotInfo
+from elastic_driver.core.documents import SlotInfo, StartWorkerOrder
 from elastic_driver.core.rules.ranks import Seat
 
 
@@ -79,6 +79,7 @@ class Worker:
     number: int  # order of start, or of promotion, in the whole job
     founder: bool = False  # started for a round that is not complete yet
     awaited: bool = False  # a founder for which that round waits
+    order: StartWorkerOrder | None = None  # of its process; None once that is started
     place: SlotInfo = field(init=False)  # its rank in the current round, or its first one
     state: WorkerState = STARTING
     pid: int = 0  # 0: not known yet
@@ -86,7 +87,7 @@ class Worker:
     version: int = -1  # committed steps it reported with its last READY
     clean: bool = True
     left: int = 0  # the round it reported to have left with its last READY
-    stepped: bool = False  # has finished a training step
+    stepped_in: int = 0  # the last round in which it has finished a step; 0: in none
     leaving: str = ""  # the reason why it has to leave at the next chance; empty: it stays
     spare: bool = False  # it is in no slot, and was in none when it was told to stop
     bound: bool = False  # to the device of its slot
@@ -100,6 +101,11 @@ class Worker:
     def seat(self) -> Seat:
         """The worker's part in the assignment of ranks."""
         return Seat(self.id, self.host, self.slot, self.age)
+
+    @property
+    def stepped(self) -> bool:
+        """Return whether it has finished a training step."""
+        return self.stepped_in > 0
 
     @property
     def is_member(self) -> bool:
@@ -151,9 +157,9 @@ class WorkerStateRegistry:
         self.started += 1
         spare.number, spare.slot, spare.spare, spare.founder = self.started, slot, False, founder
 
-    def place(self, worker: Worker, place: SlotInfo) -> None:
-        """Record the place that the worker gets."""
-        worker.place = place
+    def ordered(self, worker: Worker, order: StartWorkerOrder) -> None:
+        """Record the order that starts the worker, and the place that it gets."""
+        worker.place, worker.order = order.place, order
 
     def apply(self, worker: Worker, news: WorkerNews) -> bool:
         """Change the worker's state by the table; return False if it does not list `news`."""
@@ -196,7 +202,7 @@ class WorkerStateRegistry:
 
     def process_started(self, worker: Worker, pid: int) -> None:
         """Record the worker's process."""
-        worker.pid = pid
+        worker.pid, worker.order = pid, None
 
     def ready(self, worker: Worker, event: ev.WorkerReady) -> None:
         """Record that the worker waits for a round; raise `ev.StaleEvent` if it cannot."""
@@ -205,9 +211,19 @@ class WorkerStateRegistry:
         worker.left, worker.version, worker.clean = event.round, event.version, event.clean
         worker.bound = event.bound
 
-    def stepped(self, worker: Worker) -> None:
-        """Record that the worker has finished a step."""
-        worker.stepped = True
+    def stepped(self, worker: Worker, round_id: int) -> None:
+        """Record that the worker has finished a step in a round; `ev.StaleEvent` if not new."""
+        if round_id <= worker.stepped_in:
+            raise ev.StaleEvent(f"{worker.id} has said before that it stepped in round {round_id}")
+        worker.stepped_in = round_id
+
+    def note_name(self, name: str) -> None:
+        """Let no later worker have the name of one that is not in the books."""
+        host, *numbers = name.rsplit(".", 2)
+        if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
+            slot, incarnation = map(int, numbers)
+            if (host, slot) in self._incarnations:
+                self._incarnations[host, slot] = max(self._incarnations[host, slot], incarnation)
 
     def mark_leaving(self, worker: Worker, reason: str) -> None:
         """Record why the worker has to leave at the next chance; empty: it stays."""
