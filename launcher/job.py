@@ -31,9 +31,11 @@ from launcher.launch.hosts import Facts, JoinedHosts, MachineFacts
 from launcher.launch.plan import LaunchPlan, make_plan, slots_of_a_host
 from launcher.launch.workers import worker_command
 from launcher.options.help import render_help
+from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine, resolve
 
 if TYPE_CHECKING:
+    from elastic_driver.runtime.journal.resume import ResumedRun
     from elastic_driver.runtime.results import JobResult
 
 
@@ -68,30 +70,82 @@ def carry_out(argv: Sequence[str]) -> "JobResult | int":
             return int(ExitCode.OK)
     if options.tf_orchestrator:
         return serve_tensorflow(line)
+    if options.resume and not line.command:
+        return resume_job(line)
+    return run_job(line)
+
+
+def resume_job(given: CommandLine) -> "JobResult | int":
+    """Go on with the job that --run-id names; return its result."""
+    from elastic_driver.runtime.results import JobResult  # noqa: PLC0415 - see `run_job`
+    from launcher.launch import resume  # noqa: PLC0415
+
+    run_dir, found = resume.take_named(given, state_dir_of(given.options, os.environ))
+    if isinstance(found, JobResult):
+        return show_result(found, run_dir)
+    try:
+        return run_job(resume.line_of(found, given, os.environ), (run_dir, found))
+    finally:
+        run_dir.leave()  # if the driver has not done so
+
+
+def run_job(
+    line: CommandLine, former: "tuple[RunDir, ResumedRun] | None" = None
+) -> "JobResult | int":
+    """Begin the job of this command line, or go on with it if its driver has died.
+
+    `former`: the job to go on with, and its folder, which is locked.
+    """
+    options = line.options
     line = where.with_node_count(line, os.environ)
     role = where.decide_role(line, os.environ, can_serve)
+    if isinstance(role, where.Join) and former is not None:
+        at = f"{role.host}:{role.port}"
+        raise UsageError(f"cannot resume: {at} is in use, or is not an address of this machine")
     if isinstance(role, where.Join):
         return join_job(line, role)
     facts = replace(collect_facts(line, os.environ), role=role)
+    if former is not None:
+        state_dir, run_id = str(former[0].path.parent), former[0].run_id
+        facts = replace(facts, state_dir=state_dir, run_id=run_id)
     if options.backend == "mpi" and started_ranks(os.environ) > 1:
         if (ranks := meet_ranks()) is None:  # rank 0 runs the job
             return int(ExitCode.OK)
         facts = replace(facts, ranks=ranks)
     plan = make_plan(line, facts)
-    run_dir = RunDir(Path(plan.state_dir), plan.spec.run_id)
+    run_dir = RunDir(Path(plan.state_dir), plan.spec.run_id) if former is None else former[0]
     check_plan(plan, create=not options.dry_run)
+    from elastic_driver.runtime.results import JobResult  # noqa: PLC0415 - not for --help
+    from launcher.launch import resume  # noqa: PLC0415
+
+    run = resume.take_unfinished(line, run_dir, facts.cwd) if former is None else former[1]
+    if isinstance(run, JobResult):
+        return show_result(run, run_dir)
+    notes = plan.notes if run is None else (*plan.notes, resume.describe(run_dir, run))
     if options.dry_run:
-        print(plan.render(describe_agents(plan)), flush=True)
+        print(replace(plan, notes=notes).render(describe_agents(plan)), flush=True)
         return int(ExitCode.OK)
-    for note in plan.notes:
+    for note in notes:
         as_json = json.dumps({"event": "note", "reason": note})
         said = as_json if options.log_format == "json" else f"elasticrun: {note}"
         print(said, file=sys.stderr)
-    if isinstance(plan.hosts, JoinedHosts):
-        return serve_job(line, plan, plan.hosts, run_dir)
-    from launcher.launch.submit import submit  # noqa: PLC0415 - aiohttp's import is not for --help
+    try:
+        if isinstance(plan.hosts, JoinedHosts):
+            return serve_job(line, plan, plan.hosts, run_dir, run)
+        from launcher.launch.submit import submit  # noqa: PLC0415 - aiohttp is not for --help
 
-    return submit(plan, run_dir)
+        return submit(plan, run_dir, run)
+    finally:
+        run_dir.leave()
+
+
+def show_result(result: "JobResult", run_dir: RunDir) -> "JobResult":
+    """Say how a job has ended that was to go on; return its result."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(result.ended))
+    print(
+        f"elasticrun: run {run_dir.run_id} is over since {when}: {result.reason}", file=sys.stderr
+    )
+    return result
 
 
 def describe_agents(plan: LaunchPlan) -> list[tuple[str, str]]:
@@ -108,7 +162,11 @@ def describe_agents(plan: LaunchPlan) -> list[tuple[str, str]]:
 
 
 def serve_job(
-    line: CommandLine, plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir
+    line: CommandLine,
+    plan: LaunchPlan,
+    hosts: JoinedHosts,
+    run_dir: RunDir,
+    run: "ResumedRun | None",
 ) -> "JobResult | int":
     """Run the driver of a job that nodes join; if another process here does so already, join it."""
     from launcher.join.serve import serve  # noqa: PLC0415 - see `run`
@@ -116,7 +174,7 @@ def serve_job(
     with claim_port(hosts.role.port) as ours:
         if hosts.role.by_name and not ours:
             return join_job(line, where.Join(hosts.role.host, hosts.role.port))
-        return serve(plan, hosts, run_dir)
+        return serve(plan, hosts, run_dir, run)
 
 
 def serve_tensorflow(line: CommandLine) -> "JobResult | int":
@@ -169,11 +227,10 @@ def collect_facts(line: CommandLine, environ: Mapping[str, str]) -> Facts:
         cwd = os.getcwd()
     except FileNotFoundError:
         raise UsageError("the working folder has been deleted; cd to one that exists") from None
-    state_dir = line.options.state_dir
     name, argument = where.choose_discovery(line) or ("", "")
     return Facts(
         run_id=line.options.run_id or new_run_id(time.time()),
-        state_dir=str(Path(state_dir).absolute() if state_dir else default_state_dir(environ)),
+        state_dir=str(state_dir_of(line.options, environ)),
         cwd=cwd,
         python=sys.executable,
         machine=this_machine(environ),
@@ -181,6 +238,11 @@ def collect_facts(line: CommandLine, environ: Mapping[str, str]) -> Facts:
         environ=dict(environ),
         name=own_name(),
     )
+
+
+def state_dir_of(options: LaunchOptions, environ: Mapping[str, str]) -> Path:
+    """Return the folder of all runs."""
+    return Path(options.state_dir).absolute() if options.state_dir else default_state_dir(environ)
 
 
 def this_machine(environ: Mapping[str, str]) -> MachineFacts:

@@ -93,8 +93,9 @@ class ElasticDriver:
             self.spec.run_id,
             store=self.store,
             clock=self._clock,
-            on_taken_over=lambda error: self._mailbox.put(mail.TakenOver(error)),
+            on_taken_over=self._taken_over,
         )
+        self.run_dir.lock.on_lost = lambda reason: self._taken_over(TakenOverError(reason))
         self._end: EndJob | None = None  # of the job, before everything is closed
         self._result: JobResult | None = None  # of a job that has begun, once its end is logged
         self._outcome: JobResult | None = None  # after everything is closed
@@ -384,6 +385,10 @@ class ElasticDriver:
     def _close_starter(self, starter: Backend) -> None:
         if not self._replaced:  # the agents belong to the next driver
             starter.close(0.0)
+
+    def _taken_over(self, error: TakenOverError) -> None:
+        """End without touching the job; any thread may call it."""
+        self._mailbox.put(mail.TakenOver(error))
 
     def _close_run_dir(self) -> None:
         """Remove the files of a job that is over; the next driver needs those of another."""

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elastic_driver.errors import ClusterError, UsageError
-from elastic_driver.runtime.run_dir import EVENTS_FILE, Endpoint, read_endpoint
+from elastic_driver.runtime.run_dir import (
+    EVENTS_FILE,
+    Endpoint,
+    RunDir,
+    default_state_dir,
+    read_endpoint,
+)
 from rendezvous.auth import read_token_file
 from rendezvous.client import parse_url
 
@@ -111,10 +117,15 @@ def _silent(run: Endpoint, state_dir: Path) -> str:
             f"run {run.run_id} does not answer at {run.url}; its driver would be process "
             f"{run.pid}: is it stopped, or on another machine?"
         )
-    return (
-        f"run {run.run_id} is over: its driver (process {run.pid}, {run.url}) ended without "
-        f"cleaning up; {state_dir / run.run_id / 'endpoint.json'} may be removed"
-    )
+    gone = f"its driver (process {run.pid}, {run.url})"
+    if not RunDir(state_dir, run.run_id).unfinished:
+        return (
+            f"run {run.run_id} is over: {gone} ended without cleaning up; "
+            f"{state_dir / run.run_id / 'endpoint.json'} may be removed"
+        )
+    where = "" if state_dir == default_state_dir(os.environ) else f"--state-dir {state_dir} "
+    again = f"elasticrun --resume {where}--run-id {run.run_id}"
+    return f"run {run.run_id} has no driver: {gone} has died; go on with the job: {again}"
 
 
 def _runs(state_dir: Path) -> list[Endpoint]:

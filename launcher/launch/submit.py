@@ -25,6 +25,7 @@ from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
@@ -47,8 +48,11 @@ _SIGNALS = {
 }
 
 
-def submit(plan: LaunchPlan, run_dir: RunDir) -> JobResult:
-    """Run the job; return its result. Raises ElasticError if it cannot be started."""
+def submit(plan: LaunchPlan, run_dir: RunDir, run: ResumedRun | None = None) -> JobResult:
+    """Run the job, or go on with `run`; return its result.
+
+    Raises ElasticError if that is impossible.
+    """
     discovery = source = make_discovery(plan.hosts)
     hosts: Hosts = ()
     if plan.backend != "local" or plan.hosts.hosts is not None:
@@ -58,14 +62,18 @@ def submit(plan: LaunchPlan, run_dir: RunDir) -> JobResult:
     problems = make_backend(plan.backend, job).find_problems(hosts)
     for problem in problems.values():
         print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
-    plan = without(plan, hosts, problems)
+    if run is None:
+        plan = without(plan, hosts, problems)
     checks = None
     if plan.options.checks_nodes:
         starter = backend_maker(plan.backend, replace(job, grows=False))
         checks = make_checks(plan, starter, run_dir, _say)
     backend = backend_maker(plan.backend, job)
-    driver = make_driver(plan, discovery, backend, run_dir, checks=checks)
-    if checks is not None:
+    driver = make_driver(plan, discovery, backend, run_dir, checks=checks, run=run)
+    if checks is not None and run is not None:
+        checks.report = report = read_report(run_dir)
+        discovery = WithoutHosts(discovery, excluded(report, checks.settings))
+    elif checks is not None:
         hosts = discovery.find()
         driver.open()
         try:
@@ -91,8 +99,9 @@ def make_driver(
     checks: NodeChecks | None = None,
     joined: JoinedNodes | None = None,
     secrets: tuple[str, ...] = (),
+    run: ResumedRun | None = None,
 ) -> ElasticDriver:
-    """Return a driver for this plan with these parts."""
+    """Return a driver for this plan with these parts; `run`: the job that it goes on with."""
     level, as_json = Level(plan.verbosity + 1), plan.options.log_format == "json"
     return ElasticDriver(
         settings=plan.settings,
@@ -105,6 +114,9 @@ def make_driver(
         checks=checks,
         joined=joined,
         secrets=secrets,
+        argv=plan.line.words,
+        cwd=plan.spec.cwd,
+        resumed=run,
     )
 
 
@@ -203,15 +215,28 @@ def check_before_training(
     """
     checks.report = report = run_check(driver, hosts, plan, _say)
     (run_dir.path / REPORT_FILE).write_bytes(msgspec.json.encode(report) + b"\n")
-    excluded = report.excluded(stragglers=checks.settings.exclude_stragglers)
-    if plan.verbosity >= 0 or excluded:
+    bad = excluded(report, checks.settings)
+    if plan.verbosity >= 0 or bad:
         print(show(report, plan), file=sys.stderr, flush=True)
-    if len(excluded) == len(report.nodes):
+    if len(bad) == len(report.nodes):
         raise ClusterError(
-            f"all {len(excluded)} nodes failed the check; the first: {report.nodes[0].node} "
-            f"{next(iter(excluded.values()))}; repair them, or start without --network-check"
+            f"all {len(bad)} nodes failed the check; the first: {report.nodes[0].node} "
+            f"{next(iter(bad.values()))}; repair them, or start without --network-check"
         )
-    return excluded
+    return bad
+
+
+def excluded(report: CheckReport | None, settings: CheckSettings) -> dict[str, str]:
+    """Return the hosts that the job does not use after this check, with the reasons."""
+    return {} if report is None else report.excluded(stragglers=settings.exclude_stragglers)
+
+
+def read_report(run_dir: RunDir) -> CheckReport | None:
+    """Return the report of the check with which the run began; None if there is no usable one."""
+    try:
+        return msgspec.json.decode((run_dir.path / REPORT_FILE).read_bytes(), type=CheckReport)
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def check_settings(plan: LaunchPlan) -> CheckSettings:

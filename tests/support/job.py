@@ -58,10 +58,12 @@ class StepRecord:
 class RunningJob:
     """A started `elasticrun`, its files and what it has said so far."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes]  # the newest driver's
     run_id: str
     folder: Path
     killed: dict[int, float] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    args: tuple[str, ...] = ()
 
     # ---- what a user sees ----------------------------------------------------------------
 
@@ -127,6 +129,10 @@ class RunningJob:
 
         return eventually(look_while_running, within=within, what=what, context=self.describe)
 
+    def until_without_driver(self, look: Callable[[], T | None], what: str) -> T:
+        """Wait for a condition while no driver lives."""
+        return eventually(look, within=40.0, what=what, context=self.describe)
+
     def until_size(self, size: int, within: float = 40.0, steps: int = 2) -> dict[int, StepRecord]:
         """Wait until `size` live workers each finished `steps` steps in one world of that size.
 
@@ -153,6 +159,28 @@ class RunningJob:
         if sig == signal.SIGKILL:
             self.killed[pid] = now
         return now
+
+    def kill_driver(self) -> None:
+        """Kill the driver and wait until it is gone; its agents and workers may live on."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def start(self, *args: str) -> None:
+        """Start `elasticrun` for this run again; its output follows that of the last one."""
+        argv = [
+            *(sys.executable, "-m", "launcher.cli"),
+            *("--run-id", self.run_id, "--state-dir", str(self.folder / "state")),
+            *args,
+        ]
+        with (self.folder / "stdout").open("ab") as out, (self.folder / "stderr").open("ab") as err:
+            self.process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=self.environ,
+                cwd=self.folder,
+            )
 
     def wait(self, within: float = 60.0) -> int:
         """The exit status of `elasticrun`."""
@@ -236,7 +264,7 @@ def elasticrun(
             process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=full, cwd=cwd or folder
             )
-        job = RunningJob(process, run_id, folder)
+        job = RunningJob(process, run_id, folder, environ=full, args=args)
         try:
             yield job
         finally:

@@ -95,6 +95,16 @@ def test_a_run_whose_driver_died_is_told_from_one_that_does_not_answer(
         find(Where(tmp_path, run_id="mute"))
 
 
+def test_a_run_whose_driver_died_before_its_end_can_go_on(
+    tmp_path: Path, nobody: str, dead_pid: int
+) -> None:
+    folder = make_run(tmp_path, "big", nobody, dead_pid)
+    for name in ("token", "journal.db"):
+        (folder / name).write_text("")
+    with pytest.raises(ClusterError, match=f"has died; .*--state-dir {tmp_path} --run-id big"):
+        find(Where(tmp_path, run_id="big"))
+
+
 def test_a_run_that_is_over_says_where_its_events_are(tmp_path: Path) -> None:
     folder = tmp_path / "over"
     folder.mkdir()

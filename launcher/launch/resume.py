@@ -1,0 +1,116 @@
+"""Decides whether a command line begins a job, or goes on with one whose driver has died.
+
+`launcher.job` asks before it starts a driver. A run can go on if its folder has a token and a
+journal, and no driver holds its lock. Nothing is started here; the lock of a run that goes on is
+held when a function returns it.
+"""
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from elastic_driver.errors import UsageError
+from elastic_driver.runtime.journal.replay import JournalError
+from elastic_driver.runtime.journal.resume import ResumedRun, load_run
+from elastic_driver.runtime.results import JobResult, read_result
+from elastic_driver.runtime.run_dir import RunDir
+from launcher.options.table import OPTIONS
+from launcher.options.values import CommandLine, resolve_again
+
+# Options that may be given with --resume and without a command: they change nothing of the job.
+_OF_THIS_TERMINAL = ("log_format", "verbose", "quiet", "dry_run")
+_CHOICE = ("run_id", "state_dir", "resume")
+
+
+def take_named(line: CommandLine, state_dir: Path) -> tuple[RunDir, ResumedRun | JobResult]:
+    """Return the run of `--resume --run-id ID`; its result if it is over.
+
+    Raises UsageError if there is no such run, it has a driver, or an option would change it.
+    """
+    run_id = line.options.run_id
+    if run_id is None:
+        raise UsageError("--resume needs the name of the job: elasticrun --resume --run-id ID")
+    for option in OPTIONS:
+        if line.level(option.field) > 1 and option.field not in (*_OF_THIS_TERMINAL, *_CHOICE):
+            raise UsageError(
+                f"{option.long} cannot be given with --resume and without a command: the job goes "
+                "on with the options of its start"
+            )
+    run_dir = RunDir(state_dir, run_id)
+    found = _take(run_dir, keep=line.options.dry_run)
+    if found is None:
+        raise UsageError(
+            f"there is no run {run_id} in {state_dir}; is it in another --state-dir? To begin it, "
+            "give its command, too"
+        )
+    return run_dir, found
+
+
+def take_unfinished(line: CommandLine, run_dir: RunDir, cwd: str) -> ResumedRun | JobResult | None:
+    """Return the run that this command line goes on with; None: it begins a job.
+
+    With --resume, a job that is over is not begun again: its result is returned. Raises UsageError
+    if the unfinished job of that name was started with another command.
+    """
+    if not (run_dir.unfinished or line.options.resume):
+        return None
+    found = _take(run_dir, keep=line.options.dry_run)
+    if not isinstance(found, ResumedRun):
+        return found if line.options.resume else None
+    if (found.argv, found.cwd) == (line.words, cwd):
+        return found
+    run_dir.leave()
+    where = f"--state-dir {run_dir.path.parent} " if line.options.state_dir else ""
+    again = f"elasticrun --resume {where}--run-id {run_dir.run_id}"
+    before = "" if found.cwd == cwd else f" in {found.cwd}"
+    raise UsageError(
+        f"run {run_dir.run_id} is unfinished: its driver has died, and it was started with another "
+        f"command{before}: {shlex.join(found.argv)}; go on with it: {again}; or give another "
+        "--run-id"
+    )
+
+
+def line_of(run: ResumedRun, given: CommandLine, environ: Mapping[str, str]) -> CommandLine:
+    """Return the command line that the run was started with, read again in its folder.
+
+    The options of the terminal are those of `given`. Changes the working folder: files are named
+    relative to it.
+    """
+    try:
+        os.chdir(run.cwd)
+    except OSError as error:
+        problem = f"the working folder {run.cwd} of run {run.run_id}: {error.strerror}"
+        raise UsageError(f"{problem}; make it available, then resume again") from None
+    line = resolve_again(run.argv, environ)
+    for field in _OF_THIS_TERMINAL:
+        if given.level(field):
+            line = line.having(field, given.settings[field])
+    return replace(line, warnings=(*given.warnings, *line.warnings))
+
+
+def describe(run_dir: RunDir, run: ResumedRun) -> str:
+    """Return a line about a run that goes on."""
+    former = run_dir.lock.former
+    who = "" if former is None else f" (process {former.pid} of host {former.host})"
+    return f"run {run.run_id} goes on after event {run.n}: its driver {run.term}{who} has died"
+
+
+def _take(run_dir: RunDir, *, keep: bool) -> ResumedRun | JobResult | None:
+    """Return the run in this folder, locked; the result of one that is over; None: none of both.
+
+    `keep`: only look.
+    """
+    if not run_dir.unfinished:
+        return read_result(run_dir.events_file)
+    if not keep:
+        run_dir.take()
+    try:
+        return load_run(run_dir.journal_file)
+    except JournalError as error:
+        run_dir.leave()
+        raise JournalError(
+            f"{error}; run {run_dir.run_id} cannot go on: begin it with another --run-id, from its "
+            "newest checkpoint"
+        ) from None

@@ -1,0 +1,180 @@
+"""Which command lines begin a job, which go on with one, and which are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_driver.core.job import Job
+from elastic_driver.errors import UsageError
+from elastic_driver.policies.shards import DataSets
+from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.store import Head
+from elastic_driver.runtime.journal.writer import Journal
+from elastic_driver.runtime.results import JobResult
+from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.settings import Settings
+from launcher import cli
+from launcher.launch.resume import line_of, take_named, take_unfinished
+from launcher.options.values import resolve
+
+START = ("--run-id", "big", "-np", "2", "train.py")
+END = '{"event": "job_started"}\n{"event":"job_failed","exit_code":3,"reason":"boom","t":5.0}\n'
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Path:
+    """A folder of runs in which the driver of `big` has died."""
+    run_dir = RunDir(tmp_path / "state", "big")
+    run_dir.create()
+    run_dir.token_file.write_text("secret")
+    journal = Journal(run_dir.journal_file, "big")
+    journal.open(Head("big", resolve(START, {}).words, str(tmp_path)))
+    parts = {"job": Job(Settings()), "shards": DataSets(), "tf": TfCluster(30.0)}
+    journal.snapshot(0, 0.0, {name: part.snapshot() for name, part in parts.items()})
+    journal.close()
+    run_dir.leave()
+    return tmp_path / "state"
+
+
+@contextlib.contextmanager
+def folder(state_dir: Path) -> Iterator[RunDir]:
+    run_dir = RunDir(state_dir, "big")
+    try:
+        yield run_dir
+    finally:
+        run_dir.leave()
+
+
+def test_the_same_command_goes_on_with_the_job_in_whatever_spelling(state_dir: Path) -> None:
+    cwd = str(state_dir.parent)
+    for argv in (START, ("--resume", "--num_proc=2", "--run-id", "big", "--", "train.py")):
+        with folder(state_dir) as run_dir:
+            run = take_unfinished(resolve(argv, {}), run_dir, cwd)
+            assert isinstance(run, ResumedRun)
+            assert (run.run_id, run.term, run.cwd) == ("big", 1, cwd)
+            with folder(state_dir) as other, pytest.raises(UsageError, match="is in use"):
+                take_unfinished(resolve(argv, {}), other, cwd)
+
+
+def test_another_command_for_an_unfinished_job_is_refused_with_what_to_type(
+    state_dir: Path,
+) -> None:
+    line = resolve(("--run-id", "big", "-np", "3", "train.py"), {})
+    with folder(state_dir) as run_dir:
+        with pytest.raises(UsageError, match="elasticrun --resume --run-id big") as caught:
+            take_unfinished(line, run_dir, str(state_dir.parent))
+        assert "--num-proc=2 --run-id=big -- train.py; go on" in str(caught.value)
+        with pytest.raises(UsageError, match=f"started .* in {state_dir.parent}: "):
+            take_unfinished(resolve(START, {}), run_dir, "/elsewhere")
+        run_dir.take()  # the lock was given back
+
+
+def test_a_job_that_is_over_is_begun_again_unless_it_is_to_go_on(state_dir: Path) -> None:
+    run_dir = RunDir(state_dir, "big")
+    run_dir.events_file.write_text(END)
+    run_dir.token_file.unlink()
+    assert take_unfinished(resolve(START, {}), run_dir, "/") is None
+    result = take_unfinished(resolve(("--resume", *START), {}), run_dir, "/")
+    assert isinstance(result, JobResult)
+    assert (result.exit_code, result.reason) == (3, "boom")
+
+
+def test_a_job_that_is_unknown_is_begun_if_a_command_is_given(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, "new")
+    assert take_unfinished(resolve(("--resume", "train.py"), {}), run_dir, "/") is None
+    with pytest.raises(UsageError, match=f"there is no run new in {tmp_path}; .*its command"):
+        take_named(resolve(("--resume", "--run-id", "new"), {}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ((), "--resume needs the name of the job"),
+        (("--run-id", "big", "-np", "3"), "--num-proc cannot be given with --resume"),
+    ],
+)
+def test_a_job_is_named_and_nothing_else_about_it_is_given(
+    state_dir: Path, argv: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(UsageError, match=problem):
+        take_named(resolve(("--resume", *argv), {}), state_dir)
+
+
+def test_the_command_line_of_the_start_is_read_again_in_its_folder(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    given = resolve(("--resume", "--run-id", "big", "--quiet"), {})
+    run_dir, run = take_named(given, state_dir)
+    assert isinstance(run, ResumedRun)
+    line = line_of(run, given, {"ELASTICRUN_MAX_NP": "9"})
+    run_dir.leave()
+    assert Path.cwd() == state_dir.parent
+    assert (line.command, line["num_proc"], line["max_np"]) == (("train.py",), 2, None)
+    assert line.options.quiet
+
+
+def test_a_result_is_shown_with_its_status(
+    state_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = RunDir(state_dir, "big")
+    run_dir.events_file.write_text(END)
+    run_dir.token_file.unlink()
+    assert cli.main(("--resume", "--run-id", "big", "--state-dir", str(state_dir))) == 3
+    assert "run big is over since 1970-01-01" in capsys.readouterr().err
+
+
+# ---- a damaged journal -------------------------------------------------------------------
+
+
+def refuse(state_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the one line with which a resume is refused."""
+    before = sorted(os.listdir(state_dir / "big"))
+    assert cli.main(("--resume", "--run-id", "big", "--state-dir", str(state_dir))) == 64
+    assert sorted(os.listdir(state_dir / "big")) == before
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    return said
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: b"no database" * 500,
+        lambda content: content[:100] + b"\xff" * (len(content) - 100),
+        lambda content: content[: len(content) // 2],
+    ],
+)
+def test_a_torn_or_corrupt_journal_is_one_line_and_nothing_is_changed(
+    state_dir: Path, capsys: pytest.CaptureFixture[str], damage: object
+) -> None:
+    journal = RunDir(state_dir, "big").journal_file
+    damaged: bytes = damage(journal.read_bytes())  # type: ignore[operator]
+    journal.write_bytes(damaged)
+    assert "run big cannot go on: begin it with another --run-id" in refuse(state_dir, capsys)
+    assert journal.read_bytes() == damaged
+
+
+def test_a_journal_of_another_version_is_named(
+    state_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.closing(sqlite3.connect(RunDir(state_dir, "big").journal_file)) as database:
+        database.execute("PRAGMA user_version=1")
+    assert "use the version of elastic-driver that wrote it" in refuse(state_dir, capsys)
+
+
+def test_a_journal_that_may_not_be_read_is_one_line(
+    state_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = RunDir(state_dir, "big").journal_file
+    journal.unlink()
+    journal.mkdir()
+    assert "run big cannot go on" in refuse(state_dir, capsys)
