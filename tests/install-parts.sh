@@ -4,9 +4,9 @@
 #     tests/install-parts.sh
 #
 # sshd, iptables, ethtool and iproute2 (clusters of network namespaces), Open MPI, Slurm,
-# Prometheus, login shells, a C compiler; py-spy and mpi4py in the project's environment (.venv);
-# TensorFlow in one of its own. What is there already is left as it is, so a second run takes a
-# second. No daemon is started: each test starts its own.
+# Prometheus, etcd, login shells, a C compiler; py-spy and mpi4py in the project's environment
+# (.venv); TensorFlow in one of its own. What is there already is left as it is, so a second run
+# takes a second. No daemon is started: each test starts its own.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -34,6 +34,9 @@ slurmd:slurmd
 srun:slurm-client
 munged:munge
 prometheus:prometheus
+etcd:etcd-server
+etcdctl:etcd-client
+openssl:openssl
 zsh:zsh
 csh:tcsh
 fish:fish

@@ -415,6 +415,7 @@ class ElasticDriver:
     def _log_end(self, executor: Executor) -> None:
         if self._begun and self._end is not None and not self._replaced:
             self._result = executor.job_ended(self._end)
+            self._journal.job_ended(self._end.exit_code, self._end.reason)
 
     # ---- the driver's thread -------------------------------------------------------------
 

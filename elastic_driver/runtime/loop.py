@@ -5,6 +5,7 @@ order, before the next event. Events that many senders send at about the same ti
 together. Runs in the driver's thread. Times are seconds.
 """
 
+import contextlib
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from elastic_driver.policies.messages import KeysRead, MachineName, Reply
 from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
 from elastic_driver.policies.shard_messages import ShardBatch, ShardRequest
 from elastic_driver.policies.shards import DataSets
-from elastic_driver.policies.stragglers import Stragglers
+from elastic_driver.policies.stragglers import RoundPublished, Stragglers
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.checks import CheckAnswer, NodeChecks
@@ -35,6 +36,7 @@ from elastic_driver.runtime.journal.writer import Journal
 MAX_TOGETHER = 1000  # events that are handled together
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
 _SPIN_GUARD_S = 0.01  # the least time between two ticks
+_HELD_S = 0.02  # between two looks at a journal that does not answer
 _FOR_SHARDS_TOO = (ev.WorkerStarted, ev.WorkerExited, ev.LeaseExpired, ev.AgentLost)
 
 
@@ -91,7 +93,8 @@ class DriverLoop:
             self._take(message)
         now = self.clock()
         for name, due in list(self._deadlines.items()):
-            if due is not None and due <= now:
+            # Messages that had to wait for the journal may tell of what is due.
+            if due is not None and due <= now and not self.mailbox.has_old:
                 self._decide(name, ev.Tick())
         if self.journal is not None:
             self.journal.flush()
@@ -180,6 +183,8 @@ class DriverLoop:
         acts = [each for each in decided if not isinstance(each, Reply)]
         if acts and journal is not None:
             self._tell(journal.settle())  # what follows from the event acts once it is written
+            if journal.holds and not self._has_come(journal):
+                return
         self._carry_out(acts)
         if replies := [each for each in decided if isinstance(each, Reply)]:
             if journal is None:
@@ -195,6 +200,28 @@ class DriverLoop:
     def _journal(self) -> Journal | None:
         """The journal, once there is a job."""
         return None if self.job is None else self.journal
+
+    def _has_come(self, journal: Journal) -> bool:
+        """Wait until a journal that must be written answers; return False if it is too late.
+
+        Meanwhile the status and the watch over slow ranks go on; everything else waits.
+        """
+        waiting: list[mail.Message] = []
+        while journal.holds and not self._stop_now:
+            with contextlib.suppress(queue.Empty):
+                match message := self.mailbox.get(_HELD_S):
+                    case mail.StatusAsked() | mail.StopNow() | mail.TakenOver():
+                        self._take(message)
+                    case KeysRead(machine="stragglers") | RoundPublished():
+                        self._decide("stragglers", message)
+                    case _:
+                        waiting.append(message)
+            due = self._deadlines.get("stragglers")
+            if due is not None and due <= self.clock():
+                self._decide("stragglers", ev.Tick())
+            self._tell(journal.settle())
+        self.mailbox.put_back(waiting)
+        return not self._stop_now
 
     def _tell(self, news: list[Announce]) -> None:
         """Log and show the news of the journal."""

@@ -4,8 +4,9 @@ The server, discovery, the backends' threads and signal handlers put messages in
 thread alone takes them out.
 """
 
+import collections
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -82,24 +83,44 @@ class Mailbox:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._next: Message | None = None  # taken out of the queue, not handed out yet
+        self._back: collections.deque[Message] = collections.deque()  # put back by the reader
         self.put = self._queue.put  # for any thread, and for signal handlers
 
     def __len__(self) -> int:
         """Return about how many messages wait."""
-        return self._queue.qsize() + (self._next is not None)
+        return self._queue.qsize() + (self._next is not None) + len(self._back)
+
+    def put_back(self, messages: Sequence[Message]) -> None:
+        """Put messages back that came before all others; for the reader alone."""
+        self._back.extendleft(reversed(messages))
+
+    @property
+    def has_old(self) -> bool:
+        """Return whether messages wait that the reader has put back."""
+        return bool(self._back)
 
     def get(self, timeout: float | None = None) -> Message:
         """Return the next message; raises `queue.Empty` if there is none for so many seconds."""
+        if self._back:
+            return self._back.popleft()
         message, self._next = self._next, None
         return self._queue.get(timeout=timeout) if message is None else message
 
     def following(self, kinds: tuple[type, ...], most: int) -> list[Any]:
         """Return the next waiting messages, as long as they are, or deliver, these kinds."""
         found: list[Any] = []
-        while self._next is None and len(found) < most and not self._queue.empty():
+        while self._back and len(found) < most and _is(self._back[0], kinds):
+            found.append(self._back.popleft())
+        while (
+            not self._back and self._next is None and len(found) < most and not self._queue.empty()
+        ):
             message = self._queue.get_nowait()  # it has no other reader
-            if isinstance(message.event if isinstance(message, Delivered) else message, kinds):
+            if _is(message, kinds):
                 found.append(message)
             else:
                 self._next = message
         return found
+
+
+def _is(message: Message, kinds: tuple[type, ...]) -> bool:
+    return isinstance(message.event if isinstance(message, Delivered) else message, kinds)

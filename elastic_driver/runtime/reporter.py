@@ -82,6 +82,8 @@ _WORDS: dict[str, tuple[Level, str]] = {
     "state_not_saved": (Level.NORMAL, "no last checkpoint"),
     "journal_failed": (Level.QUIET, "the journal has failed"),
     "journal_late": (Level.NORMAL, "the journal is late"),
+    "journal_unreachable": (Level.NORMAL, "the journal cannot be reached"),
+    "journal_reachable": (Level.NORMAL, "the journal is back"),
     "journal_caught_up": (Level.NORMAL, "the journal is complete again"),
     "grace_period_passed": (Level.NORMAL, "grace period over"),
     "scale_requested": (Level.NORMAL, "another size was requested"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +15,7 @@ from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.checks import CheckSettings, NodeChecks
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
@@ -45,6 +46,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
         options: DriverOptions | None = None,
         level: Level = Level.NORMAL,
         node_check: CheckReport | None = None,
+        store: Callable[[RunDir], JournalStore] | None = None,
         **settings: object,
     ) -> JobUnderTest:
         values: dict[str, object] = {"start_np": sum(s for _, s in hosts), "stop_grace": 1.0}
@@ -62,6 +64,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
             reporter=Reporter(stderr, level=level),
             options=options or DriverOptions(discovery_interval=0.02, debug=True),
             checks=checks,
+            store=None if store is None else store(run_dir),
         )
         jobs.append(JobUnderTest(driver, cluster, source, run_dir, stderr))
         driver.start()

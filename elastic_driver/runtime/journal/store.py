@@ -53,6 +53,7 @@ class Batch:
     states: list[Row] = field(default_factory=list)
     size: int = 0  # bytes
     url: str = ""  # the address of this driver, once it is known
+    end: tuple[int, str] | None = None  # of a job that is over: exit status and reason
 
 
 class JournalStore(Protocol):
@@ -61,6 +62,9 @@ class JournalStore(Protocol):
     Each of them may raise `OSError` or `sqlite3.Error` (the journal is given up, and the job goes
     on) and `TakenOverError` (the driver ends).
     """
+
+    must_be_written: bool  # nothing acts before it is written, however long that takes
+    trouble: str  # why it takes long, "" if nothing is known; read by other threads
 
     def open(self, head: Head) -> None:
         """Begin a journal, or go on with one; this driver's term is kept when it returns."""
@@ -77,6 +81,8 @@ class JournalStore(Protocol):
 
 class SqliteStore:
     """A journal in a SQLite database (a `JournalStore`)."""
+
+    must_be_written, trouble = False, ""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -113,7 +119,7 @@ class SqliteStore:
         self._unmoved += sum(batch.size for batch in batches)
         for batch in batches:
             if batch.states:
-                _drop_old(self._database, batch.states[0][0])
+                drop_old(self._database, batch.states[0][0])
         if self._unmoved > CHECKPOINT_BYTES:
             self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
             self._unmoved = 0
@@ -194,7 +200,7 @@ def _begin_term(database: sqlite3.Connection, head: Head) -> None:
     database.execute("INSERT INTO terms VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
 
 
-def _drop_old(database: sqlite3.Connection, newest: int) -> None:
+def drop_old(database: sqlite3.Connection, newest: int) -> None:
     """Drop what is older than the last snapshot before the events that are kept."""
     oldest = "SELECT max(n) FROM snapshots WHERE n <= ?"
     (first,) = database.execute(oldest, (newest - KEPT_EVENTS,)).fetchone()

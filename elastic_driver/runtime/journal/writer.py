@@ -23,6 +23,7 @@ from elastic_driver.runtime.journal.codec import AnyEvent, encode
 from elastic_driver.runtime.journal.store import Batch, Head, JournalStore, Row, SqliteStore
 
 WAIT_S = 0.25  # for a write; a page cache takes far less than a millisecond
+UNREACHABLE_S = 2.0  # after which the user is told that a store which must be written is not
 MAX_BEHIND = 64 * 1024 * 1024  # bytes that wait for a disk
 SNAPSHOT_BYTES = 256 * 1024  # of events between two snapshots, or …
 SNAPSHOT_TIMES = 2  # … as many times the size of a snapshot, if that is more
@@ -49,7 +50,9 @@ class Journal:
     _due_bytes: int = SNAPSHOT_BYTES
     _handed: int = 0  # batches
     _handed_bytes: int = 0
-    _late: bool = False  # the driver does not wait for the disk
+    _end: tuple[int, str] | None = None
+    _late: bool = False  # the driver does not wait for the disk, or the user knows that it waits
+    _held_since: float | None = None  # nothing may act since then
     _given_up: bool = False
 
     def __post_init__(self) -> None:
@@ -83,7 +86,8 @@ class Journal:
         if taken_over is not None:
             raise taken_over
         if failure or not done:
-            why = failure or f"the disk has not answered for {OPEN_S:g} s"
+            slow = self._place.trouble or "the disk has not answered"
+            why = failure or f"{slow} for {OPEN_S:g} s"
             hint = "make room or mend the disk, and resume again; the workers go on meanwhile"
             raise ClusterError(f"cannot go on with the journal {self.path}: {why}; {hint}")
 
@@ -114,20 +118,31 @@ class Journal:
         self._url = url
         self.flush()
 
+    def job_ended(self, exit_code: int, reason: str) -> None:
+        """Note that the job is over, and nobody has to go on with it."""
+        self._end = exit_code, reason
+        self.flush()
+
     def flush(self) -> None:
         """Hand what was noted to the writer, without waiting for it."""
-        if self._noted or self._states or self._url:
+        if self._noted or self._states or self._url or self._end:
             self._handed += 1
             self._handed_bytes += self._size
             rows = self._noted, self._states
-            self._queue.put(Batch(self._handed, *rows, self._size, self._url))
+            self._queue.put(Batch(self._handed, *rows, self._size, self._url, self._end))
             self._noted, self._states, self._size, self._url = [], [], 0, ""
+            self._end = None
+
+    @property
+    def holds(self) -> bool:
+        """Return whether nothing may act now: its store has to be written first, and it is not."""
+        return not self._given_up and self._place.must_be_written and not self._is_settled
 
     def settle(self) -> list[Announce]:
         """Wait until everything noted is written; return what the user has to know.
 
-        It waits at most `WAIT_S`, and not at all while an earlier wait was in vain. Raises
-        `TakenOverError` if another driver goes on with the run.
+        It waits at most `WAIT_S`, and not at all while an earlier wait was in vain; see `holds`
+        then. Raises `TakenOverError` if another driver goes on with the run.
         """
         if self._given_up:
             return []
@@ -140,11 +155,14 @@ class Journal:
             taken_over = self._taken_over
         if taken_over is not None:
             raise taken_over
-        if failure or behind > MAX_BEHIND:
+        must = self._place.must_be_written
+        if failure or (behind > MAX_BEHIND and not must):
             self._given_up = True
             why = failure or f"the disk does not answer, {behind >> 20} MiB wait for it"
             hint = "the job goes on without a journal (make room, or mend the disk)"
             return [Announce("journal_failed", f"{self.path}: {why}; {hint}")]
+        if must:
+            return self._held_news(done=done)
         was, self._late = self._late, not done
         if was is self._late:
             return []
@@ -159,7 +177,7 @@ class Journal:
         So one transaction serves many requests. Returns what the user has to know. Raises
         `TakenOverError` as `settle` does.
         """
-        if self._late or self._given_up:
+        if self._given_up or (self._late and not self._place.must_be_written):
             news = self.settle()
             act()
             return news
@@ -177,14 +195,19 @@ class Journal:
     def deadline(self) -> float | None:
         """The time at which `overdue` is to be called; None: nothing waits."""
         with self._moved:
-            return self._waiting[0][1] + WAIT_S if self._waiting else None
+            since = self._waiting[0][1] if self._waiting else None
+        if since is not None and self._place.must_be_written:  # `overdue` only has news then
+            since = max(since, self.clock())
+        return None if since is None else since + WAIT_S
 
     def overdue(self) -> list[Announce]:
         """Do what waits for a disk that does not answer; return what the user has to know."""
         with self._moved:
             late = self._waiting and self.clock() >= self._waiting[0][1] + WAIT_S
-            if self._given_up or not (late or self._failure):
+            if self._given_up or not (late or self._late or self._failure):
                 return []
+            if self._place.must_be_written and not self._failure:
+                return self._held_news(done=self._has_settled())
             acts = self._due_acts(self._handed)
         for act in acts:
             act()
@@ -196,6 +219,26 @@ class Journal:
             self.flush()
             self._queue.put(None)
             self._writer.join(_CLOSE_S)
+
+    def _held_news(self, *, done: bool) -> list[Announce]:
+        """Return what the user has to know of a store that must be written."""
+        if done:
+            was, self._late, self._held_since = self._late, False, None
+            back = f"{self.path}: the journal takes events again; membership changes go on"
+            return [Announce("journal_reachable", back)] if was else []
+        if self._held_since is None:
+            self._held_since = self.clock()
+        if self._late or self.clock() < self._held_since + UNREACHABLE_S:
+            return []
+        self._late = True
+        why = self._place.trouble or f"no answer for {UNREACHABLE_S:g} s"
+        waits = "training goes on, and membership changes wait for it"
+        return [Announce("journal_unreachable", f"{why}; {waits}")]
+
+    @property
+    def _is_settled(self) -> bool:
+        with self._moved:
+            return self._has_settled()
 
     def _has_settled(self) -> bool:
         return self._has_ended or self._written >= self._handed
