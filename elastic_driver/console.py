@@ -79,6 +79,8 @@ class Console:
         name: its name for people ("stdout").
         on_trouble: called with a sentence, once, when output begins to be dropped.
         stall: seconds for which a reader may hold the workers up.
+
+    `elsewhere`, if it is set, takes the lines when the stream is broken, or after `divert`.
     """
 
     def __init__(
@@ -95,9 +97,14 @@ class Console:
         self._said = False
         self._empty = asyncio.Event()
         self._empty.set()
+        self.elsewhere: Callable[[bytes], None] | None = None
+        self._diverted = False
 
     def write(self, lines: bytes) -> None:
         """Take whole lines (each with its newline); returns at once."""
+        if self._diverted and self.elsewhere is not None and lines:
+            self.elsewhere(lines)
+            return
         if self._outlet is None or self._dropping or not lines:
             return
         self._waiting.append(lines)
@@ -116,6 +123,28 @@ class Console:
     def detach(self, flow: Callable[[bool], None]) -> None:
         """Forget a writer; harmless when it is not known."""
         self._writers.discard(flow)
+
+    def divert(self) -> None:
+        """Hand what waits and every later line to `elsewhere`."""
+        if self._diverted or self.elsewhere is None:
+            return
+        self._diverted = True
+        waiting, self._waiting, self._bytes = tuple(self._waiting), deque(), 0
+        if self._outlet is not None:
+            self._loop.remove_writer(self._outlet.fd)
+        self._empty.set()
+        self.hold(False)
+        for lines in waiting:
+            self.elsewhere(lines)
+
+    def take_back(self) -> None:
+        """Write lines to the stream again, unless it is broken."""
+        self._diverted = False
+
+    def hold(self, held: bool) -> None:
+        """Hold the workers up for `stall` seconds at most, or let them go on."""
+        if held is not (self._patience is not None):
+            self._pause(held)
 
     async def drain(self, timeout: float) -> None:
         """Wait until everything is written, or `timeout` seconds are over."""
@@ -152,7 +181,10 @@ class Console:
         except (BlockingIOError, InterruptedError):
             self._loop.add_writer(fd, self._flush)
         except OSError as error:
+            self.divert()
             self.close()
+            if self._diverted:
+                return
             self._drop(f"cannot write to our {self._name} ({os.strerror(error.errno or 0)})")
         else:
             self._loop.remove_writer(fd)
@@ -181,6 +213,9 @@ class Console:
 
     def _drop(self, trouble: str) -> None:
         """Drop output until the reader goes on, and let the workers go on now."""
+        if self._diverted:
+            self._pause(False)
+            return
         self._dropping = True
         self._pause(False)
         if not self._said:

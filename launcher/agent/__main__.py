@@ -30,6 +30,7 @@ def parse(argv: Sequence[str]) -> AgentConfig:
     parser.add_argument("--incarnation", required=True, type=int)
     parser.add_argument("--address")
     parser.add_argument("--lifeline", action="store_true")
+    parser.add_argument("--kept", action="store_true")
     parser.add_argument("--orphan-file", action="append", default=[], dest="orphan_files")
     return AgentConfig(**vars(parser.parse_args(argv)))
 

@@ -1,9 +1,12 @@
-"""The agent of one host: reads its orders, keeps its lease, and ends when it should.
+"""The agent of one host: carries out orders, and ends when it should.
 
 It is one asyncio loop; requests to the driver block threads beside it. It ends when the driver
-orders it, when a signal asks for it, or when the driver is gone (its pipe has closed, no answer
-came within the heartbeat timeout, the token is unknown, the keys are sealed). Before it ends, it
-stops its workers and then the processes that they left behind.
+orders it, when a signal asks for it, or when it has no driver any more (no next one came in time,
+this host is cut off, the token is unknown, the keys are sealed). Before it ends, it stops its
+workers and then the processes that they left behind.
+
+When a driver dies, the agent waits for the next one for `driver_timeout` (`driver_link`). If none
+comes, the workers get a notice, so that they leave at a step boundary and write a checkpoint.
 
 Batch systems and clouds send SIGTERM before they take a machine away, Slurm also what `--signal`
 names. The agent reports the first of these signals to the driver, which has the workers leave at a
@@ -17,6 +20,7 @@ import os
 import signal
 import traceback
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +28,17 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.console import Console
+from elastic_driver.announcement import verified
 from elastic_driver.core import documents
-from elastic_driver.core.events import AgentReady, HostLeaving, WireEvent
+from elastic_driver.core.events import AgentReady, AgentReturned, HostLeaving
 from elastic_driver.errors import ExitCode
+from launcher.agent.driver_link import DriverLink, NoDriverError, term_in
 from launcher.agent.environment import Meeting
 from launcher.agent.folders import clear_unheld, scratch_folder
-from launcher.agent.liveness import CutOffError, Heartbeats, Promise, answer_probes
+from launcher.agent.liveness import CutOffError, Heartbeats, Promise
 from launcher.agent.ports import free_ports
+from launcher.agent.posted_output import Consoles
+from launcher.agent.probe_port import ProbePort
 from launcher.agent.processes import NOTICES, become_subreaper
 from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.plan import plan_for
@@ -39,12 +46,11 @@ from launcher.agent.warm.starter import WarmParent, WorkerStarter
 from launcher.agent.workers import Workers
 from launcher.network import interface_of, meeting_point
 from rendezvous.client import RendezvousClient
-from rendezvous.errors import RefusedError, RendezvousError, RequestError
-from rendezvous.wire import EVENTS_PATH, MAX_WAIT_S, Entries, Get, Set, Watch, Written, expect
+from rendezvous.errors import RendezvousError
+from rendezvous.wire import Entries, Get, expect
 
 FIRST_CONTACT_S = 30.0  # the driver published the specification before it started us
 ORPHAN_GRACE_S = 5.0  # for workers whose driver is gone, or whose agent got a signal
-ORDERS_AHEAD = 16  # orders that one answer may bring
 STORE_PORTS = 16  # free ports to offer for torch's stores
 LAST_WORDS_S = 3.0  # for the last events and lines to get out
 ANNOUNCING = (signal.SIGTERM, *NOTICES)
@@ -59,6 +65,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     token_file: str  # path of the job's token
     address: str | None = None  # at which other hosts reach this one; None: that towards the driver
     lifeline: bool = False  # our stdin is a pipe that closes when the driver dies
+    kept: bool = False  # the pipe is that of a process on this host, without which we end
     orphan_files: list[str] = []  # files of the driver, to be removed if it dies
 
 
@@ -72,8 +79,7 @@ class Agent:
         self._client = RendezvousClient(config.endpoint, token)
         marks = {contract.TOKEN_FILE: config.token_file}
         self._starter = WorkerStarter(self._say, marks, inherited)
-        self._events: asyncio.Queue[WireEvent] = asyncio.Queue()  # for the driver, in order
-        self._report = self._events.put_nowait
+        self._link: DriverLink | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()  # set with a reason, an exit status, and the driver's state
         self._reason, self._exit_code, self._driver_gone = "", 0, False
@@ -81,38 +87,37 @@ class Agent:
         self._notice = 0.0  # seconds to leave in good order; 0: a signal ends this agent at once
         self._leave_timer: asyncio.TimerHandle | None = None  # runs after `_announce`
         self._workers: Workers | None = None
-        self._listener: asyncio.Server | None = None  # answers probes
-        self._err: Console | None = None
+        self._probe_port = ProbePort(self._on_announced)
+        self._run_id, self._announced = "", 0  # the highest term that was announced
+        self._heartbeats: Heartbeats | None = None
+        self._consoles: Consoles | None = None
 
     async def run(self) -> int:
         """Take part in the job until the agent has a reason to end; return the exit status."""
         become_subreaper()
         self._listen()
-        self._err = Console(2, "stderr", on_trouble=lambda _sentence: None)
-        consoles = (Console(1, "stdout", on_trouble=self._say), self._err)
+        self._consoles = consoles = Consoles(self._say)
         try:
             with scratch_folder() as scratch:
                 self._spawn(self._join(consoles, scratch))
-                return await self._until_end()
+                return await self._until_end(consoles)
         finally:
-            if self._listener is not None:
-                self._listener.close()
+            self._probe_port.close()
             self._starter.close()
             self._client.abort()
-            for console in consoles:
-                await console.drain(LAST_WORDS_S)
-                console.close()
+            await consoles.close(LAST_WORDS_S)
 
-    async def _until_end(self) -> int:
+    async def _until_end(self, consoles: Consoles) -> int:
         """Wait for a reason to end, and for the end of the workers; return the exit status."""
         await self._ended.wait()
         if self._leave_timer is not None:
             self._leave_timer.cancel()
         if self._workers is not None:
             await self._workers.all_ended()
-        if not self._driver_gone:
+        if not self._driver_gone and self._link is not None:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._events.join(), LAST_WORDS_S)
+                await asyncio.wait_for(self._link.delivered(), LAST_WORDS_S)
+            await consoles.drain(LAST_WORDS_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
@@ -150,11 +155,19 @@ class Agent:
         self._end(f"got {number.name}", 128 + number, grace)
 
     def _announce(self, number: signal.Signals) -> None:
-        """Report that this host goes away, and end in time even if the driver does nothing."""
+        """Report that this host goes away, and end in time even if the driver does nothing.
+
+        If there is no driver, the workers leave by themselves.
+        """
         notice, patience = self._notice, documents.time_to_leave(self._notice)
         reason = f"its agent got {number.name}"
-        self._report(HostLeaving(self._config.host, self._config.incarnation, notice, reason))
+        if self._link is not None:
+            agent = self._config.host, self._config.incarnation
+            self._link.report(HostLeaving(*agent, notice, reason))
         self._say(f"got {number.name}: leaving this host within {notice:g} s")
+        if self._link is not None and self._link.absent:
+            self._end(f"got {number.name} without a driver", 128 + number, 0.0, notice=notice)
+            return
         late = f"got {number.name}, and workers were still here {patience:g} s later"
         loop = asyncio.get_running_loop()
         self._leave_timer = loop.call_later(
@@ -165,7 +178,11 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             if not os.read(0, 4096):
                 asyncio.get_running_loop().remove_reader(0)
-                self._lose_driver("its pipe to us has closed")
+                link, why = self._link, "its pipe to us has closed"
+                if self._config.kept or link is None or not link.waits:
+                    self._lose_driver(why)
+                elif not self._ended.is_set():
+                    link.driver_died(why)
 
     def _on_bug(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -173,12 +190,20 @@ class Agent:
             traceback.print_exception(error)
         self._end(f"a bug of ours: {context.get('message')}", ExitCode.BUG, 0.0)
 
-    def _lose_driver(self, why: str, grace: float = ORPHAN_GRACE_S) -> None:
+    def _lose_driver(self, why: str, grace: float = ORPHAN_GRACE_S, notice: float = 0.0) -> None:
         reason = f"the driver is gone: {why}"
-        self._end(reason, ExitCode.UNAVAILABLE, grace, driver_gone=True)
+        self._end(reason, ExitCode.UNAVAILABLE, grace, driver_gone=True, notice=notice)
 
-    def _end(self, reason: str, exit_code: int, grace: float, *, driver_gone: bool = False) -> None:
-        """Begin to end: kill workers that are still here in `grace` seconds.
+    def _end(
+        self,
+        reason: str,
+        exit_code: int,
+        grace: float,
+        *,
+        driver_gone: bool = False,
+        notice: float = 0.0,
+    ) -> None:
+        """Begin to end: workers leave within `notice` seconds, or are killed in `grace` seconds.
 
         If it is called again, the shorter time counts, and the first reason unless the driver is
         gone.
@@ -186,7 +211,13 @@ class Agent:
         if driver_gone or not self._ended.is_set():
             self._reason, self._exit_code, self._driver_gone = reason, int(exit_code), driver_gone
         self._ended.set()
-        if self._workers is not None:
+        if driver_gone:  # also for a driver that comes now
+            self._probe_port.close()
+            for task in self._tasks:
+                task.cancel()
+        if self._workers is not None and notice:
+            self._workers.leave(notice)
+        elif self._workers is not None:
             self._workers.stop_all(grace)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -198,6 +229,8 @@ class Agent:
             await work
         except CutOffError as error:  # the others train on without our workers
             self._lose_driver(str(error), grace=0.0)
+        except NoDriverError as error:
+            self._lose_driver(str(error), notice=self._notice)
         except RendezvousError as error:
             self._lose_driver(str(error))
         except Exception as error:
@@ -206,44 +239,85 @@ class Agent:
 
     # ---- its life ------------------------------------------------------------------------
 
-    async def _join(self, consoles: tuple[Console, Console], scratch: str | None) -> None:
+    async def _join(self, consoles: Consoles, scratch: str | None) -> None:
         """Read the job's specification, then take part in the job."""
-        config, key = self._config, contract.spec_key(self._config.incarnation)
+        config = self._config
         try:
-            entry = await asyncio.to_thread(self._client.get, key, FIRST_CONTACT_S)
-            if entry is None:
-                raise RendezvousError(f"no {key} within {FIRST_CONTACT_S:.0f} s")
-            spec = documents.decode(documents.JobSpec, entry.value)
+            spec, term = await asyncio.to_thread(self._read_spec)
         except (RendezvousError, msgspec.DecodeError) as error:
             self._end(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)
             return
         self._client.timeout = min(self._client.timeout, spec.heartbeat_timeout / 3)
         address, interface = self._meeting_point(spec)
-        meeting = Meeting(config.host, config.endpoint, config.token_file, interface, scratch)
+        self._meeting = Meeting(config.host, config.endpoint, config.token_file, interface, scratch)
+        ports = free_ports(STORE_PORTS + spec.slot_ports)
+        stores, rest = ports[:STORE_PORTS], ports[STORE_PORTS:]
+        port = await self._probe_port.listen(address)
+        agent = config.host, config.incarnation
+        self._ready = AgentReady(
+            *agent, os.getpid(), address, stores, slot_ports=rest, probe_port=port
+        )
+        self._run_id, self._notice = spec.run_id, spec.grace_period
+        link = self._link = self._link_to_driver(spec, term, consoles)
         workers = self._workers = Workers(
-            spec, meeting, self._starter, consoles, report=self._report, say=self._say
+            spec,
+            self._meeting,
+            self._starter,
+            (consoles.stdout, consoles.stderr),
+            report=link.report,
+            say=self._say,
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, workers.strays)
-        self._notice = spec.grace_period
+        self._warm_up(spec)
+        link.report(self._ready)
+        self._spawn(link.obey(partial(self._carry_out, workers)))
+        self._spawn(link.deliver())
+        self._send_heartbeats(spec)
+
+    def _read_spec(self) -> tuple[documents.JobSpec, int]:
+        """Return the job's specification, and the term of the driver that has written it."""
+        key = contract.spec_key(self._config.incarnation)
+        asked = Get((key,), wait=FIRST_CONTACT_S), Get((contract.JOB_DRIVER,))
+        answer = [expect(result, Entries) for result in self._client.batch(*asked)]
+        if key not in answer[0].entries:
+            raise RendezvousError(f"no {key} within {FIRST_CONTACT_S:.0f} s")
+        spec = documents.decode(documents.JobSpec, answer[0].entries[key].value)
+        return spec, term_in(answer[1])
+
+    def _link_to_driver(self, spec: documents.JobSpec, term: int, consoles: Consoles) -> DriverLink:
+        link = DriverLink(
+            self._client,
+            (self._config.host, self._config.incarnation),
+            spec,
+            term,
+            story=self._story,
+            on_absent=consoles.divert,
+            say=self._say,
+        )
+        if link.waits:
+            agent = self._config.host, self._config.incarnation
+            posted = consoles.outlive(agent, link.post, lambda: not link.absent)
+            self._spawn(posted.run())
+            self._spawn(link.watch())
+        return link
+
+    def _warm_up(self, spec: documents.JobSpec) -> None:
         try:
             self._starter.launch(plan_for(spec, os.environ))
         except NotWarmable as reason:
             self._starter.close()
             if spec.warm:  # the user wants it
                 self._say(f"no warm workers: {reason}")
-        ports = free_ports(STORE_PORTS + spec.slot_ports)
-        stores, rest = ports[:STORE_PORTS], ports[STORE_PORTS:]
-        agent = config.host, config.incarnation
-        self._listener, port = await answer_probes(address)
-        ready = AgentReady(*agent, os.getpid(), address, stores, slot_ports=rest, probe_port=port)
-        self._report(ready)
-        self._spawn(self._obey(spec.heartbeat_timeout, workers))
-        self._spawn(self._deliver(spec.heartbeat_timeout))
-        if spec.heartbeat_interval:
-            most = spec.heartbeat_timeout
-            promise = Promise(min(spec.heartbeat_interval, most / 3), most)
-            key = contract.agent_heartbeat(*agent)
-            self._spawn(Heartbeats(self._client.clone(), key, promise).run())
+
+    def _send_heartbeats(self, spec: documents.JobSpec) -> None:
+        if not spec.heartbeat_interval:
+            return
+        most = spec.heartbeat_timeout
+        promise = Promise(min(spec.heartbeat_interval, most / 3), most)
+        key = contract.agent_heartbeat(self._config.host, self._config.incarnation)
+        waits = spec.driver_timeout > 0
+        self._heartbeats = Heartbeats(self._client, key, promise, waits=waits)
+        self._spawn(self._heartbeats.run())
 
     def _meeting_point(self, spec: documents.JobSpec) -> tuple[str, str | None]:
         """Return the address and the interface where workers of other hosts reach ours."""
@@ -254,50 +328,9 @@ class Agent:
         address, interface = meeting_point(config.endpoint, wanted)
         return address or config.host, interface
 
-    # ---- reports -------------------------------------------------------------------------
+    # ---- the driver --------------------------------------------------------------------
 
-    async def _deliver(self, patience: float) -> None:
-        """Deliver events for ever, one at a time; raises RendezvousError if the driver is gone.
-
-        An event that the driver refuses is a bug of ours: it is shown and dropped, so that it does
-        not hold up the events behind it.
-        """
-        while True:
-            event = await self._events.get()
-            try:
-                body = msgspec.json.encode(event)
-                await asyncio.to_thread(self._client.post_json, EVENTS_PATH, body, patience)
-            except RequestError as error:
-                self._say(f"the driver did not take {type(event).__name__}: {error}")
-            finally:
-                self._events.task_done()
-
-    # ---- orders --------------------------------------------------------------------------
-
-    async def _obey(self, patience: float, workers: Workers) -> None:
-        """Renew the lease and wait for orders, in one request; carry them out one by one."""
-        agent = self._config.host, self._config.incarnation
-        lease = Set(contract.agent_lease(*agent), lease=patience)
-        done = 0
-        while True:
-            keys = tuple(contract.agent_order(*agent, done + n + 1) for n in range(ORDERS_AHEAD))
-            watch = Watch({keys[0]: 0}, wait=min(patience / 3, MAX_WAIT_S))
-            answer = await asyncio.to_thread(
-                self._client.batch, lease, watch, Get(keys), deadline=patience
-            )
-            try:
-                expect(answer[0], Written)
-                expect(answer[1], Entries)
-                found = expect(answer[2], Entries).entries
-            except RefusedError as error:
-                raise RendezvousError(f"it has given this agent up ({error})") from error
-            for key in keys:
-                if key not in found:
-                    break
-                self._carry_out(documents.decode_order(found[key].value), workers)
-                done += 1
-
-    def _carry_out(self, order: documents.Order, workers: Workers) -> None:
+    def _carry_out(self, workers: Workers, order: documents.Order) -> None:
         match order:
             case documents.StartWorkerOrder():
                 if not self._ended.is_set():
@@ -306,15 +339,41 @@ class Agent:
                 workers.stop(worker, grace)
             case documents.RanksOrder():
                 workers.rank(order)
+                if self._heartbeats is not None:
+                    self._heartbeats.peers = order.peers
             case documents.StacksOrder(number=number):
                 workers.look(number)
             case _:
                 self._end(order.reason, ExitCode.OK, order.grace)
 
+    def _story(self, term: int) -> AgentReturned:
+        """Return what the driver of this term has to know."""
+        workers = self._workers.story() if self._workers is not None else ()
+        return AgentReturned(**msgspec.structs.asdict(self._ready), term=term, workers=workers)
+
+    def _on_announced(self, line: bytes) -> None:
+        """Follow a driver that has taken over at another address."""
+        link, driver = self._link, verified(line, self._run_id, self._token)
+        if link is None or driver is None or driver.term <= max(link.term, self._announced):
+            return
+        self._announced = driver.term
+        try:
+            self._client.move(driver.url)
+        except ValueError:
+            return
+        file = self._meeting.driver_file
+        if file is not None:
+            with contextlib.suppress(OSError):  # its workers do not find the driver then
+                draft = file.with_suffix(".new")
+                draft.write_text(driver.url, encoding="ascii")
+                draft.replace(file)
+        if self._workers is not None:
+            self._workers.driver_moved(driver.url)
+
     def _say(self, sentence: str) -> None:
-        if self._err is not None:
+        if self._consoles is not None:
             line = f"elasticrun: agent on {self._config.host}: {sentence}\n"
-            self._err.write(line.encode(errors="replace"))
+            self._consoles.stderr.write(line.encode(errors="replace"))
 
 
 def remove_orphan_files(config: AgentConfig, token: str) -> None:

@@ -3,53 +3,31 @@
 Each heartbeat promises the next one within a time, the length of its lease. This time follows from
 how late the agent's recent heartbeats were, with everything that can delay them: scheduling on this
 machine, the network, the driver. So it is short on a quiet network and grows under load by itself.
-An agent that gets no answer for that time, and cannot connect to the driver's machine at all, is
-cut off: the driver takes its host for lost after the same time. Times are seconds.
+An agent that gets no answer for that time, and cannot connect to the driver's machine at all, asks
+the other hosts of its round. If it reaches more than half of them, itself counted, the driver's
+machine is lost or cut off, and the world goes on without it. Otherwise this host is cut off: the
+driver takes it for lost after the same time. Times are seconds.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from elastic_driver.reachability import probe
 from rendezvous.client import RendezvousClient, parse_url
 from rendezvous.errors import RefusedError, RendezvousError, UnreachableError
 from rendezvous.wire import Set, Written, expect
 
-ANSWER = b"+"
-CONNECT_S = 0.6  # for the driver's machine to accept one of several connections
+CONNECT_S = 0.6  # for a machine to accept one of several connections
+HEAD_START_S = 0.1  # for the driver's machine to answer, before other hosts are asked
 LEAST_MARGIN_S = 0.6  # beyond the interval: two retransmissions of a lost packet
 MARGIN_FACTOR = 4.0  # times the largest recent lateness
 FIRST_LATENESS_S = 0.25  # assumed while a job starts
 FORGET = 0.98  # the share of the largest lateness that is left after one more heartbeat
-_PROBES_AT_ONCE = 64
 
 
 class CutOffError(RendezvousError):
     """The driver's machine cannot be reached: it takes this host for lost."""
-
-
-class ProbeAnswer(asyncio.Protocol):
-    """Sends one byte over each connection, and closes it."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Answer."""
-        connection = cast("asyncio.Transport", transport)
-        connection.write(ANSWER)
-        connection.close()
-
-
-async def answer_probes(address: str) -> tuple[asyncio.Server | None, int]:
-    """Answer probes from now on; return the server and its port, or None and 0.
-
-    Without it the driver notices the loss of this host later; that is no reason to end.
-    """
-    loop = asyncio.get_running_loop()
-    try:
-        server = await loop.create_server(ProbeAnswer, address, 0, backlog=_PROBES_AT_ONCE)
-    except OSError:
-        return None, 0
-    return server, server.sockets[0].getsockname()[1]
 
 
 @dataclass
@@ -73,11 +51,17 @@ class Promise:
 
 @dataclass
 class Heartbeats:
-    """Sends the heartbeats of one agent."""
+    """Sends the heartbeats of one agent.
+
+    `peers`: where other hosts of the present round answer probes; None: there was no round yet.
+    `waits`: without a round, nothing ends by itself that a next driver may want.
+    """
 
     client: RendezvousClient
     key: str
     promise: Promise
+    peers: Sequence[tuple[str, int]] | None = None
+    waits: bool = False
 
     async def run(self) -> None:
         """Send heartbeats for ever.
@@ -107,8 +91,26 @@ class Heartbeats:
         expect(self.client.batch(beat, deadline=deadline)[0], Written)
 
     async def _see_whether_cut_off(self, error: UnreachableError) -> None:
-        """Raise CutOffError if the driver's machine accepts no connection."""
+        """Raise CutOffError if neither the driver's machine nor most hosts accept connections."""
         address = parse_url(self.client.url)
-        host, port = str(address.hostname), int(address.port or 0)
-        if await probe(host, port, CONNECT_S, speaks=False) == "silent":
-            raise CutOffError(f"this host is cut off from it ({error})") from error
+        driver = str(address.hostname), int(address.port or 0)
+        others = asyncio.create_task(self._reaches_most())
+        try:
+            if await _reaches(*driver) or await others:
+                return
+        finally:
+            others.cancel()
+        raise CutOffError(f"this host is cut off from it ({error})") from error
+
+    async def _reaches_most(self) -> bool:
+        """Return whether connections to more than half of the round's hosts are possible."""
+        if self.peers is None:
+            return self.waits
+        await asyncio.sleep(HEAD_START_S)
+        answers = await asyncio.gather(*(_reaches(*peer) for peer in self.peers))
+        return 2 * (1 + sum(answers)) > 1 + len(answers)
+
+
+async def _reaches(address: str, port: int) -> bool:
+    """Return whether a machine accepts or refuses connections, and so can be reached."""
+    return await probe(address, port, CONNECT_S, speaks=False) != "silent"

@@ -271,6 +271,12 @@ class WorkerProcess:
             self._kill_at.cancel()
         self._kill_at = loop.call_at(when, self._signal, signal.SIGKILL)
 
+    def give_notice(self) -> None:
+        """Announce the end to the worker itself; it may go on until it has left."""
+        if not self._ended:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGTERM)
+
     async def ended(self) -> int:
         """Wait for the end of the worker and its leftovers; return its code as subprocess does."""
         await wait_for_end(self.pid)

@@ -109,7 +109,8 @@ def start_agent(
 ) -> subprocess.Popen[bytes]:
     """Start an agent that ends with this process, since its stdin is a pipe that only we hold."""
     argv = [sys.executable, "-m", "launcher.agent", *arguments]
-    argv += ["--token-file", str(token_file), "--orphan-file", str(token_file), "--lifeline"]
+    argv += ["--token-file", str(token_file), "--orphan-file", str(token_file)]
+    argv += ["--lifeline", "--kept"]
     env = {**os.environ, contract.TOKEN_FILE: str(token_file)}
     return subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.PIPE, start_new_session=True)
 

@@ -5,6 +5,7 @@ alone decides which workers there are, and when they stop.
 """
 
 import asyncio
+import dataclasses
 import os
 import signal
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from pathlib import Path
 
 from elastic_driver import contract
 from elastic_driver.console import Console
-from elastic_driver.core.documents import JobSpec, RanksOrder, StartWorkerOrder
-from elastic_driver.core.events import WorkerExited, WorkerStack, WorkerStarted
+from elastic_driver.core.documents import JobSpec, RanksOrder, StartWorkerOrder, time_to_leave
+from elastic_driver.core.events import RunningWorker, WorkerExited, WorkerStack, WorkerStarted
 from elastic_driver.peer_loss import looks_like_peer_loss
 from launcher.agent import processes
 from launcher.agent.environment import Meeting, worker_environment
@@ -56,16 +57,32 @@ class Workers:
         self._lives: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._pending: set[str] = set()  # ordered, not started, not stopped
-        self._known: set[str] = set()  # every worker ever ordered: none is started twice
+        # Every worker ever ordered, with its status once that was reported: none is started twice.
+        self._known: dict[str, int | None] = {}
+
+    def story(self) -> tuple[RunningWorker, ...]:
+        """Return the workers whose end was not reported yet."""
+        here = (worker for worker, status in self._known.items() if status is None)
+        return tuple(
+            RunningWorker(w, self._running[w][0].pid if w in self._running else 0) for w in here
+        )
+
+    def driver_moved(self, url: str) -> None:
+        """Let workers that are started from now on begin with this address of the driver."""
+        self._meeting = dataclasses.replace(self._meeting, endpoint=url)
 
     def start(self, order: StartWorkerOrder) -> None:
         """Start a worker as soon as the starter is ready; a failure is reported as its end.
 
-        Several are started in the order of the calls.
+        Several are started in the order of the calls. An end that was reported is reported again:
+        the driver that orders this worker does not know of it.
         """
         if order.worker in self._known:
+            status = self._known[order.worker]
+            if status is not None:
+                self._report(WorkerExited(order.worker, status, "an earlier driver had started it"))
             return
-        self._known.add(order.worker)
+        self._known[order.worker] = None
         self._pending.add(order.worker)
         life = asyncio.get_running_loop().create_task(self._live(order))
         self._lives.add(life)
@@ -82,6 +99,17 @@ class Workers:
         self._pending.clear()
         for process, _ in self._running.values():
             process.stop(grace)
+
+    def leave(self, notice: float) -> None:
+        """Have every worker leave within `notice` seconds, at a step boundary if it can.
+
+        Those that are here shortly before are stopped.
+        """
+        self._pending.clear()
+        for process, _ in self._running.values():
+            process.give_notice()
+        patience = time_to_leave(notice)
+        asyncio.get_running_loop().call_later(patience, self.stop_all, notice - patience)
 
     def rank(self, order: RanksOrder) -> None:
         """Show the ranks of a complete round from now on, and link them to the files."""
@@ -131,19 +159,19 @@ class Workers:
         await self._starter.ready()
         worker = order.worker
         if worker not in self._pending:
-            self._report(WorkerExited(worker, -signal.SIGTERM, "stopped before it was started"))
+            self._ended(WorkerExited(worker, -signal.SIGTERM, "stopped before it was started"))
             return
         self._pending.discard(worker)
         try:
             output = WorkerOutput(order, self._spec, self._log_dir, self._consoles, self._say)
         except (OSError, ValueError) as error:
-            self._report(WorkerExited(worker, EXIT_NOT_EXECUTABLE, f"cannot start: {error}"))
+            self._ended(WorkerExited(worker, EXIT_NOT_EXECUTABLE, f"cannot start: {error}"))
             return
         try:
             process = self._execute(order, output)
         except StartError as error:
             output.finish(failed=True)
-            self._report(WorkerExited(worker, error.exit_code, str(error)))
+            self._ended(WorkerExited(worker, error.exit_code, str(error)))
             return
         self._running[worker] = process, output
         self._report(WorkerStarted(worker, process.pid))
@@ -155,7 +183,11 @@ class Workers:
         # A worker that was killed is no victim of another's failure, whatever it logged before.
         failed = code > 0 or code == -signal.SIGABRT
         victim = failed and looks_like_peer_loss(tail)
-        self._report(WorkerExited(worker, code, tail, victim=victim))
+        self._ended(WorkerExited(worker, code, tail, victim=victim))
+
+    def _ended(self, event: WorkerExited) -> None:
+        self._known[event.worker] = event.exit_code
+        self._report(event)
 
     def _execute(self, order: StartWorkerOrder, output: WorkerOutput) -> WorkerProcess:
         env = worker_environment(self._inherited, self._spec, order, self._meeting)

@@ -16,7 +16,7 @@ from elastic_driver.core.decisions import ProbeAgent
 from elastic_driver.core.events import AgentHeard, AgentProbed, AgentSuspected
 from elastic_driver.reachability import Result, probe
 from elastic_driver.runtime.suspects import Suspects
-from launcher.agent.liveness import answer_probes
+from launcher.agent.probe_port import ProbePort
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import DeletePrefix, Set
 from tests.runtime.waiting import until
@@ -47,12 +47,13 @@ def free_port() -> int:
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_an_agent_answers_at_once(address: str) -> None:
     async def scene() -> tuple[Result, float]:
-        server, port = await answer_probes(address)
-        if server is None:
+        listener = ProbePort(lambda _line: None)
+        port = await listener.listen(address)
+        if not port:
             pytest.skip(f"this machine has no {address}")
         began = time.monotonic()
         found = await probe(address, port, 10.0)
-        server.close()
+        listener.close()
         return found, time.monotonic() - began
 
     result, seconds = play(scene)
@@ -93,7 +94,8 @@ def test_an_answer_to_a_late_attempt_counts() -> None:
 
 
 def test_an_agent_that_nothing_can_listen_for_says_so() -> None:
-    assert play(lambda: answer_probes("192.0.2.1")) == (None, 0)  # not an address of this machine
+    nowhere = "192.0.2.1"  # not an address of this machine
+    assert play(lambda: ProbePort(lambda _line: None).listen(nowhere)) == 0
 
 
 def test_a_thousand_hosts_are_probed_at_once_beside_other_work() -> None:

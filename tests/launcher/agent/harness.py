@@ -20,8 +20,10 @@ from aiohttp import web
 
 from elastic_driver import contract
 from elastic_driver.core.documents import (
+    DriverTerm,
     JobSpec,
     Order,
+    OutputLines,
     RanksOrder,
     ShutdownOrder,
     SlotInfo,
@@ -31,6 +33,7 @@ from elastic_driver.core.documents import (
 )
 from elastic_driver.core.events import (
     AgentReady,
+    AgentReturned,
     HostLeaving,
     WireEvent,
     WorkerExited,
@@ -41,7 +44,7 @@ from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Get, Set
 
 T = TypeVar("T")
-E = TypeVar("E", AgentReady, HostLeaving, WorkerStarted, WorkerExited)
+E = TypeVar("E", AgentReady, AgentReturned, HostLeaving, WorkerStarted, WorkerExited)
 ROOT = Path(__file__).resolve().parents[3]
 TOKEN = "a-token-for-tests"
 HOST = "localhost"
@@ -108,24 +111,41 @@ def place(rank: int = 0, size: int = 1, slot: int | None = None) -> SlotInfo:
 class Driver:
     """The server, what was posted to it, and a way to give orders to one agent."""
 
-    def __init__(self, folder: Path, incarnation: int = 1) -> None:
-        self.folder, self.incarnation = folder, incarnation
+    def __init__(self, folder: Path, incarnation: int = 1, term: int = 0, port: int = 0) -> None:
+        self.folder, self.incarnation, self.term = folder, incarnation, term
         self.token_file = write_token_file(folder / "token", TOKEN)
         self.endpoint_file = folder / "endpoint.json"
         self.events: list[WireEvent] = []
+        self.output: list[OutputLines] = []
         self.expired: queue.Queue[str] = queue.Queue()
         self.orders = 0
         self.server = RendezvousServer(
-            token=TOKEN, routes=self._routes, on_lease_expired=self.expired.put
+            port=port,
+            token=TOKEN,
+            routes=self._routes,
+            on_lease_expired=self.expired.put,
+            first_revision=term << 40,
         ).start()
         self.endpoint_file.write_text(f'{{"url": "{self.server.url}"}}')
+        if term:
+            self.server.apply([Set(contract.JOB_DRIVER, encode(DriverTerm(term, self.server.url)))])
+
+    def replaced(self, term: int, *, elsewhere: bool = False) -> Driver:
+        """A driver with this term after the end of this one, at its address unless `elsewhere`."""
+        self.close()
+        return Driver(self.folder, self.incarnation, term, 0 if elsewhere else self.server.port)
 
     def _routes(self, app: web.Application) -> None:
         async def take(request: web.Request) -> web.Response:
             self.events.append(_decode_event(await request.read()))
             return web.json_response({})
 
+        async def take_output(request: web.Request) -> web.Response:
+            self.output.append(msgspec.json.decode(await request.read(), type=OutputLines))
+            return web.json_response({})
+
         app.router.add_post(EVENTS_PATH, take)
+        app.router.add_post(contract.OUTPUT_PATH, take_output)
 
     # ---- out -----------------------------------------------------------------------------
 
@@ -181,6 +201,13 @@ class Driver:
         key = contract.agent_lease(HOST, self.incarnation)
         (found,) = self.server.apply([Get((key,))])
         return key in found.entries  # type: ignore[union-attr]
+
+    def printed_lines(self) -> list[str]:
+        """The lines that were posted, each number once."""
+        numbered = {
+            batch.first + n: line for batch in self.output for n, line in enumerate(batch.lines)
+        }
+        return [numbered[number].text for number in sorted(numbered)]
 
     def close(self) -> None:
         self.server.stop()
