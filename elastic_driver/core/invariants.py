@@ -12,6 +12,7 @@ from elastic_driver.contract import host_of_worker
 from elastic_driver.core.decisions import Decision, GiveOrder, PublishWorld, StartAgent
 from elastic_driver.core.documents import StartWorkerOrder, World
 from elastic_driver.core.job_parts import JobParts
+from elastic_driver.core.rules.fleet import AgentState
 from elastic_driver.core.rules.rounds import CLOSED, CLOSING, COMPLETE
 from elastic_driver.core.rules.workers import (
     ACTIVE,
@@ -26,7 +27,7 @@ from elastic_driver.core.rules.workers import (
 def violations(job: JobParts, decided: Sequence[Decision]) -> list[str]:
     """Return every violation; `decided` are the decisions on the last event."""
     sizes = (_round, _ranks, _sizes, _units)
-    checks = (_workers, _slots, _spares, *sizes, _replacement, _finishing, _waiting)
+    checks = (_workers, _adoption, _slots, _spares, *sizes, _replacement, _finishing, _waiting)
     return [*_decisions(job, decided), *chain.from_iterable(check(job) for check in checks)]
 
 
@@ -72,10 +73,18 @@ def _workers(job: JobParts) -> Iterator[str]:
     if seen != len(job.workers.workers):
         yield f"{len(job.workers.workers)} workers are known but {seen} are filed by state"
     for worker in job.workers.having(*OCCUPYING):
-        if worker.host not in job.fleet.agents:
-            yield f"{worker.id} has a process but its host has no agent"
+        if not job.fleet.is_up(worker.host):
+            yield f"{worker.id} has a process but its host has no agent that is up or awaited"
         if worker not in job.workers.on_host(worker.host):
             yield f"{worker.id} is not filed under its host"
+
+
+def _adoption(job: JobParts) -> Iterator[str]:
+    awaited = {a.host for a in job.fleet.agents.values() if a.state is AgentState.AWAITED}
+    if awaited != job.fleet.awaited.keys():
+        yield f"agents are awaited on {sorted(awaited)}, filed are {sorted(job.fleet.awaited)}"
+    if awaited and job.outcome.end is None and job.effects.alarm is None:
+        yield f"the agents on {sorted(awaited)} are awaited without a deadline"
 
 
 def _slots(job: JobParts) -> Iterator[str]:

@@ -24,6 +24,7 @@ from elastic_driver.core.decisions import AwaitHeartbeats, KillAgent, PublishNot
 from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.discovered import Rechecks
+from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.fleet import AgentNews
 from elastic_driver.core.rules.hangs import Stacks
 from elastic_driver.core.rules.preemption import FinalSaves
@@ -53,6 +54,7 @@ class Adoption(Rule):
     reports: Reports
     boundary: Boundary
     stacks: Stacks
+    drains: Drains
     rechecks: Rechecks
     final_checkpoint: FinalSaves
     term: int = 1  # of this driver
@@ -74,6 +76,7 @@ class Adoption(Rule):
         self.boundary.resume(now)
         self.final_checkpoint.resume(now)
         self.stacks.resume(now)
+        self.drains.resume()
         self.rechecks.resume()
         self.suspicion.resume(now, moved=event.moved)
         heard = tuple(w.id for w in self.workers.having(READY, RUNNING, SPARE))

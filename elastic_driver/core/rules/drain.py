@@ -135,6 +135,10 @@ class Drains(Rule):
         """The slow members of the present round."""
         return self.rounds.own(SlowMembers)
 
+    def resume(self) -> None:
+        """Forget who is slow: a driver that goes on measures anew."""
+        self.slow.clear()
+
     def on_slow(self, event: ev.RankSlow, now: float) -> None:
         """Record that a rank has become slow."""
         worker = self.workers.workers.get(event.worker)

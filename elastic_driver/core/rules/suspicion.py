@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Detail, ProbeAgent
 from elastic_driver.core.rules.agents import Agents
-from elastic_driver.core.rules.fleet import HostAgent
+from elastic_driver.core.rules.fleet import AgentState, HostAgent
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.rules.workers import Worker
 
@@ -76,8 +76,9 @@ class Suspicion(Rule):
 
     def on_heard(self, event: ev.AgentHeard, now: float) -> None:
         """Clear an agent that sends heartbeats."""
-        suspect = self.suspects.pop(self._up(event).host, None)
-        if suspect is not None:
+        agent = self._up(event)
+        suspect = self.suspects.pop(agent.host, None)
+        if suspect is not None and agent.state is AgentState.READY:
             self._announce_cleared(suspect, "it was heard again", event.host, now)
 
     def on_left(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
