@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ from launcher.agent.stacks import state_of
 from rendezvous.auth import write_token_file
 
 FOLDER_PREFIX = "elastic-agent-"
-UP = "elastic-agent-up"  # `UP name`: this line says that the agent was started
+UP = "elastic-agent-up"  # `UP name`: this line says that the agent was started, or is waited for
 LOOKED = "elastic-look"  # `LOOKED {…}`: this line has the findings of `look`
 PATIENCE_S = 5.0  # for killed processes to be gone
 OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "ORTE_", "PRTE_")  # mpirun's variables for a rank
@@ -70,6 +71,7 @@ def keep(name: str, arguments: Sequence[str]) -> int:
     # A handler, not SIG_IGN: an ignored signal would stay ignored in the agent and its workers.
     signal.signal(signal.SIGHUP, lambda _number, _frame: None)
     sweep(FOLDER_PREFIX)
+    end(name)  # an agent of this name that an earlier driver has started, if it is still here
     with held_folder(folder_of(name)) as folder:
         become_subreaper()
         agent = start_agent(arguments, write_token_file(folder / _TOKEN, token))
@@ -113,6 +115,25 @@ def start_agent(
     argv += ["--lifeline", "--kept"]
     env = {**os.environ, contract.TOKEN_FILE: str(token_file)}
     return subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.PIPE, start_new_session=True)
+
+
+# ---- wait --------------------------------------------------------------------------------
+
+
+def wait(name: str) -> int:
+    """Wait until an agent is gone, or until our stdin ends: then nobody waits for our answer."""
+
+    def leave_with_stdin() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, _MAX_TOKEN):
+                pass
+        os._exit(int(ExitCode.UNAVAILABLE))
+
+    if holder_of(folder_of(name)) is not None:
+        print(UP, name, flush=True)
+    threading.Thread(target=leave_with_stdin, daemon=True).start()
+    wait_for_holder(folder_of(name))
+    return 0
 
 
 # ---- end ----------------------------------------------------------------------------------
@@ -178,8 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["apart", name, *arguments]:
             return keep_apart(name, arguments)
         case ["wait", name]:
-            wait_for_holder(folder_of(name))
-            return 0
+            return wait(name)
         case ["end", name]:
             return end(name)
         case ["look", folder]:

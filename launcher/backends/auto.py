@@ -6,7 +6,9 @@ from elastic_driver.runtime.backend import Backend, BackendJob, OnClosed, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.backends import ssh
 from launcher.backends.addresses import is_this_machine
+from launcher.backends.local import LocalBackend
 from launcher.backends.local import make_backend as make_local
+from launcher.backends.remote import RemoteBackend
 
 
 class AutoBackend(Backend):
@@ -14,9 +16,9 @@ class AutoBackend(Backend):
 
     def __init__(self, job: BackendJob) -> None:
         self._here, self._elsewhere = make_local(job), ssh.make_backend(job)
-        self._chosen: dict[tuple[str, int], Backend] = {}
+        self._chosen: dict[tuple[str, int], LocalBackend | RemoteBackend] = {}
 
-    def _for(self, host: str) -> Backend:
+    def _for(self, host: str) -> LocalBackend | RemoteBackend:
         return self._here if is_this_machine(host) else self._elsewhere
 
     def report_connections(self, on_closed: OnClosed) -> None:
@@ -28,10 +30,15 @@ class AutoBackend(Backend):
         backend = self._chosen[host, incarnation] = self._for(host)
         backend.start(host, incarnation, on_lost)
 
+    def adopt(self, host: str, incarnation: int, pid: int, on_lost: OnLost) -> None:
+        """See `AdoptsAgents.adopt`."""
+        backend = self._chosen[host, incarnation] = self._for(host)
+        backend.adopt(host, incarnation, pid, on_lost)
+
     def kill(self, host: str, incarnation: int) -> None:
-        """See `Backend.kill`."""
-        if (backend := self._chosen.get((host, incarnation))) is not None:
-            backend.kill(host, incarnation)
+        """See `Backend.kill`; an agent that an earlier driver has started may be unknown."""
+        backend = self._chosen.get((host, incarnation)) or self._for(host)
+        backend.kill(host, incarnation)
 
     def close(self, grace: float) -> None:
         """See `Backend.close`; the grace is spent once."""

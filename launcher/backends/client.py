@@ -30,10 +30,15 @@ class Client(asyncio.SubprocessProtocol):
 
     @classmethod
     async def start(
-        cls, argv: Sequence[str], given: bytes, on_lines: OnLines, environ: Mapping[str, str] | None
+        cls,
+        argv: Sequence[str],
+        given: bytes | None,
+        on_lines: OnLines,
+        environ: Mapping[str, str] | None,
     ) -> "Client":
         """Start a program with `given` on its stdin; raises OSError.
 
+        With `given` None, its stdin stays open until this process ends: so it sees our end.
         `environ` is its environment; None: ours.
         """
         # In a session of its own: Ctrl-C in our terminal is for us alone.
@@ -41,9 +46,10 @@ class Client(asyncio.SubprocessProtocol):
             lambda: cls(on_lines), *argv, env=environ, start_new_session=True
         )
         client._transport = transport
-        stdin = client._pipe(0)
-        stdin.write(given)
-        stdin.close()
+        if given is not None:
+            stdin = client._pipe(0)
+            stdin.write(given)
+            stdin.close()
         return client
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
@@ -83,6 +89,7 @@ class Client(asyncio.SubprocessProtocol):
             await self._exited.wait()
         finally:
             self.kill()  # does something only if the caller was cancelled
+            self._pipe(0).close()
             self.flow(True)
             try:
                 with contextlib.suppress(asyncio.TimeoutError):

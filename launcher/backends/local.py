@@ -3,7 +3,8 @@
 Several names of this machine (localhost, 127.0.0.2, its own name) are separate hosts, each with an
 agent of its own. An agent's stdin is a pipe whose other end only this process holds: when the
 driver dies, even by SIGKILL, the agents see it close. This process is a child subreaper: processes
-that a killed agent leaves behind become its children and are ended here.
+that a killed agent leaves behind become its children and are ended here. An agent that an earlier
+driver has started is no child; `launcher.backends.adopted` watches and ends it.
 
 The agent of a single host is executed. With several hosts, agents are forked from a warm parent
 that has imported for all of them, and each has a warm parent of its own from the start. If hosts
@@ -20,7 +21,9 @@ import shlex
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from elastic_driver import contract
@@ -36,6 +39,7 @@ from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WorkerStarter
 from launcher.backends.addresses import is_this_machine, meeting_address, own_address
+from launcher.backends.adopted import AdoptedProcess, end_marked, find_agent
 from launcher.backends.base import AgentPlan, agent_arguments, describe_end
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
@@ -56,6 +60,7 @@ class _LocalAgent:
     life: "asyncio.Task[None] | None" = None
     pid: int = 0  # 0: it is not started yet
     lifeline: int = -1  # the writing end of its stdin
+    adopted: AdoptedProcess | None = None  # None: it is our child
 
     @property
     def key(self) -> tuple[str, int]:
@@ -96,6 +101,7 @@ class LocalBackend(Backend):
         self._starter = WorkerStarter(_say, self._env)
         self._launched = False  # whether the starter has had a warm parent
         self._calm: asyncio.TimerHandle | None = None
+        self._resumed = False  # there were agents of an earlier driver
         self._closed = False
 
     def plan(self, host: str, incarnation: int) -> AgentPlan:
@@ -136,18 +142,35 @@ class LocalBackend(Backend):
         except ClusterError as error:
             on_lost(str(error))
             return
+        self._call(partial(self._begin, agent))
+
+    def adopt(self, host: str, incarnation: int, pid: int, on_lost: OnLost) -> None:
+        """See `AdoptsAgents.adopt`; if its process is not here, its heartbeats say if it lives."""
+        if (agent := self._of_earlier(host, incarnation, pid, on_lost)) is not None:
+            self._call(partial(self._adopt, agent))
+
+    def _of_earlier(
+        self, host: str, incarnation: int, pid: int, on_lost: OnLost
+    ) -> _LocalAgent | None:
+        """Return an agent that an earlier driver has started; None if its process is not here."""
+        found = AdoptedProcess.open(pid, self._env)
+        if found is None:
+            return None
+        return _LocalAgent(AgentPlan(host, incarnation, ()), on_lost, pid=pid, adopted=found)
+
+    def kill(self, host: str, incarnation: int) -> None:
+        """See `Backend.kill`; an agent that an earlier driver has started is looked for."""
+        self._call(partial(self._kill, (host, incarnation)))
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Call a function on the loop, which the first call starts."""
         if self._loop is None:
             processes.become_subreaper()
             self._loop = asyncio.new_event_loop()
             run = self._loop.run_forever
             self._thread = threading.Thread(target=run, name="local-agents", daemon=True)
             self._thread.start()
-        self._loop.call_soon_threadsafe(self._begin, agent)
-
-    def kill(self, host: str, incarnation: int) -> None:
-        """See `Backend.kill`."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._kill, (host, incarnation))
+        self._loop.call_soon_threadsafe(function)
 
     def close(self, grace: float) -> None:
         """See `Backend.close`."""
@@ -165,15 +188,42 @@ class LocalBackend(Backend):
 
     def _begin(self, agent: _LocalAgent) -> None:
         """Make the spare this agent, or start the agent."""
-        host = agent.plan.host
-        self._first = self._first or host
-        self._several |= host != self._first
+        self._expect(agent.plan.host)
         if not self._give_spare(agent):
             self._add(agent)
+
+    def _expect(self, host: str) -> None:
+        """Prepare for agents of more than one host."""
+        self._first = self._first or host
+        self._several |= host != self._first
         if self._grows:
             if self._calm is not None:
                 self._calm.cancel()
             self._calm = asyncio.get_running_loop().call_later(CALM_S, self._add_spare)
+
+    def _adopt(self, agent: _LocalAgent) -> None:
+        if agent.adopted is not None and agent.key not in self._agents:
+            self._resumed = True
+            self._expect(agent.plan.host)
+            self._agents[agent.key] = agent
+            life = self._follow(agent, agent.adopted)
+            agent.life = asyncio.get_running_loop().create_task(life)
+
+    async def _follow(self, agent: _LocalAgent, process: AdoptedProcess) -> None:
+        """Wait for an adopted agent's end, clean up after it, and tell the driver."""
+        host = agent.plan.host
+        try:
+            await process.ended()
+            left = {**self._env, contract.HOSTNAME: host}
+            await end_marked(left, self._pids, LAST_RESORT_S)
+            sweep_scratch()
+            self._over(agent, f"the agent on {host} has ended")
+        finally:
+            process.close()
+
+    def _pids(self) -> set[int]:
+        """Return the pids of our agents that live."""
+        return {agent.pid for agent in self._agents.values() if agent.pid}
 
     def _add(self, agent: _LocalAgent) -> None:
         self._agents[agent.key] = agent
@@ -271,9 +321,15 @@ class LocalBackend(Backend):
 
     def _kill(self, key: tuple[str, int]) -> None:
         agent = self._agents.get(key)
+        if agent is None and key != _SPARE and (pid := find_agent(*key, self._env)):
+            agent = self._of_earlier(*key, pid, lambda _reason: None)
+            if agent is not None:
+                self._adopt(agent)
         if agent is None or agent.life is None:
             return
-        if not agent.pid:
+        if agent.adopted is not None:
+            agent.adopted.kill()
+        elif not agent.pid:
             agent.life.cancel()
             host = agent.plan.host
             self._over(agent, f"the agent on {host} was no longer wanted before it had begun")
@@ -290,8 +346,14 @@ class LocalBackend(Backend):
         for patience in (grace, LAST_RESORT_S):
             if lives := [agent.life for agent in self._agents.values() if agent.life is not None]:
                 await asyncio.wait(lives, timeout=patience)
-            processes.kill_trees(a.pid for a in self._agents.values())
+            for agent in self._agents.values():
+                if agent.adopted is not None:
+                    agent.adopted.kill()
+            processes.kill_trees(a.pid for a in self._agents.values() if a.adopted is None)
         self._starter.close()
+        if self._resumed:  # an agent that has not reported to us may have left something
+            await end_marked(self._env, set, LAST_RESORT_S)
+            sweep_scratch()
 
 
 def _say(sentence: str) -> None:

@@ -2,10 +2,10 @@
 
 On the host `launcher.agent.remote` keeps the agent. The program's connection carries the token to
 the host and the workers' output back, and ends with the agent. When the connection breaks, the
-agent goes on: the lines of its workers are no longer shown, and the backend waits for its end over
-a new connection. To kill an agent, the backend opens another connection. If the host cannot be
-reached, the driver ignores the agent from then on, and the agent ends when it has not reached the
-driver for the heartbeat timeout. Each program has its own `RemoteShell`.
+agent goes on, and the backend waits for its end over a new connection. So it does for an agent that
+an earlier driver has started. To kill an agent, the backend opens another connection. If the host
+cannot be reached, the driver ignores the agent from then on, and the agent ends when it has not
+reached the driver for the heartbeat timeout. Each program has its own `RemoteShell`.
 
 One asyncio loop on one thread, started with the first agent, serves all connections. At most
 `AT_ONCE` connections are being set up at the same time.
@@ -13,7 +13,7 @@ One asyncio loop on one thread, started with the first agent, serves all connect
 
 import asyncio
 import concurrent.futures
-import secrets
+import hmac
 import shlex
 import threading
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from elastic_driver.runtime.host_lists import Hosts
 from launcher.agent.remote import UP
 from launcher.backends.addresses import endpoint_for
 from launcher.backends.base import AgentPlan, agent_arguments
-from launcher.backends.client import Client
+from launcher.backends.client import Client, OnLines
 from launcher.backends.remote_shell import RemoteShell, last_line, precheck
 from rendezvous.auth import read_token_file
 from rendezvous.errors import TokenError
@@ -46,6 +46,7 @@ CLOSE_S = 6.0  # the same, when the job is over
 SURELY_UP_S = 3.0  # if no end was reported by then, only the connection to the agent is lost
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 _LAST_WORDS_S = 3.0
+_NAME_CHARS = 16
 _MAX_SAID = 4096
 _OURS = (b"[", b"elasticrun:")  # how lines of workers and agents begin
 
@@ -57,12 +58,18 @@ class _RemoteAgent:
     host: str
     incarnation: int
     on_lost: OnLost
-    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    adopted: bool = False  # an earlier driver has started it
+    name: str = ""  # of its folder on the host
     client: Client | None = None
     up: asyncio.Event = field(default_factory=asyncio.Event)
     said: bytes = b""  # stderr: all of it until the agent is up, then only the program's own lines
     life: asyncio.Task[None] | None = None
     death: asyncio.Task[None] | None = None  # kills the agent, then reports its end to the driver
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The host and the incarnation, as the driver knows them."""
+        return self.host, self.incarnation
 
 
 class RemoteBackend(Backend):
@@ -81,7 +88,7 @@ class RemoteBackend(Backend):
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     def plan(self, host: str, incarnation: int, name: str = "NAME") -> AgentPlan:
-        """Return what `start` executes; `name`, random each time, is the agent's folder there.
+        """Return what `start` executes; `name` is the agent's folder there.
 
         Raises ClusterError for a host that cannot be reached.
         """
@@ -120,8 +127,13 @@ class RemoteBackend(Backend):
         """See `ReportsConnections.report_connections`."""
         self._on_closed = on_closed
 
+    def adopt(self, host: str, incarnation: int, pid: int, on_lost: OnLost) -> None:  # noqa: ARG002
+        """See `AdoptsAgents.adopt`."""
+        agent = _RemoteAgent(host, incarnation, on_lost, adopted=True)
+        self._call(partial(self._begin, agent))
+
     def kill(self, host: str, incarnation: int) -> None:
-        """See `Backend.kill`."""
+        """See `Backend.kill`; an agent that an earlier driver has started may be unknown."""
         self._call(partial(self._begin_kill, (host, incarnation)))
 
     def close(self, grace: float) -> None:
@@ -154,17 +166,22 @@ class RemoteBackend(Backend):
     # ---- on the loop ---------------------------------------------------------------------
 
     def _begin(self, agent: _RemoteAgent) -> None:
-        self._agents[agent.host, agent.incarnation] = agent
-        agent.life = asyncio.create_task(self._live(agent))
+        earlier = self._agents.get(agent.key)  # of this name, which is being killed
+        self._agents[agent.key] = agent
+        before = None if earlier is None else earlier.death
+        agent.life = asyncio.create_task(self._live(agent, before))
 
     def _begin_kill(self, key: tuple[str, int]) -> None:
-        if (agent := self._agents.get(key)) is not None:
-            agent.death = asyncio.create_task(self._kill(agent, END_S))
+        if (agent := self._agents.get(key)) is None:
+            agent = self._agents[key] = _RemoteAgent(*key, lambda _reason: None, adopted=True)
+        agent.death = asyncio.create_task(self._kill(agent, END_S))
 
-    async def _live(self, agent: _RemoteAgent) -> None:
+    async def _live(self, agent: _RemoteAgent, before: asyncio.Task[None] | None) -> None:
         """Keep an agent from the first connection to its end, and tell the driver of that end."""
         try:
-            reason = await self._attend(agent)
+            if before is not None:
+                await asyncio.wait([before])
+            reason = await (self._follow(agent) if agent.adopted else self._attend(agent))
         except (ClusterError, TokenError) as error:
             reason = str(error)
         except OSError as error:
@@ -174,9 +191,19 @@ class RemoteBackend(Backend):
 
     def _over(self, agent: _RemoteAgent, reason: str) -> None:
         """Tell the driver once that an agent has ended."""
-        known = self._agents.pop((agent.host, agent.incarnation), None)
-        if known is not None and not self._closed:
-            agent.on_lost(reason)
+        if self._agents.get(agent.key) is agent:
+            del self._agents[agent.key]
+            if not self._closed:
+                agent.on_lost(reason)
+
+    def _name_of(self, agent: _RemoteAgent) -> str:
+        """Return the name of an agent's folder on its host; every driver of the run knows it.
+
+        Raises TokenError. Nobody else can tell the name, because it depends on the token.
+        """
+        token = read_token_file(self._job.token_file).encode()
+        which = f"{agent.host}/{agent.incarnation}".encode()
+        return hmac.new(token, which, "sha256").hexdigest()[:_NAME_CHARS]
 
     async def _attend(self, agent: _RemoteAgent) -> str:
         """Start the agent and wait for its end; return the reason for the driver."""
@@ -192,15 +219,30 @@ class RemoteBackend(Backend):
         ending = self._shell.ending(agent.host, code, said) if code >= 0 else None
         if ending is not None:
             return ending
-        if code >= 0 and self._on_closed is not None:
+        if code >= 0:
+            self._closed_early(agent, said)
+        patience = asyncio.get_running_loop().call_later(
+            SURELY_UP_S,
+            self._say,
+            f"lost the {Path(self._shell.program).name} connection to {agent.host}; its agent goes "
+            "on, what its workers print is not shown any more",
+        )
+        try:
+            await self._follow(agent)
+        finally:
+            patience.cancel()
+        return f"the agent on {agent.host} has ended, its connection was lost before"
+
+    def _closed_early(self, agent: _RemoteAgent, said: str) -> None:
+        """Tell the driver that a connection has closed, whose agent may still live."""
+        if self._on_closed is not None:
             closed = f"its {Path(self._shell.program).name} connection has closed{last_line(said)}"
             self._on_closed(agent.host, agent.incarnation, closed)
-        await self._await_end(agent)
-        return f"the agent on {agent.host} has ended, its connection was lost before"
 
     async def _connect(self, agent: _RemoteAgent) -> asyncio.Task[int]:
         """Wait until the agent is up or its client has ended; return the task of that end."""
         token = read_token_file(self._job.token_file).encode() + b"\n"
+        agent.name = self._name_of(agent)
         # In a thread: the way to the host may have to be looked up.
         plan = await asyncio.to_thread(self.plan, agent.host, agent.incarnation, agent.name)
         heard = partial(self._heard, agent)
@@ -209,12 +251,7 @@ class RemoteBackend(Backend):
         for console in self._consoles:
             console.attach(client.flow)
             ended.add_done_callback(partial(_detach, console, client))
-        up = asyncio.create_task(agent.up.wait())
-        done, _ = await asyncio.wait(
-            (ended, up), timeout=START_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        up.cancel()
-        if not done:
+        if not await _first_of(ended, agent.up):
             client.kill()
             await ended
             raise ClusterError(f"{agent.host}: no agent came up within {START_S:.0f} s")
@@ -233,30 +270,50 @@ class RemoteBackend(Backend):
         if up and lines:
             self._consoles[stream - 1].write(b"\n".join(lines) + b"\n")
 
-    async def _await_end(self, agent: _RemoteAgent) -> None:
+    async def _follow(self, agent: _RemoteAgent) -> str:
         """Wait over new connections until the agent is gone, without a deadline.
 
-        If the host is gone too, the agent's lease expires, and `kill` ends this wait.
+        If the host is gone too, the agent's lease expires, and `kill` ends this wait. Return the
+        reason for the driver.
         """
-        patience = asyncio.get_running_loop().call_later(
-            SURELY_UP_S,
-            self._say,
-            f"lost the {Path(self._shell.program).name} connection to {agent.host}; its agent goes "
-            "on, what its workers print is not shown any more",
-        )
         delay = FIRST_RETRY_S
+        while not await self._saw_end(agent):
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, LONGEST_RETRY_S)
+        return f"the agent on {agent.host} has ended"
+
+    async def _saw_end(self, agent: _RemoteAgent) -> bool:
+        """Wait for an agent's end on its host; return False if this connection ends before."""
+        found, said = asyncio.Event(), b""
+        mark = f"{UP} {self._name_of(agent)}".encode()
+
+        def heard(stream: int, lines: list[bytes]) -> None:
+            nonlocal said
+            if mark in lines:
+                found.set()
+                agent.up.set()
+            elif stream == 2:
+                said = (said + b"\n".join(lines) + b"\n")[-_MAX_SAID:]
+
         try:
-            while await self._run(agent.host, "wait", agent.name) != 0:
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, LONGEST_RETRY_S)
-        finally:
-            patience.cancel()
+            async with self._slots:
+                agent.client = await self._run(agent, "wait", None, heard)
+                ended = asyncio.create_task(agent.client.ended())
+                await _first_of(ended, found)
+        except OSError:  # no process can be started at this moment
+            return False
+        code = await ended
+        if code > 0 and found.is_set():
+            self._closed_early(agent, said.decode(errors="replace"))
+        # An agent that was never found may run all the same, in another folder.
+        return code == 0 and agent.up.is_set()
 
     async def _kill(self, agent: _RemoteAgent, patience: float) -> None:
         """End an agent on its host; report its end to the driver even if that fails."""
         try:
-            code = await asyncio.wait_for(self._run(agent.host, "end", agent.name), patience)
-        except (asyncio.TimeoutError, OSError):
+            client = await self._run(agent, "end", b"", lambda *_: None)
+            code = await asyncio.wait_for(client.ended(), patience)
+        except (asyncio.TimeoutError, OSError, TokenError):
             code = -1
         if agent.life is not None:
             agent.life.cancel()
@@ -270,10 +327,12 @@ class RemoteBackend(Backend):
             )
         self._over(agent, reason)
 
-    async def _run(self, host: str, *words: str) -> int:
-        """Run one of `launcher.agent.remote`'s commands; return its exit status."""
-        argv, environ = self._shell.argv(host, *words), self._shell.environ()
-        return await (await Client.start(argv, b"", lambda *_: None, environ)).ended()
+    async def _run(
+        self, agent: _RemoteAgent, word: str, given: bytes | None, heard: OnLines
+    ) -> Client:
+        """Run one of `launcher.agent.remote`'s commands on an agent's host."""
+        argv = self._shell.argv(agent.host, word, self._name_of(agent))
+        return await Client.start(argv, given, heard, self._shell.environ())
 
     # ---- output, and the end -------------------------------------------------------------
 
@@ -292,7 +351,8 @@ class RemoteBackend(Backend):
         for agent in left:
             agent.death = asyncio.create_task(self._kill(agent, CLOSE_S))
         await asyncio.gather(*(agent.death for agent in left if agent.death is not None))
-        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others, timeout=_LAST_WORDS_S)  # for clients that were killed
         for task in others:
             task.cancel()
         if others:
@@ -300,6 +360,15 @@ class RemoteBackend(Backend):
         for console in self._consoles:
             await console.drain(_LAST_WORDS_S)
             console.close()
+
+
+async def _first_of(ended: asyncio.Task[int], up: asyncio.Event) -> bool:
+    """Wait until the program has ended or the agent is up; return False after `START_S`."""
+    coming = asyncio.create_task(up.wait())
+    pending = (ended, coming)
+    done, _ = await asyncio.wait(pending, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+    coming.cancel()
+    return bool(done)
 
 
 def _detach(console: Console, client: Client, _ended: object) -> None:

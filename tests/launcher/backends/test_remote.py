@@ -34,7 +34,7 @@ from tests.launcher.agent.harness import (
     lives,
 )
 
-_SSH = """#!/bin/sh
+SSH = """#!/bin/sh
 TMPDIR={tmp}; export TMPDIR
 test ! -e {tmp}/unreachable || {{ echo 'ssh: connect: Connection timed out' >&2; exit 255; }}
 echo a banner; echo 'Warning: known hosts' >&2
@@ -64,7 +64,7 @@ def tmp(tmp_path: Path) -> Path:
 @pytest.fixture
 def backend(driver: Driver, tmp: Path) -> Iterator[RemoteBackend]:
     program = tmp.parent / "ssh"
-    program.write_text(_SSH.format(tmp=tmp))
+    program.write_text(SSH.format(tmp=tmp))
     program.chmod(0o755)
     job = BackendJob(endpoint=driver.server.url, token_file=driver.token_file)
     backend = RemoteBackend(job, SshShell(program=str(program), home=ROOT))

@@ -1,0 +1,165 @@
+"""The local backend takes over real agents that another process has started, and which is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_driver import contract
+from elastic_driver.core.events import AgentReady, WorkerStarted
+from launcher.backends.local import LocalBackend
+from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually, lives
+
+OTHER = "127.0.0.2"
+
+
+class Orphans(Driver):
+    """A driver's side with agents that are not our children."""
+
+    def leave_agent(self, host: str = "localhost", incarnation: int = 1) -> int:
+        """The pid of an agent whose parent has ended."""
+        argv = [sys.executable, "-m", "launcher.agent", "--endpoint", self.server.url]
+        argv += ["--host", host, "--incarnation", str(incarnation), "--address", "127.0.0.1"]
+        argv += ["--token-file", str(self.token_file)]
+        env = {**os.environ, contract.TOKEN_FILE: str(self.token_file)}
+        shell = ["setsid", "sh", "-c", '"$@" </dev/null & :', "sh", *argv]
+        subprocess.run(shell, cwd=ROOT, env=env, check=True)
+        ready = eventually(
+            lambda: next((e for e in self.told(AgentReady) if e.host == host), None), 30.0
+        )
+        return ready.pid
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Orphans]:
+    driver = Orphans(tmp_path)
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def backend(driver: Orphans) -> Iterator[LocalBackend]:
+    backend = LocalBackend(driver.server.url, driver.token_file)
+    yield backend
+    backend.close(0)
+
+
+def with_mark(driver: Driver) -> list[psutil.Process]:
+    """The live processes of this machine that were started with the job's variable."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mark = process.environ().get(contract.TOKEN_FILE)
+        except (psutil.Error, OSError):
+            continue
+        if mark == str(driver.token_file) and lives(process.pid):
+            found.append(process)
+    return found
+
+
+def test_the_end_of_an_adopted_agent_is_told_once_and_nothing_of_it_is_left(
+    driver: Orphans, backend: LocalBackend
+) -> None:
+    driver.python(DAEMON, env={"STAY": "1"})
+    agent = driver.leave_agent()
+    reasons: list[str] = []
+    worker = driver.wait(WorkerStarted, driver.start_worker()).pid
+    path = driver.folder / "daemon"
+    daemon = int(eventually(lambda: path.exists() and path.read_text()))
+    backend.adopt("localhost", 1, agent, reasons.append)
+    os.kill(agent, signal.SIGKILL)
+    eventually(lambda: reasons, 5)
+    assert reasons == ["the agent on localhost has ended"]
+    assert not lives(worker)
+    assert not lives(daemon)
+
+
+def test_the_death_of_an_adopted_agent_leaves_other_hosts_alone(
+    driver: Orphans, backend: LocalBackend
+) -> None:
+    driver.python(WAIT)
+    reasons: list[str] = []
+    backend.start("localhost", 1, reasons.append)
+    worker = driver.wait(WorkerStarted, driver.start_worker()).pid
+    agent = driver.leave_agent(OTHER)
+    backend.adopt(OTHER, 1, agent, reasons.append)
+    backend.kill(OTHER, 1)
+    eventually(lambda: reasons, 5)
+    assert not lives(agent)
+    assert lives(worker)
+
+
+def test_an_agent_that_does_not_answer_is_killed_also_if_it_was_never_adopted(
+    driver: Orphans, backend: LocalBackend
+) -> None:
+    driver.python(STUBBORN)
+    agent = driver.leave_agent()
+    worker = driver.wait(WorkerStarted, driver.start_worker()).pid
+    os.kill(agent, signal.SIGSTOP)
+    backend.kill("localhost", 2)  # another one
+    backend.kill("localhost", 1)
+    eventually(lambda: not lives(agent), 5)
+    eventually(lambda: not lives(worker), 5)
+
+
+def test_a_process_that_has_the_agents_number_by_chance_is_left_alone(
+    driver: Orphans, backend: LocalBackend
+) -> None:
+    reasons: list[str] = []
+    with subprocess.Popen(["sleep", "600"]) as bystander:
+        backend.adopt("localhost", 1, bystander.pid, reasons.append)
+        backend.adopt("localhost", 2, 2**22 + 1, reasons.append)  # beyond the kernel's numbers
+        backend.kill("localhost", 1)
+        backend.close(0)
+        assert lives(bystander.pid)
+        bystander.kill()
+    assert reasons == []
+
+
+def test_close_waits_for_adopted_agents_and_kills_the_rest(driver: Orphans) -> None:
+    backend = LocalBackend(driver.server.url, driver.token_file)
+    driver.python(STUBBORN)
+    agents = [driver.leave_agent(), driver.leave_agent(OTHER)]
+    driver.wait(WorkerStarted, driver.start_worker())
+    for host, pid in zip(("localhost", OTHER), agents, strict=True):
+        backend.adopt(host, 1, pid, lambda _reason: None)
+    assert len(with_mark(driver)) >= 3
+    driver.shutdown()  # for the first agent, whose worker does not stop
+    began = time.monotonic()
+    backend.close(0.5)
+    assert 0.5 <= time.monotonic() - began < 5
+    assert with_mark(driver) == []
+
+
+def test_close_ends_an_agent_that_never_reported_to_this_driver(driver: Orphans) -> None:
+    backend = LocalBackend(driver.server.url, driver.token_file)
+    driver.python(WAIT)
+    agents = [driver.leave_agent(), driver.leave_agent(OTHER)]
+    backend.adopt("localhost", 1, agents[0], lambda _reason: None)
+    backend.close(0)
+    eventually(lambda: not with_mark(driver), 5)
+
+
+def test_a_host_of_an_adopted_agent_gets_a_new_one_that_stays(
+    driver: Orphans, backend: LocalBackend
+) -> None:
+    driver.python(WAIT)
+    agent = driver.leave_agent()
+    reasons: list[str] = []
+    backend.adopt("localhost", 1, agent, reasons.append)
+    backend.start("localhost", 2, reasons.append)
+    newer = eventually(
+        lambda: next((e.pid for e in driver.told(AgentReady) if e.incarnation == 2), 0), 30
+    )
+    backend.kill("localhost", 1)
+    eventually(lambda: reasons, 5)
+    assert not lives(agent)
+    assert lives(newer)
