@@ -294,11 +294,8 @@ class ElasticDriver:
         routes = DriverRoutes(self, self._log, self.joined, AgentsOutput(self.reporter.note))
         self._closing.callback(self._close_run_dir)
         with self._startup_errors():
-            if self.resumed is None:
-                token = make_token()
-                write_token_file(self.run_dir.token_file, token)
-            else:
-                token = read_token_file(self.run_dir.token_file)
+            token = self._make_token()
+            if self.resumed is not None:
                 self._closing.callback(self._journal.close)
                 self._journal.open(self._head)
                 self._journal.await_open()
@@ -323,6 +320,14 @@ class ElasticDriver:
             resumed=self.resumed,
             debug=self.options.debug,
         )
+
+    def _make_token(self) -> str:
+        """Return the job's token, in its file; agents that give up remove the former driver's."""
+        if self.resumed is not None and self.run_dir.token_file.exists():
+            return read_token_file(self.run_dir.token_file)
+        token = make_token()
+        write_token_file(self.run_dir.token_file, token)
+        return token
 
     def _open_server(self, token: str, routes: DriverRoutes) -> RendezvousServer:
         """Return a server that listens, and holds the driver's term and the job's specification."""

@@ -7,8 +7,8 @@
     lock            the driver that may use the folder, removed when the job is over
 
 The driver creates it before it starts anything: if the folder cannot be written, the command fails
-at once and no training is lost. A folder with a token and a journal, but without a driver, is that
-of a job whose driver has died: another one may go on with it.
+at once and no training is lost. Only the driver removes the lock: a folder with a lock that no
+process holds, and a journal, is that of a job whose driver has died. Another one may go on with it.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class RunDir:
     @property
     def unfinished(self) -> bool:
         """Return whether the folder is that of a job that has begun and has not ended."""
-        return self.token_file.exists() and self.journal_file.exists()
+        return self.lock.path.exists() and self.journal_file.exists()
 
     def take(self) -> None:
         """Make the folder (0700) and take its lock; `close` or `leave` gives it back. Idempotent.
@@ -132,11 +132,11 @@ class RunDir:
         for path in () if self.lock.lost else (self.token_file, self.endpoint_file, self._draft):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-        self.leave()
+        self.lock.release(remove=True)
 
     def leave(self) -> None:
-        """Give the lock back and leave the files to the next driver; never raises."""
-        self.lock.release()
+        """Give the lock back and leave all files to the next driver; never raises."""
+        self.lock.release(remove=False)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -76,15 +76,15 @@ class RunLock:
         self._renewing = threading.Thread(target=self._renew, name="run-lock", daemon=True)
         self._renewing.start()
 
-    def release(self) -> None:
-        """Give the lock back, if it is held; never raises."""
+    def release(self, *, remove: bool) -> None:
+        """Give the lock back, if it is held; never raises. `remove`: the file, too."""
         if self._file is None:
             return
         self._end.set()
         if self._renewing is not None and self._renewing is not threading.current_thread():
             self._renewing.join(RENEW_S)  # longer only if the disk hangs
         with contextlib.suppress(OSError):
-            if _read(self.path) == self._holder:
+            if remove and _read(self.path) == self._holder:
                 self.path.unlink()
         os.close(self._file)
         self._file, self._renewing, self._end = None, None, threading.Event()

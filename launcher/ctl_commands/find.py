@@ -78,6 +78,8 @@ def _named(where: Where, run_id: str) -> Endpoint:
             f"there is no run {run_id!r} in {where.state_dir}; is it in another --state-dir?"
         )
     run, log = read_endpoint(folder), folder / EVENTS_FILE
+    if run is None and RunDir(where.state_dir, run_id).unfinished:  # its agents have given up
+        raise ClusterError(_unfinished(run_id, where.state_dir, "its driver"))
     if run is None:
         raise ClusterError(f"run {run_id} is over{f'; its events are in {log}' * log.exists()}")
     if not _answers(run):
@@ -118,14 +120,18 @@ def _silent(run: Endpoint, state_dir: Path) -> str:
             f"{run.pid}: is it stopped, or on another machine?"
         )
     gone = f"its driver (process {run.pid}, {run.url})"
-    if not RunDir(state_dir, run.run_id).unfinished:
-        return (
-            f"run {run.run_id} is over: {gone} ended without cleaning up; "
-            f"{state_dir / run.run_id / 'endpoint.json'} may be removed"
-        )
+    if RunDir(state_dir, run.run_id).unfinished:
+        return _unfinished(run.run_id, state_dir, gone)
+    return (
+        f"run {run.run_id} is over: {gone} ended without cleaning up; "
+        f"{state_dir / run.run_id / 'endpoint.json'} may be removed"
+    )
+
+
+def _unfinished(run_id: str, state_dir: Path, driver: str) -> str:
     where = "" if state_dir == default_state_dir(os.environ) else f"--state-dir {state_dir} "
-    again = f"elasticrun --resume {where}--run-id {run.run_id}"
-    return f"run {run.run_id} has no driver: {gone} has died; go on with the job: {again}"
+    again = f"elasticrun --resume {where}--run-id {run_id}"
+    return f"run {run_id} has no driver: {driver} has died; go on with the job: {again}"
 
 
 def _runs(state_dir: Path) -> list[Endpoint]:

@@ -1,8 +1,8 @@
 """Decides whether a command line begins a job, or goes on with one whose driver has died.
 
-`launcher.job` asks before it starts a driver. A run can go on if its folder has a token and a
-journal, and no driver holds its lock. Nothing is started here; the lock of a run that goes on is
-held when a function returns it.
+`launcher.job` asks before it starts a driver. A run can go on if it is unfinished (`RunDir`) and no
+driver holds its lock. Nothing is started here; the lock of a run that goes on is held when a
+function returns it.
 """
 
 import os

@@ -148,7 +148,8 @@ def test_a_job_that_is_stopped_ends_with_143_and_whoever_follows_sees_it(tmp_pat
 
 
 def test_a_driver_that_was_killed_is_recognised(tmp_path: Path) -> None:
-    with elasticrun("-np", "1", "--", TRAIN, env={"STEPS": "100000"}) as job:
+    args = ("-np", "1", "--driver-timeout", "0", "--", TRAIN)
+    with elasticrun(*args, env={"STEPS": "100000"}) as job:
         job.until_size(1)
         left = (job.run_dir / "endpoint.json").read_bytes()
         job.process.kill()

@@ -156,8 +156,9 @@ def test_a_stopped_agent_is_lost_by_its_missing_heartbeat_with_default_flags() -
         assert_no_step_lost_or_repeated(job, min(r.step for r in again.values()))
 
 
-def test_a_killed_driver_leaves_nothing_behind() -> None:
-    with elasticrun("-np", "2", "--", TRAIN, env={"STEPS": "100000"}) as job:
+def test_a_killed_driver_leaves_nothing_behind_if_no_other_one_is_awaited() -> None:
+    args = ("-np", "2", "--driver-timeout", "0", "--", TRAIN)
+    with elasticrun(*args, env={"STEPS": "100000"}) as job:
         job.until_size(2)
         job.process.kill()
         job.process.wait(5)

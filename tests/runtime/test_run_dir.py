@@ -45,7 +45,9 @@ def test_a_new_job_of_the_name_begins_without_the_former_one_s_journal_and_secre
     tmp_path: Path,
 ) -> None:
     run_dir = RunDir(tmp_path, "run")
-    run_dir.path.mkdir()
+    run_dir.create()
+    assert not run_dir.unfinished
+    run_dir.leave()
     for path in (run_dir.token_file, run_dir.journal_file, run_dir.events_file):
         path.write_text("former")
     assert run_dir.unfinished

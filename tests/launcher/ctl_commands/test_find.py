@@ -99,7 +99,7 @@ def test_a_run_whose_driver_died_before_its_end_can_go_on(
     tmp_path: Path, nobody: str, dead_pid: int
 ) -> None:
     folder = make_run(tmp_path, "big", nobody, dead_pid)
-    for name in ("token", "journal.db"):
+    for name in ("lock", "journal.db"):
         (folder / name).write_text("")
     with pytest.raises(ClusterError, match=f"has died; .*--state-dir {tmp_path} --run-id big"):
         find(Where(tmp_path, run_id="big"))

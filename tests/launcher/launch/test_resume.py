@@ -79,7 +79,7 @@ def test_another_command_for_an_unfinished_job_is_refused_with_what_to_type(
 def test_a_job_that_is_over_is_begun_again_unless_it_is_to_go_on(state_dir: Path) -> None:
     run_dir = RunDir(state_dir, "big")
     run_dir.events_file.write_text(END)
-    run_dir.token_file.unlink()
+    run_dir.lock.path.unlink()
     assert take_unfinished(resolve(START, {}), run_dir, "/") is None
     result = take_unfinished(resolve(("--resume", *START), {}), run_dir, "/")
     assert isinstance(result, JobResult)
@@ -126,7 +126,7 @@ def test_a_result_is_shown_with_its_status(
 ) -> None:
     run_dir = RunDir(state_dir, "big")
     run_dir.events_file.write_text(END)
-    run_dir.token_file.unlink()
+    run_dir.lock.path.unlink()
     assert cli.main(("--resume", "--run-id", "big", "--state-dir", str(state_dir))) == 3
     assert "run big is over since 1970-01-01" in capsys.readouterr().err
 
