@@ -29,6 +29,7 @@ from aiohttp import web
 
 from elastic_driver import contract
 from elastic_driver.core.documents import (
+    DriverTerm,
     Member,
     Notice,
     Progress,
@@ -71,14 +72,16 @@ class Coordinator:
         self.worlds: list[World] = []
         self.waiting_for: set[str] = set()  # who must be READY before a round is complete
         self.automatic = True  # whether a round forms as soon as it can
+        self.environment: dict[str, str] = {}  # more variables of workers that are started
         self._lock = threading.RLock()
         self._born = 0
         self._token = make_token()
         self._token_file = write_token_file(folder / "token", self._token)
-        self.server = RendezvousServer(token=self._token, routes=self._routes)
+        self.term = 0
+        self.server = self._next_driver(0)
 
     def __enter__(self) -> Coordinator:
-        self.server.start()
+        self._begin()
         return self
 
     def __exit__(
@@ -96,14 +99,20 @@ class Coordinator:
         self.server.stop()
 
     def come_back(self) -> None:
-        """A new server at the place of the one that was stopped, without its memory."""
-        self.server = RendezvousServer(
-            port=self.server.port,
-            token=self._token,
-            routes=self._routes,
-            first_revision=1 << 32,
+        """A driver of the next term at the address of the one that was stopped, with empty keys."""
+        self.server = self._next_driver(self.server.port)
+        self._begin()
+
+    def _next_driver(self, port: int) -> RendezvousServer:
+        self.term += 1
+        return RendezvousServer(
+            port=port, token=self._token, routes=self._routes, first_revision=self.term << 40
         )
+
+    def _begin(self) -> None:
         self.server.start()
+        driver = DriverTerm(self.term, self.server.url)
+        self.server.apply([Set(contract.JOB_DRIVER, encode(driver))])
 
     # ---- workers -------------------------------------------------------------------------
 
@@ -121,6 +130,7 @@ class Coordinator:
                 contract.TOKEN_FILE: str(self._token_file),
                 contract.HEARTBEAT_TIMEOUT: str(HEARTBEAT_S),
                 "LOCAL_RANK": str(slot),
+                **self.environment,
             }
             with self._lock:
                 if expected:
@@ -296,6 +306,8 @@ def _main(environment: dict[str, str], path: str, function: Callable[..., Any], 
     torch.set_num_threads(1)
     try:
         function(path, *args)
+    except SystemExit as end:
+        os._exit(end.code if isinstance(end.code, int) else 1)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

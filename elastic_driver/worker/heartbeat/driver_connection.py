@@ -9,6 +9,9 @@ The training thread reports READY and waits for the next world, with connections
 request has a deadline and is repeated without limit while the driver is absent: only a refusal is
 an error. If the driver is gone for good, the agent ends this process; if the agent is, the kernel.
 
+Both threads watch the term of the driver (`contract.JOB_DRIVER`). A new driver may not have what
+this worker sent last, so READY is sent again, and it lacks the keys of a meeting, so that ends.
+
 `world` makes one connection in a process, before anything else can block. A forked child (a
 DataLoader worker) has no heartbeat thread. Times are seconds.
 """
@@ -44,6 +47,7 @@ GROWTH = 1.5  # of the wait while no step is made
 STOP_S = 1.0  # the longest wait for the thread to end, and for the driver to delete the leases
 RECENT_STEPS = 11  # whose median is the current step time
 RETRY_S = 0.5  # after a refused or unanswered heartbeat
+SILENT_S = 3.0  # for an answer while the driver is silent, so that other duties do not wait long
 LEAVING_S = 1.0  # the longest wait for the driver to accept that this worker leaves
 SLICE_S = 10.0  # the longest request that waits for a world
 CHECKPOINT_POLL_S = 0.05  # between two checks of a final checkpoint that is being written
@@ -60,23 +64,33 @@ class FinalCheckpointTask:
 
     def __init__(self, worker: str, state: Any) -> None:
         self._worker, self._state = worker, state
-        self._number = 0  # of the request
+        self._asked: tuple[int, tuple[str, ...]] | None = None  # number and members of the request
         self._folder: Path | None = None  # is being written; set where this worker reports
-        self._problem: str | None = None  # the result to report; "": no problem
+        self._unsent: events.WorkerSaved | None = None
+        self._sent: events.WorkerSaved | None = None
 
     def begin(self, request: documents.SaveRequest) -> None:
-        """Carry out the driver's request; a failure becomes the result and is not raised."""
-        self._number, self._folder, self._problem = request.number, None, None
+        """Carry out the driver's request; a failure becomes the result and is not raised.
+
+        If a new driver repeats a request, its result is reported again, once it is known.
+        """
+        asked = request.number, request.members
+        if asked == self._asked:
+            self._unsent = self._unsent or self._sent
+            return
+        self._asked, self._folder, self._unsent, self._sent = asked, None, None, None
         if self._worker not in request.members:
             return
         rank = request.members.index(self._worker)
         try:
             folder = self._state.begin_final_checkpoint(request, rank)
         except Exception as error:  # of any kind: the others must not wait for this worker
-            self._problem = str(error) or type(error).__name__
+            self._conclude(str(error) or type(error).__name__)
         else:
             if rank == 0:
-                self._folder, self._problem = folder, "" if folder is None else None
+                self._folder = folder
+                if folder is None:
+                    self._conclude("")
 
     def report(self, post: Callable[[events.WorkerSaved], object]) -> bool:
         """Post the result once it is known; return whether it is still pending.
@@ -84,13 +98,20 @@ class FinalCheckpointTask:
         The result is kept for the next call where `post` raises.
         """
         if self._folder is not None:
-            self._problem = self._state.final_checkpoint_problem(self._folder)
-        if self._problem is not None:
-            folder = "" if self._problem or self._folder is None else str(self._folder)
-            problem = self._problem[:MAX_REASON_CHARS]
-            post(events.WorkerSaved(self._worker, self._number, folder, problem))
-            self._folder = self._problem = None
+            problem = self._state.final_checkpoint_problem(self._folder)
+            if problem is not None:
+                self._conclude(problem)
+        if self._unsent is not None:
+            post(self._unsent)
+            self._sent, self._unsent = self._unsent, None
         return self._folder is not None
+
+    def _conclude(self, problem: str) -> None:
+        number, _ = self._asked or (0, ())
+        folder = "" if problem or self._folder is None else str(self._folder)
+        problem = problem[:MAX_REASON_CHARS]
+        self._unsent = events.WorkerSaved(self._worker, number, folder, problem)
+        self._folder = None
 
 
 class DriverConnection:
@@ -104,6 +125,8 @@ class DriverConnection:
         on_notice: called on the heartbeat thread with each new notice.
         before_heartbeat: called on that thread before each heartbeat; returns the seconds until it
             must be called again, or None where any time will do.
+        on_new_driver: called on that thread when another driver has taken over, and the world that
+            `await_world` has returned is of an earlier one.
 
     Raises `TokenError` where the token file cannot be used.
     """
@@ -114,6 +137,7 @@ class DriverConnection:
         progress: TrainingProgress,
         on_notice: Callable[[documents.Notice], None],
         before_heartbeat: Callable[[], float | None],
+        on_new_driver: Callable[[], None] = lambda: None,
     ) -> None:
         self.born = born
         self.client = born.client()
@@ -122,9 +146,13 @@ class DriverConnection:
         progress.on_first_step = self.preemption.wake  # it is reported at once
         self._leases = contract.worker_lease(born.worker), contract.worker_half_lease(born.worker)
         self._seen: Counter[str] = Counter()  # document key → its newest revision
+        self._ready: events.WorkerReady | None = None  # the last one
         # All fields below belong to the heartbeat thread.
         self._heart_client = self.client.clone()
+        self._heart_seen: Counter[str] = Counter()  # as `_seen`
+        self._term = 0  # of the driver
         self._on_notice, self._before_heartbeat = on_notice, before_heartbeat
+        self._on_new_driver = on_new_driver
         self._stall_watch = StallWatch(born.worker, progress, born.hang_timeout)
         self._pending: list[Struct] = []  # events to post: the driver may be away
         self._idle = born.heartbeat_timeout / 3  # a lease survives two lost requests
@@ -137,11 +165,11 @@ class DriverConnection:
     # ---- on the training thread ----------------------------------------------------------
 
     def start(self) -> None:
-        """Send the first heartbeat and start the thread.
+        """Send the first heartbeat and start the thread; wait for a driver that is away.
 
         Raises `RendezvousError` where the first heartbeat is not answered or is refused.
         """
-        self._send(wait=0.0)
+        self._send(wait=0.0, patience=max(self.client.timeout, self.born.driver_timeout))
         self._thread.start()
 
     def stop(self) -> None:
@@ -163,23 +191,29 @@ class DriverConnection:
         if left:
             self._report_first_step(self.client, left, math.inf)
         reason = reason[:MAX_REASON_CHARS]
-        self._post(events.WorkerReady(self.born.worker, left, *state_version, reason, bound))
+        self._ready = events.WorkerReady(self.born.worker, left, *state_version, reason, bound)
+        # The driver that gets it is the one we know, or a later one.
+        known = self._seen[contract.JOB_DRIVER], self._heart_seen[contract.JOB_DRIVER]
+        self._seen[contract.JOB_DRIVER] = max(known)
+        self._post(self._ready)
 
     def await_world(
         self, left: int, checkpoint: FinalCheckpointTask | None = None
     ) -> tuple[documents.World, documents.Member]:
         """Wait for the first world after round `left` with this worker in it; return both.
 
-        `checkpoint` carries out a request for the final checkpoint that comes meanwhile.
+        `checkpoint` carries out a request for the final checkpoint that comes meanwhile. A driver
+        that takes over meanwhile gets READY again.
         """
         while True:
-            keys, wait = [contract.JOB_WORLD], min(SLICE_S, self.born.heartbeat_timeout)
+            keys = [contract.JOB_WORLD, contract.JOB_DRIVER]
+            wait = min(SLICE_S, self.born.heartbeat_timeout)
             if checkpoint is not None:
                 keys.append(contract.JOB_SAVE)
                 if checkpoint.report(self._post):  # it is being written
                     wait = min(wait, CHECKPOINT_POLL_S)
             watch = Watch({key: self._seen[key] for key in keys}, wait)
-            found = self._new_documents(self.client.batch(watch, deadline=math.inf)[0])
+            found = _new_documents(self.client.batch(watch, deadline=math.inf)[0], self._seen)
             if checkpoint is not None and contract.JOB_SAVE in found:
                 checkpoint.begin(documents.decode(documents.SaveRequest, found[contract.JOB_SAVE]))
             if contract.JOB_WORLD in found:
@@ -187,6 +221,8 @@ class DriverConnection:
                 me = world.member(self.born.worker)
                 if me is not None and world.round > left:
                     return world, me
+            if contract.JOB_DRIVER in found and self._ready is not None:
+                self._post(self._ready)
 
     def _post(self, event: Struct) -> None:
         self.client.post_json(EVENTS_PATH, documents.encode(event), deadline=math.inf)
@@ -216,34 +252,54 @@ class DriverConnection:
         due = [self.preemption.check(self._report_leaving), self._before_heartbeat()]
         if event := self._stall_watch.check(time.monotonic()):
             self._pending.append(event)
+        patience, wake = self._patience(), self.preemption.fileno()
         while self._pending:
-            self._heart_client.post_json(EVENTS_PATH, documents.encode(self._pending[0]))
+            body = documents.encode(self._pending[0])
+            self._heart_client.post_json(EVENTS_PATH, body, patience, wake)
             del self._pending[0]
         due += [self._stall_watch.due(time.monotonic()), self._next_wait()]
         if round_id := self._progress.round:
-            self._report_first_step(self._heart_client, round_id, self._heart_client.timeout)
-        self._send(min(wait for wait in due if wait is not None))
+            self._report_first_step(self._heart_client, round_id, patience, wake)
+        self._send(min(wait for wait in due if wait is not None), patience)
 
-    def _send(self, wait: float) -> None:
-        """Send one heartbeat, and wait up to `wait` seconds for new documents."""
+    def _patience(self) -> float:
+        """Return the seconds to wait for an answer."""
+        return min(SILENT_S, self.client.timeout) if self._silent else self.client.timeout
+
+    def _send(self, wait: float, patience: float) -> None:
+        """Send one heartbeat, and wait up to `wait` seconds for new documents.
+
+        Raises `RendezvousError` where it is not answered within `patience` seconds more.
+        """
         progress = self._progress
-        watched = [contract.JOB_NOTICE, contract.JOB_STACKS]
+        watched = [contract.JOB_NOTICE, contract.JOB_STACKS, contract.JOB_DRIVER]
         if progress.wants_allocations:
             watched.append(contract.JOB_ALLOCATION)
         result = self._heart_client.batch(
             Set(self._leases[0], b"", self.born.heartbeat_timeout),
             Set(self._leases[1], b"", self.born.heartbeat_timeout / 2),
             *self._report(),
-            Watch({key: self._seen[key] for key in watched}, wait),
+            Watch({key: self._heart_seen[key] for key in watched}, wait),
+            deadline=wait + patience,
             wake=self.preemption.fileno(),
         )[-1]
-        for key, value in self._new_documents(result).items():
-            if key == contract.JOB_NOTICE:
+        for key, value in _new_documents(result, self._heart_seen).items():
+            if key == contract.JOB_DRIVER:
+                self._meet_driver(documents.decode(documents.DriverTerm, value))
+            elif key == contract.JOB_NOTICE:
                 self._on_notice(documents.decode(documents.Notice, value))
             elif key == contract.JOB_STACKS:
                 self._pending.append(self._stall_watch.stack(int(value)))
             else:
                 progress.allocation = documents.decode(documents.Allocation, value)
+
+    def _meet_driver(self, found: documents.DriverTerm) -> None:
+        """Note the driver's term; say so if the newest world is of an earlier driver."""
+        before, self._term = self._term, max(self._term, found.term)
+        # A driver writes its term before anything else.
+        of_earlier = self._seen[contract.JOB_WORLD] < self._heart_seen[contract.JOB_DRIVER]
+        if 0 < before < found.term and of_earlier:
+            self._on_new_driver()
 
     def _report(self) -> tuple[Set, ...]:
         """Return the write of this worker's progress; none before the first step of a round."""
@@ -275,26 +331,27 @@ class DriverConnection:
 
     # ---- on both -------------------------------------------------------------------------
 
-    def _report_first_step(self, client: RendezvousClient, round_id: int, deadline: float) -> None:
+    def _report_first_step(
+        self, client: RendezvousClient, round_id: int, deadline: float, wake: int | None = None
+    ) -> None:
         """Post `WorkerStepped` now if this round had a step that was not reported yet.
 
         The training thread does so before it reports that it has left the round.
         """
-        if self._first_step_of != round_id and self._progress.steps > 0:
-            event = events.WorkerStepped(self.born.worker, round_id, self._progress.version)
-            client.post_json(EVENTS_PATH, documents.encode(event), deadline)
+        progress = self._progress
+        if self._first_step_of != round_id == progress.steps_of and progress.steps > 0:
+            event = events.WorkerStepped(self.born.worker, round_id, progress.version)
+            client.post_json(EVENTS_PATH, documents.encode(event), deadline, wake)
             self._first_step_of = round_id
 
-    def _new_documents(self, result: Result) -> dict[str, bytes]:
-        """Return the values that are newer than the revisions seen so far, and record these.
 
-        The two threads watch different documents.
-        """
-        entries, seen = expect(result, Entries).entries, self._seen
-        new = {key: entry.value for key, entry in entries.items() if entry.revision > seen[key]}
-        for key in new:
-            seen[key] = entries[key].revision
-        return new
+def _new_documents(result: Result, seen: Counter[str]) -> dict[str, bytes]:
+    """Return the values that are newer than the revisions `seen` so far, and record these."""
+    entries = expect(result, Entries).entries
+    new = {key: entry.value for key, entry in entries.items() if entry.revision > seen[key]}
+    for key in new:
+        seen[key] = entries[key].revision
+    return new
 
 
 def next_pause(before: float, size: int, *, stepped: bool) -> float:

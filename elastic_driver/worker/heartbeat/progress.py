@@ -97,7 +97,8 @@ class TrainingProgress:
     # Written by the training thread.
     round: int = 0  # 0: in no round
     size: int = 1  # members of the round
-    steps: int = 0  # commits in this round
+    steps: int = 0  # commits in this round, or in the one left last
+    steps_of: int = 0  # that round
     version: int = -1  # committed steps of the whole job
     committed_at: float = field(default_factory=time.monotonic)
     step_time: float = 0.0  # seconds of the last step
@@ -138,7 +139,7 @@ class TrainingProgress:
         self.committed_at = self.active_at = time.monotonic()
         self.leave_after, self.steps, self.reported_steps = NEVER, 0, 0
         self.division, self.wants_allocations, self.samples = None, False, StepSamples()
-        self.round = round_id
+        self.round = self.steps_of = round_id
 
     def left(self) -> None:
         """Record that this process is in no round."""

@@ -32,6 +32,7 @@ from elastic_driver.worker.world.backend import BackendChoice
 from elastic_driver.worker.world.connections import link_usage
 from elastic_driver.worker.world.device import Accelerator, DeviceHalf
 from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
+from rendezvous.errors import UnreachableError
 from rendezvous.torch_store import HTTPStore
 
 GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
@@ -60,7 +61,7 @@ class JobMembership:
         self._choice = choice
         self._driver: DriverConnection | None = None
         if born is not None:
-            callbacks = self._on_notice, self._check_departure
+            callbacks = self._on_notice, self._check_departure, self._on_new_driver
             self._driver = DriverConnection(born, self.progress, *callbacks)
         self._left = 0  # the round left last
         self._described: object | None = None  # the state that our last READY described
@@ -84,9 +85,20 @@ class JobMembership:
         return self._described is state
 
     def start(self) -> None:
-        """Start the heartbeat. Raises `RendezvousError` where the rendezvous cannot be used."""
-        if self._driver is not None:
+        """Start the heartbeat, after waiting for a driver that is away.
+
+        Raises `RendezvousError` where the rendezvous cannot be used, and ends the process with one
+        line where the next driver does not come in time.
+        """
+        if self._driver is None:
+            return
+        try:
             self._driver.start()
+        except UnreachableError as error:
+            if self._driver.born.driver_timeout == 0:
+                raise
+            say(f"no driver came within --driver-timeout; this worker ends ({error})")
+            raise SystemExit(ExitCode.UNAVAILABLE) from error
 
     def stop(self) -> None:
         """Leave the world and end the heartbeat; bounded, whatever the peers do."""
@@ -292,6 +304,12 @@ class JobMembership:
             self._notice = notice
             self._apply(notice)
 
+    def _on_new_driver(self) -> None:
+        """End a meeting: what its members wrote was in the memory of the driver that has died."""
+        with self._lock:
+            if self._attempt is not None:
+                self._attempt[1].put(RoundOverError("another driver has taken over"))
+
     def _apply(self, notice: Notice | None) -> None:
         """Let a notice end what is built for its round, or this round. Needs the lock."""
         if notice is None:
@@ -304,6 +322,8 @@ class JobMembership:
         progress.leave_reason = notice.reason
         if _ends_now(notice, progress.round):
             progress.leave_after = AT_ONCE
+            if self._broken_since is not None:  # told again, by the next driver
+                return
             self._broken_since = time.monotonic()
             self._grace = SILENT_GRACE_S if notice.silent else GRACE_S
             if self.group is not None and self.group.half is not None:

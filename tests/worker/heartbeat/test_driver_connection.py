@@ -16,6 +16,7 @@ from aiohttp import web
 
 from elastic_driver import contract
 from elastic_driver.core.documents import Allocation, Division, Progress, decode, encode
+from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, next_pause
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
@@ -88,6 +89,22 @@ def test_the_first_step_of_a_round_is_told_soon_though_the_heartbeat_before_coul
         progress.committed(1)
         event = events.get(timeout=1.0)
     assert event == {"type": "worker_stepped", "worker": "a.0.1", "round": 1, "step": 1}
+
+
+def test_a_round_that_was_never_entered_has_no_first_step(
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, object]]
+) -> None:
+    progress = TrainingProgress()
+    born = WorkerContext(worker="a.0.1", endpoint=server.url, token_file=token_file)
+    connection = DriverConnection(born, progress, lambda _notice: None, lambda: None)
+    progress.entered(1, 0)
+    progress.committed(1)
+    progress.left()
+    connection.report_ready(1, StateVersion(1), "the world changes", bound=False)
+    assert [events.get()["type"] for _ in range(2)] == ["worker_stepped", "worker_ready"]
+    connection.report_ready(2, StateVersion(1), "round 2 ended in its meeting", bound=False)
+    assert events.get()["type"] == "worker_ready"
+    connection.stop()
 
 
 def test_who_passes_shares_on_hears_of_new_ones_at_once_and_says_what_it_has(
