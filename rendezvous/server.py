@@ -52,7 +52,8 @@ class RendezvousServer:
     `on_client_left(key)` are called on the server's thread and must not block (see
     `StoreService`). `routes(app)` may add routes to the
     application; `posts` answers POSTs that are sent very often, by path (see `fast_path`).
-    `first_revision`: see `KVStore`.
+    `first_revision`: see `KVStore`. `first(url)` returns operations that are carried out before any
+    client's.
     """
 
     def __init__(
@@ -67,12 +68,13 @@ class RendezvousServer:
         routes: Callable[[web.Application], None] | None = None,
         posts: Mapping[str, Post] | None = None,
         first_revision: int = 0,
+        first: Callable[[str], Sequence[Operation]] = lambda _url: (),
     ) -> None:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
         self._host, self._wanted_port, self._tokens = host, port, (token, *others)
         self._on_lease_expired, self._on_client_left = on_lease_expired, on_client_left
-        self._first_revision = first_revision
+        self._first_revision, self._first = first_revision, first
         self._routes, self._posts = routes, posts or {}
         self._port: int | None = None
         self._thread: threading.Thread | None = None
@@ -192,6 +194,7 @@ class RendezvousServer:
         service = self._service = StoreService(
             self._on_lease_expired, self._first_revision, on_client_left=self._on_client_left
         )
+        service.ask(self._first(self.url), lambda _results: None)
         posts_once = PostsOnce()
         runner = await self._aiohttp(service, posts_once)
         assert runner.server is not None  # noqa: S101 - it is set up

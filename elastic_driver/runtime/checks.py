@@ -44,6 +44,7 @@ FILE = "_node-checks.json"
 MAX_BYTES = 64 * 1024 * 1024  # far more than the bounds of `CheckHistory` allow
 LOCK_S = 2.0  # then it is written all the same: at worst another run's check is missing
 _LOOK_AGAIN_S = 0.02
+CHECKS_OF_A_TERM = 1000  # more than one driver makes
 STOP_S = 10.0  # for a check that is abandoned to end its agents
 
 
@@ -100,6 +101,10 @@ class NodeChecks:
     def open(self, server: RendezvousServer, token: str) -> None:
         """Take the rendezvous that the agents of all checks use."""
         self._server, self._token = server, token
+
+    def begin_term(self, term: int) -> None:
+        """Number checks so that those of an earlier driver, whose agents may live, are others."""
+        self._number = (term - 1) * CHECKS_OF_A_TERM
 
     def begin(self, hosts: Hosts, answer: CheckAnswer) -> NodeChecker:
         """Return the machine of a new check; its agents can be started from now on.

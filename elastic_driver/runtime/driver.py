@@ -20,7 +20,7 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core.decisions import EndJob
-from elastic_driver.core.documents import DriverTerm, JobSpec, encode
+from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.events import JobEvent, LeaseExpired, StopRequested
 from elastic_driver.core.job import Job
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
@@ -32,6 +32,7 @@ from elastic_driver.runtime.backend import Backend, MakeBackend, ReportsConnecti
 from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
+from elastic_driver.runtime.endpoint import first_documents, listen
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
@@ -48,11 +49,10 @@ from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.runtime.suspects import Suspects
 from elastic_driver.settings import DriverOptions, Settings
 from rendezvous.auth import make_token, read_token_file, write_token_file
-from rendezvous.errors import AddressError, RendezvousError
+from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH, Set
+from rendezvous.wire import EVENTS_PATH
 
-PORT_S = 5.0  # for the port of an earlier driver to become free
 MAX_MAIL = 100_000  # waiting messages; beyond that, requests are refused with 503
 SIGNAL_SLICE_S = 0.5  # the longest time until a signal is handled
 
@@ -241,18 +241,19 @@ class ElasticDriver:
 
     def post(self, event: mail.MachineEvent) -> bool:
         """Put an event into the mailbox; False when it is full, or there is no job for it."""
+        taken = self._takes(event)
+        if taken:
+            self._mailbox.put(event)
+        return taken
+
+    def _takes(self, event: mail.MachineEvent) -> bool:
         if self._outcome is not None or len(self._mailbox) >= MAX_MAIL:
             return False
-        if not self._begun and event.machine == "job":
-            return False
-        self._mailbox.put(event)
-        return True
+        return self._begun or event.machine != "job"
 
     def deliver(self, event: JobEvent | TaskEnded, acknowledge: Callable[[], None]) -> bool:
         """Put an event into the mailbox as `post` does; see `DriverPort.deliver`."""
-        if self._outcome is not None or len(self._mailbox) >= MAX_MAIL:
-            return False
-        if not self._begun and event.machine == "job":
+        if not self._takes(event):
             return False
         self._mailbox.put(mail.Delivered(event, acknowledge))
         if self._deaf:
@@ -306,6 +307,7 @@ class ElasticDriver:
             if nodes is not None:
                 nodes.open(server, token)
         if self.checks is not None:
+            self.checks.begin_term(self.term)
             self._closing.callback(self.checks.stop)
         return DriverLoop(
             mailbox=self._mailbox,
@@ -331,41 +333,25 @@ class ElasticDriver:
 
     def _open_server(self, token: str, routes: DriverRoutes) -> RendezvousServer:
         """Return a server that listens, and holds the driver's term and the job's specification."""
-        port = self.options.bind_port
-        if self.resumed is not None:
-            port = port or self.resumed.port
+        before = 0 if self.resumed is None else self.resumed.port
         server = RendezvousServer(
             self.options.bind_host,
-            port,
+            self.options.bind_port or before,
             token=token,
             others=self.secrets if self.joined is None else self.joined.secrets,
             on_lease_expired=self._lease_expired,
-            on_client_left=self._client_left,
+            on_client_left=self._suspects.client_left,
             routes=routes.add_to,
             posts={
                 EVENTS_PATH: routes.take_event,
                 SHARDS_PATH: routes.requests.take_shard_request,
             },
             first_revision=self.term << 40,  # clients have seen older revisions only
+            first=partial(first_documents, self.term, self.spec),
         )
-        until = time.monotonic() + (0.0 if self.resumed is None else PORT_S)
-        while True:
-            try:
-                server.start()
-                break
-            except AddressError as error:
-                if time.monotonic() < until:
-                    time.sleep(PORT_S / 50)
-                elif self.resumed is None:
-                    raise
-                else:
-                    here = f"the workers of run {self.spec.run_id} look for their driver there"
-                    raise ClusterError(f"cannot resume: {error}; {here}") from error
+        listen(server, self.spec.run_id, again=self.resumed is not None)
         self._closing.callback(server.stop)
         self._suspects.server = server
-        driver = DriverTerm(self.term, server.url)
-        server.apply([Set(contract.JOB_DRIVER, encode(driver))])
-        server.apply([Set(contract.JOB_SPEC, encode(self.spec))])
         return server
 
     def _make_executor(self, server: RendezvousServer) -> Executor:
@@ -406,16 +392,9 @@ class ElasticDriver:
         """Pass an expired lease on; called by the server's thread."""
         if self.joined is not None:
             self.joined.lease_expired(key)
-        if (agent := contract.heartbeat_owner(key)) is not None:
-            self._suspects.found("silent", *agent)
+        self._suspects.lease_expired(key)
         if (lease := contract.lease_owner(key)) is not None:
             self._mailbox.put(LeaseExpired(*lease, self.settings.heartbeat_timeout))
-
-    def _client_left(self, key: str) -> None:
-        """Report an agent whose connection has closed, by its lease; called by the server."""
-        lease = contract.lease_owner(key)
-        if lease is not None and lease[0] == "agent":
-            self._suspects.found("disconnected", *contract.agent_named(lease[1]))
 
     def _log_end(self, executor: Executor) -> None:
         if self._begun and self._end is not None and not self._replaced:

@@ -266,7 +266,8 @@ class DriverLoop:
         self.job, self.tf, self._events = run.job, machines["tf"], run.n
         self.executor.resume(run)
         self.end = run.end
-        event = ev.DriverResumed(run.term + 1, f"driver {run.term} has ended")
+        moved = self.executor.server.url != run.url
+        event = ev.DriverResumed(run.term + 1, f"driver {run.term} has ended", moved)
         for name in JOURNALLED:
             self._decide(name, event)
         self._journal_states()

@@ -38,6 +38,17 @@ class Suspects:
         self.post(AgentSuspected(host, incarnation, evidence, reason))
         self.server.spawn(self._await_heartbeat(self.server, host, incarnation))
 
+    def lease_expired(self, key: str) -> None:
+        """Report an agent whose heartbeat is missing, if this is the lease of a heartbeat."""
+        if (agent := contract.heartbeat_owner(key)) is not None:
+            self.found("silent", *agent)
+
+    def client_left(self, key: str) -> None:
+        """Report an agent whose connection has closed, by its lease."""
+        lease = contract.lease_owner(key)
+        if lease is not None and lease[0] == "agent":
+            self.found("disconnected", *contract.agent_named(lease[1]))
+
     def probe(self, asked: ProbeAgent) -> None:
         """Probe an agent and post the result."""
         if self.server is not None:

@@ -15,15 +15,20 @@ import msgspec
 import pytest
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.events import Tick
+from elastic_driver.core.events import Tick, WorkerReady
+from elastic_driver.core.rules.workers import WorkerState
+from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime.journal import store, writer
 from elastic_driver.runtime.journal.replay import JournalError, Replay
+from elastic_driver.runtime.journal.resume import ResumedRun, load_run
 from elastic_driver.runtime.journal.store import Head, SqliteStore
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.machine_api import SHARDS_PATH
+from rendezvous.errors import UnreachableError
+from rendezvous.wire import EVENTS_PATH
 from tests.runtime.jobs import JobUnderTest, StartJob
 from tests.runtime.waiting import until
 
@@ -263,6 +268,105 @@ def test_answers_are_given_when_their_events_are_written_and_when_the_journal_fa
     assert [each.event for each in broken.overdue()] == ["journal_failed"]
     assert broken.overdue() == []
     broken.close()
+
+
+# ---- one driver after the other ----------------------------------------------------------
+
+
+def test_a_journal_that_goes_on_has_the_events_of_both_drivers(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    write_some(path, 3, close=False)
+    after_one(path, n=3)
+    replay = Replay(path)
+    assert [step.n for step in replay.steps()] == [1, 2, 3, 4]
+    assert [(term.term, term.n, term.pid) for term in replay.terms] == [
+        (1, 0, os.getpid()),
+        (2, 3, os.getpid()),
+    ]
+    assert replay.unix(3.0) == 3.0  # the first driver's offset was 0
+    assert replay.unix(4.0) == 1004.0
+    replay.close()
+
+
+def after_one(path: Path, n: int, term: int = 2) -> None:
+    """Go on with the journal of an earlier driver, and write one event."""
+    journal = Journal(path, "run")
+    journal.open(Head("run", term=term, n=n, at=float(n), unix_offset=1000.0))
+    journal.await_open()
+    journal.note(n + 1, n + 1.0, "tf", Tick())
+    assert journal.settle() == []
+    journal.close()
+
+
+def test_a_driver_that_was_replaced_writes_nothing_more_and_learns_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    told: list[TakenOverError] = []
+    old = Journal(path, "run", on_taken_over=told.append)
+    old.open()
+    old.snapshot(0, 0.0, {"tf": TfCluster(30.0).snapshot()})
+    old.note(1, 1.0, "tf", Tick())
+    assert old.settle() == []
+    after_one(path, n=1)
+    old.note(2, 2.0, "tf", Tick())
+    answered: list[int] = []
+    assert old.then(lambda: answered.append(1)) == []
+    with pytest.raises(TakenOverError, match=r"driver 2 .* goes on with this run; driver 1 ends"):
+        old.settle()
+    with pytest.raises(TakenOverError):
+        old.then(lambda: answered.append(2))
+    assert (len(told), answered) == (1, [])
+    old.close()
+
+
+@pytest.mark.parametrize(("n", "term"), [(1, 2), (2, 1), (2, 2)])
+def test_one_of_two_drivers_gets_a_term_and_none_skips_events(
+    tmp_path: Path, n: int, term: int
+) -> None:
+    path = tmp_path / "journal.db"
+    write_some(path, 2)
+    after_one(path, n=2, term=2)
+    journal = Journal(path, "run")
+    journal.open(Head("run", term=term + 1, n=n))
+    with pytest.raises(TakenOverError):
+        journal.await_open()
+    journal.close()
+
+
+def test_a_journal_that_cannot_go_on_is_one_line(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.db", "run")
+    journal.open(Head("run", term=2))
+    with pytest.raises(ClusterError, match=r"cannot go on .* there is no journal"):
+        journal.await_open()
+    journal.close()
+
+
+def test_a_driver_that_was_replaced_ends_and_leaves_its_agents_to_the_other(
+    start_job: StartJob,
+) -> None:
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    run = until(lambda: settled_run(job), "the journal is written")
+    next_driver = SqliteStore(job.run_dir.journal_file)
+    next_driver.open(Head("run", term=2, n=run.n + 1000))
+    client, ready = job.cluster.client.clone(2.0), WorkerReady(A0, 0, -1, True, "waits")
+    with pytest.raises(UnreachableError):  # no answer, so it goes to the next driver
+        client.post_json(EVENTS_PATH, msgspec.json.encode(ready))
+    client.close()
+    outcome = job.outcome()
+    assert outcome.exit_code == ExitCode.UNAVAILABLE
+    (line,) = job.stderr.getvalue().splitlines()
+    assert "goes on with this run; driver 1 ends" in line
+    assert job.cluster.closed == 0
+    assert job.cluster.workers() == [A0, A1]
+    assert job.run_dir.token_file.exists()
+    assert job.logged()[-1]["event"] != "job_failed"
+    next_driver.close()
+
+
+def settled_run(job: JobUnderTest) -> ResumedRun | None:
+    """The run as it is in the journal, once that has the workers."""
+    run = load_run(job.run_dir.journal_file)
+    return run if len(list(run.job.workers.having(WorkerState.STARTING))) == 2 else None
 
 
 # ---- files that are no journals ----------------------------------------------------------

@@ -91,7 +91,8 @@ class Replay:
 
     def unix(self, at: float) -> float:
         """Return a machine time as unix seconds."""
-        of = next((term for term in reversed(self.terms) if term.at <= at), self.terms[0])
+        # A driver that resumes begins at the time of the last event before its own.
+        of = next((term for term in reversed(self.terms) if term.at < at), self.terms[0])
         return at + of.unix_offset
 
     def steps(self, until: int = NEWEST, *, from_newest: bool = False) -> Iterator[Step]:

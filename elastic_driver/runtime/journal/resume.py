@@ -23,7 +23,7 @@ class ResumedRun:
     argv: tuple[str, ...]  # the command line of `elasticrun`
     cwd: str  # its folder
     term: int  # of the last driver; the next one has the next number
-    url: str  # of the last driver; "": unknown, the next one listens anywhere
+    url: str  # of the last driver that was reachable; "": the next one may listen anywhere
     began: float  # unix seconds of the job's beginning
     unix_offset: float  # of the last driver: unix seconds minus machine time
     n: int  # the number of the last event
@@ -66,7 +66,7 @@ def load_run(path: Path) -> ResumedRun:
             argv=replay.argv,
             cwd=replay.cwd,
             term=last.term,
-            url=last.url,
+            url=next((term.url for term in reversed(replay.terms) if term.url), ""),
             began=replay.unix(replay.began),
             unix_offset=last.unix_offset,
             n=max(last.n, since[-1].n if since else replay.first),

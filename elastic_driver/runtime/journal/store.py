@@ -76,7 +76,10 @@ class JournalStore(Protocol):
         """Drop what is old, and move what was written to its place; nobody waits for this."""
 
     def close(self) -> None:
-        """Close the journal of a driver that ends in good order."""
+        """Put the journal of a driver that ends in good order in its last form."""
+
+    def free(self) -> None:
+        """Close files and connections, whatever has happened before; never raises."""
 
 
 class SqliteStore:
@@ -93,10 +96,10 @@ class SqliteStore:
     def open(self, head: Head) -> None:
         """See `JournalStore.open`."""
         self._term = head.term
-        self._open = self._create(head) if head.term == 1 else self._go_on(head)
+        database = self._create(head) if head.term == 1 else self._go_on(head)
         # NORMAL: a commit reaches the kernel. The disk is asked to keep it only at checkpoints,
         # which come after the answer to the driver.
-        self._open.executescript("PRAGMA synchronous=NORMAL; PRAGMA wal_autocheckpoint=0")
+        database.executescript("PRAGMA synchronous=NORMAL; PRAGMA wal_autocheckpoint=0")
 
     def write(self, batches: Sequence[Batch]) -> None:
         """See `JournalStore.write`."""
@@ -126,10 +129,15 @@ class SqliteStore:
 
     def close(self) -> None:
         """See `JournalStore.close`."""
+        # One file, without a log beside it: it can be copied into a report of a fault.
+        self._database.execute("PRAGMA journal_mode=DELETE")
+
+    def free(self) -> None:
+        """See `JournalStore.free`."""
         if self._open is not None:
-            # One file, without a log beside it: it can be copied into a report of a fault.
-            with contextlib.closing(self._open):
-                self._open.execute("PRAGMA journal_mode=DELETE")
+            with contextlib.suppress(sqlite3.Error):
+                self._open.close()
+            self._open = None
 
     @property
     def _database(self) -> sqlite3.Connection:
@@ -142,7 +150,7 @@ class SqliteStore:
         for suffix in ("", "-wal", "-shm", "-journal"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
         os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))
-        database = _connect(self._path)
+        database = self._open = _connect(self._path)
         database.execute("PRAGMA synchronous=OFF")  # for an empty file
         _log_ahead(database)
         database.executescript(f"{SCHEMA} PRAGMA user_version={FORMAT};")
@@ -156,7 +164,7 @@ class SqliteStore:
         """Open the file of an earlier driver; raises `TakenOverError` if it is not as it was."""
         if not self._path.is_file():
             raise FileNotFoundError(f"there is no journal {self._path}")
-        database = _connect(self._path)
+        database = self._open = _connect(self._path)
         _log_ahead(database)
         with _transaction(database):
             newest = "SELECT (SELECT max(term) FROM terms), (SELECT max(n) FROM events)"
@@ -168,7 +176,8 @@ class SqliteStore:
 
     def _taken_over(self) -> TakenOverError:
         newest = "SELECT term, host, pid FROM terms ORDER BY term DESC LIMIT 1"
-        found = sqlite3.connect(self._path).execute(newest).fetchone()
+        with contextlib.closing(_connect(self._path)) as database:
+            found = database.execute(newest).fetchone()
         who = "driver {} (host {}, process {})".format(*found)
         return TakenOverError(f"{who} goes on with this run; driver {self._term} ends")
 

@@ -275,6 +275,8 @@ class Journal:
                 acts = self._due_acts(self._handed)
             for act in acts:
                 act()
+        finally:
+            self._place.free()
 
     def _write_batches(self) -> None:
         batch = self._queue.get()
