@@ -69,7 +69,7 @@ class Adoption(Rule):
             why = f"{AGAIN} while this agent was being started; another one is started"
             self.effects.decide(KillAgent(agent.host, agent.incarnation, why))
             self.fleet.apply(agent, AgentNews.LOST)
-        self.capacity.note_change()
+            self.capacity.note_change()
         self.rounds.resume(now)
         if self.outcome.end is not None:
             return

@@ -130,8 +130,8 @@ class Placement(Rule):
             return
         idle, without = 0, list[Host]()
         for host in sorted(self.hosts.known.values(), key=self.hosts.preference):
-            working, agent = len(self.workers.on_host(host.name)), self.fleet.agents.get(host.name)
-            largest = max(largest, working)
+            working, agent = self.workers.on_host(host.name), self.fleet.agents.get(host.name)
+            largest = max(largest, len(self.workers.in_slots(host.name)))
             if working or not self._eligible(host.name) or host.name in self.hosts.distrusted:
                 continue
             if agent is None:
