@@ -170,6 +170,20 @@ def test_a_lost_agent_is_started_again_once_then_its_host_cools_down(
     assert s.all(StartAgent)[-1].incarnation == 3
 
 
+def test_a_lost_agent_whose_workers_have_trained_is_started_again_each_time(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, max_np=2, blacklist_cooldown=(10.0, 600.0)).training(a=1, b=1)
+    for lost in range(1, 5):
+        s.agent_lost("b")
+        assert s.all(StartAgent)[-1].incarnation == lost + 1
+        s.ready("a.0.1", version=3)
+        s.ready(f"b.0.{lost + 1}")
+        s.ready("a.0.1", version=3)
+        s.step("a.0.1", f"b.0.{lost + 1}")
+    assert s.announced("host_blacklisted") == []
+
+
 def test_a_host_in_cooldown_keeps_its_healthy_workers(scenario: MakeScenario) -> None:
     s = scenario(start_np=4, max_np=4, host_failures=1).training(a=2, b=2)
     s.exit("b.0.1", 1)

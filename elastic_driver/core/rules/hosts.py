@@ -240,14 +240,16 @@ class HostManager:
     ) -> str | None:
         """Count a lost agent; return the cool-down's reason, None: start it again in place.
 
-        An agent that could not even start (`started` False), or a second loss within the
-        window, puts the host in cool-down. `needed`: see `worker_failed`.
+        An agent that could not even start (`started` False) puts the host in cool-down, and so
+        does a second loss within the window if no worker has trained in between. `needed`: see
+        `worker_failed`.
         """
+        trained = name in self.known and self.known[name].stepped
         host = self._note_trouble(name, now)
         if host is None:
             return None
         host.agent_losses.append(now)
-        if started and self._recent(host.agent_losses, now) == 1:
+        if started and (trained or self._recent(host.agent_losses, now) == 1):
             return None
         if name in self._hindered[Hindrance.COOL_DOWN]:
             return host.reason
