@@ -12,6 +12,7 @@ CHANGES=${CHANGES:-1000}    # of the world, in one job
 SCHEDULES=${SCHEDULES:-50}  # random histories that end in the same bits
 TIMES=${TIMES:-5}           # each slowing, each fault
 SEEDS=${SEEDS:-10000}       # simulated clusters
+MINUTES=${MINUTES:-60}      # on an overloaded machine with bad links
 FAULTS=${FAULTS-}           # of hosts, for tests.cluster.trials; none: all of them
 
 export ELASTIC_TEST_REQUIRE=all
@@ -46,6 +47,8 @@ run "a node check names the host with the slow link" \
     "$PYTHON" -m tests.runtime.check_trial --link 100,300 --times "$TIMES"
 # shellcheck disable=SC2086 - one word for each fault
 run "every fault of a host" "$PYTHON" -m tests.cluster.trials $FAULTS --times "$TIMES"
+run "$MINUTES minutes of load and bad links cost no host" \
+    "$PYTHON" -m tests.cluster.rough_hour --minutes "$MINUTES"
 run "$SEEDS simulated clusters" "$PYTHON" -m tests.sim --seeds "$SEEDS"
 
 printf '\n%s' "$summary"
