@@ -11,16 +11,16 @@ import argparse
 import random
 
 from benchmarks.common import OURS, gather, report
-from benchmarks.recovery import ENV, FULL, measure
+from benchmarks.recovery import ENV, FULL, THREE, Plan, measure
 from benchmarks.systems import elasticrun, torchrun
 
 # A plain script reports no steps, so repeated kills look like a script that only fails: both
 # systems are allowed many restarts.
 FLAGS = ("--fruitless-restarts", "100", "--host-failures", "100")
-SYSTEMS = {
-    OURS: lambda: elasticrun(3, how="plain", flags=FLAGS, env=ENV),
-    "torchrun": lambda: torchrun(3, ENV),
-}
+PLANS = (
+    Plan(OURS, THREE, 3, True, lambda: elasticrun(3, how="plain", flags=FLAGS, env=ENV)),
+    Plan("torchrun", THREE, 3, True, lambda: torchrun(3, ENV)),
+)
 
 
 def main() -> None:
@@ -31,10 +31,10 @@ def main() -> None:
     options = parser.parse_args()
     dice = random.Random(7)
     samples = [
-        (name, f"{FULL}, 3 workers", turn, full)
+        (plan.system, f"{FULL}, {plan.label}", turn, full)
         for turn in range(options.turns)
-        for name, start in SYSTEMS.items()
-        for _, full in measure(start, 3, options.kills, dice)
+        for plan in PLANS
+        for _, full in measure(plan, options.kills, dice)
     ]
     report("plain_restart", gather(samples))
 
