@@ -30,7 +30,7 @@ def throughput(system: System, since: float, until: float) -> float:
     times = [r["t"] for r in system.records() if r["rank"] == 0 and since <= r["t"] <= until]
     if len(times) < 3:
         raise RuntimeError(f"{len(times)} steps between {since} and {until}: measure for longer")
-    return (len(times) - 1) / (times[-1] - times[0])
+    return float((len(times) - 1) / (times[-1] - times[0]))
 
 
 def moves(system: System) -> list[dict[str, Any]]:

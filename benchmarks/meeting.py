@@ -207,7 +207,7 @@ def meet_at_tcp_store(
         began = time.time()
         for pipe in pipes:
             pipe.send("go")
-        return max(pipe.recv() for pipe in pipes) - began
+        return float(max(pipe.recv() for pipe in pipes) - began)
     finally:
         for process in [*processes, server]:
             process.terminate()

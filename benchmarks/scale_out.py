@@ -13,6 +13,7 @@ import argparse
 import itertools
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from benchmarks.common import Figure, report
@@ -49,6 +50,10 @@ def longest_gap(system: System, pids: set[int], since: float, until: float) -> f
     return worst - STEP_MS / 1000
 
 
+def _is_over(moment: float) -> bool:
+    return time.time() > moment
+
+
 def main() -> None:
     """Grow and shrink a running job a few times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -58,13 +63,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
         hosts = Hosts(Path(folder))
         hosts.answer("localhost:2")
-        flags = ("--min-np", "1", "--host-discovery-script", str(hosts.script))
-        flags += ("--discovery-interval", str(INTERVAL_S))
+        discovery = ("--host-discovery-script", str(hosts.script))
+        flags = ("--min-np", "1", *discovery, "--discovery-interval", str(INTERVAL_S))
         with elasticrun(2, flags=flags, env={"STEP_MS": str(STEP_MS)}) as system:
             for _ in range(rounds):
                 pids = system.until(lambda: system.training(2), "2 workers training")
                 start = time.time()
-                system.until(lambda start=start: time.time() > start + 2, "two quiet seconds")
+                quiet_until = time.time() + 2
+                system.until(partial(_is_over, quiet_until), "two quiet seconds")
                 quiet.append(longest_gap(system, pids, start, time.time()))
                 appeared = hosts.answer("localhost:2", "127.0.0.2:1")
                 system.until(lambda: system.training(3), "3 workers training")

@@ -43,7 +43,7 @@ def elastic_worker(blocks: int) -> list[Block]:
     done: list[Block] = []
 
     @elastic.run
-    def train(state) -> None:
+    def train(state: elastic.TorchState) -> None:
         ddp = elastic.wrap(state.model)
         for number in range(2 * blocks + 2):
             commits = number % 2 == 0

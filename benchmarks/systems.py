@@ -53,7 +53,7 @@ class System:
         alive = {pid for pid in pids if psutil.pid_exists(pid)}
         return alive if len(alive) == size else set()
 
-    def until(self, look: Callable[[], T], what: str, within: float = 90.0) -> T:
+    def until(self, look: Callable[[], T | None], what: str, within: float = 90.0) -> T:
         """Return the first true answer; raises TimeoutError with the tail of the output."""
         deadline = time.monotonic() + within
         while not (value := look()):

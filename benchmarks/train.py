@@ -15,6 +15,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def one_step(ddp: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def record(file, step: int, number: int, rank: int, size: int) -> None:
+def record(file: TextIO, step: int, number: int, rank: int, size: int) -> None:
     """Record that this process has finished `step`."""
     place = {"round": number, "rank": rank, "size": size}
     line = {"t": time.time(), "step": step, **place, "pid": os.getpid()}
@@ -89,7 +90,7 @@ def elastic_main() -> None:
     state = elastic.TorchState(model=model, optimizer=optimizer, step=0, **more)
 
     @elastic.run
-    def train(state) -> None:
+    def train(state: elastic.TorchState) -> None:
         ddp = elastic.wrap(state.model)
         with (RECORDS / f"{os.getpid()}.jsonl").open("a") as file:
             while state.step < STEPS:
@@ -109,7 +110,7 @@ def fixed() -> None:
     state = elastic.TorchState(model=model, optimizer=optimizer, batches=batches, step=0)
 
     @elastic.run
-    def train(state) -> None:
+    def train(state: elastic.TorchState) -> None:
         with (RECORDS / f"{os.getpid()}.jsonl").open("a") as file:
             while state.step < STEPS:
                 for step in batches:

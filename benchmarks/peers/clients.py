@@ -22,7 +22,7 @@ from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.progress import StepCost, TrainingProgress
-from launcher.agent.agent import ORDERS_AHEAD
+from launcher.agent.driver_link import ORDERS_AHEAD
 from launcher.agent.liveness import Heartbeats, Promise
 from launcher.launch.workers import HEARTBEAT_S, HEARTBEATS_PER_S
 from rendezvous.auth import read_token_file

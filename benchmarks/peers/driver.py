@@ -18,7 +18,7 @@ from queue import SimpleQueue
 
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.events import AgentReady
-from elastic_driver.runtime.backend import OnLost
+from elastic_driver.runtime.backend import Backend, OnLost
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.reporter import Level, Reporter
@@ -28,7 +28,7 @@ from elastic_driver.settings import Settings
 SLOTS = 8  # of each host
 
 
-class SilentAgents:
+class SilentAgents(Backend):
     """A backend that starts nothing; `asked` has the agents that the driver wants."""
 
     def __init__(self) -> None:
