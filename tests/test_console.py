@@ -193,3 +193,47 @@ def test_a_stream_that_is_not_open_swallows_everything() -> None:
         assert troubles == []
 
     with_console(987, body)
+
+
+def test_a_broken_pipe_hands_its_lines_elsewhere_and_holds_nobody_up() -> None:
+    read, write = os.pipe()
+    taken: list[bytes] = []
+
+    async def body(console: Console, flows: list[bool], troubles: list[str]) -> None:
+        console.elsewhere = taken.append
+        console.write(b"one\n")
+        assert await read_lines(read, b"one\n") == b"one\n"
+        os.close(read)
+        console.write(b"two\n")
+        console.write(b"three\n")
+        assert taken == [b"two\n", b"three\n"]
+        assert (flows, troubles) == ([], [])
+
+    with_console(write, body)
+    os.close(write)
+
+
+def test_lines_that_nothing_has_read_go_elsewhere_with_those_that_follow() -> None:
+    read, write = os.pipe()
+    taken: list[bytes] = []
+
+    async def body(console: Console, flows: list[bool], troubles: list[str]) -> None:
+        console.elsewhere = taken.append
+        first = b"a" * 2 * HIGH_WATER + b"\n"
+        for lines in (b"zero\n", first):
+            console.write(lines)
+        assert flows == [False]
+        console.divert()
+        console.write(b"more\n")
+        assert flows == [False, True]
+        in_pipe = len(await read_lines(read, b"a")) - len(b"zero\n")
+        assert b"".join(taken).endswith(b"a\nmore\n")
+        assert sum(map(len, taken)) == len(first) - in_pipe + len(b"more\n")
+        console.take_back()
+        console.write(b"last\n")
+        assert await read_lines(read, b"last\n") == b"last\n"
+        assert troubles == []
+
+    with_console(write, body)
+    os.close(read)
+    os.close(write)

@@ -40,6 +40,7 @@ class PostedOutput:
         self._host, self._incarnation, self._post, self._flow = host, incarnation, post, flow
         self._waiting: deque[tuple[int, list[bytes]]] = deque()  # stream, lines
         self._bytes = 0
+        self._sending: list[OutputLine] = []  # taken from `_waiting`, and not known to have arrived
         self._next = 1  # the number of the next line that is sent
         self._dropped = 0
         self._some, self._none = asyncio.Event(), asyncio.Event()
@@ -66,13 +67,14 @@ class PostedOutput:
         """Send lines for ever."""
         while True:
             await self._some.wait()
-            lines = tuple(self._batch())
-            body = OutputLines(self._host, self._incarnation, self._next, lines)
+            self._sending = lines = self._batch()
+            body = OutputLines(self._host, self._incarnation, self._next, tuple(lines))
             self._next += len(lines)
             try:
                 await self._post(contract.OUTPUT_PATH, msgspec.json.encode(body))
             except RequestError:
                 self._dropped += len(lines)
+            self._sending = []
             if self._bytes <= LOW_WATER:
                 self._flow(True)
             if not self._waiting:
@@ -80,10 +82,11 @@ class PostedOutput:
                 self._none.set()
 
     def give_back(self) -> list[tuple[int, bytes]]:
-        """Return all lines that wait, by stream, and forget them: no driver will take them."""
+        """Return all lines, by stream, and forget them: no driver will take them."""
+        lines, self._sending = [*self._sending, *self._told()], []
         waiting, self._waiting, self._bytes = self._waiting, deque(), 0
-        told = [(line.stream, [line.text.encode()]) for line in self._told()]
-        return [(stream, b"\n".join(lines) + b"\n") for stream, lines in (*told, *waiting)]
+        found = [(line.stream, [line.text.encode()]) for line in lines]
+        return [(stream, b"\n".join(text) + b"\n") for stream, text in (*found, *waiting)]
 
     def _batch(self) -> list[OutputLine]:
         """Take out the next lines for one request; at least one."""

@@ -121,6 +121,49 @@ def test_an_agent_that_reaches_no_machine_there_is_cut_off(
         assert time.monotonic() - began < 5.0
 
 
+@pytest.mark.parametrize(
+    ("reached", "silent", "goes_on"),
+    [(0, 0, True), (2, 0, True), (1, 1, True), (1, 2, False), (0, 1, False), (2, 2, True)],
+)
+def test_an_agent_goes_on_without_the_driver_s_machine_if_it_reaches_more_than_half_of_the_hosts(
+    monkeypatch: pytest.MonkeyPatch, reached: int, silent: int, goes_on: bool
+) -> None:
+    """It counts itself, and half is not enough."""
+    monkeypatch.setattr(liveness, "CONNECT_S", 0.2)
+    with contextlib.ExitStack() as stack:
+        lost = [stack.enter_context(full_listener()) for _ in range(1 + silent)]
+        peers = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(reached)
+        ]
+        work = stack.enter_context(heartbeats(f"http://127.0.0.1:{lost[0]}", Promise(0.05, 0.2)))
+        work.peers = [("127.0.0.1", peer.getsockname()[1]) for peer in peers]
+        work.peers += [("127.0.0.1", port) for port in lost[1:]]
+        began = time.monotonic()
+        if goes_on:
+            beat(work, lambda: time.monotonic() > began + 2.0)
+        else:
+            with pytest.raises(CutOffError):
+                beat(work, lambda: False)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_without_a_round_an_agent_goes_on_only_for_the_next_driver(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    monkeypatch.setattr(liveness, "CONNECT_S", 0.2)
+    with (
+        full_listener() as port,
+        heartbeats(f"http://127.0.0.1:{port}", Promise(0.05, 0.2)) as work,
+    ):
+        work.waits = waits
+        began = time.monotonic()
+        if waits:
+            beat(work, lambda: time.monotonic() > began + 2.0)
+        else:
+            with pytest.raises(CutOffError):
+                beat(work, lambda: False)
+
+
 @contextlib.contextmanager
 def full_listener() -> Iterator[int]:
     """A port whose queue is full: further SYNs get no answer, as if packets were lost."""
