@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 
 import pytest
 
 from tests.support.cluster import Cluster, Node
 from tests.support.cluster_job import ClusterJob, elasticrun_on, now
+from tests.support.job import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FOUR = ("-np", "4", "--min-np", "1", "-H", "node[0-3]:1")
@@ -16,6 +18,13 @@ AWAY_S = 10.0
 ENDS_S = 2.5  # within which a host that is cut off ends its workers
 BUSY_S = 1.5  # more, as several machines share this one's processors
 CONTINUED = 40  # steps; several a second
+
+
+CTL = ("env", f"--chdir={ROOT}", sys.executable, "-m", "launcher.ctl")
+
+
+def state_dir(job: ClusterJob) -> str:
+    return str(job.run_dir.parent)
 
 
 def last_step(job: ClusterJob) -> int:
@@ -48,7 +57,10 @@ def test_the_driver_s_cable_is_out_for_ten_seconds_and_nobody_is_lost(
         before = last_step(job)
         cluster.node("head").heal()
         job.until(lambda: last_step(job) > before + CONTINUED, "steps after it")
-        job.scale(3)
+        done = cluster.run(
+            "head", *CTL, "--run-id", job.run_id, "--state-dir", state_dir(job), "scale", "3"
+        )
+        assert done.returncode == 0, done.stderr
         job.together(3, above=1)
         assert job.events("agent_lost") == [], job.describe()
         assert job.events("worker_lost") == [], job.describe()
