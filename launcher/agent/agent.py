@@ -21,7 +21,6 @@ import signal
 import traceback
 from collections.abc import Coroutine
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,7 +33,7 @@ from elastic_driver.core.events import AgentReady, AgentReturned, HostLeaving
 from elastic_driver.errors import ExitCode
 from launcher.agent.driver_link import DriverLink, NoDriverError, term_in
 from launcher.agent.environment import Meeting
-from launcher.agent.folders import clear_unheld, scratch_folder
+from launcher.agent.folders import remove_orphans, scratch_folder
 from launcher.agent.liveness import CutOffError, Heartbeats, Promise
 from launcher.agent.ports import free_ports
 from launcher.agent.posted_output import Consoles
@@ -126,7 +125,7 @@ class Agent:
         if self._exit_code != ExitCode.OK:
             self._say(f"{self._reason}; stopped our workers and ended")
         if self._driver_gone:
-            remove_orphan_files(self._config, self._token)
+            remove_orphans(self._config.orphan_files, (self._token, self._config.endpoint))
         return self._exit_code
 
     # ---- reasons to end ------------------------------------------------------------------
@@ -374,18 +373,3 @@ class Agent:
         if self._consoles is not None:
             line = f"elasticrun: agent on {self._config.host}: {sentence}\n"
             self._consoles.stderr.write(line.encode(errors="replace"))
-
-
-def remove_orphan_files(config: AgentConfig, token: str) -> None:
-    """Remove the files of our driver, which has died.
-
-    Another driver may have written files at the same paths meanwhile; those of our driver hold its
-    token or its address.
-    """
-    for name in config.orphan_files:
-        path = Path(name)
-        with contextlib.suppress(OSError):
-            content = path.read_bytes()
-            if token.encode() in content or config.endpoint.encode() in content:
-                path.unlink()
-                clear_unheld(path.parent)  # it was made for this alone

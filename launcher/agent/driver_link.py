@@ -21,13 +21,15 @@ from elastic_driver import contract
 from elastic_driver.core import documents
 from elastic_driver.core.documents import DriverTerm
 from elastic_driver.core.events import AgentReturned, WireEvent
-from rendezvous.client import RendezvousClient
+from elastic_driver.reachability import probe
+from rendezvous.client import RendezvousClient, parse_url
 from rendezvous.errors import RefusedError, RendezvousError, RequestError
 from rendezvous.wire import EVENTS_PATH, MAX_WAIT_S, Entries, Get, Set, Watch, Written, expect
 
 ORDERS_AHEAD = 16  # orders that one answer may bring
 LOOK_S = 0.25  # between two looks at whether the driver answers
 SILENCE_S = 2.0  # without an answer, before a driver counts as away
+PROBE_S = 0.6  # for the driver's machine to accept a connection
 STRANGER_PAUSE_S = 0.2  # before the next question to a server that is not our driver's
 T = TypeVar("T")
 
@@ -172,10 +174,17 @@ class DriverLink:
             away = max((time.monotonic() - at for at in signs if at is not None), default=0.0)
             if away >= self._timeout:
                 raise NoDriverError(f"no other came within {self._timeout:g} s")
-            if away >= SILENCE_S:
+            if away >= SILENCE_S and (away >= self._patience / 3 or not await self._listens()):
                 self._miss("it does not answer")
-            elif away == 0.0:
+            elif away == 0.0 and self.absent:
                 self.absent = False
+                self._say("the driver answers again")
+
+    async def _listens(self) -> bool:
+        """Return whether the driver accepts connections: it may be stopped, or very busy."""
+        address = parse_url(self._client.url)
+        where = str(address.hostname), int(address.port or 0)
+        return await probe(*where, PROBE_S, speaks=False) == "answered"
 
     def _miss(self, why: str) -> None:
         if not self.absent:

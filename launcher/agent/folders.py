@@ -16,9 +16,14 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
+
+from elastic_driver.runtime.run_lock import Holder
+
+DRIVER_LOCK = "lock"  # in a run's folder
 BEGINNING_S = 60.0  # the holder of a younger folder may not have locked it yet
 _LOCK = "keeper"  # it is locked before it gets this name; without a lock its holder is dead
 _BEGUN = "keeper.begun"  # its name before that
@@ -96,3 +101,29 @@ def scratch_folder() -> Iterator[str | None]:
 def sweep_scratch() -> None:
     """Remove the scratch folders of this user's agents that were killed."""
     sweep(_SCRATCH_PREFIX)
+
+
+# ---- files of a driver that has died -----------------------------------------------------
+
+
+def remove_orphans(names: Iterable[str], marks: Iterable[str]) -> None:
+    """Remove the files of our driver, which has died.
+
+    Another driver may have written files at the same paths meanwhile; those of our driver hold one
+    of its marks. The next driver of this run uses them again, and holds the folder's lock.
+    """
+    for path in map(Path, names):
+        with contextlib.suppress(OSError):
+            content = path.read_bytes()
+            if any(mark.encode() in content for mark in marks) and not _has_driver(path.parent):
+                path.unlink()
+                clear_unheld(path.parent)  # it was made for this alone
+
+
+def _has_driver(folder: Path) -> bool:
+    """Return whether a living driver of this machine holds the folder's lock."""
+    try:
+        first = (folder / DRIVER_LOCK).read_bytes().partition(b"\n")[0]
+        return msgspec.json.decode(first, type=Holder).lives
+    except (OSError, msgspec.DecodeError):
+        return False

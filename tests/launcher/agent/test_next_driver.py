@@ -21,6 +21,7 @@ from elastic_driver.core.events import (
     WorkerExited,
     WorkerStarted,
 )
+from elastic_driver.runtime.run_lock import RunLock
 from rendezvous.wire import DeletePrefix
 from tests.launcher.agent.harness import (
     HOST,
@@ -199,6 +200,24 @@ def test_when_no_driver_comes_the_workers_are_told_to_leave_and_what_they_said_i
         assert "marked" not in agent.out
         assert "the driver is gone: no other came within 2.5 s" in agent.err
         assert not driver.endpoint_file.exists()
+
+
+def test_an_agent_that_gives_up_leaves_the_files_of_a_driver_that_lives(driver: Driver) -> None:
+    """The next driver of the run has the same token, and perhaps the same address."""
+    driver.python(WAIT, warm=0)
+    lock = RunLock(driver.folder / "lock", "run-for-tests")
+    lock.acquire("")
+    read, write = os.pipe2(os.O_CLOEXEC)
+    files = [driver.token_file, driver.endpoint_file]
+    extra = [word for path in files for word in ("--orphan-file", str(path))]
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
+        agent = stack.enter_context(agent_of(driver, "--lifeline", *extra, stdin=read))
+        os.close(read)
+        driver.wait(AgentReady)
+        os.close(write)
+        assert agent.wait() == 75
+        assert all(path.exists() for path in files)
 
 
 def test_sigterm_without_a_driver_is_a_notice_to_the_workers(driver: Driver) -> None:
