@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 NODES_PATH = "/v1/nodes"
 NODES_PREFIX = "nodes/"
+NOT_JOINED = "not_joined"  # the error for a report of a node that the driver does not know
 
 Name = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Token = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[^/]*$")]
@@ -22,7 +23,8 @@ class NodeReport(Struct, frozen=True, forbid_unknown_fields=True):
 
     `machine` tells machines of one name apart. `session` is random and new each time a node joins.
     `slots` None: the server's default. `ended` is the incarnation of an agent that has ended, for
-    this `reason`; 0: none has. With `leaves` the node leaves, for this `reason`.
+    this `reason`; 0: none has. With `leaves` the node leaves, for this `reason`. `joined_as` is its
+    name in the job of a driver that has died, whose agents it still runs; None: it comes anew.
     """
 
     name: Name
@@ -33,6 +35,7 @@ class NodeReport(Struct, frozen=True, forbid_unknown_fields=True):
     ended: Annotated[int, Meta(ge=0, le=2**53)] = 0
     leaves: bool = False
     reason: Text = ""
+    joined_as: Name | None = None
 
 
 class Joined(Struct, frozen=True):

@@ -6,6 +6,9 @@ long as it renews its lease in the store. When the lease expires, or the node le
 again, it is no longer a host and its agents are lost. If the server's own node trains too, it
 is the first host; an ordinary backend starts its agents.
 
+A driver that goes on with a job *awaits* the nodes of the driver before it: they are hosts already,
+and orders for them wait. A node that comes back in time keeps its name and its agents.
+
 A lock guards the table: routes and leases run on the server's thread, `find` on the discovery
 thread, `start` and `kill` on the driver's thread. Times are seconds.
 """
@@ -21,7 +24,7 @@ from aiohttp import web
 from elastic_driver import contract
 from elastic_driver.core import join_messages as join
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.backend import Backend, OnLost
+from elastic_driver.runtime.backend import AdoptsAgents, Backend, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from rendezvous.errors import StoppedError
 from rendezvous.server import RendezvousServer
@@ -76,6 +79,8 @@ class JoinedNodes(Backend):
         self.own_starter: Backend | None = None
         self._lock = threading.Condition()
         self._nodes: dict[str, _JoinedNode] = {}  # by session
+        self._awaited: dict[str, _JoinedNode] = {}  # by name
+        self._awaited_until = 0.0  # monotonic
         self._changed = True  # since the last `find`
         self._cancelled = False
         self._server: RendezvousServer | None = None
@@ -87,6 +92,15 @@ class JoinedNodes(Backend):
         with self._lock:
             self._server, self._token = server, token
 
+    def await_nodes(self, hosts: Hosts) -> None:
+        """Take these for the nodes of a driver that has died; to be called before `open`."""
+        with self._lock:
+            for name, slots in hosts:
+                if name not in self._own:
+                    offer = join.NodeReport(name, "", "", self._rules.version)
+                    self._awaited[name] = _JoinedNode(name, offer, slots)
+            self._awaited_until = time.monotonic() + self._rules.heartbeat_timeout
+
     # ---- HostDiscovery -------------------------------------------------------------------
 
     def find(self) -> Hosts:
@@ -96,8 +110,10 @@ class JoinedNodes(Backend):
             if self._cancelled:
                 raise ClusterError("the search for nodes was cancelled")
             self._changed = False
-            joined = ((node.name, node.slots) for node in self._nodes.values())
-            return (*self._own.items(), *joined)
+            if self._awaited and time.monotonic() >= self._awaited_until:
+                self._give_up_awaited()
+            nodes = (*self._awaited.values(), *self._nodes.values())
+            return (*self._own.items(), *((node.name, node.slots) for node in nodes))
 
     def cancel(self) -> None:
         """See `HostDiscovery.cancel`."""
@@ -119,6 +135,16 @@ class JoinedNodes(Backend):
                 return
         on_lost(f"node {host} has left")
 
+    def adopt(self, host: str, incarnation: int, pid: int, on_lost: OnLost) -> None:
+        """See `AdoptsAgents.adopt`; an agent may come back before its node does."""
+        if host in self._own:
+            if isinstance(self.own_starter, AdoptsAgents):
+                self.own_starter.adopt(host, incarnation, pid, on_lost)
+            return
+        with self._lock:
+            for node in self._named(host):
+                node.agents[incarnation] = on_lost
+
     def kill(self, host: str, incarnation: int) -> None:
         """See `Backend.kill`; a silent node has lost its agents when it is given up."""
         if self.own_starter is not None and host in self._own:
@@ -126,12 +152,11 @@ class JoinedNodes(Backend):
             return
         with self._lock:
             for node in self._named(host):
-                if incarnation in node.agents:
-                    if _of_check(incarnation):
-                        node.check_killed = incarnation
-                    else:
-                        node.killed = incarnation
-                    self._publish(node)
+                if _of_check(incarnation):
+                    node.check_killed = max(node.check_killed, incarnation)
+                else:
+                    node.killed = max(node.killed, incarnation)
+                self._publish(node)
 
     def probe_address(self, host: str) -> tuple[str, int] | None:
         """See `Backend.probe_address`; nodes that join connect to us, not we to them."""
@@ -153,12 +178,15 @@ class JoinedNodes(Backend):
             self.own_starter.close(grace)
         left = max(grace - (time.monotonic() - began), LEAVE_S)
         with self._lock:
-            self._lock.wait_for(lambda: not self._nodes, left)
+            self._lock.wait_for(lambda: not self._nodes and not self._awaited, left)
 
     def _named(self, name: str) -> list[_JoinedNode]:
-        return [node for node in self._nodes.values() if node.name == name]
+        nodes = (*self._nodes.values(), *self._awaited.values())
+        return [node for node in nodes if node.name == name]
 
     def _publish(self, node: _JoinedNode) -> None:
+        if node.name in self._awaited:
+            return  # it is told when it comes back
         order = join.NodeOrder(
             incarnation=max((n for n in node.agents if not _of_check(n)), default=0),
             killed=node.killed,
@@ -209,26 +237,44 @@ class JoinedNodes(Backend):
         """Add a node; if it joins again, the agents of its earlier process are lost."""
         rules = self._rules
         if offer.ended or offer.leaves:
-            raise Problem(410, "not_joined", "the job does not know this node", "join again")
+            raise Problem(410, join.NOT_JOINED, "the job does not know this node", "join again")
         if offer.version != rules.version:
             versions = f"{offer.version}, and the server {rules.version}"
             problem = f"{offer.name} has elastic-driver {versions}"
             raise Problem(409, "other_version", problem, "install the same version everywhere")
-        if self._over is not None or self._server is None:
+        ends = self._over is not None and offer.joined_as not in self._awaited
+        if ends or self._server is None:
             raise Problem(503, "not_accepting", "the job begins or ends", "try again later")
         if len(self._nodes) >= MAX_NODES:
             raise Problem(409, "too_many", f"{MAX_NODES} nodes have joined already")
         for known in list(self._nodes.values()):
             if (known.offer.name, known.offer.machine) == (offer.name, offer.machine):
                 self._remove(known, offer.reason or f"node {known.name} has joined anew")
-        taken = {node.name for node in self._nodes.values()} | self._own.keys()
-        names = (offer.name if n == 1 else f"{offer.name}-{n}" for n in range(1, len(taken) + 2))
-        name = next(name for name in names if name not in taken)
-        node = _JoinedNode(name, offer, offer.slots or rules.default_slots)
+        node = self._awaited.pop(offer.joined_as or "", None)
+        if node is None:
+            node = _JoinedNode(self._free_name(offer), offer, offer.slots or rules.default_slots)
+        node.offer = offer
         self._nodes[offer.session] = node
         self._store(Set(join.node_lease(offer.session), lease=rules.heartbeat_timeout))
+        self._publish(node)
         self._change()
         return node
+
+    def _free_name(self, offer: join.NodeReport) -> str:
+        """Return a name that no other node has, if possible the one that this node had before."""
+        taken = (
+            {node.name for node in self._nodes.values()} | self._own.keys() | self._awaited.keys()
+        )
+        numbered = (f"{offer.name}-{n}" for n in range(2, len(taken) + 3))
+        names = (offer.joined_as or offer.name, offer.name, *numbered)
+        return next(name for name in names if name not in taken)
+
+    def _give_up_awaited(self) -> None:
+        """Report the agents of nodes that have not come back as lost."""
+        given_up, self._awaited = tuple(self._awaited.values()), {}
+        for node in given_up:
+            for on_lost in node.agents.values():
+                on_lost(f"node {node.name} has not come back to the resumed driver")
 
     def _remove(self, node: _JoinedNode, reason: str) -> None:
         """Forget a node, refuse its keys, and report its agents as lost."""

@@ -7,8 +7,9 @@ parent and adopts what they leave behind, so that no process outlives it; worker
 its terminal.
 
 A first signal goes on to the agent as a notice, so that its workers leave at a step boundary; a
-second one ends everything at once. When the server is gone, the node ends its agent and waits for
-the server to come back. One thread. Times are seconds.
+second one ends everything at once. When the driver has died, the node keeps its agent and its place
+for the next driver (`launcher.join.membership`). When its place is lost, it ends its agent, and
+waits for the server to come back. One thread. Times are seconds.
 """
 
 import asyncio
@@ -26,11 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 
-from elastic_driver import contract
-from elastic_driver.core import join_messages as messages
-from elastic_driver.core.documents import JobSpec, decode
+from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.join_messages import Joined, NodeOrder, NodeReport
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.settings import Settings
@@ -41,13 +39,13 @@ from launcher.agent.remote import start_agent
 from launcher.backends.base import PACKAGE_ROOT, agent_arguments, describe_end
 from launcher.edge import handled
 from launcher.join.identity import claim_name, machine_id, of_node
+from launcher.join.membership import Membership, send_report
 from launcher.launch.hosts import Join
 from launcher.network import addresses_of, bracketed
 from launcher.options.table import LaunchOptions
 from rendezvous import errors
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient
-from rendezvous.wire import MAX_WAIT_S, Entries, Entry, Set, Watch, Written, expect
 
 FOLDER_PREFIX = "elastic-join-"
 ORPHANS_S = 5.0  # the time for the processes of a dead agent to end
@@ -151,18 +149,17 @@ class Node:
 
         Return the exit status, or None if the server was lost.
         """
-        plan, reason = self._plan, "this host cannot run the job"
+        plan, reason, place = self._plan, "this host cannot run the job", None
         self._job, self._checks = _Agents(), _Agents()
         sweep(FOLDER_PREFIX)
         with held_folder(Path(tempfile.gettempdir(), FOLDER_PREFIX + offer.session)) as folder:
             token_file = write_token_file(folder / "token", joined.token)
             try:
-                if (entry := client.get(contract.JOB_SPEC, wait=GOODBYE_S)) is None:
-                    raise errors.RendezvousError("it has no job")
-                check_spec(decode(JobSpec, entry.value), plan)
+                place = Membership(client, joined, offer)
+                check_spec(place.spec, plan)
                 slots = f", {plan.slots} slot{'s' * (plan.slots != 1)}" if plan.slots else ""
                 plan.say(f"joined run {joined.run_id} at {plan.place} as {joined.name}{slots}")
-                code = self._run_agents(client, joined, offer, token_file)
+                code = self._run_agents(client, place, token_file)
                 number = self._leaving
                 reason = f"it got {signal.Signals(number).name}" if number else "the job is over"
                 return code
@@ -171,25 +168,21 @@ class Node:
                 if self._leaving:
                     return 128 + self._leaving
                 plan.say(_why_lost(error))
+                lonely = isinstance(error, errors.UnreachableError)
+                if lonely and place is not None and place.waits:
+                    self._let_agent_leave(place.spec.grace_period)
                 return None
             finally:
                 for agents in (self._job, self._checks):
                     self._end_agent(agents)
-                if reason:
-                    reason = f"node {joined.name} has left: {reason}"
-                    with contextlib.suppress(errors.RendezvousError):
-                        _report(client, replace(offer, leaves=True, reason=reason), GOODBYE_S)
+                if reason and place is not None:
+                    place.leave(f"node {joined.name} has left: {reason}", GOODBYE_S)
 
-    def _run_agents(
-        self, client: RendezvousClient, joined: Joined, offer: NodeReport, token_file: Path
-    ) -> int:
+    def _run_agents(self, client: RendezvousClient, place: Membership, token_file: Path) -> int:
         """Run one incarnation after the other, as ordered; return the exit status."""
-        order, revision = NodeOrder(), 0
-        order_key = messages.node_order(offer.session)
-        lease = Set(messages.node_lease(offer.session), lease=joined.heartbeat_timeout)
+        name = place.joined.name
         while True:
-            if entry := _newer(client, lease, order_key, revision, self._wake):
-                order, revision = _decode_order(entry.value), entry.revision
+            order = place.await_order(self._wake)
             if order.over is not None:
                 if order.over.exit_code != ExitCode.OK:
                     status = f"exit status {order.over.exit_code}"
@@ -200,17 +193,23 @@ class Node:
                 if agents.agent is not None and killed >= agents.incarnation:
                     agents.agent.kill()
                 if agents.has_ended():
-                    reason = describe_end(joined.name, self._end_agent(agents))
-                    _report(client, replace(offer, ended=agents.incarnation, reason=reason))
+                    reason = describe_end(name, self._end_agent(agents))
+                    place.report_end(agents.incarnation, reason)
             if self._told_to_leave(signals):
                 return 128 + self._leaving
             for agents, wanted in ((job, order.incarnation), (checks, order.check)):
                 if agents.agent is None and wanted > agents.incarnation:
                     agents.incarnation = wanted
-                    arguments = agent_arguments(client.url, joined.name, wanted)
+                    arguments = agent_arguments(client.url, name, wanted)
                     if address := self._plan.options.local_addr:
                         arguments += ("--address", address)
                     agents.agent = start_agent(arguments, token_file, cwd=PACKAGE_ROOT)
+
+    def _let_agent_leave(self, notice: float) -> None:
+        """Wait for an agent that has no driver any more either, and stops its workers."""
+        if self._job.agent is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._job.agent.wait(notice + ORPHANS_S)
 
     def _told_to_leave(self, signals: list[int]) -> bool:
         """Pass a first signal on to the agent; return whether to leave now."""
@@ -237,31 +236,12 @@ class Node:
         return agent.returncode
 
 
-def _newer(
-    client: RendezvousClient, lease: Set, key: str, revision: int, wake: int
-) -> Entry | None:
-    """Renew the lease, and wait for a value newer than `revision`; None: there is none yet."""
-    patience = client.timeout
-    watch = Watch({key: revision}, min(MAX_WAIT_S, patience / 3))
-    try:
-        renewed, found = client.batch(lease, watch, deadline=patience, wake=wake)
-    except errors.WokenError:
-        return None
-    expect(renewed, Written)
-    entries = expect(found, Entries)
-    return None if entries.timed_out else entries.entries[key]
-
-
 def _why_lost(error: errors.RendezvousError) -> str:
     if isinstance(error, errors.UnauthorizedError):
         return "another run is served there now"
     if isinstance(error, (errors.SealedError, errors.RequestError)):
         return "the server has given this node up"
     return f"lost the server: {error}"
-
-
-def _report(client: RendezvousClient, report: NodeReport, deadline: float | None = None) -> bytes:
-    return client.post_json(messages.NODES_PATH, msgspec.json.encode(report), deadline=deadline)
 
 
 def check_spec(spec: JobSpec, plan: JoinPlan) -> None:
@@ -336,7 +316,7 @@ def _offer(plan: JoinPlan, url: str, offer: NodeReport) -> Joined:
     for secret in known:
         with RendezvousClient(url, secret, ATTEMPT_S) as client:
             try:
-                return _decode_joined(_report(client, offer))
+                return send_report(client, offer)
             except errors.UnauthorizedError:
                 continue
             except errors.RequestError as error:

@@ -36,6 +36,8 @@ def serve(
         default_slots=hosts.default_slots,
     )
     nodes = JoinedNodes(rules, of_server(plan.options.token_file, plan.options.run_id), hosts.own)
+    if run is not None:
+        nodes.await_nodes(tuple((h.name, h.slots) for h in run.job.hosts.known.values()))
     bound = bind_address(plan.driver.bind_host)
 
     def starter(endpoint: str, token_file: Path) -> Backend:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import signal
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rendezvous.auth import write_token_file
-from tests.support.job import JOBS, assert_no_step_lost_or_repeated, eventually
+from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, eventually
 from tests.support.nodes import Nodes, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -32,6 +33,11 @@ def temporary() -> Iterator[str]:
 
 def left_in(folder: str) -> set[str]:
     return {path.name for path in Path(folder).glob("elastic-join-*")}
+
+
+def all_beyond(job: RunningJob, step: int) -> bool:
+    """Whether all live workers have finished more steps than this."""
+    return min(record.step for record in job.live().values()) > step
 
 
 def test_a_node_comes_before_the_server_and_another_leaves_and_comes_back(
@@ -111,7 +117,8 @@ def test_the_server_restarts_and_its_nodes_join_the_new_run(tmp_path: Path) -> N
     at = f"127.0.0.1:{free_port()}"
     secret = ("--token-file", str(write_token_file(tmp_path / "secret", SECRET)))
     with Nodes(tmp_path, STEPS="100000") as nodes:
-        serve = ("--serve", "--nnodes", "2", "--rdzv-endpoint", at, *secret, *FAST, TRAIN)
+        ends = ("--driver-timeout", "0")  # nodes do not wait for the next driver of this run
+        serve = ("--serve", "--nnodes", "2", "--rdzv-endpoint", at, *secret, *FAST, *ends, TRAIN)
         job = nodes.serve(*serve)
         both = [nodes.start("--join", at, *secret) for _ in range(2)]
         old = job.until_size(2, 90)
@@ -133,6 +140,38 @@ def test_the_server_restarts_and_its_nodes_join_the_new_run(tmp_path: Path) -> N
             assert each.stderr.count("joined run") == 2
         job.process.send_signal(signal.SIGTERM)
         assert [n.wait() for n in both] == [143, 143]
+        job.wait()
+        job.assert_nothing_left()
+
+
+def test_the_server_dies_and_the_next_one_has_its_nodes_again(tmp_path: Path) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    secret = ("--token-file", str(write_token_file(tmp_path / "secret", SECRET)))
+    with Nodes(tmp_path, STEPS="100000") as nodes:
+        serve = ("--serve", "--nnodes", "1:2", "--rdzv-endpoint", at, *secret, *FAST, TRAIN)
+        job = nodes.serve(*serve)
+        both = [nodes.start("--join", at, *secret) for _ in range(2)]
+        workers = job.until_size(2, 90)
+        began = max(r.round for r in job.steps())
+        for _ in range(2):
+            job.kill_driver()
+            before = max(r.step for r in job.steps())
+            job.until_without_driver(partial(all_beyond, job, before + 20), "they train on")
+            job = nodes.serve(*serve)  # the same command again
+            job.until(partial(job.events, "driver_resumed"), "the next driver has begun")
+            job.until_size(2, 90)
+        assert set(job.live()) == set(workers), "the same workers"
+        assert max(r.round for r in job.steps()) == began, "in the same world"
+        job.kill_driver()
+        both[1].signal(signal.SIGTERM)  # it leaves in good order without a driver, too
+        assert both[1].wait() == 143, both[1].context()
+        job = nodes.serve(*serve)
+        job.until_size(1, 90)
+        both.append(nodes.start("--join", at, *secret))
+        job.until_size(2, 90)
+        assert [each.stderr.count("joined run") for each in both] == [1, 1, 1]
+        job.process.send_signal(signal.SIGTERM)
+        assert [n.wait() for n in (both[0], both[2])] == [143, 143]
         job.wait()
         job.assert_nothing_left()
 

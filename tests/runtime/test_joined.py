@@ -10,6 +10,7 @@ import pytest
 from elastic_driver.contract import FIRST_OF_CHECKS
 from elastic_driver.core.join_messages import (
     NODES_PATH,
+    JobOver,
     Joined,
     NodeOrder,
     NodeReport,
@@ -35,6 +36,9 @@ class OwnAgents:
     def start(self, host: str, incarnation: int, on_lost: object) -> None:
         self.calls.append(("start", host, incarnation))
 
+    def adopt(self, host: str, incarnation: int, pid: int, on_lost: object) -> None:
+        self.calls.append(("adopt", host, incarnation, pid))
+
     def kill(self, host: str, incarnation: int) -> None:
         self.calls.append(("kill", host, incarnation))
 
@@ -43,9 +47,12 @@ class OwnAgents:
 
 
 class Site:
-    """A rendezvous with nodes, and a node's side of the conversation."""
+    """A rendezvous with nodes, and a node's side of the conversation.
 
-    def __init__(self) -> None:
+    `awaited`: nodes of a driver that has died.
+    """
+
+    def __init__(self, *awaited: tuple[str, int]) -> None:
         rules = NodeRules("run", "1.0", PATIENCE_S, 2)
         self.nodes = JoinedNodes(rules, ("a secret",), (("server", 1),))
         self.own = self.nodes.own_starter = OwnAgents()
@@ -55,6 +62,8 @@ class Site:
             routes=self.nodes.add_to,
             on_lease_expired=self.nodes.lease_expired,
         ).start()
+        if awaited:
+            self.nodes.await_nodes((("server", 1), *awaited))
         self.nodes.open(self.server, "token")
         self.lost: list[str] = []
 
@@ -211,3 +220,57 @@ def test_who_does_not_belong_here_is_turned_away(site: Site) -> None:
     with site.client("a guess") as stranger, pytest.raises(UnauthorizedError):
         stranger.post_json(NODES_PATH, b"{}")
     assert site.hosts() == ()
+
+
+# ---- after the death of a driver -----------------------------------------------------------
+
+
+@pytest.fixture
+def resumed() -> Iterator[Site]:
+    site = Site(("n1", 2), ("n1-2", 3))
+    yield site
+    site.server.stop()
+
+
+def test_nodes_of_the_driver_before_are_hosts_and_keep_name_slots_and_agents(resumed: Site) -> None:
+    assert resumed.hosts() == (("n1", 2), ("n1-2", 3))
+    resumed.nodes.adopt("n1-2", 1, 4711, resumed.lost.append)  # the agent is quicker than its node
+    assert resumed.report("n1", machine="new").name == "n1-3", "their names are theirs"
+    assert resumed.report("n1-2", joined_as="n1-2", slots=3).name == "n1-2"
+    resumed.nodes.kill("n1-2", 1)
+    eventually(lambda: resumed.order("n1-2-m")[0].killed == 1, within=5, what="it is killed")
+    resumed.report("n1-2", session="n1-2-m", ended=1, reason="it was killed")
+    assert resumed.lost == ["it was killed"]
+
+
+def test_orders_for_a_node_wait_until_it_is_back(resumed: Site) -> None:
+    resumed.nodes.kill("n1", 4)  # it was being started when the driver died
+    resumed.start("n1", 5)
+    resumed.report("n1", joined_as="n1")
+    order, _ = resumed.order("n1-m")
+    assert (order.killed, order.incarnation) == (4, 5)
+    assert resumed.lost == []
+
+
+def test_a_node_that_does_not_come_back_in_time_is_no_host_any_more(resumed: Site) -> None:
+    resumed.nodes.adopt("n1", 1, 4711, resumed.lost.append)
+    resumed.report("n1-2", joined_as="n1-2")
+    resumed.renew("n1-2-m")
+    eventually(
+        lambda: resumed.renew("n1-2-m") or resumed.hosts() == (("n1-2", 3),),
+        within=5,
+        what="the other one is given up",
+    )
+    assert resumed.lost == ["node n1 has not come back to the resumed driver"]
+    assert resumed.report("n1", joined_as="n1").name == "n1", "later it may come all the same"
+
+
+def test_the_servers_own_node_is_not_awaited_and_its_agents_are_adopted(resumed: Site) -> None:
+    resumed.nodes.adopt("server", 1, 4711, resumed.lost.append)
+    assert resumed.own.calls == [("adopt", "server", 1, 4711)]
+
+
+def test_a_node_that_comes_back_when_the_job_is_over_is_told(resumed: Site) -> None:
+    resumed.nodes.job_ends(3, "it failed")
+    resumed.report("n1", joined_as="n1")
+    assert resumed.order("n1-m")[0].over == JobOver(3, "it failed")

@@ -355,9 +355,9 @@ class Cluster:
     def start(
         self, node: str, argv: Sequence[str], *, out: Path, err: Path, env: dict[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start a command in a node; its owner waits for it."""
+        """Start a command in a node, and append what it writes; its owner waits for it."""
         inside = self.nodes[node].inside(*argv, cwd=str(self.folder))
-        with out.open("wb") as stdout, err.open("wb") as stderr:
+        with out.open("ab") as stdout, err.open("ab") as stderr:
             return subprocess.Popen(
                 inside,
                 stdin=subprocess.DEVNULL,

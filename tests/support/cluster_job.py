@@ -28,6 +28,7 @@ class ClusterJob(RunningJob):
     """A job whose driver runs on `head`."""
 
     cluster: Cluster
+    inside: tuple[str, ...] = ()  # the command that starts `elasticrun` again
 
     def together(self, size: int, *, above: int = 0, within: float = 60.0) -> list[StepRecord]:
         """Wait until `size` workers have each finished two steps of one round above `above`."""
@@ -100,6 +101,18 @@ class ClusterJob(RunningJob):
                 if {"launcher.cli", mark} <= set(process.cmdline()):
                     process.send_signal(number)
 
+    def kill_driver(self) -> None:
+        """Kill `elasticrun` alone; agents and workers may live on."""
+        self.signal(signal.SIGKILL)
+        self.process.wait(10)
+
+    def start(self, *args: str) -> None:
+        """Start `elasticrun` for this run again, on head; its output follows that of the last."""
+        run = ("--run-id", self.run_id, "--state-dir", str(self.run_dir.parent))
+        argv = [*self.inside, sys.executable, "-m", "launcher.cli", *run, *args]
+        out, err = self.folder / "stdout", self.folder / "stderr"
+        self.process = self.cluster.start("head", argv, out=out, err=err, env=self.environ)
+
     def left_behind(self) -> dict[str, object]:
         """What is left of the job on each node that is up: processes, files of ours."""
         found: dict[str, object] = {}
@@ -152,14 +165,10 @@ def elasticrun_on(
         *args,
         *("--", str(ROOT / "tests" / "e2e" / "jobs" / "train.py")),
     ]
-    process = cluster.start(
-        "head",
-        argv,
-        out=folder / "stdout",
-        err=folder / "stderr",
-        env={"HOME": str(folder), **(env or {})},
-    )
-    job = ClusterJob(process, run_id, folder)
+    environ = {"HOME": str(folder), **(env or {})}
+    out, err = folder / "stdout", folder / "stderr"
+    process = cluster.start("head", argv, out=out, err=err, env=environ)
+    job = ClusterJob(process, run_id, folder, environ=environ)
     job.cluster = cluster
     try:
         yield job

@@ -100,7 +100,7 @@ class Nodes:
             **self._env,
             **env,
         }
-        with stdout.open("wb") as to, stderr.open("wb") as errors:
+        with stdout.open("ab") as to, stderr.open("ab") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", "launcher.cli", *args],
                 stdin=subprocess.DEVNULL,
