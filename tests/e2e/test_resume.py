@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from pathlib import Path
+
+import psutil
+
 from tests.e2e.test_control import ctl
 from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, elasticrun
 
 TRAIN = str(JOBS / "train.py")
+DURABLE = str(JOBS / "durable.py")
+COUNT = "i=0; while [ $i -lt 300 ]; do echo line $i; i=$((i+1)); sleep 0.02; done"
 
 
 def where(job: RunningJob) -> tuple[str, ...]:
     return "--state-dir", str(job.run_dir.parent), "--run-id", job.run_id
+
+
+def say(job: RunningJob, *args: str) -> tuple[int, str]:
+    """The exit status and the one line on stderr of another `elasticrun` for this run."""
+    before = job.process
+    job.start(*args)
+    job.process, other = before, job.process
+    status = other.wait(60)
+    return status, job.stderr.splitlines()[-1]
 
 
 def steps_beyond(job: RunningJob, step: int) -> bool:
@@ -42,4 +59,56 @@ def test_workers_train_on_without_a_driver_and_the_next_one_scales_and_ends_the_
         assert_no_step_lost_or_repeated(job, 1500)
         numbers = [event["n"] for event in job.events()]
         assert numbers == list(range(1, len(numbers) + 1))
+        job.assert_nothing_left()
+
+
+def test_a_worker_that_dies_without_a_driver_is_replaced_by_the_next_one() -> None:
+    args = ("-H", "localhost:2", "-np", "2", "--min-np", "1", "--", TRAIN)
+    with elasticrun(*args, env={"STEPS": "400", "STEP_MS": "20"}) as job:
+        victim, survivor = sorted(job.until_size(2))
+        job.kill_driver()
+        job.kill(victim)
+        status, line = say(job, "-np", "2", "--", TRAIN)
+        assert status == 64
+        assert f"elasticrun --resume --state-dir {job.run_dir.parent} --run-id {job.run_id}" in line
+        job.start(*args)  # the same command
+        job.until(lambda: "its driver 1 (process " in job.stderr, "it says that the job goes on")
+        assert survivor in job.until_size(2)
+        status, line = say(job, "--resume")
+        assert status == 64
+        assert f"is in use by process {job.process.pid}" in line
+        assert job.wait(120) == 0, job.describe()
+        assert_no_step_lost_or_repeated(job, 400)
+        assert len(job.events("worker_exited")) == 3
+        status, line = say(job, "--resume")
+        assert status == 0
+        assert f"run {job.run_id} is over since" in line
+        job.assert_nothing_left()
+
+
+def test_a_plain_script_and_its_output_go_on_across_a_driver_s_death() -> None:
+    with elasticrun("-np", "2", "--", "sh", "-c", COUNT) as job:
+        job.until(lambda: "line 20\n" in job.stdout, "output")
+        job.kill_driver()
+        job.start("--resume")
+        assert job.wait(60) == 0, job.describe()
+        for rank in (0, 1):
+            lines = re.findall(rf"^\[{rank}\]<stdout>:line (\d+)$", job.stdout, re.MULTILINE)
+            assert lines == [str(number) for number in range(300)]
+        job.assert_nothing_left()
+
+
+def test_a_job_goes_on_from_its_checkpoint_after_its_machine_was_restarted(tmp_path: Path) -> None:
+    env = {"CHECKPOINTS": str(tmp_path), "STEPS": "300", "EVERY": "20"}
+    with elasticrun("-np", "2", "--", DURABLE, env=env) as job:
+        job.until(lambda: list(tmp_path.glob("step-*/manifest.json")), "a checkpoint")
+        job.kill_driver()
+        for process in job.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        job.start("--resume")
+        assert job.wait(120) == 0, job.describe()
+        entered = [int(step) for step in re.findall(r"enters step=(\d+)", job.stdout)]
+        assert entered[:2] == [0, 0]
+        assert entered[-1] > 0
         job.assert_nothing_left()

@@ -64,6 +64,7 @@ class RunningJob:
     killed: dict[int, float] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = ()
+    state_dir: Path = Path()  # of all runs
 
     # ---- what a user sees ----------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class RunningJob:
 
     @property
     def run_dir(self) -> Path:
-        return self.folder / "state" / self.run_id
+        return (self.state_dir if self.state_dir.name else self.folder / "state") / self.run_id
 
     def events(self, *names: str) -> list[dict[str, Any]]:
         """The event log so far, or those events of it that have one of these names."""
@@ -169,7 +170,7 @@ class RunningJob:
         """Start `elasticrun` for this run again; its output follows that of the last one."""
         argv = [
             *(sys.executable, "-m", "launcher.cli"),
-            *("--run-id", self.run_id, "--state-dir", str(self.folder / "state")),
+            *("--run-id", self.run_id, "--state-dir", str(self.run_dir.parent)),
             *args,
         ]
         with (self.folder / "stdout").open("ab") as out, (self.folder / "stderr").open("ab") as err:
@@ -240,7 +241,10 @@ def is_running(pid: int) -> bool:
 
 @contextlib.contextmanager
 def elasticrun(
-    *args: str, env: dict[str, str] | None = None, cwd: Path | None = None
+    *args: str,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    state_dir: Path | None = None,
 ) -> Iterator[RunningJob]:
     """Start `elasticrun ARGS…` in a folder of its own; whatever is left is killed at the end."""
     run_id = f"t{uuid.uuid4().hex[:10]}"
@@ -257,14 +261,14 @@ def elasticrun(
         }
         argv = [
             *(sys.executable, "-m", "launcher.cli"),
-            *("--run-id", run_id, "--state-dir", str(folder / "state")),
+            *("--run-id", run_id, "--state-dir", str(state_dir or folder / "state")),
             *args,
         ]
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
             process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=full, cwd=cwd or folder
             )
-        job = RunningJob(process, run_id, folder, environ=full, args=args)
+        job = RunningJob(process, run_id, folder, {}, full, args, state_dir or folder / "state")
         try:
             yield job
         finally:

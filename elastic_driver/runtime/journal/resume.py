@@ -56,6 +56,16 @@ class ResumedRun:
 
 def load_run(path: Path) -> ResumedRun:
     """Return the run of this journal; raises `JournalError` for one that cannot go on."""
+    try:
+        return _load(path)
+    except (JournalError, MemoryError):
+        raise
+    except Exception as error:  # a damaged state may break any machine
+        problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise JournalError(f"{path}: the journal is damaged: {problem}") from error
+
+
+def _load(path: Path) -> ResumedRun:
     with contextlib.closing(Replay(path)) as replay:
         since = tuple(replay.steps(from_newest=True))
         if "job" not in replay.machines:

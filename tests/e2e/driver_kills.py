@@ -1,0 +1,154 @@
+"""Does a job notice that its driver is killed again and again? A trial, not a test: minutes.
+
+    python -m tests.e2e.driver_kills --drivers 20 --seed 1
+
+One job on this machine, with as many workers as --workers. First workers alone are killed, as often
+as --calm says; then the driver is killed at random instants, also while it resumes, and goes on at
+once, as systemd would start it. Beside that workers are killed and the wished size changes. Then
+the job must grow and shrink as ever, and end without a trace.
+
+A line for each part tells the largest gaps between two steps of one process: without a loss, and
+with one (the survivors form a new world in it). Exits with 1 if a step was lost or repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from tests.e2e.test_control import ctl
+from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, elasticrun
+
+RESUMED_S = 60.0
+
+
+@dataclass
+class Part:
+    """A stretch of the job, and what was killed in it."""
+
+    name: str
+    began: float = field(default_factory=time.time)
+    ended: float = 0.0
+    drivers: list[float] = field(default_factory=list)  # when each was killed, unix seconds
+    workers: list[float] = field(default_factory=list)
+
+    def describe(self, job: RunningJob) -> str:
+        """The gaps between the steps of this part, in one line."""
+        steps: dict[int, list[tuple[float, int]]] = {}
+        for record in job.steps():
+            if self.began <= record.t <= self.ended:
+                steps.setdefault(record.pid, []).append((record.t, record.round))
+        calm, changes = [0.0], [0.0]
+        for of_one in steps.values():
+            for (before, old), (after, new) in itertools.pairwise(of_one):
+                (calm if old == new else changes).append(after - before)
+        killed = f"{len(self.drivers)} drivers and {len(self.workers)} workers killed"
+        usual = statistics.median(calm)
+        return (
+            f"{self.name}: {killed}; a step takes {usual:.3f} s, the longest without a change of "
+            f"the world {max(calm):.3f} s, with one {max(changes):.3f} s"
+        )
+
+
+@dataclass
+class Trial:
+    """The job under test."""
+
+    job: RunningJob
+    random: Random
+    workers: int
+
+    def kill_a_worker(self, part: Part) -> None:
+        """Kill one of at least two workers that train."""
+        if len(live := sorted(self.job.live())) > 1:
+            with contextlib.suppress(ProcessLookupError):
+                part.workers.append(self.job.kill(self.random.choice(live)))
+
+    def without_driver_kills(self, times: int) -> Part:
+        """Kill workers alone."""
+        part = Part("without driver kills")
+        for _time in range(times):
+            self.kill_a_worker(part)
+            self.job.until_size(self.workers)
+            time.sleep(self.random.uniform(0.0, 1.0))
+        part.ended = time.time()
+        return part
+
+    def with_driver_kills(self, times: int) -> Part:
+        """Kill drivers at random instants, and workers beside them."""
+        part = Part("with driver kills")
+        while len(part.drivers) < times:
+            resumed = len(self.job.events("driver_resumed"))
+            part.drivers.append(time.time())
+            self.job.kill_driver()
+            if self.random.random() < 0.3:
+                self.kill_a_worker(part)
+            self.job.start("--resume")
+            if self.random.random() < 0.3:  # the next one dies young, perhaps as it resumes
+                time.sleep(self.random.uniform(0.0, 3.0))
+                continue
+            self.job.until(
+                lambda before=resumed: len(self.job.events("driver_resumed")) > before,
+                "the next driver",
+                RESUMED_S,
+            )
+            if self.random.random() < 0.3:
+                self.kill_a_worker(part)
+            if self.random.random() < 0.3:
+                self.job.until_size(self.workers)
+            time.sleep(self.random.uniform(0.0, 2.0))
+        self.job.until_size(self.workers)
+        part.ended = time.time()
+        return part
+
+    def grow_and_shrink(self) -> None:
+        """Scale down and up, as on any other day."""
+        where = "--state-dir", str(self.job.run_dir.parent), "--run-id", self.job.run_id
+        for size in (1, self.workers):
+            ctl("scale", str(size), *where)
+            self.job.until_size(size)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the trial; return its exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--drivers", type=int, default=20, help="how many are killed")
+    parser.add_argument("--calm", type=int, default=5, help="worker kills before that")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=None)
+    given = parser.parse_args(argv)
+    seed = given.seed if given.seed is not None else int(time.time())
+    print(f"seed {seed}", flush=True)
+    args = ("-H", f"localhost:{given.workers}", "--min-np", "1", "--max-restarts", "100000")
+    train = ("--", str(JOBS / "train.py"))
+    with elasticrun(*args, *train, env={"STEPS": "1000000", "STEP_MS": "20"}) as job:
+        trial = Trial(job, Random(seed), given.workers)
+        job.until_size(given.workers)
+        for part in (
+            trial.without_driver_kills(given.calm),
+            trial.with_driver_kills(given.drivers),
+        ):
+            print(part.describe(job), flush=True)
+        trial.grow_and_shrink()
+        last = min(record.step for record in job.live().values())
+        job.process.send_signal(signal.SIGTERM)
+        status = job.wait()
+        job.assert_nothing_left()
+        assert status == 128 + signal.SIGTERM, job.describe()
+        assert_no_step_lost_or_repeated(job, last)
+        print(f"{last} steps, none lost or repeated; exit status {status}; nothing is left")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
