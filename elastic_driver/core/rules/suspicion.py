@@ -36,6 +36,7 @@ class Suspect:
     evidence: dict[ev.Evidence, str] = field(default_factory=dict)  # with its reason
     probe: int = 0  # the number of the probe that is not answered yet; 0: none
     probe_at: float | None = None  # the time of the next probe
+    asked_cut_off: bool = False  # the probe began while no host was heard: its failure says nothing
     confirmed_at: float | None = None  # the time at which two kinds of evidence are a verdict
 
 
@@ -109,10 +110,12 @@ class Suspicion(Rule):
             self._lose(agent, suspect, f"its host says {took} that the agent is gone", now)
         elif "silent" not in suspect.evidence:
             suspect.probe_at = now
-        elif self._others_are_heard():
-            self._lose(agent, suspect, f"no answer to a probe {took}", now)
-        else:
+        elif not self._others_are_heard():
             suspect.probe_at = now + AGAIN_S
+        elif suspect.asked_cut_off:
+            suspect.probe_at = now
+        else:
+            self._lose(agent, suspect, f"no answer to a probe {took}", now)
 
     def advance(self, now: float) -> None:
         """Probe again, and give up hosts against which two kinds of evidence agree."""
@@ -152,6 +155,7 @@ class Suspicion(Rule):
         if agent.probe_port:
             reasons = "; ".join(suspect.evidence.values()) or "it sends no heartbeat"
             suspect.probe = self._ask(agent, PROBE_S, reasons)
+            suspect.asked_cut_off = not self._others_are_heard()
 
     def _ask(self, agent: HostAgent, patience: float, reason: str) -> int:
         self.probes += 1

@@ -115,8 +115,29 @@ def test_if_every_host_is_silent_the_driver_may_be_the_one_that_is_cut_off() -> 
     assert lost(s) == []
     s.send(ev.AgentHeard("a", 1))
     for host in "bc":
+        answer(s, host, "silent", PROBE_S)  # it began while this machine was perhaps cut off
+    assert lost(s) == []
+    for host in "bc":
         answer(s, host, "silent", PROBE_S)
     assert lost(s) == ["b", "c"]
+
+
+def test_a_probe_that_began_while_the_driver_was_cut_off_costs_no_host() -> None:
+    s = trains()
+    for host in "abc":
+        suspect(s, host, "silent")
+    for host in "abc":
+        answer(s, host, "silent", PROBE_S)
+    s.wait(AGAIN_S)
+    s.send(ev.AgentHeard("a", 1))
+    asked = len(probes(s, "b"))
+    answer(s, "b", "silent", PROBE_S)
+    assert len(probes(s, "b")) == asked + 1  # asked again at once
+    answer(s, "b")
+    s.send(ev.AgentHeard("b", 1))
+    s.send(ev.AgentHeard("c", 1))
+    s.wait(60.0)
+    assert lost(s) == []
 
 
 def test_half_of_the_hosts_are_lost_in_one_round() -> None:
