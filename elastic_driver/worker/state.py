@@ -12,7 +12,7 @@ With a `checkpoint_dir` the state is kept on disk as well (`keeper`), in case ev
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
+from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_together
 from elastic_driver.worker.compute_clock import ComputeClock, clock_for
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.state_sync import sharing
@@ -262,6 +263,21 @@ class State:
             raise UsageError(problem)
         self.restore()  # the script may have gone on since its last commit
         return self._checkpoints.take_last(self._live(), request, rank)
+
+    def save_without_driver(self, worker: str, world: Sequence[str], seconds: float) -> str:
+        """Write the last commit with the others that leave; return a clause: what is on disk.
+
+        `world`: the members of the last world, by rank. `seconds`: the time that is left.
+        """
+        step = self._version
+        if self._checkpoints is None or step <= 0:
+            why = (
+                "it has no checkpoint_dir (docs/checkpoints.md)" if step > 0 else "nothing to keep"
+            )
+            return f"the state of step {max(step, 0)} is not on disk: {why}"
+        self.restore()  # the script may have gone on since its last commit
+        me = Arrival(worker, step if self.clean else NOTHING)
+        return save_together(self._checkpoints, self._live(), me, world, seconds)
 
     def final_checkpoint_problem(self, folder: Path) -> str | None:
         """Return "" once the final checkpoint is complete, why it failed, or None meanwhile."""

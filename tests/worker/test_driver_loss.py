@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
+from typing import Any
 
 from elastic_driver import contract
 from elastic_driver.core.events import WorkerReady
+from elastic_driver.worker.checkpoints import folder as folders
 from tests.support.coordinator import Coordinator, eventually
 from tests.worker import training
 from tests.worker.test_recovery import assert_every_step_once_and_equal_everywhere
@@ -107,4 +111,77 @@ def test_a_worker_that_finds_no_driver_at_all_ends_with_one_line(tmp_path: Path)
         assert job.wait(workers) == [75]
         (line,) = job.said(workers[0]).splitlines()
         assert "no driver came within --driver-timeout" in line
+        job.come_back()
+
+
+# ---- the next driver does not come -------------------------------------------------------
+
+
+def leaving(tmp_path: Path, function: Any, *args: Any) -> Coordinator:
+    """Return a job whose workers wait a second for the next driver, and have a notice of 20 s."""
+    job = Coordinator(tmp_path, function, *args)
+    job.environment = {contract.DRIVER_TIMEOUT: "1", contract.LEAVE_NOTICE: "20"}
+    return job
+
+
+def tell_to_leave(job: Coordinator, workers: list[str]) -> None:
+    """Do what their agents do when the wait for the next driver is over."""
+    for worker in workers:
+        os.kill(job.pid(worker), signal.SIGTERM)
+
+
+def checkpoint_of(folder: Path) -> int:
+    """Return the step of the only complete checkpoint."""
+    (found,) = [path for path in folders.checkpoints(folder) if folders.is_complete(path)]
+    folders.verified(found)
+    return folders.version_of(found)
+
+
+def test_workers_leave_after_a_common_step_with_a_checkpoint_when_no_driver_comes(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "checkpoints"
+    with leaving(tmp_path, training.steps_with_checkpoints, str(folder)) as job:
+        workers = job.start(3)
+        job.until_step(10, workers)
+        job.server.stop()
+        gone_at = time.time()
+        eventually(lambda: all(job.newest(w)["t"] > gone_at + 1 for w in workers), "they train on")
+        for worker in workers:  # not all at the same moment
+            tell_to_leave(job, [worker])
+            eventually(lambda w=worker: "leaving after the next step" in job.said(w), "it says so")
+        assert job.wait(workers) == [75, 75, 75]
+        last = {job.newest(worker)["step"] for worker in workers}
+        assert len(last) == 1, "all left after the same step"
+        assert checkpoint_of(folder) == last.pop()
+        assert not list(folder.glob("leaving-*"))
+        assert_every_step_once_and_equal_everywhere(job, job.newest(workers[0])["step"])
+        job.come_back()
+
+
+def test_survivors_that_wait_write_the_last_commit_when_no_driver_comes(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with leaving(tmp_path, training.steps_with_checkpoints, str(folder)) as job:
+        alive = job.start(3)
+        job.until_step(10, alive)
+        job.server.stop()
+        job.kill(alive.pop(), notice=False)
+        eventually(lambda: all(waits(job, w) for w in alive), "they wait for a driver")
+        tell_to_leave(job, alive)
+        assert job.wait(alive) == [75, 75]
+        assert checkpoint_of(folder) == max(job.newest(worker)["step"] for worker in alive)
+        job.come_back()
+
+
+def test_workers_without_checkpoints_leave_after_a_common_step_too(tmp_path: Path) -> None:
+    with leaving(tmp_path, training.steps, 100000) as job:
+        workers = job.start(2)
+        job.until_step(10, workers)
+        job.server.stop()
+        gone_at = time.time()
+        eventually(lambda: all(job.newest(w)["t"] > gone_at + 1 for w in workers), "they train on")
+        tell_to_leave(job, workers)
+        assert job.wait(workers) == [75, 75]
+        assert len({job.newest(worker)["step"] for worker in workers}) == 1
+        assert "is not on disk: it has no checkpoint_dir" in job.said(workers[0])
         job.come_back()

@@ -125,6 +125,24 @@ def steps(path: str, count: int, pause: float = 0.01) -> None:
     train(job.state)
 
 
+def steps_with_checkpoints(path: str, folder: str) -> None:
+    """Train for ever, with a folder for checkpoints in which none is due."""
+    job, record = Everything(checkpoint_dir=folder, every=10**6), Recorder(path)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = elastic.wrap(state.model)
+        while True:
+            job.train_a_step(ddp)
+            try:
+                state.commit()
+            finally:
+                job.note(record)
+            time.sleep(0.01)
+
+    train(job.state)
+
+
 def fails_at(path: str, step: int) -> None:
     """A script with a bug of its own."""
     job, record = Everything(), Recorder(path)

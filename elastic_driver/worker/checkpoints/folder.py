@@ -81,6 +81,11 @@ def folder_name(version: int, attempt: str) -> str:
     return f"step-{version:012d}-{attempt}"
 
 
+def roll_call_name(digest: str) -> str:
+    """Return the name of the folder in which workers without a driver agree (`roll_call`)."""
+    return f"leaving-{digest}"
+
+
 def version_of(folder: Path) -> int:
     """Return the step in a folder's name; −1 for a folder that is no checkpoint."""
     found = _NAME.fullmatch(folder.name)
@@ -225,8 +230,18 @@ def retire(root: Path, keep: int) -> None:
 
 
 def sweep(root: Path) -> list[Path]:
-    """Delete every half-written checkpoint, before this job writes; return their paths."""
+    """Delete every half-written checkpoint, before this job writes; return their paths.
+
+    Also delete what is left of agreements without a driver.
+    """
+    remove_roll_calls(root)
     half = [path for path in checkpoints(root) if not is_complete(path)]
     for path in half:
         remove(path)
     return half
+
+
+def remove_roll_calls(root: Path) -> None:
+    """Delete the folders in which workers without a driver have agreed."""
+    for path in root.glob(roll_call_name("*")):
+        shutil.rmtree(path, ignore_errors=True)

@@ -49,6 +49,7 @@ RECENT_STEPS = 11  # whose median is the current step time
 RETRY_S = 0.5  # after a refused or unanswered heartbeat
 SILENT_S = 3.0  # for an answer while the driver is silent, so that other duties do not wait long
 LEAVING_S = 1.0  # the longest wait for the driver to accept that this worker leaves
+ABSENCE_SHARE = 0.9  # of --driver-timeout: a driver that was silent for so long is not expected
 SLICE_S = 10.0  # the longest request that waits for a world
 CHECKPOINT_POLL_S = 0.05  # between two checks of a final checkpoint that is being written
 MAX_REASON_CHARS = 1000
@@ -125,6 +126,8 @@ class DriverConnection:
         on_notice: called on the heartbeat thread with each new notice.
         before_heartbeat: called on that thread before each heartbeat; returns the seconds until it
             must be called again, or None where any time will do.
+        leave_alone: called on that thread when this worker has to leave while no driver lives; gets
+            the reason, and the time that the worker has, in seconds.
         on_new_driver: called on that thread when another driver has taken over, and the world that
             `await_world` has returned is of an earlier one.
 
@@ -137,11 +140,16 @@ class DriverConnection:
         progress: TrainingProgress,
         on_notice: Callable[[documents.Notice], None],
         before_heartbeat: Callable[[], float | None],
+        *,
         on_new_driver: Callable[[], None] = lambda: None,
+        leave_alone: Callable[[str, float], None] = lambda _reason, _seconds: None,
     ) -> None:
         self.born = born
         self.client = born.client()
-        self.preemption = PreemptionWatch(born.worker, born.leave_notice)
+        waits = born.driver_timeout > 0
+        self.preemption = PreemptionWatch(
+            born.worker, born.leave_notice, self._leave_alone_if_due if waits else None
+        )
         self._progress = progress
         progress.on_first_step = self.preemption.wake  # it is reported at once
         self._leases = contract.worker_lease(born.worker), contract.worker_half_lease(born.worker)
@@ -152,7 +160,7 @@ class DriverConnection:
         self._heart_seen: Counter[str] = Counter()  # as `_seen`
         self._term = 0  # of the driver
         self._on_notice, self._before_heartbeat = on_notice, before_heartbeat
-        self._on_new_driver = on_new_driver
+        self._on_new_driver, self._leave_alone = on_new_driver, leave_alone
         self._stall_watch = StallWatch(born.worker, progress, born.hang_timeout)
         self._pending: list[Struct] = []  # events to post: the driver may be away
         self._idle = born.heartbeat_timeout / 3  # a lease survives two lost requests
@@ -328,6 +336,19 @@ class DriverConnection:
 
     def _report_leaving(self, event: events.WorkerLeaving) -> None:
         self._heart_client.post_json(EVENTS_PATH, documents.encode(event), deadline=LEAVING_S)
+
+    def _leave_alone_if_due(self, reason: str, left: float) -> bool:
+        """Leave without a driver if the wait for it is over, or half of the notice is.
+
+        Return whether this worker leaves.
+        """
+        silent = time.monotonic() - (self._heart_client.silent_since or time.monotonic())
+        # The agents begin to wait a little earlier or later than this worker.
+        over = silent > self.born.driver_timeout * ABSENCE_SHARE - RETRY_S
+        if not over and left > self.born.leave_notice / 2:
+            return False
+        self._leave_alone(reason, left)
+        return True
 
     # ---- on both -------------------------------------------------------------------------
 

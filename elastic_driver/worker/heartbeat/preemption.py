@@ -5,6 +5,8 @@ that gets one, and does not handle it itself, reports it to the driver, trains o
 a step boundary, and is stopped then. After the deadline it ends by the signal, as it would have at
 once without us. So does a worker that cannot reach its driver, or that gets a SIGTERM after an
 announcement. The agent's own SIGTERM is not an announcement: it comes with `contract.STOP_MARK`.
+Where a job waits for its next driver, a worker leaves without one: at once if the wait is over
+(then all agents tell their workers), else when half of its time has passed.
 
 The training thread may sit in a collective and run no Python code for long. So the signals are
 recorded in C (`signal.set_wakeup_fd`), and the heartbeat thread reads them. Times are seconds.
@@ -25,10 +27,11 @@ from types import FrameType
 from elastic_driver import contract
 from elastic_driver.core.events import WorkerLeaving
 from elastic_driver.worker.worker_log import say
-from rendezvous.errors import AbortedError, RendezvousError
+from rendezvous.errors import AbortedError, RendezvousError, UnreachableError
 
 ANNOUNCING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 STOP_MARK = signal.Signals[contract.STOP_MARK]
+RETRY_S = 0.5  # until a driver that does not answer is told again
 _HANDLED = 0x80  # marks a signal number that our Python handler wrote
 
 
@@ -42,10 +45,18 @@ class PreemptionWatch:
     Args:
         worker: the name of this worker.
         notice: seconds from the signal to the end of the process; 0: signals are left alone.
+        leave_alone: has this worker leave without a driver; gets the reason and the time that it
+            has, in seconds, and returns False if it is too early for that. None: it ends instead.
     """
 
-    def __init__(self, worker: str, notice: float) -> None:
+    def __init__(
+        self,
+        worker: str,
+        notice: float,
+        leave_alone: Callable[[str, float], bool] | None = None,
+    ) -> None:
         self._worker, self._notice, self.end = worker, notice, end_by
+        self._leave_alone = leave_alone
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -53,7 +64,8 @@ class PreemptionWatch:
         self._owns_wakeup = False  # whether the interpreter writes to our socket
         self._caught: Counter[int] = Counter()  # signal number → times written in C
         self._handled: Counter[int] = Counter()  # signal number → times our handler ran
-        self._deadline: float | None = None  # set once the driver knows
+        self._deadline: float | None = None  # set by the first signal
+        self._told = False  # the driver knows, or this worker leaves without one
         self._first = signal.SIGTERM
 
     def fileno(self) -> int:
@@ -129,19 +141,27 @@ class PreemptionWatch:
         now = time.monotonic()
         if self._deadline is None:
             self._first, self._deadline = numbers[0], now + self._notice
-            name = self._first.name
-            try:
-                report(WorkerLeaving(self._worker, self._notice, f"it got {name}"))
-            except AbortedError:
-                raise  # the script has ended by itself meanwhile
-            except RendezvousError as error:
-                say(f"got {name}, and the driver cannot be reached ({error}); ending by it")
-                self.end(self._first)
-            say(f"got {name}: leaving at a step boundary, within {self._notice:g} s")
         elif now >= self._deadline:
             say(f"still here {self._notice:g} s after {self._first.name}; ending by it")
             self.end(self._first)
-        return max(0.0, self._deadline - now)
+        if not self._told:
+            self._told = self._tell(report, round(self._deadline - now, 3))
+        return max(0.0, self._deadline - now) if self._told else RETRY_S
+
+    def _tell(self, report: Callable[[WorkerLeaving], object], left: float) -> bool:
+        """Report the signal, or leave without a driver; return whether one of them was done."""
+        name = self._first.name
+        try:
+            report(WorkerLeaving(self._worker, left, f"it got {name}"))
+        except AbortedError:
+            raise  # the script has ended by itself meanwhile
+        except RendezvousError as error:
+            if self._leave_alone is not None and isinstance(error, UnreachableError):
+                return self._leave_alone(f"got {name} while no driver answers", left)
+            say(f"got {name}, and the driver cannot be reached ({error}); ending by it")
+            self.end(self._first)
+        say(f"got {name}: leaving at a step boundary, within {left:g} s")
+        return True
 
     def _is_ours(self, number: int) -> bool:
         return signal.getsignal(number) == self._on_signal

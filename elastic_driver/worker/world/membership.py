@@ -32,7 +32,7 @@ from elastic_driver.worker.world.backend import BackendChoice
 from elastic_driver.worker.world.connections import link_usage
 from elastic_driver.worker.world.device import Accelerator, DeviceHalf
 from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
-from rendezvous.errors import UnreachableError
+from rendezvous.errors import AbortedError, UnreachableError
 from rendezvous.torch_store import HTTPStore
 
 GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
@@ -61,14 +61,22 @@ class JobMembership:
         self._choice = choice
         self._driver: DriverConnection | None = None
         if born is not None:
-            callbacks = self._on_notice, self._check_departure, self._on_new_driver
-            self._driver = DriverConnection(born, self.progress, *callbacks)
+            self._driver = DriverConnection(
+                born,
+                self.progress,
+                self._on_notice,
+                self._check_departure,
+                on_new_driver=self._on_new_driver,
+                leave_alone=self._leave_alone,
+            )
         self._left = 0  # the round left last
         self._described: object | None = None  # the state that our last READY described
         self._lock = threading.Lock()  # guards the next two: the heartbeat thread brings notices
         self._notice: Notice | None = None
         self._attempt: tuple[int, SimpleQueue[Any]] | None = None  # a round, its thread's result
         self._device_failures = 0  # in a row
+        # Why and until when (monotonic) this worker leaves without a driver.
+        self._alone: tuple[str, float] | None = None
         self._broken_since: float | None = None  # when a notice told us to leave at once
         self._grace = GRACE_S  # after that, before we end our collectives
         self._leaving_since: float | None = None  # when taking the group down began
@@ -138,6 +146,14 @@ class JobMembership:
             world = World(round=self._left + 1, members=(me,), reason="started alone")
             self._enter(world, me, HashStore(), version.steps)
             return
+        try:
+            self._enter_next(driver, version, state)
+        except AbortedError:
+            if self._alone is None:
+                raise
+            self._end_without_driver(*self._alone, driver.born.worker, state)
+
+    def _enter_next(self, driver: DriverConnection, version: StateVersion, state: Any) -> None:
         checkpoint = None if state is None else FinalCheckpointTask(driver.born.worker, state)
         while True:
             world, me = driver.await_world(self._left, checkpoint)
@@ -149,6 +165,15 @@ class JobMembership:
                 self._left = world.round
                 reason = f"round {world.round} ended while its group was built: {error}"
                 self._report_ready(version, reason)
+
+    def _end_without_driver(self, reason: str, until: float, worker: str, state: Any) -> NoReturn:
+        """Write the final checkpoint with the others, if `state` has one, and end the script."""
+        done = "it has trained nothing"
+        if state is not None:
+            world = [] if self.world is None else [member.worker for member in self.world.members]
+            done = state.save_without_driver(worker, world, until - time.monotonic())
+        say(f"{reason}: this worker leaves; {done}")
+        raise SystemExit(ExitCode.UNAVAILABLE)
 
     def _enter(self, world: World, me: Member, store: Store, version: int) -> None:
         run = partial(self._run_attempt, world.round, groups.CONNECT_TIMEOUT_S + 1)
@@ -177,6 +202,8 @@ class JobMembership:
             self.progress.links = lambda: link_usage(group.connections.held)
             self.progress.entered(world.round, version, world.size)
             self._apply(self._notice)  # it may have come while the group was built
+            if self._alone is not None:
+                self.progress.leave_after = AT_ONCE
         self._end_left_groups()  # their other members are in this round, or gone
         if self._driver is not None:
             self._driver.preemption.listen()
@@ -252,6 +279,8 @@ class JobMembership:
             self._end_process(problem)
         if to_restore is not None:
             to_restore.restore()
+        if self._alone is not None and group and to_restore is None:
+            group.linger()  # others may need our last data to finish this step
         self._leaving_since = time.monotonic()
         try:
             self.leave()
@@ -263,7 +292,11 @@ class JobMembership:
     def _report_ready(self, version: StateVersion, reason: str) -> None:
         if self._driver is not None:
             bound = self._choice.device is not None or accelerator.in_use() is not None
-            self._driver.report_ready(self._left, version, reason, bound=bound)
+            try:
+                self._driver.report_ready(self._left, version, reason, bound=bound)
+            except AbortedError:
+                if self._alone is None:
+                    raise
 
     def settle(self) -> None:
         """Wait until the results of collectives are there, before they change the state.
@@ -309,6 +342,21 @@ class JobMembership:
         with self._lock:
             if self._attempt is not None:
                 self._attempt[1].put(RoundOverError("another driver has taken over"))
+
+    def _leave_alone(self, reason: str, seconds: float) -> None:
+        """Leave at the next commit, or now if this worker waits for a round; there is no driver.
+
+        All ranks leave after the same step although nobody names it: the first to leave takes no
+        part in the next one, so no other rank can finish that.
+        """
+        say(f"{reason}: leaving after the next step, within {seconds:.3g} s")
+        with self._lock:
+            self._alone = reason, time.monotonic() + seconds
+            self.progress.leave_reason, self.progress.leave_after = reason, AT_ONCE
+            if self._attempt is not None:
+                self._attempt[1].put(RoundOverError(reason))
+        if self._driver is not None:
+            self._driver.client.abort()  # the training thread may wait for a world
 
     def _apply(self, notice: Notice | None) -> None:
         """Let a notice end what is built for its round, or this round. Needs the lock."""
