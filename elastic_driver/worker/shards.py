@@ -58,7 +58,7 @@ class ShardClient(AbstractContextManager["ShardClient"]):
     Args:
         name: of the data set, the same on every worker: letters, digits, '.', '_', '-'.
         worker: the name in which shards are held; this worker's own by default.
-        timeout: seconds to wait for a driver that does not answer.
+        timeout: seconds to wait for a driver that does not answer; at least `--driver-timeout`.
         shard_records: records of one shard.
         records: length of the data set.
         partitions: first offset of each partition of a stream, by name.
@@ -103,6 +103,7 @@ class ShardClient(AbstractContextManager["ShardClient"]):
             self._open()  # raises for a description that makes no sense
         else:
             self._driver = found.client()
+            self._timeout = max(timeout, found.driver_timeout)
 
     def next(self, timeout: float = LONGEST_S) -> messages.Granted | None:
         """Return the next shard to train; None when every record was trained.

@@ -64,13 +64,15 @@ class TfNode(AbstractContextManager["TfNode"]):
         endpoint: str | None = None,
         token_file: str | None = None,
     ) -> None:
+        self._absence = 0.0  # seconds to wait for the next driver
         if endpoint is None or token_file is None:
             job = context.from_environment()
             if job is None:
                 raise UsageError("no driver is known; use elasticrun, or endpoint= and token_file=")
-            endpoint, token_file = job.endpoint, job.token_file
+            self._client, self._absence = job.client(ANSWER_S), job.driver_timeout
+        else:
+            self._client = RendezvousClient(endpoint, read_token_file(token_file), ANSWER_S)
         self.address, self._bounds, self._gather = address, (min_nodes, max_nodes), gather
-        self._client = RendezvousClient(endpoint, read_token_file(token_file), timeout=ANSWER_S)
 
     def cluster_spec(self, timeout: float) -> ClusterSpec:
         """Leave this node's cluster, wait for the next one with this node in it and return it.
@@ -91,7 +93,8 @@ class TfNode(AbstractContextManager["TfNode"]):
     def waiting_nodes(self) -> WaitingNodes:
         """Return the waiting and the lost nodes; renew this node's lease."""
         path = f"{contract.TF_WAITING_NODES_PATH}?{urlencode({'address': self.address})}"
-        return msgspec.json.decode(self._client.get_bytes(path), type=WaitingNodes)
+        answer = self._client.get_bytes(path, ANSWER_S + self._absence)
+        return msgspec.json.decode(answer, type=WaitingNodes)
 
     def changed(self) -> bool:
         """Return whether this node should call `cluster_spec` again; renew its lease."""
@@ -124,8 +127,9 @@ class TfNode(AbstractContextManager["TfNode"]):
         self.close()
 
     def _post(self, path: str, request: msgspec.Struct, wait: float, kind: type[T]) -> T:
+        deadline, body = wait + ANSWER_S + self._absence, msgspec.json.encode(request)
         try:
-            answer = self._client.post_json(path, msgspec.json.encode(request), wait + ANSWER_S)
+            answer = self._client.post_json(path, body, deadline)
         except RequestError as error:
             raise TfClusterError(error.code, str(error)) from error
         return msgspec.json.decode(answer, type=kind)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic_driver.errors import UsageError
+from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.worker.tf import ClusterSpec, TfClusterError, TfNode, tf_config
+from rendezvous.auth import write_token_file
+from tests.support.machines import serve
 from tests.support.orchestrators import Orchestrators
 
 
@@ -116,3 +120,25 @@ def test_outside_of_a_job_the_driver_has_to_be_named(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("ELASTIC_RENDEZVOUS", raising=False)
     with pytest.raises(UsageError, match="endpoint="):
         TfNode("a:1", min_nodes=1, max_nodes=1)
+
+
+def test_a_node_of_a_job_waits_for_the_next_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_token_file(tmp_path / "token", "secret")
+    with serve(TfCluster(3.0), "secret") as server:
+        port = server.port
+    monkeypatch.setenv("ELASTIC_RENDEZVOUS", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("ELASTIC_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("ELASTIC_WORKER_ID", "a.0.1")
+    monkeypatch.setenv("ELASTIC_DRIVER_TIMEOUT", "60")
+    monkeypatch.setattr("elastic_driver.worker.tf.ANSWER_S", 0.2)
+    with TfNode("10.0.0.1:1", min_nodes=1, max_nodes=1) as node:
+        answers: list[bool] = []
+        asking = threading.Thread(target=lambda: answers.append(node.changed()))
+        asking.start()
+        asking.join(1.0)
+        assert asking.is_alive(), "longer than a driver may take to answer"
+        with serve(TfCluster(3.0), "secret", port=port):
+            asking.join(10.0)
+        assert answers == [False], "the cluster of the next driver has no change for it"

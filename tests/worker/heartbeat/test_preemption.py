@@ -19,7 +19,7 @@ from elastic_driver.worker.heartbeat.preemption import (
     STOP_MARK,
     PreemptionWatch,
 )
-from rendezvous.errors import RendezvousError
+from rendezvous.errors import RendezvousError, UnreachableError
 from tests.support.job import eventually
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
@@ -228,7 +228,7 @@ def test_without_a_grace_period_signals_are_left_alone() -> None:
 STUCK = """
 import ctypes, threading
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
-from rendezvous.errors import RendezvousError
+from rendezvous.errors import RendezvousError, UnreachableError
 preemption = PreemptionWatch("a.0.1", 60.0)
 preemption.listen()
 
@@ -260,3 +260,42 @@ def test_it_ends_by_the_signal_though_its_main_thread_hears_nothing(
             assert process.wait(20) == -number
         finally:
             process.kill()
+
+
+# ---- no driver answers -------------------------------------------------------------------
+
+
+def unreachable(_event: WorkerLeaving) -> None:
+    raise UnreachableError("http://a:1", 1.0, "refused")
+
+
+def test_who_may_leave_without_a_driver_tells_it_until_it_is_time_to_leave() -> None:
+    asked: list[tuple[str, float]] = []
+
+    def leave_alone(reason: str, left: float) -> bool:
+        asked.append((reason, left))
+        return len(asked) == 3
+
+    signals = PreemptionWatch("a.0.1", 60.0, leave_alone)
+    signals.listen()
+    send(USR1)
+    eventually(lambda: signals.count()[USR1], within=5, what="the signal")
+    waits = [signals.check(unreachable) for _ in range(5)]
+    assert [wait for wait in waits if wait is not None and wait < 1.0] == waits[:2]
+    assert [reason for reason, _ in asked] == ["got SIGUSR1 while no driver answers"] * 3
+    assert all(0 < left <= 60 for _, left in asked)
+    signals.close()
+
+
+def test_a_driver_that_answers_again_is_told() -> None:
+    told: list[WorkerLeaving] = []
+    signals = PreemptionWatch("a.0.1", 60.0, lambda _reason, _left: False)
+    signals.listen()
+    send(USR1)
+    eventually(lambda: signals.count()[USR1], within=5, what="the signal")
+    signals.check(unreachable)
+    for _ in range(2):
+        signals.check(told.append)
+    (event,) = told
+    assert 0 < event.deadline <= 60
+    signals.close()
