@@ -8,6 +8,8 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime.journal import store, writer
 from elastic_driver.runtime.journal.replay import JournalError, Replay
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
-from elastic_driver.runtime.journal.store import Head, SqliteStore
+from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.machine_api import SHARDS_PATH
 from rendezvous.errors import UnreachableError
@@ -268,6 +270,53 @@ def test_answers_are_given_when_their_events_are_written_and_when_the_journal_fa
     assert [each.event for each in broken.overdue()] == ["journal_failed"]
     assert broken.overdue() == []
     broken.close()
+
+
+# ---- answers to those who report ---------------------------------------------------------
+
+
+def test_a_report_is_answered_when_the_journal_has_it(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "WAIT_S", 30.0)  # far longer than the disk takes here
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    hanging, goes_on, write = threading.Event(), threading.Event(), SqliteStore.write
+
+    def hang(self: SqliteStore, batches: Sequence[Batch]) -> None:
+        hanging.set()
+        assert goes_on.wait(20.0)
+        write(self, batches)
+
+    monkeypatch.setattr(SqliteStore, "write", hang)
+    reporting = threading.Thread(target=job.cluster.ready, args=(A0,))
+    reporting.start()
+    assert hanging.wait(10.0)
+    reporting.join(0.3)
+    assert reporting.is_alive()
+    goes_on.set()
+    reporting.join(10.0)
+    assert not reporting.is_alive()
+    kinds = [type(step.event).__name__ for step in load_run(job.run_dir.journal_file).since]
+    assert "WorkerReady" in kinds
+
+
+def test_a_journal_that_is_late_keeps_nobody_from_reporting(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    goes_on, write = threading.Event(), SqliteStore.write
+
+    def hang(self: SqliteStore, batches: Sequence[Batch]) -> None:
+        goes_on.wait(20.0)
+        write(self, batches)
+
+    monkeypatch.setattr(SqliteStore, "write", hang)
+    job.cluster.ready(A0, A1)
+    job.cluster.world(1)
+    job.cluster.until_event("journal_late")
+    goes_on.set()
 
 
 # ---- one driver after the other ----------------------------------------------------------
