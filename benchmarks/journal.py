@@ -10,6 +10,8 @@ default on the disk of /tmp.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sqlite3
 import tempfile
 import time
 from pathlib import Path
@@ -119,16 +121,26 @@ def rounds(members: int, count: int, folder: Path) -> list[Figure]:
     began = time.process_time()
     events = sum(1 for _ in replay.steps())
     replayed = time.process_time() - began
-    of = f"n = {members}"
+    of, reports = f"n = {members}", members * count
+    more = [1e3 * (late - early) / members for early, late in zip(*took, strict=True)]
+    written = sum(length for (length,) in rows(path, "SELECT length(event) FROM events"))
     return [
         Figure("no journal", f"a round of READYs, {of}", "ms", tuple(took[0])),
         Figure("journal", f"a round of READYs, {of}", "ms", tuple(took[1])),
+        Figure("journal", f"more for one READY, {of}", "us", tuple(more)),
+        Figure("journal", f"bytes for one READY, {of}", "B", (written / reports,)),
         Figure("journal", f"a snapshot, {of}", "ms", (snapshot,)),
         Figure(
             "journal", f"the file, {of}", "KiB", (path.stat().st_size / 1024,), f"{events} events"
         ),
         Figure("journal", f"the whole replay, {of}", "s", (replayed,)),
     ]
+
+
+def rows(path: Path, query: str) -> list[tuple[Any, ...]]:
+    """Return what a query finds in a journal."""
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        return database.execute(query).fetchall()
 
 
 def requests(folder: Path, repeats: int) -> list[Figure]:
