@@ -129,6 +129,10 @@ class EtcdStore:
         self._client.close()
         self._copy(self._local.close)
 
+    def free(self) -> None:
+        """See `JournalStore.free`."""
+        self._local.free()
+
     def _copy(self, write: Callable[[], None]) -> None:
         """Write to the local database; a disk that fails costs the copy, and not the journal."""
         try:
