@@ -54,6 +54,8 @@ TF_BARRIER_PATH = "/v1/tf/barrier"
 TF_SYNCHRONIZE_PATH = "/v1/tf/synchronize"
 
 # ---- keys of the store: "<scope>/<key>" --------------------------------------------------
+# Scopes that the driver fills anew when it goes on with a job; keys of all others are users'.
+PASSING_SCOPES = ("agents/", "workers/", "rounds/", "job/", "checks/", "nodes/")
 CHECK_SPEC = "checks/spec"  # documents.JobSpec for the agents of node checks
 JOB_DRIVER = "job/driver"  # documents.DriverTerm, written before anything else
 JOB_SPEC = "job/spec"  # documents.JobSpec, written once

@@ -25,7 +25,7 @@ from aiohttp import web
 
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
 from rendezvous.fast_path import FastConnection, FastPath, Post
-from rendezvous.service import Results, StoreService
+from rendezvous.service import OnChanges, Results, StoreService
 from rendezvous.web import KVRoutes, PostsOnce, guard
 from rendezvous.wire import MAX_BODY_BYTES, Operation
 
@@ -53,7 +53,8 @@ class RendezvousServer:
     `StoreService`). `routes(app)` may add routes to the
     application; `posts` answers POSTs that are sent very often, by path (see `fast_path`).
     `first_revision`: see `KVStore`. `first(url)` returns operations that are carried out before any
-    client's.
+    client's. `on_changes` and `passing`: see `StoreService`; `on_changes` is called on the server's
+    thread.
     """
 
     def __init__(
@@ -69,12 +70,15 @@ class RendezvousServer:
         posts: Mapping[str, Post] | None = None,
         first_revision: int = 0,
         first: Callable[[str], Sequence[Operation]] = lambda _url: (),
+        on_changes: OnChanges | None = None,
+        passing: tuple[str, ...] = (),
     ) -> None:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
         self._host, self._wanted_port, self._tokens = host, port, (token, *others)
         self._on_lease_expired, self._on_client_left = on_lease_expired, on_client_left
         self._first_revision, self._first = first_revision, first
+        self._on_changes, self._passing = on_changes, passing
         self._routes, self._posts = routes, posts or {}
         self._port: int | None = None
         self._thread: threading.Thread | None = None
@@ -192,7 +196,11 @@ class RendezvousServer:
         loop = self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         service = self._service = StoreService(
-            self._on_lease_expired, self._first_revision, on_client_left=self._on_client_left
+            self._on_lease_expired,
+            self._first_revision,
+            on_client_left=self._on_client_left,
+            on_changes=self._on_changes,
+            passing=self._passing,
         )
         service.ask(self._first(self.url), lambda _results: None)
         posts_once = PostsOnce()

@@ -24,6 +24,8 @@ _HELD_UP_S = 0.5  # a timer this late means that the loop itself was held up
 _RESULT_BYTES = 256  # assumed size of a result without its values
 
 Results = tuple[Result, ...]
+# Takes the new values of keys; None: it is gone.
+OnChanges = Callable[[dict[str, bytes | None]], None]
 # Takes the results of a batch, or None if the service was closed first.
 Done = Callable[[Results | None], None]
 V = TypeVar("V")
@@ -80,7 +82,9 @@ class StoreService:
 
     `on_lease_expired(key)` is called on the loop for each lease that expires. `on_client_left(key)`
     is called if a client goes away while its batch waits, for each lease that the batch has
-    renewed, unless the client is back within `REJOIN_S`. Neither may block.
+    renewed, unless the client is back within `REJOIN_S`. `on_changes(values)` is called with what a
+    later store has to have, too: the values of all keys but those that begin with one of `passing`,
+    or have a lease. None of them may block.
     """
 
     def __init__(
@@ -89,9 +93,13 @@ class StoreService:
         first_revision: int = 0,
         memory: AnswerMemory[Results] | None = None,
         on_client_left: Callable[[str], None] | None = None,
+        *,
+        on_changes: OnChanges | None = None,
+        passing: tuple[str, ...] = (),
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._store = KVStore(first_revision)
+        self._store = KVStore(first_revision, None if on_changes is None else passing)
+        self._on_changes = on_changes
         self._on_lease_expired, self._on_client_left = on_lease_expired, on_client_left
         self._requests: dict[str, _WaitingRequest] = {}
         self._memory = AnswerMemory() if memory is None else memory
@@ -202,6 +210,8 @@ class StoreService:
         self._deliver(self._store.submit(ticket, operations, self._loop.time()))
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
+        if self._on_changes is not None and (changes := self._store.take_changes()):
+            self._on_changes(changes)
         for outcome in outcomes:
             if isinstance(outcome, Answered):
                 cast("Done", outcome.ticket)(outcome.results)

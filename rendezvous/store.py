@@ -84,6 +84,9 @@ class Deadlines(Generic[T]):
     def __len__(self) -> int:
         return len(self._at)
 
+    def __contains__(self, item: T) -> bool:
+        return item in self._at
+
     def set(self, item: T, at: float) -> None:
         """Set the deadline of `item`, in place of any it had."""
         self._at[item] = at
@@ -125,10 +128,13 @@ class KVStore:
 
     Revisions start at `first_revision`. If a store replaces another one, this number is larger than
     any revision of the old store: clients wait for a revision above the last one they saw.
+    `passing`: keys that begin like this are not kept for the next store; None: no key is.
     """
 
-    def __init__(self, first_revision: int = 0) -> None:
+    def __init__(self, first_revision: int = 0, passing: tuple[str, ...] | None = None) -> None:
         self._revision = first_revision
+        self._passing = passing
+        self._changed: dict[str, None] = {}  # keys to be kept, since `take_changes`
         self._data: dict[str, wire.Entry] = {}
         self._leases: Deadlines[str] = Deadlines()
         self._parked: dict[Hashable, _RunningBatch] = {}
@@ -145,6 +151,15 @@ class KVStore:
     def waiting(self) -> tuple[Hashable, ...]:
         """The tickets of the batches that wait."""
         return tuple(self._parked)
+
+    def take_changes(self) -> dict[str, bytes | None]:
+        """Return the keys for the next store that have changed since the last call.
+
+        None stands for a key that is gone, or has a lease: it ends with its holder.
+        """
+        changed, self._changed = self._changed, {}
+        kept = {key: self._data[key].value for key in changed if key in self._data}
+        return {key: None if key in self._leases else kept.get(key) for key in changed}
 
     # ---- commands ------------------------------------------------------------------------
 
@@ -367,6 +382,8 @@ class KVStore:
 
     def _tell_waiters(self, key: str, before: int, after: int) -> None:
         """Update `unmet` of the batches that wait for a key (revision 0: missing)."""
+        if self._passing is not None and not key.startswith(self._passing):
+            self._changed[key] = None
         self._shared.clear()
         for batch in self._index.get(key, ()):
             threshold = batch.thresholds[key]

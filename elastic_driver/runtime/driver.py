@@ -333,7 +333,7 @@ class ElasticDriver:
 
     def _open_server(self, token: str, routes: DriverRoutes) -> RendezvousServer:
         """Return a server that listens, and holds the driver's term and the job's specification."""
-        before = 0 if self.resumed is None else self.resumed.port
+        before, kept = (0, {}) if self.resumed is None else (self.resumed.port, self.resumed.keys)
         server = RendezvousServer(
             self.options.bind_host,
             self.options.bind_port or before,
@@ -347,7 +347,9 @@ class ElasticDriver:
                 SHARDS_PATH: routes.requests.take_shard_request,
             },
             first_revision=self.term << 40,  # clients have seen older revisions only
-            first=partial(first_documents, self.term, self.spec),
+            first=partial(first_documents, self.term, self.spec, kept),
+            on_changes=lambda values: self._mailbox.put(mail.KeysChanged(values)),
+            passing=contract.PASSING_SCOPES,
         )
         listen(server, self.spec.run_id, again=self.resumed is not None)
         self._closing.callback(server.stop)

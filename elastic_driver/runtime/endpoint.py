@@ -1,6 +1,7 @@
 """The address at which agents and workers find their driver, and what they read there first."""
 
 import time
+from collections.abc import Mapping
 
 from elastic_driver import contract
 from elastic_driver.core.documents import DriverTerm, JobSpec, encode
@@ -13,10 +14,13 @@ PORT_S = 5.0  # for the port of an earlier driver to become free
 _LOOK_AGAIN_S = 0.1
 
 
-def first_documents(term: int, spec: JobSpec, url: str) -> list[Operation]:
-    """Return the operations that come before those of any client."""
+def first_documents(
+    term: int, spec: JobSpec, keys: Mapping[str, bytes], url: str
+) -> list[Operation]:
+    """Return the operations that come before those of any client; `keys`: those of users."""
     driver = DriverTerm(term, url)
-    return [Set(contract.JOB_DRIVER, encode(driver)), Set(contract.JOB_SPEC, encode(spec))]
+    ours = [Set(contract.JOB_DRIVER, encode(driver)), Set(contract.JOB_SPEC, encode(spec))]
+    return [*ours, *(Set(key, value) for key, value in keys.items())]
 
 
 def listen(server: RendezvousServer, run_id: str, *, again: bool) -> None:

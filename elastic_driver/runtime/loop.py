@@ -121,6 +121,9 @@ class DriverLoop:
                 self.end = self.end or EndJob(int(ExitCode.INTERRUPTED), "asked to stop twice")
             case mail.TakenOver(error):
                 raise error
+            case mail.KeysChanged(values):
+                if self.journal is not None:
+                    self._tell(self.journal.keep(values))
             case mail.JobBegins(job, run_id):
                 if self.resumed is None:
                     self._begin_job(job, run_id)

@@ -38,6 +38,13 @@ class TakenOver:
 
 
 @dataclass(frozen=True, slots=True)
+class KeysChanged:
+    """Keep these keys of the store for the next driver; None: this one is gone."""
+
+    values: dict[str, bytes | None]
+
+
+@dataclass(frozen=True, slots=True)
 class CheckAsked:
     """Check hosts before the job; `answer` takes the report, or the error."""
 
@@ -73,7 +80,8 @@ class Delivered:
 
 
 Message: TypeAlias = (
-    MachineEvent | Delivered | StatusAsked | StopNow | TakenOver | JobBegins | CheckAsked
+    MachineEvent | Delivered | StatusAsked | StopNow | TakenOver | JobBegins
+    | KeysChanged | CheckAsked
 )  # fmt: skip
 
 

@@ -332,3 +332,22 @@ def test_waiters_below_a_prefix_that_is_sealed_are_refused_at_once(bench: Bench)
     assert codes == {"s": [], "get": ["sealed"], "watch": ["sealed"]}
     assert bench.do(Get(("n",)))[0].entries["n"].value == b"1"  # the batch went on
     assert len(bench.store.waiting) == 1
+
+
+# ---- what the next store has to have -----------------------------------------------------
+
+
+def test_changes_of_keys_that_last_are_told_once() -> None:
+    bench = Bench()
+    bench.store = KVStore(passing=("ours/",))
+    bench.do(Set("ours/a", b"1"), Set("b", b"1"), Set("c", b"1"), Set("b", b"2"), Add("d", 3))
+    bench.do(Set("e", b"1", lease=5.0), Delete("c"))
+    assert bench.store.take_changes() == {"b": b"2", "c": None, "d": b"3", "e": None}
+    assert bench.store.take_changes() == {}
+    bench.do(Set("e", b"2"), DeletePrefix("b"), Get(("d",)))
+    assert bench.store.take_changes() == {"b": None, "e": b"2"}
+
+
+def test_a_store_that_nobody_goes_on_with_notes_no_changes(bench: Bench) -> None:
+    bench.do(Set("a", b"1"))
+    assert bench.store.take_changes() == {}

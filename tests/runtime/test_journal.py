@@ -319,6 +319,23 @@ def test_a_journal_that_is_late_keeps_nobody_from_reporting(
     goes_on.set()
 
 
+def test_keys_beyond_the_limit_are_not_kept_and_the_user_learns_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "MAX_KEPT_KEYS", 100)
+    journal = Journal(tmp_path / "journal.db", "run")
+    journal.open()
+    journal.snapshot(0, 0.0, {"tf": TfCluster(30.0).snapshot()})
+    assert journal.keep({"mine/a": bytes(60), "mine/b": b"1"}) == []
+    (news,) = journal.keep({"mine/c": bytes(60)})
+    assert news.reason.startswith("'mine/c': the limit for keys that outlive the driver is ")
+    assert journal.keep({"mine/a": None, "mine/d": bytes(60)}) == []
+    journal.close()
+    replay = Replay(tmp_path / "journal.db")
+    assert replay.keys() == {"mine/b": b"1", "mine/d": bytes(60)}
+    replay.close()
+
+
 # ---- one driver after the other ----------------------------------------------------------
 
 

@@ -41,7 +41,7 @@ from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import RunDir, read_endpoint
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
-from rendezvous.wire import EVENTS_PATH
+from rendezvous.wire import EVENTS_PATH, Delete, Number
 from tests.runtime.driver_process import RUN
 from tests.runtime.waiting import until
 
@@ -169,6 +169,11 @@ def test_the_next_driver_has_the_address_the_job_and_newer_revisions(tmp_path: P
         entry = first.client.get(contract.JOB_DRIVER)
         assert entry is not None
         assert decode(DriverTerm, entry.value) == DriverTerm(1, first.client.url)
+        first.client.set("mine/a", b"kept")
+        first.client.set("mine/b", b"deleted")
+        first.client.set("mine/c", b"mine", lease=60.0)
+        first.client.one(Delete("mine/b"), Number)
+        first.post(WorkerStepped(B0, 1, 1))  # what came before it is in the journal, too
         before, world = first.status(), first.client.get(contract.JOB_WORLD)
         assert world is not None
         first.kill()
@@ -184,6 +189,8 @@ def test_the_next_driver_has_the_address_the_job_and_newer_revisions(tmp_path: P
         assert decode(DriverTerm, entry.value) == DriverTerm(2, first.client.url)
         assert entry.revision > 2 << 40 > world.revision
         assert second.client.get(contract.JOB_SPEC) is not None
+        kept = [second.client.get(f"mine/{name}") for name in "abc"]
+        assert [entry and entry.value for entry in kept] == [b"kept", None, None]
         for host, worker in (("a", A0), ("b", B0)):
             second.post(back(host, worker))
             second.until_said(f"adopt {host} 1")

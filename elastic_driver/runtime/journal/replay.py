@@ -95,6 +95,10 @@ class Replay:
         of = next((term for term in reversed(self.terms) if term.at < at), self.terms[0])
         return at + of.unix_offset
 
+    def keys(self) -> dict[str, bytes]:
+        """Return the keys of users in the driver's store, with their values."""
+        return dict(self._rows("SELECT key, value FROM keys ORDER BY key"))
+
     def steps(self, until: int = NEWEST, *, from_newest: bool = False) -> Iterator[Step]:
         """Yield every event up to this number, from the oldest snapshot on, or from the newest."""
         first, *later = self._snapshots[-1:] if from_newest else self._snapshots

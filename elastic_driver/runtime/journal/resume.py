@@ -4,7 +4,7 @@ The replay begins at the newest snapshot, so it is short however old the job is.
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +30,7 @@ class ResumedRun:
     at: float  # its machine time
     machines: dict[str, Any]  # by their names; without a node check, which does not go on
     memory: bytes = b""  # of the executor, at the newest snapshot
+    keys: dict[str, bytes] = field(default_factory=dict)  # of users, in the driver's store
     since: tuple[Step, ...] = ()  # the events after that snapshot, with what was decided
 
     @property
@@ -83,5 +84,6 @@ def _load(path: Path) -> ResumedRun:
             at=max(last.at, replay.now),
             machines={name: found for name, found in replay.machines.items() if name != "check"},
             memory=replay.memory,
+            keys=replay.keys(),
             since=since,
         )

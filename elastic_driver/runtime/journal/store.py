@@ -27,6 +27,7 @@ CREATE TABLE terms (term INTEGER PRIMARY KEY, n INTEGER, at REAL, unix REAL, uni
     host TEXT, pid INTEGER, url TEXT);
 CREATE TABLE events (n INTEGER PRIMARY KEY, at REAL, machine TEXT, event BLOB);
 CREATE TABLE snapshots (n INTEGER, at REAL, machine TEXT, state BLOB, PRIMARY KEY (n, machine));
+CREATE TABLE keys (key TEXT PRIMARY KEY, value BLOB);
 """
 # An event or a state: its number, machine time, the machine, and the bytes.
 Row: TypeAlias = tuple[int, float, str, bytes]
@@ -54,6 +55,7 @@ class Batch:
     size: int = 0  # bytes
     url: str = ""  # the address of this driver, once it is known
     end: tuple[int, str] | None = None  # of a job that is over: exit status and reason
+    keys: dict[str, bytes | None] = field(default_factory=dict)  # of users; None: it is gone
 
 
 class JournalStore(Protocol):
@@ -113,6 +115,10 @@ class SqliteStore:
                 if batch.states:
                     database.execute("DELETE FROM snapshots WHERE n = ?", batch.states[0][:1])
                     database.executemany("INSERT INTO snapshots VALUES (?, ?, ?, ?)", batch.states)
+                gone = [(key,) for key, value in batch.keys.items() if value is None]
+                kept = [pair for pair in batch.keys.items() if pair[1] is not None]
+                database.executemany("DELETE FROM keys WHERE key = ?", gone)
+                database.executemany("INSERT OR REPLACE INTO keys VALUES (?, ?)", kept)
                 if batch.url:
                     address = batch.url, self._term
                     database.execute("UPDATE terms SET url = ? WHERE term = ?", address)

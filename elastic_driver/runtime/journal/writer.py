@@ -24,6 +24,7 @@ from elastic_driver.runtime.journal.store import Batch, Head, JournalStore, Row,
 
 WAIT_S = 0.25  # for a write; a page cache takes far less than a millisecond
 UNREACHABLE_S = 2.0  # after which the user is told that a store which must be written is not
+MAX_KEPT_KEYS = 16 * 1024 * 1024  # bytes of keys of users, with their values
 MAX_BEHIND = 64 * 1024 * 1024  # bytes that wait for a disk
 SNAPSHOT_BYTES = 256 * 1024  # of events between two snapshots, or …
 SNAPSHOT_TIMES = 2  # … as many times the size of a snapshot, if that is more
@@ -45,6 +46,9 @@ class Journal:
     _noted: list[Row] = field(default_factory=list)  # not handed to the writer yet
     _states: list[Row] = field(default_factory=list)
     _url: str = ""
+    _keys: dict[str, bytes | None] = field(default_factory=dict)
+    _kept: dict[str, int] = field(default_factory=dict)  # bytes of each key with its value
+    _kept_bytes: int = 0
     _size: int = 0  # bytes of both
     _since_snapshot: int = 0  # bytes of events
     _due_bytes: int = SNAPSHOT_BYTES
@@ -118,6 +122,25 @@ class Journal:
         self._url = url
         self.flush()
 
+    def keep(self, values: Mapping[str, bytes | None]) -> list[Announce]:
+        """Note keys of users for the next driver; return what the user has to know."""
+        lost = ""
+        for key, value in values.items():
+            self._kept_bytes -= self._kept.pop(key, 0)
+            size = len(key) + len(value or b"")
+            fits = self._kept_bytes + size <= MAX_KEPT_KEYS
+            if value is not None and fits:
+                self._kept[key] = size
+                self._kept_bytes += size
+            elif value is not None:
+                lost = key
+            self._keys[key] = value if fits else None
+            self._size += size
+        if not lost:
+            return []
+        limit = f"the limit for keys that outlive the driver is {MAX_KEPT_KEYS >> 20} MiB"
+        return [Announce("key_not_kept", f"{lost[:200]!r}: {limit}")]
+
     def job_ended(self, exit_code: int, reason: str) -> None:
         """Note that the job is over, and nobody has to go on with it."""
         self._end = exit_code, reason
@@ -125,13 +148,13 @@ class Journal:
 
     def flush(self) -> None:
         """Hand what was noted to the writer, without waiting for it."""
-        if self._noted or self._states or self._url or self._end:
+        if self._noted or self._states or self._url or self._end or self._keys:
             self._handed += 1
             self._handed_bytes += self._size
-            rows = self._noted, self._states
-            self._queue.put(Batch(self._handed, *rows, self._size, self._url, self._end))
+            rows, end, keys = (self._noted, self._states), self._end, self._keys
+            self._queue.put(Batch(self._handed, *rows, self._size, self._url, end, keys))
             self._noted, self._states, self._size, self._url = [], [], 0, ""
-            self._end = None
+            self._end, self._keys = None, {}
 
     @property
     def holds(self) -> bool:
