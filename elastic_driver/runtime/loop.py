@@ -122,8 +122,8 @@ class DriverLoop:
             case mail.TakenOver(error):
                 raise error
             case mail.KeysChanged(values):
-                if self.journal is not None:
-                    self._tell(self.journal.keep(values))
+                if self._journal is not None:
+                    self._tell(self._journal.keep(values))
             case mail.JobBegins(job, run_id):
                 if self.resumed is None:
                     self._begin_job(job, run_id)
