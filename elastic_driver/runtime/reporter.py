@@ -55,6 +55,8 @@ _WORDS: dict[str, tuple[Level, str]] = {
     "agent_suspected": (Level.VERBOSE, "agent on {host} may be lost"),
     "agent_cleared": (Level.VERBOSE, "agent on {host} lives"),
     "agent_lost": (Level.NORMAL, "agent on {host} lost"),
+    "agent_returned": (Level.VERBOSE, "agent on {host} has returned"),
+    "driver_resumed": (Level.NORMAL, "another driver goes on with the job"),
     "worker_started": (Level.VERBOSE, "worker {worker} started"),
     "worker_ready": (Level.VERBOSE, "worker {worker} ready"),
     "spare_ready": (Level.VERBOSE, "spare {worker} ready"),
