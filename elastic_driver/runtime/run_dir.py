@@ -150,5 +150,6 @@ class RunDir:
             self.leave()
             what = f"cannot keep the run's files in {self.path}: {error.strerror or error}"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise ClusterError(f"{what}; make room, or choose another --state-dir") from error
+                again = "and resume again" if self.unfinished else "or choose another --state-dir"
+                raise ClusterError(f"{what}; make room, {again}") from error
             raise UsageError(f"{what}; choose another folder with --state-dir") from error

@@ -66,8 +66,7 @@ class RunLock:
         try:
             self._refuse_a_live_one(file, locks, url)
             self._holder = Holder(os.uname().nodename, _boot_id(), os.getpid(), _start_of("self"))
-            content = msgspec.json.encode(self._holder) + b"\n"
-            os.ftruncate(file, os.pwrite(file, content, 0))
+            _write(file, self._holder)
             os.utime(file)
         except BaseException:
             os.close(file)
@@ -77,15 +76,21 @@ class RunLock:
         self._renewing.start()
 
     def release(self, *, remove: bool) -> None:
-        """Give the lock back, if it is held; never raises. `remove`: the file, too."""
+        """Give the lock back, if it is held; never raises.
+
+        `remove`: the file, too. Otherwise it names the former holder again, if there was one.
+        """
         if self._file is None:
             return
         self._end.set()
         if self._renewing is not None and self._renewing is not threading.current_thread():
             self._renewing.join(RENEW_S)  # longer only if the disk hangs
         with contextlib.suppress(OSError):
-            if remove and _read(self.path) == self._holder:
-                self.path.unlink()
+            if _read(self.path) == self._holder:
+                if remove:
+                    self.path.unlink()
+                elif self.former is not None:
+                    _write(self._file, self.former)
         os.close(self._file)
         self._file, self._renewing, self._end = None, None, threading.Event()
 
@@ -169,6 +174,10 @@ def _read(path: Path) -> Holder | None:
         return msgspec.json.decode(path.read_bytes().partition(b"\n")[0], type=Holder)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
+
+
+def _write(file: int, holder: Holder) -> None:
+    os.ftruncate(file, os.pwrite(file, msgspec.json.encode(holder) + b"\n", 0))
 
 
 def _boot_id() -> str:

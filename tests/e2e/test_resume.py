@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.e2e.test_checkpoints import fill
 from tests.e2e.test_control import ctl
 from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, elasticrun
 
@@ -111,4 +112,30 @@ def test_a_job_goes_on_from_its_checkpoint_after_its_machine_was_restarted(tmp_p
         entered = [int(step) for step in re.findall(r"enters step=(\d+)", job.stdout)]
         assert entered[:2] == [0, 0]
         assert entered[-1] > 0
+        job.assert_nothing_left()
+
+
+def test_a_full_disk_ends_no_job_and_the_driver_comes_back_once_there_is_room(
+    small_disk: Path,
+) -> None:
+    args = ("-H", "localhost:2", "-np", "2", "--min-np", "1", "--", TRAIN)
+    with elasticrun(*args, env={"STEPS": "100000"}, state_dir=small_disk / "state") as job:
+        victim, survivor = sorted(job.until_size(2))
+        fill(small_disk / "big")
+        job.kill(victim)
+        job.until(lambda: len(set(job.live()) - {victim}) == 2, "a new worker trains")
+        assert "the journal has failed" in job.stderr
+        pids = set(job.live())
+        job.kill_driver()
+        job.start("--resume")
+        assert job.wait() == 75
+        assert "No space left on device; make room, and resume again" in job.stderr
+        step = newest_step(job)
+        job.until_without_driver(lambda: steps_beyond(job, step + 20), "steps without a driver")
+        assert set(job.live()) == pids
+        (small_disk / "big").unlink()
+        job.start("--resume")
+        assert survivor in job.until_size(2)
+        ctl("stop", *where(job))
+        assert job.wait() == 143
         job.assert_nothing_left()

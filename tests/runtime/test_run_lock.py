@@ -121,6 +121,15 @@ def test_a_driver_on_another_machine_keeps_its_folder_and_its_token_while_it_ren
     run_dir.close()
 
 
+def test_a_driver_that_could_not_go_on_leaves_the_name_of_the_one_before_it(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, "run")
+    former = left_by(run_dir, pid=77)
+    for _attempt in range(2):
+        run_dir.take()
+        assert run_dir.lock.former == former
+        run_dir.leave()
+
+
 def test_the_holder_renews_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "RENEW_S", 0.01)
     run_dir = RunDir(tmp_path, "run")
