@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from tests.support.cluster import Cluster, Node
 from tests.support.cluster_job import ClusterJob, elasticrun_on, now
-from tests.support.job import ROOT
+from tests.support.job import ROOT, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 FOUR = ("-np", "4", "--min-np", "1", "-H", "node[0-3]:1")
@@ -96,6 +97,30 @@ def test_of_two_halves_the_one_without_the_driver_ends(cluster: Cluster) -> None
         assert now() - began < ENDS_S + BUSY_S, job.describe()
         job.together(2, above=1)
         job.check_steps({"node2", "node3"})
+
+
+def test_hosts_train_on_without_a_driver_and_end_together_when_none_comes(
+    cluster: Cluster,
+) -> None:
+    options = (*FOUR, "--driver-timeout", "12")
+    with elasticrun_on(cluster, *options, defaults=True) as job:
+        job.together(4, within=BEGINS_S)
+        job.signal(signal.SIGKILL)
+        begun = last_step(job)
+        job.until_without_driver(lambda: last_step(job) > begun + CONTINUED, "steps without it")
+        eventually(
+            lambda: not job.left_behind(),
+            within=60.0,
+            what="nothing is left on any host",
+            context=lambda: f"{job.left_behind()} {job.describe()}",
+        )
+        job.check_steps(set())
+        ends = {max(r.step for r in job.steps() if r.worker == w) for w in workers(job)}
+        assert len(ends) == 1, f"they left after different steps: {ends}"
+
+
+def workers(job: ClusterJob) -> set[str]:
+    return {r.worker for r in job.steps()}
 
 
 def _ip(netns: str, *argv: str) -> None:

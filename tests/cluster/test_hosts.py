@@ -201,8 +201,10 @@ def test_links_that_lose_and_delay_packets_cost_no_host(cluster: Cluster) -> Non
         assert_clean_end(job)
 
 
-def test_a_killed_driver_leaves_nothing_on_any_host(cluster: Cluster) -> None:
-    with elasticrun_on(cluster, *FOUR) as job:
+def test_a_killed_driver_leaves_nothing_on_any_host_if_no_other_one_is_awaited(
+    cluster: Cluster,
+) -> None:
+    with elasticrun_on(cluster, *FOUR, "--driver-timeout", "0") as job:
         job.together(4)
         job.signal(signal.SIGKILL)
         eventually(
