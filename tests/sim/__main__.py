@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections import Counter
 
 from tests.sim.runner import SeedFailed, run_seed
@@ -15,16 +16,18 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds to play")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="play only this one")
+    parser.add_argument("--mortal", action="store_true", help="drivers die, in all seeds")
     parser.add_argument("--trace", action="store_true", help="show events and decisions")
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.seeds)
     if options.seed is not None:
         seeds = range(options.seed, options.seed + 1)
     ends: Counter[str] = Counter()
-    rounds = replaced = promoted = 0
+    rounds = replaced = promoted = events = died = 0
+    began = time.process_time()
     for seed in seeds:
         try:
-            outcome = run_seed(seed)
+            outcome = run_seed(seed, mortal=options.mortal)
         except SeedFailed as failure:
             print(failure)
             shown = failure.trace if options.trace else failure.trace[-20:]
@@ -33,10 +36,14 @@ def main() -> int:
         rounds += outcome.rounds
         replaced += outcome.replaced
         promoted += outcome.promoted
+        events += outcome.events
+        died += outcome.died
         ends[f"exit code {outcome.exit_code}"] += 1
     summary = ", ".join(f"{count} ended with {end}" for end, count in sorted(ends.items()))
     did = f"{replaced} slow workers replaced, {promoted} spares promoted"
-    print(f"{len(seeds)} seeds, {rounds} rounds, {did}: {summary}")
+    print(f"{len(seeds)} seeds, {rounds} rounds, {did}, {died} drivers died: {summary}")
+    minutes = (time.process_time() - began) / 60
+    print(f"{events} events, {events / minutes:.0f} a minute and core")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The simulated cluster around one real `Job`: driver shell, network, agents and hosts.
+"""The simulated cluster around one real `Job`: its driver, network, agents and hosts.
 
 Everything random comes from one seeded generator. After each event the core's invariants
 are checked, and what it orders is compared with what is really there.
@@ -6,7 +6,7 @@ are checked, and what it orders is compared with what is really there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Literal
@@ -19,6 +19,7 @@ from elastic_driver.core.decisions import (
     Decision,
     EndJob,
     GiveOrder,
+    KillAgent,
     ProbeAgent,
     ProbeHosts,
     PublishNotice,
@@ -30,77 +31,27 @@ from elastic_driver.core.decisions import (
 from elastic_driver.core.job import Job
 from elastic_driver.core.rules.workers import ACTIVE
 from elastic_driver.settings import Settings
+from tests.sim.agents import OWN, SimAgent
 from tests.sim.clock import Clock
-from tests.sim.workers import STEP_S, ElasticWorker, Group, PlainWorker, SimWorker, break_group
-
-GATHERED = 0.2  # of the events that can be: so many are taken in together with the next one
-GATHER_S = 0.002
-
-
-class Violation(AssertionError):
-    """Something that must never happen has happened."""
-
-
-@dataclass(eq=False)
-class SimAgent:
-    """An agent process; it carries out orders in sequence and dies with its workers."""
-
-    cluster: Cluster
-    host: str
-    incarnation: int
-    alive: bool = True
-    cut: bool = False  # nothing it sends arrives
-    workers: dict[str, SimWorker] = field(default_factory=dict)
-    orders_until: float = 0.0  # orders arrive in the order they were given
-
-    def receive(self, order: msg.Order) -> None:
-        clock = self.cluster.clock
-        self.orders_until = max(self.orders_until, clock.now + self.cluster.delay())
-        clock.after(self.orders_until - clock.now, lambda: self._carry_out(order))
-
-    def _carry_out(self, order: msg.Order) -> None:
-        if not self.alive or self.cut:
-            return
-        if isinstance(order, msg.StartWorkerOrder):
-            kind = ElasticWorker if self.cluster.elastic else PlainWorker
-            newcomer = kind(self.cluster, self, order)
-            self.cluster.check_slot(newcomer)
-            self.workers[newcomer.id] = newcomer
-            self.cluster.post(self, ev.WorkerStarted(newcomer.id, self.cluster.next_pid()))
-            newcomer.boot()
-        elif isinstance(order, msg.StopWorkerOrder):
-            worker = self.workers.get(order.worker)
-            if worker is not None:
-                self._stop(worker, order.grace)
-
-    def _stop(self, worker: SimWorker, grace: float) -> None:
-        worker.doomed = True
-        heeds = not worker.frozen and grace > 0 and self.cluster.random.random() < 0.8
-        delay = self.cluster.random.uniform(0.001, 0.1) if heeds else grace + 0.005
-        self.cluster.clock.after(delay, lambda: worker.end(-15 if heeds else -9))
-
-    def reap(self, worker: SimWorker, event: ev.WorkerExited) -> None:
-        self.workers.pop(worker.id, None)
-        if self.alive:
-            self.cluster.post(self, event)
-
-    def die(self) -> None:
-        """The agent is gone, and its workers with it."""
-        self.alive = False
-        for worker in list(self.workers.values()):
-            worker.end(-9)
+from tests.sim.driver import Driver
+from tests.sim.workers import STEP_S, Group, SimWorker, Violation, break_group
 
 
 class Cluster:
-    """Hosts, agents, workers and the driver's shell, on simulated time."""
+    """Hosts, agents, workers and the driver, on simulated time."""
 
-    def __init__(self, seed: int, settings: Settings, *, elastic: bool) -> None:
+    def __init__(
+        self, seed: int, settings: Settings, *, elastic: bool, mortal: bool = False
+    ) -> None:
         self.random = Random(seed)
         self.clock = Clock()
         self.settings, self.elastic = settings, elastic
-        self.job = Job(settings)
-        self.agents: dict[str, SimAgent] = {}
-        self.world: msg.World | None = None
+        self.driver = Driver(self, Job(settings), seed, mortal=mortal)
+        self.agents: dict[str, SimAgent] = {}  # the newest of each host
+        self._all_agents: dict[tuple[str, int], SimAgent] = {}
+        self.back: list[Callable[[], None]] = []  # called when another driver has taken over
+        self.newest: msg.World | None = None  # that any driver has published
+        self.world: msg.World | None = None  # in the store of the present driver
         self.notice: msg.Notice | None = None
         self.end: EndJob | None = None
         self.ended_at = 0.0
@@ -116,12 +67,19 @@ class Cluster:
         self.dark: set[str] = set()  # hosts without power
         self.agent_trouble = 0.0  # chance that an agent fails to start
         self.duplicates = 0.1
+        self.refused = 0  # orders of earlier drivers
         self._pids = 1000
-        self._alarm: float | None = None
-        self._gathering = Random(f"gathering of {seed}")
         self._asking = Random(f"asking of {seed}")
         self._probing = Random(f"probing of {seed}")
-        self._gathered: list[ev.Together] = []  # arrived, and taken in together with what follows
+
+    @property
+    def job(self) -> Job:
+        """The job, as its newest driver knows it."""
+        return self.driver.job
+
+    def deliver(self, event: ev.JobEvent) -> None:
+        """Hand the driver an event, unless there is none."""
+        self.driver.deliver(event)
 
     # ---- the network -----------------------------------------------------------------
 
@@ -130,13 +88,22 @@ class Cluster:
         slow = self.random.random() < 0.1
         return self.random.uniform(0.05, 0.3) if slow else self.random.uniform(0.0005, 0.005)
 
-    def post(self, agent: SimAgent, event: ev.WireEvent) -> None:
+    def post(self, agent: SimAgent, event: ev.WireEvent, *, again: bool = False) -> None:
         """Send an event to the driver; it may come late, twice, or in another order."""
         if agent.cut:
             return
-        copies = 2 if self.random.random() < self.duplicates else 1
+        own = isinstance(event, OWN)
+        if agent.away or (own and agent.telling):
+            agent.unanswered.append(event)
+            return
+        copies = 2 if not again and self.random.random() < self.duplicates else 1
+        agent.under_way += own * copies
         for _ in range(copies):
-            self.clock.after(self.delay(), lambda: self.deliver(event))
+            self.clock.after(self.delay(), partial(self._arrive, agent, event, own=own))
+
+    def _arrive(self, agent: SimAgent, event: ev.WireEvent, *, own: bool) -> None:
+        agent.under_way -= own
+        self.driver.deliver(event, agent)
 
     def next_pid(self) -> int:
         self._pids += 1
@@ -153,62 +120,16 @@ class Cluster:
         """The whole story, a line for each event, decision and fault."""
         return [f"{at:9.3f} {mark} {what}" for at, mark, what in self._trace]
 
-    # ---- the driver's shell ----------------------------------------------------------
+    # ---- what the driver decides -----------------------------------------------------
 
-    def deliver(self, event: ev.Event) -> None:
-        """Hand one event to the core and carry out what it decides.
-
-        Some are held back for a moment, to be taken in together with what comes next.
-        """
-        together = isinstance(event, ev.TOGETHER)
-        if together and self._gathering.random() < GATHERED:
-            self._gathered.append(event)
-            self.clock.after(GATHER_S, self._take_in_gathered)
-        else:
-            if not together:
-                self._take_in_gathered()
-            self._take_in(event)
-
-    def _take_in_gathered(self) -> None:
-        if self._gathered:
-            self._take_in(self._gathered.pop())
-
-    def _take_in(self, event: ev.Event) -> None:
-        if self.end is not None:
-            return
-        events, self._gathered = [*self._gathered, event], []
-        now = self.clock.now
-        for arrived in events:
-            self.note("->", arrived)
-        taken = ev.EventBatch(tuple(events)) if len(events) > 1 else event
-        for decision in self.job.handle(taken, now):
-            self.note("  ", decision)
-            self._execute(decision)
-        problems = self.job.check()
-        if problems:
-            raise Violation("; ".join(problems))
-        self._arm(event)
-
-    def _arm(self, event: ev.Event) -> None:
-        at = self.job.deadline()
-        if at is not None and at <= self.clock.now and isinstance(event, ev.Tick):
-            raise Violation(f"the deadline {at} is not after the tick at {self.clock.now}")
-        if at is not None and at != self._alarm:
-            self._alarm = at
-            self.clock.after(max(0.0, at - self.clock.now), lambda: self._tick(at))
-
-    def _tick(self, at: float) -> None:
-        if self.job.deadline() == at and self._alarm == at:
-            self._alarm = None
-            self.deliver(ev.Tick())
-
-    def _execute(self, decision: Decision) -> None:
+    def execute(self, decision: Decision) -> None:
+        """Carry out a decision."""
         if isinstance(decision, StartAgent):
             self._start_agent(decision)
         elif isinstance(decision, StopAgent):
-            agent = self.agents.get(decision.host)
-            if agent is not None and agent.incarnation == decision.incarnation:
-                self.clock.after(self.delay(), agent.die)
+            self._give(decision, msg.ShutdownOrder(decision.grace, decision.reason))
+        elif isinstance(decision, KillAgent):
+            self._kill(decision)
         elif isinstance(decision, GiveOrder):
             self._order(decision)
         elif isinstance(decision, ProbeAgent):
@@ -224,7 +145,7 @@ class Cluster:
         elif isinstance(decision, PublishSave):
             self._publish_save(decision.request)
         elif isinstance(decision, EndJob):
-            self.end, self.ended_at = decision, self.clock.now
+            self.end, self.ended_at = decision, self.driver.now
         elif isinstance(decision, Announce) and decision.event == "worker_replaced":
             self._check_replaced(decision)
         elif isinstance(decision, Announce):
@@ -233,14 +154,15 @@ class Cluster:
                 self._check_lost(decision)
 
     def _start_agent(self, decision: StartAgent) -> None:
-        agent = SimAgent(self, decision.host, decision.incarnation)
-        self.agents[decision.host] = agent
-        dark = decision.host in self.dark
+        agent = SimAgent(self, decision.host, decision.incarnation, self.driver.term)
+        self.agents[decision.host] = self._all_agents[agent.name] = agent
+        away = any(other.away for other in self.every_agent() if other.host == agent.host)
+        dark = away or decision.host in self.dark
         why = "ssh: no route to host" if dark else "ssh: permission denied"
         lost = ev.AgentLost(decision.host, decision.incarnation, why, unreachable=dark)
         if dark or self.random.random() < self.agent_trouble:
             agent.alive = False
-            self.clock.after(self.random.uniform(0.1, 1.0), lambda: self.deliver(lost))
+            self.driver.report(self.random.uniform(0.1, 1.0), lost)
             return
         ready = ev.AgentReady(
             decision.host,
@@ -250,7 +172,15 @@ class Cluster:
             (5000, 5001),
             probe_port=7000 if self._probing.random() < 0.8 else 0,
         )
-        self.clock.after(self.random.uniform(0.02, 0.6), lambda: self.post(agent, ready))
+        self.clock.after(self.random.uniform(0.02, 0.6), lambda: agent.come_up(ready))
+
+    def _kill(self, decision: KillAgent) -> None:
+        """End an agent that can be reached; another one ends when it hears that it is given up."""
+        agent = self.agent_named(decision.host, decision.incarnation)
+        if agent is not None:
+            agent.sealed = True
+            delay = self.driver.random.uniform(0.001, 0.05)
+            self.clock.after(delay, lambda: agent.die() if agent.reachable else None)
 
     def _probe(self, asked: ProbeAgent) -> None:
         """A process answers, a machine says that it is gone, a host cut off does neither."""
@@ -258,12 +188,12 @@ class Cluster:
         same = agent.incarnation == asked.incarnation
         result: Literal["answered", "refused", "silent"]
         result, seconds = "refused", self._probing.uniform(0.0005, 0.05)
-        if same and agent.cut:
+        if same and (agent.cut or (agent.alive and agent.away)):
             result, seconds = "silent", asked.patience
         elif same and agent.alive:
             result = "answered"
         found = ev.AgentProbed(asked.host, asked.incarnation, asked.number, result, seconds)
-        self.clock.after(seconds, lambda: self.deliver(found))
+        self.driver.report(seconds, found)
 
     def _probe_hosts(self, decision: ProbeHosts) -> None:
         """A host without power does not answer; a few cannot be probed at all."""
@@ -273,7 +203,7 @@ class Cluster:
             known = not host.endswith("3")
             if host not in self.dark or not known:
                 probed = ev.HostProbed(host, decision.number, answered=known)
-                self.clock.after(self.delay(), partial(self.deliver, probed))
+                self.driver.report(self.delay(), probed)
 
     def _order(self, decision: GiveOrder) -> None:
         if isinstance(decision.order, msg.StartWorkerOrder):
@@ -282,17 +212,32 @@ class Cluster:
                 raise Violation(f"{decision.order.worker} is started beyond the host's slots")
         if isinstance(decision.order, msg.StopWorkerOrder):
             self._check_stop(decision.order)
-        agent = self.agents.get(decision.host)
-        if agent is not None and agent.incarnation == decision.incarnation:
-            agent.receive(decision.order)
+        self._give(decision, decision.order)
+
+    def _give(self, decision: GiveOrder | StopAgent, order: msg.Order) -> None:
+        agent = self.agent_named(decision.host, decision.incarnation)
+        if agent is not None:
+            agent.receive(order, self.driver.term)
 
     def _publish(self, world: msg.World) -> None:
-        if self.world is not None and world.round <= self.world.round:
-            raise Violation(f"round {world.round} is published after round {self.world.round}")
-        self._check_world(world)
-        self.world = world
+        newest = self.newest
+        again = newest == world and self.world is None  # by a driver that has just resumed
+        if newest is not None and world.round <= newest.round and not again:
+            raise Violation(f"round {world.round} is published after round {newest.round}")
+        if not again:
+            self._check_world(world)
+        self.newest = self.world = world
+        self._tell_workers("see_world", world)
+
+    def _tell_workers(self, action: str, document: object) -> None:
         for worker in self.living():
-            worker.act(self.delay(), "see_world", world)
+            worker.act(self.delay(), "hear", self.driver.term, action, document)
+
+    def hears(self, worker: SimWorker, term: int) -> bool:
+        """Whether an answer of the driver of this term reaches a worker: not all do if it dies."""
+        driver = self.driver
+        there = driver.up and driver.term == term
+        return not worker.agent.away and (there or driver.random.random() < 0.5)
 
     def _ask_progress(self, question: AskProgress) -> None:
         """Most questions are answered at once, some late, and a few never."""
@@ -302,14 +247,14 @@ class Cluster:
 
         def answer() -> None:
             readings = [ev.ProgressReading(w.version, 0.0, answered=True) for w in self.living()]
-            self.deliver(ev.ProgressReported(question.number, tuple(readings)))
+            self.driver.report(0.0, ev.ProgressReported(question.number, tuple(readings)))
 
-        self.clock.after(late, answer)
+        term = self.driver.term
+        self.clock.after(late, lambda: answer() if term == self.driver.term else None)
 
     def _publish_notice(self, decision: PublishNotice) -> None:
         self.notice = msg.Notice(decision.round, decision.after_step, decision.reason)
-        for worker in self.living():
-            worker.act(self.delay(), "see_notice", self.notice)
+        self._tell_workers("see_notice", self.notice)
 
     def _publish_save(self, request: msg.SaveRequest) -> None:
         workers = self.job.workers.workers
@@ -318,14 +263,46 @@ class Cluster:
             there = held.state.value in ("ready", "running")
             if not there or (held.version, held.clean) != (request.step, True):
                 raise Violation(f"{member} is asked to save step {request.step}, it is {held}")
+        self._tell_workers("see_save", request)
+
+    # ---- drivers that come and go ------------------------------------------------------
+
+    def forget_store(self) -> None:
+        """The driver has died, and its store with it."""
+        self.world = self.notice = None
+
+    def driver_is_back(self) -> None:
+        """Another driver has taken over: agents find it, a few of them too late."""
+        random, term = self.driver.random, self.driver.term
+        for agent in self.every_agent():
+            late = random.random()
+            agent.away = late > 0.88 and not agent.cut
+            delay = random.uniform(0.0, 0.3) if late < 0.7 else random.uniform(0.3, 1.8)
+            delay = random.uniform(1.0, 6.0) if agent.away else delay
+            self.clock.after(delay, partial(agent.come_back, term))
         for worker in self.living():
-            worker.act(self.delay(), "see_save", request)
+            worker.act(random.uniform(0.0, 1.0), "find_driver", term)
+        for tell in self.back:
+            tell()
 
     # ---- what is really there --------------------------------------------------------
 
+    def every_agent(self) -> list[SimAgent]:
+        """Every agent process, in a stable order."""
+        return [agent for agent in self._all_agents.values() if agent.alive]
+
+    def agent_named(self, host: str, incarnation: int) -> SimAgent | None:
+        """This agent, if it was ever started."""
+        return self._all_agents.get((host, incarnation))
+
     def living(self) -> list[SimWorker]:
         """Every worker process, in a stable order."""
-        return [w for agent in self.agents.values() for w in agent.workers.values() if w.alive]
+        return [w for agent in self.every_agent() for w in agent.workers.values() if w.alive]
+
+    def check_term(self, agent: SimAgent, term: int) -> None:
+        """No agent that has reported to a driver obeys an earlier one."""
+        if term < agent.term:
+            raise Violation(f"{agent.host}.{agent.incarnation} obeys the driver of term {term}")
 
     def check_slot(self, newcomer: SimWorker) -> None:
         known = self.job.workers.workers
@@ -337,8 +314,11 @@ class Cluster:
                 return worker.order.place.slot
             return None if record.spare else record.slot
 
-        for worker in newcomer.agent.workers.values():
-            if worker.alive and slot(worker) is not None and slot(worker) == slot(newcomer):
+        for worker in self.living():
+            if worker.id == newcomer.id:
+                raise Violation(f"{newcomer.id} is started twice")
+            there = worker.agent.host == newcomer.agent.host and not worker.agent.cut
+            if there and slot(worker) is not None and slot(worker) == slot(newcomer):
                 raise Violation(f"{newcomer.id} is started beside {worker.id} in one slot")
 
     def _check_world(self, world: msg.World) -> None:
@@ -370,7 +350,7 @@ class Cluster:
     def _check_lost(self, told: Announce) -> None:
         """By evidence, an agent is lost only if it is gone or cut off."""
         agent = self.agents[str(told.host)]
-        if "evidence" in told.detail and agent.alive and not agent.cut:
+        if "evidence" in told.detail and agent.reachable:
             raise Violation(f"the agent on {agent.host} lives, but is lost: {told.reason}")
 
     def _check_replaced(self, told: Announce) -> None:

@@ -8,7 +8,9 @@ from random import Random
 from typing import Literal
 
 from elastic_driver.core import events as ev
-from tests.sim.cluster import Cluster, SimAgent
+from tests.sim.agents import SimAgent
+from tests.sim.cluster import Cluster
+from tests.sim.driver import MOMENTS
 from tests.sim.workers import Group, SimWorker
 
 HEARTBEAT_S = 2.0
@@ -53,6 +55,9 @@ class Faults:
             (2 if own_exits else 0, self._exit),
             (6 if cluster.settings.replace_slow else 0, self._slow),
         ]
+        if cluster.driver.mortal:
+            self._kinds.append((4, self._crash_driver))
+            cluster.back.append(self.driver_is_back)
         self._favour(Random(f"favoured by {seed}"))
 
     def _favour(self, random: Random) -> None:
@@ -102,6 +107,23 @@ class Faults:
             if agent.alive:
                 delay = self.random.uniform(0.0, 0.3)
                 self.cluster.clock.after(delay, partial(self._tell_host, host, deadline))
+
+    # ---- drivers -----------------------------------------------------------------------
+
+    def _crash_driver(self) -> None:
+        """The driver dies at its next event, and another one resumes after a while."""
+        if self.cluster.driver.up:
+            away = self.random.choice([0.0, 0.1, self.random.uniform(0.0, 3.0), 10.0])
+            self.cluster.driver.die_soon(self.random.choice(MOMENTS), away)
+
+    def driver_is_back(self) -> None:
+        """The next driver asks for the hosts, and watches leases from now on."""
+        clock, random = self.cluster.clock, self.cluster.driver.random
+        clock.after(random.uniform(0.0, 0.5), self.discover)
+        for worker in self.cluster.living():
+            if worker.frozen and not worker.beats:
+                clock.after(HEARTBEAT_S / 2, partial(self._falls_silent, worker))
+                clock.after(HEARTBEAT_S, partial(self._lease_expires, worker))
 
     # ---- workers ---------------------------------------------------------------------
 

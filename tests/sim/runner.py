@@ -11,12 +11,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
+from msgspec.structs import replace as replace_fields
+
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.workers import SPARES, WorkerState
 from elastic_driver.settings import Settings
-from tests.sim.cluster import Cluster, Violation
+from tests.sim.cluster import Cluster
+from tests.sim.driver import MOMENTS
 from tests.sim.faults import Faults
+from tests.sim.workers import STEP_S, Violation
 
 FAULTS_S = 25.0
 QUIET_S = 60.0  # longer than the longest cool-down and every boot after it
@@ -35,13 +39,18 @@ class Outcome:
     ignored: int
     replaced: int  # slow workers
     promoted: int  # spares
+    events: int
+    died: int  # drivers
+    refused: int  # orders of earlier drivers
 
 
 class SeedFailed(AssertionError):
     """A seed showed something that must not happen; carries the story."""
 
-    def __init__(self, seed: int, why: str, trace: list[str]) -> None:
-        super().__init__(f"seed {seed}: {why}; replay: python -m tests.sim --seed {seed} --trace")
+    def __init__(self, seed: int, why: str, trace: list[str], *, mortal: bool) -> None:
+        kind = " --mortal" if mortal else ""
+        replay = f"python -m tests.sim --seed {seed}{kind} --trace"
+        super().__init__(f"seed {seed}: {why}; replay: {replay}")
         self.trace = trace
 
 
@@ -116,22 +125,24 @@ def _plan_departure(cluster: Cluster, faults: Faults, seed: int) -> None:
         cluster.clock.after(at, lambda: None if cluster.end else go())
 
 
-def run_seed(seed: int) -> Outcome:
-    """Play one seed to its end; raises `SeedFailed` where something is wrong."""
+def run_seed(seed: int, *, mortal: bool = False) -> Outcome:
+    """Play one seed to its end, with drivers that may die; raises `SeedFailed` if it is wrong."""
     random = Random(seed)
     hosts = {f"h{n}": random.randint(1, 4) for n in range(random.randint(1, 4))}
     settings = with_slow_replaced(settings_of(random, sum(hosts.values())), seed)
     settings = with_hosts_bounded(settings, seed, len(hosts))
     settings = with_spares(settings, seed)
     settings = replace(settings, fixed_hosts=Random(f"fixed {seed}").random() < 0.5)
-    cluster = Cluster(seed, settings, elastic=random.random() < 0.75)
+    cluster = Cluster(seed, settings, elastic=random.random() < 0.75, mortal=mortal)
     faults = Faults(cluster, hosts, seed, own_exits=random.random() < 0.4)
     cluster.agent_trouble = random.choice([0.0, 0.0, 0.15])
     _plan_departure(cluster, faults, seed)
     try:
         _play(cluster, faults)
     except Exception as error:
-        raise SeedFailed(seed, f"{type(error).__name__}: {error}", cluster.trace) from error
+        raise SeedFailed(
+            seed, f"{type(error).__name__}: {error}", cluster.trace, mortal=mortal
+        ) from error
     return Outcome(
         seed,
         cluster.elastic,
@@ -141,6 +152,9 @@ def run_seed(seed: int) -> Outcome:
         cluster.job.effects.ignored_events,
         cluster.replaced,
         cluster.promoted,
+        cluster.driver.handled,
+        cluster.driver.died,
+        cluster.refused,
     )
 
 
@@ -154,13 +168,45 @@ def _play(cluster: Cluster, faults: Faults) -> None:
     clock.after(cluster.random.uniform(0.1, 4.0), lambda: faults.inject_until(FAULTS_S))
     clock.run(FAULTS_S, over)
     if not over():
+        cluster.driver.resume(cluster.driver.term)
         faults.heal()
         clock.run(FAULTS_S + QUIET_S, over)
     if not over():
         _check_best_size(cluster)
+        if cluster.driver.mortal:
+            _check_after_a_crash(cluster)
         cluster.goal = cluster.trained + 10
         clock.run(FAULTS_S + QUIET_S + FINISH_S, over)
     _check_end(cluster, faults)
+
+
+def _check_after_a_crash(cluster: Cluster) -> None:
+    """A driver that dies between two events of a quiet job changes nothing; one more may follow."""
+    clock, driver = cluster.clock, cluster.driver
+    before, trained = _state(cluster), cluster.trained
+    away = driver.random.uniform(0.0, 5.0)
+    driver.die_between(away)
+    clock.run(clock.now + away + 10.0, lambda: cluster.end is not None)
+    if (after := _state(cluster)) != before:
+        raise Violation(f"the job after a crash is {after}, it was {before}")
+    if cluster.trained - trained < away / STEP_S:
+        raise Violation("while no driver lived nobody trained")
+    if driver.random.random() < 0.5:
+        later = driver.random.uniform(0.0, 3.0)
+        moment = driver.random.choice(MOMENTS)
+        clock.after(later, lambda: driver.die_soon(moment, later))
+
+
+def _state(cluster: Cluster) -> dict[str, object]:
+    """Return the part of the job's state that a crash of its driver must not change."""
+    status = cluster.job.status(cluster.driver.now)
+    return {
+        "members": status.members,
+        "hosts": [(host.host, host.slots, host.state, host.agent) for host in status.hosts],
+        "round": (status.round, status.round_state),
+        "wanted": status.wanted,
+        "counters": replace_fields(status.counters, ignored_events=0),
+    }
 
 
 def _check_departure(cluster: Cluster) -> None:

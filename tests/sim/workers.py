@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 STEP_S = 0.2
 
 
+class Violation(AssertionError):
+    """Something that must never happen has happened."""
+
+
 @dataclass(eq=False)
 class Group:
     """The members of one round that train together."""
@@ -40,6 +44,7 @@ class SimWorker:
     def __init__(self, cluster: Cluster, agent: SimAgent, order: StartWorkerOrder) -> None:
         self.cluster, self.agent, self.order = cluster, agent, order
         self.id = order.worker
+        self.pid = 0
         self.alive = True
         self.frozen = False
         self.beats = False  # though frozen: only its training thread stands still
@@ -86,6 +91,17 @@ class SimWorker:
     def finish_step(self, version: int) -> None:
         raise AssertionError("a kind of worker says what a step means to it")
 
+    def hear(self, term: int, action: str, document: object) -> None:
+        """See something that the driver of this term has published, if its answer gets here."""
+        if self.cluster.hears(self, term):
+            getattr(self, action)(document)
+
+    def find_driver(self, term: int) -> None:
+        """Another driver has taken over: send again what no driver has answered."""
+        driver = self.cluster.driver
+        if driver.up and driver.term == term and not self.agent.away:
+            self.agent.flush_of(self.id)
+
     def see_world(self, world: World) -> None:
         """A world was published, or is seen late."""
 
@@ -109,6 +125,7 @@ class ElasticWorker(SimWorker):
     """Speaks to the driver: READY, trains, leaves at a boundary or when its group breaks."""
 
     notice: Notice | None = None
+    told: WorkerReady | None = None
 
     def boot(self) -> None:
         self.act(self.soon(0.2, 2.0), "become_ready", "booted")
@@ -116,11 +133,16 @@ class ElasticWorker(SimWorker):
     def become_ready(self, reason: str) -> None:
         self.ready = True
         self.group = None
-        self.cluster.post(
-            self.agent, WorkerReady(self.id, self.left, self.version, self.clean, reason)
-        )
+        self.told = WorkerReady(self.id, self.left, self.version, self.clean, reason)
+        self.cluster.post(self.agent, self.told)
         if self.cluster.world is not None:
-            self.act(self.soon(0.0, 0.01), "see_world", self.cluster.world)
+            term, world = self.cluster.driver.term, self.cluster.world
+            self.act(self.soon(0.0, 0.01), "hear", term, "see_world", world)
+
+    def find_driver(self, term: int) -> None:
+        super().find_driver(term)
+        if self.ready and self.told is not None and self.soon(0.0, 1.0) < 0.5:
+            self.cluster.post(self.agent, self.told)  # perhaps this driver does not know
 
     def see_world(self, world: World) -> None:
         if not self.ready or world.round <= self.left or world.member(self.id) is None:
@@ -131,7 +153,8 @@ class ElasticWorker(SimWorker):
         self.notice = None
         group.members[self.id] = self
         if self.cluster.notice is not None:
-            self.act(0.0, "see_notice", self.cluster.notice)
+            term, notice = self.cluster.driver.term, self.cluster.notice
+            self.act(0.0, "hear", term, "see_notice", notice)
         if group.broken or self.cluster.someone_is_gone(world):
             group.broken = True
             self.act(self.soon(0.01, 0.1), "break_from", group)

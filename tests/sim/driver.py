@@ -1,0 +1,215 @@
+"""The driver of a simulated job: it journals an event, decides, and acts. It may die in between.
+
+The next driver has what is in the journal, takes the next term, and goes on at the job's own time:
+that stands still while no driver lives.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, Literal
+
+from elastic_driver.core import events as ev
+from elastic_driver.core.decisions import GiveOrder
+from elastic_driver.core.job import Job
+from tests.sim.workers import Violation
+
+if TYPE_CHECKING:
+    from tests.sim.agents import SimAgent
+    from tests.sim.cluster import Cluster
+
+GATHERED = 0.2  # of the events that can be: so many are taken in together with the next one
+GATHER_S = 0.002
+SNAPSHOT_EVERY = 64  # events
+OVERDUE_S = 1.0  # a driver that is to die and gets no event dies between two
+# The moment of a driver's death: before its next event is in the journal, before or amid the
+# decisions that follow from it, or after all of them.
+Moment = Literal["unjournalled", "undecided", "amid", "after"]
+MOMENTS: tuple[Moment, ...] = ("unjournalled", "undecided", "amid", "after")
+# An event, and the agent that it, or a worker of it, sends until it is answered.
+Arrived = tuple[ev.JobEvent, "SimAgent | None"]
+
+
+class Driver:
+    """One driver of the job after the other; `mortal`: they keep a journal, and may die."""
+
+    def __init__(self, cluster: Cluster, job: Job, seed: int, *, mortal: bool) -> None:
+        self.cluster, self.job, self.mortal = cluster, job, mortal
+        self.term, self.up = 1, True
+        self.handled = self.died = 0
+        self.dies: tuple[Moment, float] | None = None  # when, and for how many seconds
+        self.random = Random(f"driver of {seed}")
+        self._gathering = Random(f"gathering of {seed}")
+        self._gathered: list[Arrived] = []  # arrived, and taken in together with what follows
+        self._base = 0.0  # of the job's time
+        self._alarm: float | None = None
+        self._journal: list[tuple[float, ev.JobEvent | ev.EventBatch]] = []
+        self._snapshot = (0.0, job.snapshot() if mortal else b"")
+
+    @property
+    def now(self) -> float:
+        """The job's time."""
+        return self.cluster.clock.now - self._base
+
+    # ---- events --------------------------------------------------------------------------
+
+    def deliver(self, event: ev.JobEvent, sender: SimAgent | None = None) -> bool:
+        """Take an event in, or hold it back for a moment; return whether the driver lives on.
+
+        Without an answer the `sender` keeps it.
+        """
+        if not self.up:
+            self._not_heard((event, sender))
+            return False
+        together = isinstance(event, ev.TOGETHER)
+        if together and self._gathering.random() < GATHERED:
+            self._gathered.append((event, sender))
+            self.cluster.clock.after(GATHER_S, self._take_in_gathered)
+        else:
+            if not together:
+                self._take_in_gathered()
+            self._take_in(event, sender)
+        return self.up
+
+    def report(self, delay: float, event: ev.JobEvent) -> None:
+        """Take in a report of this driver's own shell, later; it is lost if the driver dies."""
+        term = self.term
+
+        def arrive() -> None:
+            if term == self.term:
+                self.deliver(event)
+
+        self.cluster.clock.after(delay, arrive)
+
+    def _take_in_gathered(self) -> None:
+        if self._gathered:
+            self._take_in(*self._gathered.pop())
+
+    def _take_in(self, event: ev.JobEvent, sender: SimAgent | None = None) -> None:
+        if self.cluster.end is not None:
+            return
+        arrived, self._gathered = [*self._gathered, (event, sender)], []
+        moment, away = self.dies or (None, 0.0)
+        if moment == "unjournalled":
+            self._die(away, arrived)
+            return
+        now = self.now
+        for one, _ in arrived:
+            self.cluster.note("->", one)
+        together = tuple(one for one, _ in arrived)
+        taken = ev.EventBatch(together) if len(arrived) > 1 else event  # type: ignore[arg-type]
+        self.handled += 1
+        self._write(now, taken)
+        decisions = self.job.handle(taken, now)
+        if moment in ("undecided", "amid"):
+            most = 0 if moment == "undecided" else len(decisions)
+            decisions = decisions[: self.random.randint(0, most)]
+        for decision in decisions:
+            self.cluster.note("  ", decision)
+            self.cluster.execute(decision)
+        if problems := self.job.check():
+            raise Violation("; ".join(problems))
+        if moment is None:
+            self._arm(event)
+        elif self.cluster.end is None:
+            self._die(away, [one for one in arrived if self.random.random() < 0.5])
+
+    def _arm(self, event: ev.JobEvent) -> None:
+        at = self.job.deadline()
+        if at is not None and at <= self.now and isinstance(event, ev.Tick):
+            raise Violation(f"the deadline {at} is not after the tick at {self.now}")
+        if at is not None and at != self._alarm:
+            self._alarm = at
+            self.cluster.clock.after(max(0.0, at - self.now), lambda: self._tick(at, self.term))
+
+    def _tick(self, at: float, term: int) -> None:
+        if term == self.term and self.job.deadline() == at and self._alarm == at:
+            self._alarm = None
+            self.deliver(ev.Tick())
+
+    # ---- death and resume ----------------------------------------------------------------
+
+    def die_soon(self, moment: Moment, away: float) -> None:
+        """Let the driver die at its next event, or between two, and another come after a while."""
+        if not self.up:
+            return
+        self.dies, term = (moment, away), self.term
+
+        def overdue() -> None:
+            if self.term == term and self.dies is not None:
+                self.die_between(away)
+
+        self.cluster.clock.after(OVERDUE_S, overdue)
+
+    def die_between(self, away: float) -> None:
+        """Let the driver die now, between two events."""
+        if self.up and self.cluster.end is None:
+            self._die(away, [])
+
+    def _write(self, now: float, event: ev.JobEvent | ev.EventBatch) -> None:
+        if not self.mortal:
+            return
+        if len(self._journal) >= SNAPSHOT_EVERY:
+            self._snapshot, self._journal = (self._journal[-1][0], self.job.snapshot()), []
+        self._journal.append((now, event))
+
+    def _die(self, away: float, unanswered: list[Arrived]) -> None:
+        """End this driver; `unanswered`: events whose senders got no answer."""
+        cluster, self.dies = self.cluster, None
+        cluster.note("!!", f"the driver of term {self.term} dies, for {away} s")
+        self.up, self._alarm = False, None
+        self.died += 1
+        gathered, self._gathered = self._gathered, []
+        for arrived in (*unanswered, *gathered):
+            self._not_heard(arrived)
+        for agent in cluster.every_agent():
+            agent.lose_orders(self.random.randint(0, len(agent.orders)))
+        cluster.forget_store()
+        cluster.clock.after(away, partial(self.resume, self.term))
+
+    def _not_heard(self, arrived: Arrived) -> None:
+        event, sender = arrived
+        if sender is not None and not isinstance(event, ev.AgentReturned):
+            sender.unanswered.append(event)  # type: ignore[arg-type]
+
+    def resume(self, term: int) -> None:
+        """Start the next driver after the one of this term, if nobody has."""
+        if self.up or self.term != term or self.cluster.end is not None:
+            return
+        before = self.job
+        last, snapshot = self._snapshot
+        self.job = Job.restored(snapshot)
+        for last, event in self._journal:
+            self.job.handle(event, last)
+        if self.job.snapshot() != before.snapshot():
+            raise Violation("the journal does not lead to the state that acted")
+        self.term += 1
+        self.up, self._base = True, self.cluster.clock.now - last
+        self.cluster.note("!!", f"the driver of term {self.term} resumes")
+        if (end := self.job.outcome.end) is not None:
+            self.cluster.execute(end)
+            return
+        if self.deliver(ev.DriverResumed(self.term, "the driver has died")):
+            self.cluster.driver_is_back()
+            self._replaced(before)
+
+    def _replaced(self, before: Job) -> None:
+        """Sometimes the earlier driver lives on, and knows nothing: nobody obeys it any more."""
+        if self.random.random() > 0.3:
+            return
+        term, orders = self.term - 1, list[GiveOrder]()
+        for host, agent in list(before.fleet.agents.items()):
+            lost = ev.AgentLost(host, agent.incarnation, "it does not come any more")
+            given = before.handle(lost, self.now)
+            orders += [decision for decision in given if isinstance(decision, GiveOrder)]
+        for decision in orders:
+            found = self.cluster.agent_named(decision.host, decision.incarnation)
+            delay = self.random.uniform(0.0, 3.0)
+            if found is not None:
+                self.cluster.clock.after(delay, partial(self._give_late, found, decision, term))
+
+    def _give_late(self, agent: SimAgent, decision: GiveOrder, term: int) -> None:
+        """Give an order of an earlier driver to an agent that knows a later one."""
+        if agent.term > term:
+            agent.receive(decision.order, term)
