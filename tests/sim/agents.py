@@ -178,6 +178,8 @@ class SimAgent:
         if not driver.deliver(story):
             return  # the driver has died, perhaps because of it
         self.term = story.term
+        for worker in self.workers.values():
+            worker.act(0.0, "find_driver", story.term)
         orders, self.later = self.later, []
         for read in orders:
             if read.term == self.term and self.alive:

@@ -16,6 +16,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import (
     Announce,
     AskProgress,
+    AwaitHeartbeats,
     Decision,
     EndJob,
     GiveOrder,
@@ -53,6 +54,8 @@ class Cluster:
         self.newest: msg.World | None = None  # that any driver has published
         self.world: msg.World | None = None  # in the store of the present driver
         self.notice: msg.Notice | None = None
+        self.leases: set[str] = set()  # of workers, begun by a driver that resumed
+        self.calm = False  # agents find the next driver in time
         self.end: EndJob | None = None
         self.ended_at = 0.0
         self.groups: dict[int, Group] = {}
@@ -60,6 +63,7 @@ class Cluster:
         self.replaced = 0  # slow workers
         self.promoted = 0  # spares
         self.trained = 0  # steps anybody has ever finished
+        self.saves: set[int] = set()  # requests, by number
         self.written: dict[int, set[str]] = {}  # shares of last checkpoints, by request
         self.on_disk = 0  # the step of the newest that is complete
         self.goal: int | None = None  # the number of steps after which workers finish
@@ -132,6 +136,8 @@ class Cluster:
             self._kill(decision)
         elif isinstance(decision, GiveOrder):
             self._order(decision)
+        elif isinstance(decision, AwaitHeartbeats):
+            self.leases = set(decision.workers)
         elif isinstance(decision, ProbeAgent):
             self._probe(decision)
         elif isinstance(decision, ProbeHosts):
@@ -201,7 +207,8 @@ class Cluster:
             if host in self.job.fleet.agents:
                 raise Violation(f"{host} is probed though it has an agent")
             known = not host.endswith("3")
-            if host not in self.dark or not known:
+            away = any(agent.away for agent in self.every_agent() if agent.host == host)
+            if not (away or host in self.dark) or not known:
                 probed = ev.HostProbed(host, decision.number, answered=known)
                 self.driver.report(self.delay(), probed)
 
@@ -220,8 +227,9 @@ class Cluster:
             agent.receive(order, self.driver.term)
 
     def _publish(self, world: msg.World) -> None:
-        newest = self.newest
-        again = newest == world and self.world is None  # by a driver that has just resumed
+        newest, again = self.newest, False
+        if newest is not None and newest.round == world.round and self.world is None:
+            again = list(newest.members) == list(world.members)  # by a driver that has resumed
         if newest is not None and world.round <= newest.round and not again:
             raise Violation(f"round {world.round} is published after round {newest.round}")
         if not again:
@@ -246,7 +254,8 @@ class Cluster:
         late = self._asking.uniform(0.1, 3.0) if self._asking.random() < 0.1 else 0.002
 
         def answer() -> None:
-            readings = [ev.ProgressReading(w.version, 0.0, answered=True) for w in self.living()]
+            told = (w.version for w in self.living() if w.driver == term and not w.agent.away)
+            readings = [ev.ProgressReading(version, 0.0, answered=True) for version in told]
             self.driver.report(0.0, ev.ProgressReported(question.number, tuple(readings)))
 
         term = self.driver.term
@@ -257,8 +266,9 @@ class Cluster:
         self._tell_workers("see_notice", self.notice)
 
     def _publish_save(self, request: msg.SaveRequest) -> None:
-        workers = self.job.workers.workers
-        for member in request.members:
+        workers, again = self.job.workers.workers, request.number in self.saves
+        self.saves.add(request.number)
+        for member in () if again else request.members:
             held = workers[member]  # READY when asked; it may be in a round again by now
             there = held.state.value in ("ready", "running")
             if not there or (held.version, held.clean) != (request.step, True):
@@ -268,15 +278,17 @@ class Cluster:
     # ---- drivers that come and go ------------------------------------------------------
 
     def forget_store(self) -> None:
-        """The driver has died, and its store with it."""
+        """The driver has died, and its store with it; nobody is cut off from the next one yet."""
         self.world = self.notice = None
+        for agent in self.every_agent():
+            agent.away = False
 
     def driver_is_back(self) -> None:
         """Another driver has taken over: agents find it, a few of them too late."""
         random, term = self.driver.random, self.driver.term
         for agent in self.every_agent():
             late = random.random()
-            agent.away = late > 0.88 and not agent.cut
+            agent.away = late > 0.88 and not agent.cut and not self.calm
             delay = random.uniform(0.0, 0.3) if late < 0.7 else random.uniform(0.3, 1.8)
             delay = random.uniform(1.0, 6.0) if agent.away else delay
             self.clock.after(delay, partial(agent.come_back, term))

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 GATHERED = 0.2  # of the events that can be: so many are taken in together with the next one
 GATHER_S = 0.002
-SNAPSHOT_EVERY = 64  # events
+SNAPSHOT_EVERY = 24  # events
+COMPARED = 0.3  # of the jobs that come back: compared with the one before
 OVERDUE_S = 1.0  # a driver that is to die and gets no event dies between two
 # The moment of a driver's death: before its next event is in the journal, before or amid the
 # decisions that follow from it, or after all of them.
@@ -43,6 +44,7 @@ class Driver:
         self._gathering = Random(f"gathering of {seed}")
         self._gathered: list[Arrived] = []  # arrived, and taken in together with what follows
         self._base = 0.0  # of the job's time
+        self._reached = 0.0  # the last deadline: a difference of floats may be just before it
         self._alarm: float | None = None
         self._journal: list[tuple[float, ev.JobEvent | ev.EventBatch]] = []
         self._snapshot = (0.0, job.snapshot() if mortal else b"")
@@ -50,7 +52,7 @@ class Driver:
     @property
     def now(self) -> float:
         """The job's time."""
-        return self.cluster.clock.now - self._base
+        return max(self.cluster.clock.now - self._base, self._reached)
 
     # ---- events --------------------------------------------------------------------------
 
@@ -125,7 +127,7 @@ class Driver:
 
     def _tick(self, at: float, term: int) -> None:
         if term == self.term and self.job.deadline() == at and self._alarm == at:
-            self._alarm = None
+            self._alarm, self._reached = None, at
             self.deliver(ev.Tick())
 
     # ---- death and resume ----------------------------------------------------------------
@@ -141,6 +143,11 @@ class Driver:
                 self.die_between(away)
 
         self.cluster.clock.after(OVERDUE_S, overdue)
+
+    def live_on(self) -> None:
+        """Let there be a driver, which does not die."""
+        self.dies = None
+        self.resume(self.term)
 
     def die_between(self, away: float) -> None:
         """Let the driver die now, between two events."""
@@ -182,7 +189,8 @@ class Driver:
         self.job = Job.restored(snapshot)
         for last, event in self._journal:
             self.job.handle(event, last)
-        if self.job.snapshot() != before.snapshot():
+        compared = self.random.random() < COMPARED
+        if compared and self.job.snapshot() != before.snapshot():
             raise Violation("the journal does not lead to the state that acted")
         self.term += 1
         self.up, self._base = True, self.cluster.clock.now - last

@@ -121,7 +121,9 @@ class Faults:
         clock, random = self.cluster.clock, self.cluster.driver.random
         clock.after(random.uniform(0.0, 0.5), self.discover)
         for worker in self.cluster.living():
-            if worker.frozen and not worker.beats:
+            if worker.id not in self.cluster.leases:
+                worker.frozen = worker.beats = False  # nobody would miss it
+            elif worker.frozen and not worker.beats:
                 clock.after(HEARTBEAT_S / 2, partial(self._falls_silent, worker))
                 clock.after(HEARTBEAT_S, partial(self._lease_expires, worker))
 

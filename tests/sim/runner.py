@@ -168,7 +168,7 @@ def _play(cluster: Cluster, faults: Faults) -> None:
     clock.after(cluster.random.uniform(0.1, 4.0), lambda: faults.inject_until(FAULTS_S))
     clock.run(FAULTS_S, over)
     if not over():
-        cluster.driver.resume(cluster.driver.term)
+        cluster.driver.live_on()
         faults.heal()
         clock.run(FAULTS_S + QUIET_S, over)
     if not over():
@@ -185,6 +185,7 @@ def _check_after_a_crash(cluster: Cluster) -> None:
     clock, driver = cluster.clock, cluster.driver
     before, trained = _state(cluster), cluster.trained
     away = driver.random.uniform(0.0, 5.0)
+    cluster.calm = True
     driver.die_between(away)
     clock.run(clock.now + away + 10.0, lambda: cluster.end is not None)
     if (after := _state(cluster)) != before:
@@ -202,7 +203,7 @@ def _state(cluster: Cluster) -> dict[str, object]:
     status = cluster.job.status(cluster.driver.now)
     return {
         "members": status.members,
-        "hosts": [(host.host, host.slots, host.state, host.agent) for host in status.hosts],
+        "hosts": [(h.host, h.slots, h.state, h.workers and h.agent) for h in status.hosts],
         "round": (status.round, status.round_state),
         "wanted": status.wanted,
         "counters": replace_fields(status.counters, ignored_events=0),

@@ -45,6 +45,7 @@ class SimWorker:
         self.cluster, self.agent, self.order = cluster, agent, order
         self.id = order.worker
         self.pid = 0
+        self.driver = cluster.driver.term  # that it has found
         self.alive = True
         self.frozen = False
         self.beats = False  # though frozen: only its training thread stands still
@@ -100,7 +101,11 @@ class SimWorker:
         """Another driver has taken over: send again what no driver has answered."""
         driver = self.cluster.driver
         if driver.up and driver.term == term and not self.agent.away:
+            self.driver = term
             self.agent.flush_of(self.id)
+            for action, found in (("world", self.cluster.world), ("notice", self.cluster.notice)):
+                if found is not None:
+                    self.hear(term, f"see_{action}", found)
 
     def see_world(self, world: World) -> None:
         """A world was published, or is seen late."""
