@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
@@ -42,7 +42,7 @@ class SimAgent:
     cut: bool = False  # nothing it sends arrives, and it ends soon
     away: bool = False  # it cannot reach the driver; its peers can reach it
     sealed: bool = False  # its keys are refused: it ends when it hears of that
-    heeds_terms: bool = True
+    heeds_terms: ClassVar[bool] = True
     ready: ev.AgentReady | None = None
     workers: dict[str, SimWorker] = field(default_factory=dict)
     started: set[str] = field(default_factory=set)

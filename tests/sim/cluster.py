@@ -11,6 +11,8 @@ from functools import partial
 from random import Random
 from typing import Literal
 
+from msgspec.structs import replace
+
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import (
@@ -199,7 +201,14 @@ class Cluster:
         elif same and agent.alive:
             result = "answered"
         found = ev.AgentProbed(asked.host, asked.incarnation, asked.number, result, seconds)
-        self.driver.report(seconds, found)
+        term = self.driver.term
+
+        def answer() -> None:
+            now_back = same and result == "silent" and agent.reachable  # several attempts are made
+            if term == self.driver.term:
+                self.deliver(replace(found, result="answered") if now_back else found)
+
+        self.clock.after(seconds, answer)
 
     def _probe_hosts(self, decision: ProbeHosts) -> None:
         """A host without power does not answer; a few cannot be probed at all."""

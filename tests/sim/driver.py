@@ -11,7 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Literal
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import GiveOrder
+from elastic_driver.core.decisions import Announce, GiveOrder
 from elastic_driver.core.job import Job
 from tests.sim.workers import Violation
 
@@ -105,8 +105,11 @@ class Driver:
         self._write(now, taken)
         decisions = self.job.handle(taken, now)
         if moment in ("undecided", "amid"):
-            most = 0 if moment == "undecided" else len(decisions)
-            decisions = decisions[: self.random.randint(0, most)]
+            if all(isinstance(decision, Announce) for decision in decisions):
+                moment = None  # there is nothing to be in the midst of
+            else:
+                most = 0 if moment == "undecided" else len(decisions)
+                decisions = decisions[: self.random.randint(0, most)]
         for decision in decisions:
             self.cluster.note("  ", decision)
             self.cluster.execute(decision)

@@ -92,8 +92,8 @@ class Faults:
         self.cluster.dark.clear()
         self.hosts, self.gone = dict(self.all_hosts), {}
         self.discover()
-        # Again a little later: an agent's notice may still be under way.
-        for delay in (0.0, 1.0):
+        # Again a little later: an agent's notice may still be under way, or the agent cut off.
+        for delay in (0.0, 1.0, 8.0) if self.cluster.driver.mortal else (0.0, 1.0):
             for host in self.hosts:
                 self.cluster.clock.after(delay, partial(self._let_back, host))
 

@@ -7,6 +7,7 @@ import pytest
 from elastic_driver.core.rules.membership import Membership
 from elastic_driver.core.rules.plain import Plain
 from tests.core.broken import BROKEN, Break
+from tests.sim.broken_resumes import BROKEN_RESUMES
 from tests.sim.runner import SeedFailed, run_seed
 
 SEEDS = 240
@@ -18,8 +19,16 @@ def test_when_faults_stop_the_job_grows_to_its_best_size_and_succeeds(first: int
     _run_all(range(first, first + PER_TEST))
 
 
+@pytest.mark.parametrize("first", range(0, SEEDS, PER_TEST))
+def test_drivers_die_at_any_moment_and_the_next_one_goes_on(first: int) -> None:
+    outcomes = [run_seed(seed, mortal=True) for seed in range(first, first + PER_TEST)]
+    assert sum(outcome.died for outcome in outcomes) > PER_TEST
+    assert any(outcome.refused for outcome in outcomes), "no order of an earlier driver came late"
+
+
 def test_a_seed_replays_exactly() -> None:
     assert run_seed(7) == run_seed(7)
+    assert run_seed(7, mortal=True) == run_seed(7, mortal=True)
 
 
 def test_slow_workers_are_replaced_in_some_seeds() -> None:
@@ -55,13 +64,21 @@ def test_a_core_that_does_not_wait_for_the_last_process_is_found_out(
     _assert_found_out(range(60), "Violation|ValueError")
 
 
-def _assert_found_out(seeds: range, why: str) -> None:
+@pytest.mark.parametrize("break_it", BROKEN_RESUMES, ids=lambda broken: broken.__name__)
+def test_a_broken_rule_of_resuming_is_found_out(
+    break_it: Break, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)
+    _assert_found_out(range(200), BROKEN_RESUMES[break_it], mortal=True)
+
+
+def _assert_found_out(seeds: range, why: str, *, mortal: bool = False) -> None:
     with pytest.raises(SeedFailed, match=why) as failure:
-        _run_all(seeds)
+        _run_all(seeds, mortal=mortal)
     assert "replay: python -m tests.sim --seed" in str(failure.value)
     assert failure.value.trace
 
 
-def _run_all(seeds: range) -> None:
+def _run_all(seeds: range, *, mortal: bool = False) -> None:
     for seed in seeds:
-        run_seed(seed)
+        run_seed(seed, mortal=mortal)

@@ -1,0 +1,62 @@
+"""What a driver that goes on must do, each broken on purpose: the simulation has to find out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_driver.core.documents import Order
+from elastic_driver.core.rules.adoption import AGAIN, Adoption
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.core.rules.rounds import Rounds
+from tests.core.broken import Break
+from tests.sim.agents import SimAgent
+from tests.sim.driver import Driver
+
+
+def no_order_is_given_again(patch: pytest.MonkeyPatch) -> None:
+    give = Effects.give
+
+    def once(self: Effects, host: str, order: Order, reason: str) -> None:
+        if not reason.startswith(AGAIN):
+            give(self, host, order, reason)
+
+    patch.setattr(Effects, "give", once)
+
+
+def agents_obey_every_driver(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimAgent, "heeds_terms", False)
+
+
+def worlds_are_published_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rounds, "resume", lambda _self, _now: None)
+
+
+def agents_that_return_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Adoption, "_compare", lambda _self, _event, _now: None)
+
+
+def an_event_is_acted_upon_before_it_is_journalled(patch: pytest.MonkeyPatch) -> None:
+    write = Driver._write
+
+    def late(self: Driver, now: float, event: Any) -> None:
+        if self.dies is None:
+            write(self, now, event)
+
+    patch.setattr(Driver, "_write", late)
+
+
+def agents_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Adoption, "advance", lambda _self, _now: None)
+
+
+BROKEN_RESUMES: dict[Break, str] = {
+    no_order_is_given_again: "quiet, but",
+    agents_obey_every_driver: r"obeys the driver of term \d",
+    worlds_are_published_once: "quiet, but",
+    agents_are_not_awaited: "are awaited without a deadline",
+    agents_that_return_are_not_compared: "quiet, but",
+    an_event_is_acted_upon_before_it_is_journalled: "the journal does not lead to the state",
+}
+"""Each with what is said of it."""
