@@ -58,3 +58,20 @@ def test_workers_that_train_apart_take_over_a_killed_ones_shards() -> None:
         job.kill(max(members, key=lambda pid: members[pid].rank))
         result = result_of(job)
     assert (result["done"], result["open"], result["missing"]) == (3000, 0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["together", "apart"])
+def test_shards_go_on_with_the_drivers_that_follow_a_killed_one(mode: str) -> None:
+    with elasticrun(*THREE, env={"MODE": mode}) as job:
+        for steps in (3, 20):
+            job.until_size(3, steps=steps)
+            job.kill_driver()
+            job.start("--resume")
+        result = result_of(job)
+        assert len(job.events("driver_resumed")) == 2
+        job.assert_nothing_left()
+    assert (result["done"], result["open"], result["missing"]) == (3000, 0, "")
+    if mode == "together":
+        assert result["least"] == 2, result
+        assert result["extra"] == result["replayed"], result

@@ -298,7 +298,7 @@ class Cluster:
         for agent in self.every_agent():
             late = random.random()
             agent.away = late > 0.88 and not agent.cut and not self.calm
-            delay = random.uniform(0.0, 0.3) if late < 0.7 else random.uniform(0.3, 1.8)
+            delay = random.uniform(0.0, 0.3) if late < 0.7 else random.uniform(0.3, 1.5)
             delay = random.uniform(1.0, 6.0) if agent.away else delay
             self.clock.after(delay, partial(agent.come_back, term))
         for worker in self.living():
