@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Literal
 
 from elastic_driver.core.events import WorkerResumed, WorkerStack, WorkerStalled
@@ -31,6 +32,7 @@ FIRST_STEP_S = 600.0  # the adaptive limit in the first step of a round
 FIRST_STEP_FACTOR = 5.0  # a limit set by the user is multiplied by this there
 WORKING_FACTOR = 10.0  # the adaptive limit is so much longer while the thread computes by itself
 WORKING_SHARE = 0.1  # CPU seconds per second from which a thread counts as computing
+QUIET_WEIGHT = 4  # of a check that finds all threads asleep
 _OURS = "/elastic_driver/worker/"
 STDERR = 2
 MAX_FRAMES = 60
@@ -64,6 +66,9 @@ class TrainingThread:
     def count_asleep(self) -> int:
         """Check for sleep; return how many checks in a row found it asleep in a collective.
 
+        A check counts for four if all other threads sleep as well: then none of them is about to
+        wake this one, however busy the machine is.
+
         Gloo has a rare fault: a send that is reset in the moment in which the peer asks for it is
         forgotten, and the thread that waits for it sleeps until the group's timeout, half an hour
         (2 of 100 kills of a peer under a loop of small broadcasts). No call wakes it.
@@ -73,9 +78,22 @@ class TrainingThread:
         file = frame.f_code.co_filename if frame is not None else ""
         # A thread in one of our own modules may wait for a disk or for the driver.
         waits = waits_for_peers(file) and _OURS not in file
-        self._asleep = self._asleep + 1 if waits and ticks == self._ticks else 0
+        asleep = waits and ticks == self._ticks
+        weight = QUIET_WEIGHT if asleep and others_sleep() else 1
+        self._asleep = self._asleep + weight if asleep else 0
         self._ticks = ticks
         return self._asleep
+
+
+def others_sleep() -> bool:
+    """Return whether no thread of this process but the calling one runs or could run."""
+    own = str(threading.get_native_id())
+    try:
+        others = [name for name in os.listdir("/proc/self/task") if name != own]
+        stats = [Path(f"/proc/self/task/{name}/stat").read_text() for name in others]
+    except OSError:  # a thread has ended meanwhile, or there is no /proc
+        return False
+    return {stat.rpartition(")")[2].split()[0] for stat in stats} == {"S"}
 
 
 class StallWatch:

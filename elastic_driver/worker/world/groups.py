@@ -17,6 +17,7 @@ Only `membership` uses this module. Times are seconds.
 import contextlib
 import os
 import sys
+import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -56,8 +57,9 @@ class _Handover:
 class RoundGroup:
     """The gloo group of one round, with its connections and those of its subgroups."""
 
-    backend: Any  # gloo's object; torch must hold the last reference, so it is dropped early
+    backend: Any  # gloo's object
     connections: GroupConnections
+    subgroups: list[Any] = field(default_factory=list)  # gloo's objects of `new_group()`
     store: Store | None = None  # the one it was built with
     half: DeviceHalf | None = None  # carries the accelerator's tensors, where there is one
     elected: bool = True  # whether the vote, if there was one, was for such a half
@@ -118,20 +120,26 @@ class RoundGroup:
             # Torch's hook puts `[rank0]:` before each line of a traceback, later a wrong rank.
             sys.excepthook = excepthook
 
-    def take_down(self) -> None:
+    def take_down(self) -> threading.Thread:
         """Take down torch's process groups, healthy or broken, without waiting for a peer.
 
-        On the main thread, and after the device was cut off. The connections stay open.
+        On the main thread, and after the device was cut off. The connections stay open. Gloo's
+        destructor waits for its threads, and one of them may sleep for ever in a send that gloo
+        has forgotten. So the objects end on the thread that this returns; it must be joined before
+        the interpreter ends, which it would abort.
         """
         self.connections.shut_writes()
         tear_down_wrappers()
         self.host_groups.clear()
-        self.backend = None
+        last, self.backend, self.subgroups = [self.backend, *self.subgroups], None, []
         _Handover.create = None  # it holds the group
         if self.half is not None and dist.is_initialized():
             self.half.device.forget()
         elif dist.is_initialized():
             dist.destroy_process_group()
+        ending = threading.Thread(target=last.clear, name="elastic-old-group", daemon=True)
+        ending.start()
+        return ending
 
     def end(self) -> None:
         """Free the connections and the store; called when every member has left the group."""
@@ -164,7 +172,7 @@ def build(
     def construct() -> RoundGroup:
         backend = make_gloo(store, rank, size, device)
         connections.finish()
-        group = RoundGroup(backend, connections, store)
+        group = RoundGroup(backend, connections, store=store)
         if vote is not None:
             group.elected = group.vote(vote)
         return group

@@ -37,9 +37,12 @@ from rendezvous.torch_store import HTTPStore
 
 GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
 SILENT_GRACE_S = 0.05  # the same, if a peer's host answers no more
-CHECK_S = 1.0  # between two checks of a training thread that has not left yet
-HOPELESS_CHECKS = 8  # in a row that find it asleep: a collective that can end takes milliseconds
+CHECK_S = 0.25  # between two checks of a training thread that has not left yet
+# Checks in a row that find it asleep (8 s, or 2 s if all other threads sleep too); a collective
+# that can end takes milliseconds.
+HOPELESS_CHECKS = 32
 CONNECT_DEVICES_S = 120.0  # the longest wait for the peers' devices
+END_S = 5.0  # at the end of the script, for gloo's old groups to end; usually milliseconds
 TAKE_DOWN_S = 20.0  # for torch to drop a group; a destructor that waits for a lost peer hangs
 MAX_DEVICE_FAILURES = 3  # in a row, of devices to connect in rounds that no notice has ended
 ALONE = SlotInfo("localhost", 0, 0, 0, 0, 1, 1, 1, 0, 1)  # rank 0 of 1
@@ -82,6 +85,7 @@ class JobMembership:
         self._leaving_since: float | None = None  # when taking the group down began
         self._thread = TrainingThread()
         self._left_groups: list[RoundGroup] = []  # a peer may still be in them
+        self._endings: list[threading.Thread] = []  # of gloo's old groups
 
     def last_ready_described(self, state: object) -> bool:
         """Return whether our last READY described this `state` object.
@@ -114,6 +118,9 @@ class JobMembership:
         if self._driver is not None:
             self._driver.stop()
         self._end_left_groups()
+        until = time.monotonic() + END_S
+        for ending in self._endings:
+            ending.join(max(0.0, until - time.monotonic()))
         current.forget()
 
     def forget_in_child(self) -> None:
@@ -188,6 +195,7 @@ class JobMembership:
         def create_subgroup(store: Store, rank: int, size: int, _timeout: timedelta) -> Any:
             part = build(store, rank, size, vote=None)
             group.connections.held += part.connections.held
+            group.subgroups.append(part.backend)
             return part.backend
 
         if choice.device is None or not group.elected:
@@ -323,7 +331,8 @@ class JobMembership:
             self._take_down(group)
 
     def _take_down(self, group: RoundGroup) -> None:
-        group.take_down()
+        self._endings = [thread for thread in self._endings if thread.is_alive()]
+        self._endings.append(group.take_down())
         self._left_groups.append(group)
 
     def _end_left_groups(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable
 
 import pytest
 
+from elastic_driver.worker.heartbeat import stall_watch
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from tests.support.coordinator import eventually
 
@@ -32,6 +34,32 @@ def test_a_thread_that_sleeps_in_a_collective_is_counted(filename: str) -> None:
     with end:
         thread = watched(filename, end.acquire)
         eventually(lambda: thread.count_asleep() >= 3, "three looks in a row", 5)
+
+
+def test_a_check_counts_more_if_no_other_thread_could_wake_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end = threading.Lock()
+    with end:
+        thread = watched("/x/torch/distributed/x.py", end.acquire)
+        eventually(lambda: thread.count_asleep() > 0, "it sleeps", 5)
+        for sleeping, weight in ((True, stall_watch.QUIET_WEIGHT), (False, 1)):
+            monkeypatch.setattr(stall_watch, "others_sleep", lambda s=sleeping: s)
+            before = thread.count_asleep()
+            assert thread.count_asleep() == before + weight
+
+
+def test_threads_that_run_are_seen() -> None:
+    end = threading.Event()
+    sleeping = threading.Thread(target=end.wait, daemon=True)
+    sleeping.start()
+    eventually(stall_watch.others_sleep, "the others sleep", 10)
+    hashing = threading.Thread(target=hashlib.sha256, args=(b"x" * 2**29,))
+    hashing.start()  # it computes without the interpreter's lock
+    eventually(lambda: not stall_watch.others_sleep(), "one of them computes", 10)
+    hashing.join()
+    end.set()
+    sleeping.join()
 
 
 def test_a_thread_that_waits_elsewhere_is_not() -> None:
