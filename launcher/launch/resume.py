@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.journal.replay import JournalError
+from elastic_driver.runtime.journal.replay import JournalError, NotBegunError
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
 from elastic_driver.runtime.results import JobResult, read_result
 from elastic_driver.runtime.run_dir import RunDir
@@ -108,6 +108,9 @@ def _take(run_dir: RunDir, *, keep: bool) -> ResumedRun | JobResult | None:
         run_dir.take()
     try:
         return load_run(run_dir.journal_file)
+    except NotBegunError:  # nothing was started yet
+        run_dir.leave()
+        return None
     except JournalError as error:
         run_dir.leave()
         raise JournalError(

@@ -24,7 +24,7 @@ from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime.journal import store, writer
-from elastic_driver.runtime.journal.replay import JournalError, Replay
+from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
 from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
 from elastic_driver.runtime.journal.writer import Journal
@@ -451,6 +451,18 @@ def test_a_damaged_journal_is_refused_in_one_line(tmp_path: Path) -> None:
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(JournalError, match="cannot be read"):
         list(Replay(path).steps())
+
+
+def test_a_journal_in_which_no_job_has_begun_is_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    path.touch()
+    with pytest.raises(NotBegunError, match="the journal is empty"):
+        load_run(path)
+    first = SqliteStore(path)
+    first.open(Head("run"))
+    with pytest.raises(NotBegunError, match="the journal is empty"):
+        load_run(path)
+    first.free()
 
 
 def test_a_journal_of_another_format_or_with_a_damaged_event_is_refused(tmp_path: Path) -> None:

@@ -39,6 +39,10 @@ class JournalError(UsageError):
     """A file that is no journal, is damaged, or is of another version."""
 
 
+class NotBegunError(JournalError):
+    """A journal without a job: its driver died in the moment in which it made the file."""
+
+
 class Term(NamedTuple):
     """One of the drivers that have written a journal, one after the other."""
 
@@ -74,6 +78,8 @@ class Replay:
         self.memory = b""  # of the executor, at the newest snapshot that was passed
         self._database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
         (found,) = self._rows("PRAGMA user_version")[0]
+        if found == 0:
+            raise NotBegunError(f"{path}: the journal is empty")
         if found != FORMAT:
             hint = "use the version of elastic-driver that wrote it"
             raise JournalError(
@@ -83,7 +89,7 @@ class Replay:
         self.terms = tuple(Term(*row) for row in self._rows(_TERMS))  # the newest driver last
         self._snapshots = [n for (n,) in self._rows("SELECT DISTINCT n FROM snapshots ORDER BY n")]
         if not about or not self.terms or not self._snapshots:
-            raise JournalError(f"{path}: the journal is empty")
+            raise NotBegunError(f"{path}: the journal is empty")
         self.run_id: str = about[0][0]
         self.argv: tuple[str, ...] = tuple(json.loads(about[0][1]))  # of the first driver
         self.cwd: str = about[0][2]

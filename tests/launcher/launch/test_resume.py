@@ -76,6 +76,16 @@ def test_another_command_for_an_unfinished_job_is_refused_with_what_to_type(
         run_dir.take()  # the lock was given back
 
 
+def test_a_job_whose_driver_died_before_it_started_anything_is_begun_again(
+    state_dir: Path,
+) -> None:
+    with folder(state_dir) as run_dir:
+        run_dir.journal_file.write_bytes(b"")
+        for argv in (START, ("--resume", *START)):
+            assert take_unfinished(resolve(argv, {}), run_dir, str(state_dir.parent)) is None
+        run_dir.create()  # as a job that begins does
+
+
 def test_a_job_that_is_over_is_begun_again_unless_it_is_to_go_on(state_dir: Path) -> None:
     run_dir = RunDir(state_dir, "big")
     run_dir.events_file.write_text(END)
