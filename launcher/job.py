@@ -3,6 +3,7 @@
 `launcher.cli` calls `run`. This module decides nothing about the job.
 """
 
+import contextlib
 import glob
 import json
 import os
@@ -10,7 +11,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ from launcher.options.values import CommandLine, resolve
 if TYPE_CHECKING:
     from elastic_driver.runtime.journal.resume import ResumedRun
     from elastic_driver.runtime.results import JobResult
+    from launcher.launch.etcd_run import EtcdRun
 
 
 def render_version() -> str:
@@ -70,6 +72,11 @@ def carry_out(argv: Sequence[str]) -> "JobResult | int":
             return int(ExitCode.OK)
     if options.tf_orchestrator:
         return serve_tensorflow(line)
+    if options.standby:
+        from launcher.launch.standby import stand_by  # noqa: PLC0415 - see `run_job`
+
+        run_dir = RunDir(state_dir_of(options, os.environ), options.run_id or "unnamed")
+        return stand_by(line, run_dir, os.environ, go_on=run_job, say=sayer(options))
     if options.resume and not line.command:
         return resume_job(line)
     return run_job(line)
@@ -90,11 +97,14 @@ def resume_job(given: CommandLine) -> "JobResult | int":
 
 
 def run_job(
-    line: CommandLine, former: "tuple[RunDir, ResumedRun] | None" = None
+    line: CommandLine,
+    former: "tuple[RunDir, ResumedRun] | None" = None,
+    etcd: "EtcdRun | None" = None,
 ) -> "JobResult | int":
     """Begin the job of this command line, or go on with it if its driver has died.
 
-    `former`: the job to go on with, and its folder, which is locked.
+    `former`: the job to go on with, and its folder, which is locked. `etcd`: the run, which this
+    process has taken as a standby.
     """
     options = line.options
     line = where.with_node_count(line, os.environ)
@@ -115,10 +125,29 @@ def run_job(
     plan = make_plan(line, facts)
     run_dir = RunDir(Path(plan.state_dir), plan.spec.run_id) if former is None else former[0]
     check_plan(plan, create=not options.dry_run)
+    with contextlib.ExitStack() as stack:
+        stack.callback(run_dir.leave)
+        if etcd is None and options.in_etcd:
+            from launcher.launch.etcd_run import EtcdRun, check  # noqa: PLC0415 - not for --help
+
+            check(plan, os.environ)
+        if etcd is None and options.in_etcd and not options.dry_run:
+            etcd = stack.enter_context(EtcdRun(options, os.environ, run_dir, sayer(options)))
+        return drive(plan, run_dir, None if former is None else former[1], etcd)
+
+
+def drive(
+    plan: LaunchPlan, run_dir: RunDir, former: "ResumedRun | None", etcd: "EtcdRun | None"
+) -> "JobResult | int":
+    """Run the driver of a job, or show the plan; return the result of the job."""
     from elastic_driver.runtime.results import JobResult  # noqa: PLC0415 - not for --help
     from launcher.launch import resume  # noqa: PLC0415
 
-    run = resume.take_unfinished(line, run_dir, facts.cwd) if former is None else former[1]
+    line, options, cwd = plan.line, plan.options, plan.spec.cwd
+    if etcd is not None:
+        run = etcd.find(line, cwd, former)
+    else:
+        run = resume.take_unfinished(line, run_dir, cwd) if former is None else former
     if isinstance(run, JobResult):
         return show_result(run, run_dir)
     notes = plan.notes if run is None else (*plan.notes, resume.describe(run_dir, run))
@@ -126,17 +155,23 @@ def run_job(
         print(replace(plan, notes=notes).render(describe_agents(plan)), flush=True)
         return int(ExitCode.OK)
     for note in notes:
+        sayer(options)(note)
+    if isinstance(plan.hosts, JoinedHosts):
+        return serve_job(line, plan, plan.hosts, run_dir, run)
+    from launcher.launch.submit import submit  # noqa: PLC0415 - aiohttp is not for --help
+
+    return submit(plan, run_dir, run, None if etcd is None else etcd.take(run))
+
+
+def sayer(options: LaunchOptions) -> Callable[[str], None]:
+    """Return a function that shows a line to the user."""
+
+    def say(note: str) -> None:
         as_json = json.dumps({"event": "note", "reason": note})
         said = as_json if options.log_format == "json" else f"elasticrun: {note}"
-        print(said, file=sys.stderr)
-    try:
-        if isinstance(plan.hosts, JoinedHosts):
-            return serve_job(line, plan, plan.hosts, run_dir, run)
-        from launcher.launch.submit import submit  # noqa: PLC0415 - aiohttp is not for --help
+        print(said, file=sys.stderr, flush=True)
 
-        return submit(plan, run_dir, run)
-    finally:
-        run_dir.leave()
+    return say
 
 
 def show_result(result: "JobResult", run_dir: RunDir) -> "JobResult":

@@ -46,6 +46,7 @@ from elastic_driver.runtime.output import AgentsOutput
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.runtime.successor import tell_agents
 from elastic_driver.runtime.suspects import Suspects
 from elastic_driver.settings import DriverOptions, Settings
 from rendezvous.auth import make_token, read_token_file, write_token_file
@@ -95,6 +96,8 @@ class ElasticDriver:
             clock=self._clock,
             on_taken_over=self._taken_over,
         )
+        if self.store is not None:
+            self.store.on_taken_over = self._taken_over
         self.run_dir.lock.on_lost = lambda reason: self._taken_over(TakenOverError(reason))
         self._end: EndJob | None = None  # of the job, before everything is closed
         self._result: JobResult | None = None  # of a job that has begun, once its end is logged
@@ -155,6 +158,8 @@ class ElasticDriver:
         self._journal.serves_at(self.endpoint)
         job = Job(self.settings) if self.resumed is None else self.resumed.job
         self._begun = True
+        if self.resumed is not None:
+            self._tell_agents(self.resumed)
         self._mailbox.put(mail.JobBegins(job, self.spec.run_id))
         source, interval = discovery or self.discovery, self.options.discovery_interval
         thread = DiscoveryThread(source, interval=interval, post=self._mailbox.put)
@@ -355,6 +360,18 @@ class ElasticDriver:
         self._closing.callback(server.stop)
         self._suspects.server = server
         return server
+
+    def _tell_agents(self, run: ResumedRun) -> None:
+        if self._server is not None:
+            told = tell_agents(
+                list(run.job.fleet.agents.values()),
+                run_id=self.spec.run_id,
+                term=self.term,
+                url=self.endpoint,
+                token=read_token_file(self.run_dir.token_file),
+                within=self.settings.heartbeat_timeout,
+            )
+            self._server.spawn(told)
 
     def _make_executor(self, server: RendezvousServer) -> Executor:
         starter = self.starter(server.url, self.run_dir.token_file)

@@ -26,6 +26,7 @@ from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
@@ -48,8 +49,13 @@ _SIGNALS = {
 }
 
 
-def submit(plan: LaunchPlan, run_dir: RunDir, run: ResumedRun | None = None) -> JobResult:
-    """Run the job, or go on with `run`; return its result.
+def submit(
+    plan: LaunchPlan,
+    run_dir: RunDir,
+    run: ResumedRun | None = None,
+    store: JournalStore | None = None,
+) -> JobResult:
+    """Run the job, or go on with `run`; return its result. `store`: the place of the journal.
 
     Raises ElasticError if that is impossible.
     """
@@ -59,7 +65,8 @@ def submit(plan: LaunchPlan, run_dir: RunDir, run: ResumedRun | None = None) -> 
         with contextlib.suppress(ElasticError):  # no end of the job: the driver asks again
             hosts = discovery.find()
     plan, job = bound(plan, hosts)
-    problems = make_backend(plan.backend, job).find_problems(hosts)
+    # The agents of a job that goes on are there: it does not wait for a check of its hosts.
+    problems = {} if run is not None else make_backend(plan.backend, job).find_problems(hosts)
     for problem in problems.values():
         print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
     if run is None:
@@ -69,7 +76,7 @@ def submit(plan: LaunchPlan, run_dir: RunDir, run: ResumedRun | None = None) -> 
         starter = backend_maker(plan.backend, replace(job, grows=False))
         checks = make_checks(plan, starter, run_dir, _say)
     backend = backend_maker(plan.backend, job)
-    driver = make_driver(plan, discovery, backend, run_dir, checks=checks, run=run)
+    driver = make_driver(plan, discovery, backend, run_dir, checks=checks, run=run, store=store)
     if checks is not None and run is not None:
         checks.report = report = read_report(run_dir)
         discovery = WithoutHosts(discovery, excluded(report, checks.settings))
@@ -100,6 +107,7 @@ def make_driver(
     joined: JoinedNodes | None = None,
     secrets: tuple[str, ...] = (),
     run: ResumedRun | None = None,
+    store: JournalStore | None = None,
 ) -> ElasticDriver:
     """Return a driver for this plan with these parts; `run`: the job that it goes on with."""
     level, as_json = Level(plan.verbosity + 1), plan.options.log_format == "json"
@@ -117,6 +125,7 @@ def make_driver(
         argv=plan.line.words,
         cwd=plan.spec.cwd,
         resumed=run,
+        store=store,
     )
 
 

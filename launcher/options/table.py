@@ -17,6 +17,9 @@ from elastic_driver.settings import DriverOptions, Settings
 
 HOSTS, JOIN, SIZE, START = Heading.HOSTS, Heading.JOIN, Heading.SIZE, Heading.START
 CHECK, OTHER = Heading.CHECK, Heading.OTHER
+JOURNAL = o.matching(
+    "sqlite|etcd://h1:2379,h2:2379", r"sqlite|etcd://.+", "is sqlite or etcd://HOST:PORT,…", str
+)
 
 
 # fmt: off
@@ -133,6 +136,14 @@ class LaunchOptions:
         "Go on with the job --run-id, whose driver has died. COMMAND and options are those of its "
         "start and are not given again. With a COMMAND: go on with the job if it has begun, begin "
         "it otherwise (for systemd). If the job is over, show its result and exit with its status.")
+    journal: str = option(Heading.STATE, JOURNAL, "sqlite",
+        "Where the journal of the job is kept: in the folder of the job, or also in the etcd of "
+        "these members, so that --standby on another host can go on with the job.")
+    standby: bool = option(Heading.STATE, FLAG, False,
+        "Wait beside the driver of the job --run-id with the same --journal etcd://…, and go on "
+        "with the job when its host is lost (docs/standby.md). Ends with the job's exit status.")
+    driver_lease: int = option(Heading.STATE, whole(least=2), 5,
+        "Seconds after which a driver that etcd does not hear from may be replaced by a standby.")
     driver_timeout: float | None = option(Heading.STATE, o.SECONDS_OR_AUTO, None,
         "Agents and workers train on without a driver and wait this long for the next one. Then "
         "they leave at a step boundary, write a checkpoint, and exit. 0: end with the driver.",
@@ -156,6 +167,11 @@ class LaunchOptions:
     def trains_for_check(self) -> bool:
         """True if the node check also trains a transformer."""
         return self.straggler_detection or self.exclude_straggler
+
+    @property
+    def in_etcd(self) -> bool:
+        """True if the journal is kept in etcd."""
+        return self.journal != "sqlite"
 
     @property
     def checks_nodes(self) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -78,13 +76,14 @@ class Driver:
         self.store = EtcdStore(
             self.client, self.tenure, SqliteStore(self.path), token_file, self.said.append
         )
+        self.store.on_taken_over = self.lost.append
         self.journal = Journal(self.path, run_id, store=self.store, on_taken_over=self.lost.append)
         DRIVERS.append(self)
 
     def begin(self) -> Driver:
         """Take the run, and begin to write."""
         self.tenure.take(*(mirror.begin_anew(self.tenure.keys) if self.term == 1 else ()))
-        self.tenure.start(self.lost.append)
+        self.store.start()
         self.journal.open(Head(self.run_id, ("-np", "2"), "/w", self.term, self.n, self.at, 1.0))
         self.journal.await_open()
         if self.term == 1:
@@ -116,9 +115,7 @@ class Driver:
         self.store.stop()
         self.tenure.stop(release=False)
         self.journal.close()
-        self.client.close()
-        with contextlib.suppress(sqlite3.Error):
-            self.store._local._database.close()
+        self.store.free()
 
     def end(self, ended: Ended | None = None) -> None:
         if ended is not None:
@@ -175,6 +172,12 @@ def test_a_standby_has_every_event_when_the_drivers_lease_is_over(
         assert (state.term, state.driver.term, state.is_copied) == (1, 1, True)
         assert events(tmp_path / "b/journal.db") == list(range(1, 21))
         first.note(5)
+        large = {f"own/{n}": bytes(300_000) for n in range(5)}
+        first.journal.keep({"own/a": b"1", "own/b": b"2", **large})
+        first.journal.keep({"own/a": None, "own/c": bytes(2 << 20)})
+        first.journal.flush()
+        first.written()
+        assert first.said == ["the key 'own/c' is not kept in etcd: it is larger than 1 MiB"]
         first.die()
         state = without_driver(follower)
     assert events(tmp_path / "b/journal.db") == list(range(1, 26))
@@ -182,13 +185,15 @@ def test_a_standby_has_every_event_when_the_drivers_lease_is_over(
     second = Driver(etcd, run_id, tmp_path / "b", state).begin().note(5)
     replay = Replay(tmp_path / "b/journal.db")
     assert [(t.term, t.n) for t in replay.terms] == [(1, 0), (2, 25)]
+    assert replay.keys() == {"own/b": b"2", **large}
     assert (replay.run_id, replay.argv, replay.cwd) == (run_id, ("-np", "2"), "/w")
     replay.close()
-    second.end(Ended(3, "because"))
+    second.end(Ended(3, "because", 0.0))
     with follow(etcd, run_id, tmp_path / "c") as late:
         state = late.copy()
     assert state is not None
-    assert state.end == Ended(3, "because")
+    assert state.end is not None
+    assert (state.end.exit_code, state.end.reason) == (3, "because")
     first.end()
 
 
@@ -304,7 +309,7 @@ def test_a_copy_of_another_run_of_the_same_name_is_made_anew(
     first = Driver(etcd, run_id, tmp_path / "a").begin().note(9)
     with follow(etcd, run_id, tmp_path / "b") as follower:
         follower.copy()
-        first.end(Ended(0, "done"))
+        first.end(Ended(0, "done", 0.0))
         second = Driver(etcd, run_id, tmp_path / "c")
         second.begin().note(4)
         follower.copy()
@@ -350,9 +355,10 @@ def test_while_etcd_is_away_nothing_changes_and_the_status_goes_on(
         client = EtcdClient(etcd.access)
         tenure = Tenure(client, run_id, new_key(1, 0, 0.0), LEASE_S)
         tenure.take(*mirror.begin_anew(tenure.keys))
-        tenure.start(lambda error: None)
         local = SqliteStore(run_dir.journal_file)
-        return EtcdStore(client, tenure, local, run_dir.token_file, print)
+        store = EtcdStore(client, tenure, local, run_dir.token_file, print)
+        store.start()
+        return store
 
     with EtcdCluster(tmp_path, free_ports(6)) as etcd:
         job = start_job(store=make, min_np=1)

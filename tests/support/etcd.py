@@ -49,10 +49,14 @@ class EtcdCluster:
         self._members: list[subprocess.Popen[bytes] | None] = [None] * len(hosts)
 
     def __enter__(self) -> EtcdCluster:
-        for number in range(len(self._places)):
-            self.start(number)
-        if self._scheme == "http":
-            self.wait()
+        try:
+            for number in range(len(self._places)):
+                self.start(number)
+            if self._scheme == "http":
+                self.wait()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -105,8 +109,13 @@ class EtcdCluster:
 
     def wait(self, access: EtcdAccess | None = None) -> None:
         """Wait until the cluster answers."""
+        _host, enter, *_ports = self._places[0]
 
         def answers() -> bool:
+            if enter:  # this process is not in its network
+                urls = self.url.replace("etcd", "http", 1)
+                ask = [*enter, "env", "ETCDCTL_API=3", "etcdctl", "--endpoints", urls, "get", "/"]
+                return subprocess.run(ask, capture_output=True, check=False).returncode == 0
             try:
                 with EtcdClient(access or self.access, 1.0) as client:
                     client.range("ready")

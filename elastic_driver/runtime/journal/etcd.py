@@ -30,6 +30,7 @@ TIMEOUT_S = 5.0  # for a call, all endpoints and repeats together
 ATTEMPT_S = 1.5  # for the answer of one member; one without a majority answers late or never
 PAUSE_S = 0.1  # after all endpoints have failed
 MAX_VALUE = 1024 * 1024  # bytes of a value; etcd takes requests of 1.5 MiB by default
+MAX_OPERATIONS = 100  # of a transaction; etcd takes 128 by default
 ACCESS_VARIABLES = {
     "ELASTIC_ETCD_CA": "the certificates (PEM) that sign etcd's own; TLS is used if it is set",
     "ELASTIC_ETCD_CERT": "the certificate (PEM) of this client, if etcd asks for one",

@@ -101,6 +101,8 @@ class Follower(contextlib.AbstractContextManager["Follower"]):
         if token and token[0].value != self._token:
             self._token = token[0].value
             write_token_file(self._token_file, self._token.decode())
+        if state.driver is None:
+            self._copy_keys()
         return state._replace(is_copied=True)
 
     def close(self) -> None:
@@ -184,6 +186,17 @@ class Follower(contextlib.AbstractContextManager["Follower"]):
                 database.executemany(_STATE, states)
             self._snapshot = states[0][0]
             drop_old(self._database, self._snapshot)
+
+    def _copy_keys(self) -> None:
+        """Copy the keys of users; nobody writes them while there is no driver."""
+        prefix = self._keys.users
+        found = self._client.range(prefix, etcd.end_of(prefix))
+        if self._database is not None:
+            with self._database as database:
+                database.execute("BEGIN")
+                database.execute("DELETE FROM keys")
+                rows = ((_name(each).removeprefix(prefix), each.value) for each in found)
+                database.executemany("INSERT INTO keys VALUES (?, ?)", rows)
 
     def _read(self, name: str) -> Sequence[Row]:
         """Return the states of a snapshot, by the name of its last piece."""

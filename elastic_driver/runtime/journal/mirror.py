@@ -10,17 +10,20 @@ The keys carry the number of the last event and a number of the batch. What come
 snapshot but one is deleted.
 """
 
+import contextlib
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.runtime.journal import etcd
-from elastic_driver.runtime.journal.etcd import MAX_VALUE, EtcdClient, EtcdError
+from elastic_driver.runtime.journal.etcd import MAX_OPERATIONS, MAX_VALUE, EtcdClient, EtcdError
 from elastic_driver.runtime.journal.store import FORMAT, Batch, Head, Row, SqliteStore
 from elastic_driver.runtime.journal.tenure import RunKeys, Tenure
 from rendezvous.auth import read_token_file
@@ -44,11 +47,12 @@ class Ended(Struct, frozen=True):
 
     exit_code: int
     reason: str
+    at: float  # unix seconds
 
 
 def begin_anew(keys: RunKeys) -> list[etcd.Operation]:
     """Return the operations that delete what an earlier run of this name has left."""
-    prefixes = (keys.events, keys.snapshots)
+    prefixes = (keys.events, keys.snapshots, keys.users)
     return [
         etcd.delete(keys.term(2), etcd.end_of(keys.terms)),
         *(etcd.delete(key) for key in (keys.about, keys.token, keys.end)),
@@ -71,6 +75,7 @@ class EtcdStore:
     ) -> None:
         """Write as the driver that `tenure` says; `say` shows a line to the user."""
         self.trouble = ""  # etcd does not answer, for this reason; read by the driver's thread
+        self.on_taken_over: Callable[[TakenOverError], None] = lambda _error: None
         self._end: Ended | None = None
         self._client, self._tenure, self._local = client, tenure, local
         self._token_file, self._say = token_file, say
@@ -78,6 +83,13 @@ class EtcdStore:
         self._batches = 0  # written by this driver
         self._snapshot: int | None = None  # the newest one of this driver is after this event
         self._has_local = True
+
+    def start(self) -> None:
+        """Keep the key of the driver, which has been taken, from now on until `close`."""
+        self._tenure.start(self._lost)
+
+    def _lost(self, error: TakenOverError) -> None:
+        self.on_taken_over(error)
 
     # ---- a store -------------------------------------------------------------------------
 
@@ -97,10 +109,11 @@ class EtcdStore:
         """See `JournalStore.write`; returns only when etcd has the batches."""
         for group in _groups(batches):
             self._write_group(group)
+        self._write_keys({key: value for batch in batches for key, value in batch.keys.items()})
         if urls := [batch.url for batch in batches if batch.url]:
             self._transact(self._tenure.say(url=urls[-1]))
         for exit_code, reason in filter(None, (batch.end for batch in batches)):
-            self._end = Ended(exit_code, reason)
+            self._end = Ended(exit_code, reason, time.time())
         self._copy(partial(self._local.write, batches))
 
     def tidy(self, batches: Sequence[Batch]) -> None:
@@ -108,8 +121,10 @@ class EtcdStore:
         self._copy(partial(self._local.tidy, batches))
 
     def stop(self) -> None:
-        """End a `write` that waits for etcd; called by any thread."""
+        """End a `write` that waits for etcd, and give the run back; called by any thread."""
         self._stopping.set()
+        with contextlib.suppress(ClusterError):
+            self._tenure.stop(release=True)
 
     def close(self) -> None:
         """See `JournalStore.close`; a job that is over leaves its result in etcd."""
@@ -121,16 +136,16 @@ class EtcdStore:
                     *(etcd.delete(key) for key in (keys.token, keys.driver)),
                     *(
                         etcd.delete(all_, etcd.end_of(all_))
-                        for all_ in (keys.events, keys.snapshots)
+                        for all_ in (keys.events, keys.snapshots, keys.users)
                     ),
                 ]
             )
-        self._tenure.stop(release=True)
-        self._client.close()
         self._copy(self._local.close)
 
     def free(self) -> None:
         """See `JournalStore.free`."""
+        self.stop()
+        self._client.close()
         self._local.free()
 
     def _copy(self, write: Callable[[], None]) -> None:
@@ -158,6 +173,23 @@ class EtcdStore:
             if rows is group.states:
                 whole += self._drop_old(rows[-1][0])
             self._transact(whole)
+
+    def _write_keys(self, values: Mapping[str, bytes | None]) -> None:
+        """Write or delete keys of users; one that is too large for etcd is not kept."""
+        operations: list[etcd.Operation] = []
+        size = 0
+        for key, value in values.items():
+            name = self._tenure.keys.users + key
+            if value is not None and len(value) > MAX_VALUE:
+                self._say(f"the key {key[:200]!r} is not kept in etcd: it is larger than 1 MiB")
+                value = None  # noqa: PLW2901 - as if it were gone
+            size += len(value or b"")
+            if operations and (size > MAX_VALUE or len(operations) == MAX_OPERATIONS):
+                self._transact(operations)
+                operations, size = [], len(value or b"")
+            operations.append(etcd.delete(name) if value is None else etcd.put(name, value))
+        if operations:
+            self._transact(operations)
 
     def _drop_old(self, newest: int) -> Iterator[etcd.Operation]:
         """Delete what comes before the snapshot before this one."""

@@ -8,7 +8,7 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
@@ -67,6 +67,7 @@ class JournalStore(Protocol):
 
     must_be_written: bool  # nothing acts before it is written, however long that takes
     trouble: str  # why it takes long, "" if nothing is known; read by other threads
+    on_taken_over: Callable[[TakenOverError], None]  # set by the driver; called by any thread
 
     def open(self, head: Head) -> None:
         """Begin a journal, or go on with one; this driver's term is kept when it returns."""
@@ -88,6 +89,7 @@ class SqliteStore:
     """A journal in a SQLite database (a `JournalStore`)."""
 
     must_be_written, trouble = False, ""
+    on_taken_over: Callable[[TakenOverError], None] = staticmethod(lambda _error: None)
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -69,6 +69,11 @@ class RunKeys:
         """The prefix of the snapshots."""
         return f"{self.prefix}snapshots/"
 
+    @property
+    def users(self) -> str:
+        """The prefix of the keys that users have written to the driver's store."""
+        return f"{self.prefix}users/"
+
     def term(self, number: int) -> str:
         """Return the key of a term."""
         return f"{self.terms}{number:010d}"
@@ -117,7 +122,7 @@ class Tenure:
     def __init__(self, client: EtcdClient, run_id: str, own: DriverKey, lease_s: int) -> None:
         """Take nothing yet."""
         self.keys, self.own = RunKeys(run_id), own
-        self._client = client  # of whoever holds `_lock`
+        self._client = client.clone()  # of whoever holds `_lock`
         self._lease_s = lease_s
         self._lock = threading.Lock()
         self._lease = self._created = self._term_created = 0  # guarded by `_lock`
@@ -195,13 +200,18 @@ class Tenure:
         self._thread.start()
 
     def stop(self, *, release: bool) -> None:
-        """Renew the lease no more; `release` also ends it, so that the key is gone at once."""
+        """Renew the lease no more; `release` also ends it, so that the key is gone at once.
+
+        Idempotent.
+        """
         self._stopping.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(self._lease_s)
-        if release:
-            with self._lock:
-                self._client.revoke(self._lease)
+        with self._lock:
+            if release and self._lease:
+                lease, self._lease = self._lease, 0
+                self._client.revoke(lease)
+            self._client.close()
 
     def _keep(self, client: EtcdClient, on_taken_over: Callable[[TakenOverError], None]) -> None:
         with client:

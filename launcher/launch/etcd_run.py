@@ -1,0 +1,141 @@
+"""A run whose journal is in etcd, as one process of `elasticrun` has it: a driver, or a standby.
+
+A driver copies what etcd has into the run's folder and goes on from there as any driver does. So
+etcd decides whether the run goes on, and the folder is only a copy (docs/standby.md).
+"""
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+
+from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.runtime.journal import mirror
+from elastic_driver.runtime.journal.etcd import EtcdClient, read_access
+from elastic_driver.runtime.journal.follower import Follower, RunState
+from elastic_driver.runtime.journal.mirror import Ended, EtcdStore
+from elastic_driver.runtime.journal.resume import ResumedRun, load_run
+from elastic_driver.runtime.journal.store import SqliteStore
+from elastic_driver.runtime.journal.tenure import Tenure, new_key
+from elastic_driver.runtime.results import JobResult
+from elastic_driver.runtime.run_dir import RunDir
+from launcher.launch.hosts import JoinedHosts
+from launcher.launch.plan import LaunchPlan
+from launcher.launch.resume import take_unfinished
+from launcher.options.table import LaunchOptions
+from launcher.options.values import CommandLine
+
+LOOK_S = 0.2  # between two looks at the key of the driver
+_LATE_S = 3.0  # for etcd to delete a key whose lease is over
+
+
+def check(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """Raise UsageError if the journal of this job cannot be kept in etcd."""
+    if plan.options.run_id is None:
+        raise UsageError(f"--journal {plan.options.journal} needs --run-id: the job's name in etcd")
+    if isinstance(plan.hosts, JoinedHosts):
+        raise UsageError(
+            "--journal etcd://… is for jobs whose hosts are listed or discovered: nodes that join "
+            "look for the driver at one address, so no other host can go on with the job"
+        )
+    read_access(plan.options.journal, environ)
+
+
+class EtcdRun(contextlib.AbstractContextManager["EtcdRun"]):
+    """One run. Every method may raise EtcdError if etcd does not answer; one thread uses it."""
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        environ: Mapping[str, str],
+        run_dir: RunDir,
+        say: Callable[[str], None],
+    ) -> None:
+        """Take nothing yet; raises UsageError for an address or a file that cannot be used."""
+        self._client = EtcdClient(read_access(options.journal, environ))
+        self._run_dir, self._lease_s, self._say = run_dir, options.driver_lease, say
+        files = run_dir.journal_file, run_dir.token_file
+        self._follower = Follower(self._client.clone(), run_dir.run_id, *files)
+        self._store: EtcdStore | None = None  # as the driver of the run
+
+    def copy(self) -> RunState | None:
+        """Copy what is new into the run's folder, which is locked; return the state of the run."""
+        try:
+            return self._follower.copy()
+        except (OSError, sqlite3.Error) as error:
+            where = self._run_dir.journal_file
+            raise ClusterError(f"cannot copy the journal from etcd to {where}: {error}") from error
+
+    def find(
+        self, line: CommandLine, cwd: str, former: ResumedRun | None
+    ) -> ResumedRun | JobResult | None:
+        """Return the run to go on with, its result if it is over; None: a job begins.
+
+        `former`: the run that --resume has found in the folder. Raises as `fetch` and
+        `resume.take_unfinished` do.
+        """
+        if self._store is not None:  # a standby has taken the run
+            return former
+        ended = self.fetch()
+        if ended is not None:
+            return ended if former is not None or line.options.resume else None
+        if former is not None:
+            return load_run(self._run_dir.journal_file)
+        return take_unfinished(line, self._run_dir, cwd)
+
+    def fetch(self) -> JobResult | None:
+        """Make the run's folder say what etcd says; return the result of a run that is over.
+
+        Waits for the lease of a driver that has died a moment ago. Raises UsageError if the run has
+        a driver, or the folder has an unfinished run that etcd does not know.
+        """
+        self._run_dir.take()
+        waited_since = time.monotonic()
+        state = self.copy()
+        while state is not None and state.driver is not None:
+            if time.monotonic() > waited_since + self._lease_s + _LATE_S:
+                hint = "give another --run-id, stop that job first, or wait beside it: --standby"
+                url = state.driver.url or "no address yet"
+                raise UsageError(f"run {self._run_dir.run_id} has {state.driver} ({url}); {hint}")
+            time.sleep(LOOK_S)
+            state = self.copy()
+        if state is None and self._run_dir.unfinished:
+            raise UsageError(
+                f"run {self._run_dir.run_id} is unfinished in {self._run_dir.path}, and etcd does "
+                "not know it; resume it without --journal, or give another --run-id"
+            )
+        if state is None or not state.is_copied:
+            self._run_dir.token_file.unlink(missing_ok=True)  # the folder is of no unfinished run
+        return None if state is None or state.end is None else result_of(state.end)
+
+    def take(self, run: ResumedRun | None) -> EtcdStore:
+        """Become the driver of the run, or of a new one; return the place of its journal.
+
+        Raises `TakenOverError` if another process does so at the same moment. Idempotent.
+        """
+        if self._store is not None:
+            return self._store
+        self._follower.close()
+        run_dir, client = self._run_dir, self._client
+        term, n, at = (1, 0, 0.0) if run is None else (run.term + 1, run.n, run.at)
+        tenure = Tenure(client, run_dir.run_id, new_key(term, n, at), self._lease_s)
+        tenure.take(*(mirror.begin_anew(tenure.keys) if run is None else ()))
+        local = SqliteStore(run_dir.journal_file)
+        self._store = EtcdStore(client, tenure, local, run_dir.token_file, self._say)
+        self._store.start()
+        return self._store
+
+    def close(self) -> None:
+        """Give the run back, if this process is its driver, and close the connections."""
+        self._follower.close()
+        if self._store is not None:
+            self._store.stop()
+        self._client.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def result_of(end: Ended) -> JobResult:
+    """Return the result of a run that is over."""
+    return JobResult(exit_code=end.exit_code, reason=end.reason, ended=end.at)
