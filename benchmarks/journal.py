@@ -5,15 +5,21 @@ time of both threads, as that says most on a shared machine. A journal is writte
 default on the disk of /tmp.
 
     python -m benchmarks.journal [--members 10,1000,10000] [--rounds 20] [--folder DIR]
+                                 [--etcd etcd://h1:2379,h2:2379,h3:2379]
+
+With --etcd it also measures how long the driver waits until an event, or a round of READYs, is in
+that etcd, and in the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sqlite3
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +30,16 @@ from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.job import Job
 from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.shards import DataSets
+from elastic_driver.runtime.journal import etcd
+from elastic_driver.runtime.journal.etcd import EtcdClient, read_access
+from elastic_driver.runtime.journal.mirror import EtcdStore, begin_anew
 from elastic_driver.runtime.journal.replay import Replay
+from elastic_driver.runtime.journal.store import SqliteStore
+from elastic_driver.runtime.journal.tenure import LEASE_S, Tenure, new_key
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.loop import MAX_TOGETHER
 from elastic_driver.settings import Settings
+from rendezvous.auth import write_token_file
 
 SLOTS = 8
 REQUESTS = 2000
@@ -161,17 +173,65 @@ def requests(folder: Path, repeats: int) -> list[Figure]:
     return figures
 
 
+def waits(url: str, members: tuple[int, ...], repeats: int, folder: Path) -> list[Figure]:
+    """Measure the time until an event is in the file, or in etcd and in the file."""
+    figures = []
+    for system in ("journal", "etcd"):
+        path = folder / f"waits-{system}.db"
+        with contextlib.ExitStack() as stack:
+            place = None if system == "journal" else stack.enter_context(in_etcd(url, path))
+            journal = Journal(path, "bench", store=place)
+            journal.open()
+            stack.callback(journal.close)
+            journal.snapshot(0, 0.0, {"job": Job(Settings()).snapshot()})
+            number = 0
+            for count in (1, *members):
+                ready = tuple(ev.WorkerReady(f"h{i}.0.1", 1, 1, True, "left") for i in range(count))
+                took = []
+                for _ in range(repeats):
+                    number += 1
+                    began = time.monotonic()
+                    journal.note(number, began, "job", ev.EventBatch(ready))
+                    journal.settle()
+                    while journal.holds:
+                        journal.settle()
+                    took.append((time.monotonic() - began) * 1e3)
+                what = "an event" if count == 1 else f"{count} READYs"
+                figures.append(Figure(system, f"{what} until written", "ms", tuple(took)))
+    return figures
+
+
+@contextlib.contextmanager
+def in_etcd(url: str, path: Path) -> Iterator[EtcdStore]:
+    """Give the place of a journal in this etcd, under a name of its own; it is removed."""
+    with EtcdClient(read_access(url, os.environ)) as client:
+        tenure = Tenure(client, f"bench-{os.getpid()}", new_key(1, 0, 0.0), LEASE_S)
+        tenure.take(*begin_anew(tenure.keys))
+        token = path.with_name("token")
+        write_token_file(token, "bench")
+        store = EtcdStore(client, tenure, SqliteStore(path), token, print)
+        store.start()
+        yield store
+        prefix = tenure.keys.prefix
+        with client.clone() as other:
+            other.transact([], [etcd.delete(prefix, etcd.end_of(prefix))])
+
+
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--members", default="10,1000,10000")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--etcd", metavar="URL")
     options = parser.parse_args()
+    members = tuple(map(int, options.members.split(",")))
     with tempfile.TemporaryDirectory(prefix="elastic-bench-", dir=options.folder) as folder:
         figures = requests(Path(folder), 5)
-        for members in map(int, options.members.split(",")):
-            figures += rounds(members, options.rounds, Path(folder))
+        for count in members:
+            figures += rounds(count, options.rounds, Path(folder))
+        if options.etcd:
+            figures += waits(options.etcd, members, 50, Path(folder))
     report("journal", figures)
 
 
