@@ -7,8 +7,9 @@ as --calm says; then the driver is killed at random instants, also while it resu
 once, as systemd would start it. Beside that workers are killed and the wished size changes. Then
 the job must grow and shrink as ever, and end without a trace.
 
-A line for each part tells the largest gaps between two steps of one process: without a loss, and
-with one (the survivors form a new world in it). Exits with 1 if a step was lost or repeated.
+A line for each part tells the largest gaps between two steps of one process: in one world, between
+two worlds, and between two if a driver was missing, as the survivors of a loss wait for it. Fails
+if a step was lost or repeated.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 import signal
 import statistics
 import sys
@@ -46,16 +48,26 @@ class Part:
         for record in job.steps():
             if self.began <= record.t <= self.ended:
                 steps.setdefault(record.pid, []).append((record.t, record.round))
-        calm, changes = [0.0], [0.0]
+        calm, changes, waits = [0.0], [0.0], [0.0]
+        absent = self.absences(job)
         for of_one in steps.values():
             for (before, old), (after, new) in itertools.pairwise(of_one):
-                (calm if old == new else changes).append(after - before)
+                waited = any(died < after and before < resumed for died, resumed in absent)
+                kind = calm if old == new else waits if waited else changes
+                kind.append(after - before)
         killed = f"{len(self.drivers)} drivers and {len(self.workers)} workers killed"
-        usual = statistics.median(calm)
         return (
-            f"{self.name}: {killed}; a step takes {usual:.3f} s, the longest without a change of "
-            f"the world {max(calm):.3f} s, with one {max(changes):.3f} s"
+            f"{self.name}: {killed}; a step takes {statistics.median(calm):.3f} s; the longest "
+            f"gap in a world is {max(calm):.3f} s, between two worlds {max(changes):.3f} s, and "
+            f"{max(waits):.3f} s if a driver was missing ({len(waits) - 1} times)"
         )
+
+    def absences(self, job: RunningJob) -> list[tuple[float, float]]:
+        """From when to when no driver did its work."""
+        resumed = [event["t"] for event in job.events("driver_resumed")]
+        return [
+            (died, min((t for t in resumed if t > died), default=math.inf)) for died in self.drivers
+        ]
 
 
 @dataclass
@@ -85,29 +97,32 @@ class Trial:
     def with_driver_kills(self, times: int) -> Part:
         """Kill drivers at random instants, and workers beside them."""
         part = Part("with driver kills")
-        while len(part.drivers) < times:
+        for _driver in range(times):
             resumed = len(self.job.events("driver_resumed"))
             part.drivers.append(time.time())
             self.job.kill_driver()
             if self.random.random() < 0.3:
                 self.kill_a_worker(part)
             self.job.start("--resume")
-            if self.random.random() < 0.3:  # the next one dies young, perhaps as it resumes
+            if self.random.random() < 0.3:  # it dies young, perhaps as it resumes
                 time.sleep(self.random.uniform(0.0, 3.0))
                 continue
-            self.job.until(
-                lambda before=resumed: len(self.job.events("driver_resumed")) > before,
-                "the next driver",
-                RESUMED_S,
-            )
+            self.until_resumed(resumed)
             if self.random.random() < 0.3:
                 self.kill_a_worker(part)
             if self.random.random() < 0.3:
                 self.job.until_size(self.workers)
             time.sleep(self.random.uniform(0.0, 2.0))
+        self.until_resumed(resumed)
         self.job.until_size(self.workers)
         part.ended = time.time()
         return part
+
+    def until_resumed(self, times: int) -> None:
+        """Wait until more drivers than these have gone on with the job."""
+        self.job.until(
+            lambda: len(self.job.events("driver_resumed")) > times, "the next driver", RESUMED_S
+        )
 
     def grow_and_shrink(self) -> None:
         """Scale down and up, as on any other day."""
