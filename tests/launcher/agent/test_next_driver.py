@@ -211,7 +211,7 @@ def test_an_agent_that_gives_up_leaves_the_files_of_a_driver_that_lives(driver: 
     files = [driver.token_file, driver.endpoint_file]
     extra = [word for path in files for word in ("--orphan-file", str(path))]
     with contextlib.ExitStack() as stack:
-        stack.callback(lock.release)
+        stack.callback(lock.release, remove=True)
         agent = stack.enter_context(agent_of(driver, "--lifeline", *extra, stdin=read))
         os.close(read)
         driver.wait(AgentReady)
