@@ -43,8 +43,9 @@ def train(state):
             }
             groups = {"local": ranks_in(local), "cross": ranks_in(cross)}
             state.step += 1
-            name = RECORDS / f"groups.{record['round']}.{record['rank']}"
-            name.write_text(json.dumps(groups))
+            name = f"groups.{record['round']}.{record['rank']}"
+            (RECORDS / f"new.{name}").write_text(json.dumps(groups))
+            (RECORDS / f"new.{name}").replace(RECORDS / name)  # never read half written
             file.write(json.dumps(record) + "\n")
             file.flush()
             state.commit()
