@@ -148,7 +148,9 @@ class SimAgent:
         if self.sealed:
             self.die()
             return
-        if self.under_way or self.ready is None:  # it waits for answers, or is not up yet
+        if (
+            self.under_way or self.telling or self.ready is None
+        ):  # it waits for answers, or is not up yet
             self.cluster.clock.after(0.005, lambda: self.come_back(term))
             return
         own = [event for event in self.unanswered if isinstance(event, OWN)]
