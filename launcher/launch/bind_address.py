@@ -5,6 +5,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -52,6 +53,23 @@ def choose_bind_host(
     if len(found) == 1:
         return found.pop()
     return "::" if any(":" in address for address in found) else "0.0.0.0"  # noqa: S104
+
+
+def bind_again(chosen: str, url: str) -> str:
+    """Return the address for a driver that goes on with a job: one where agents look for it.
+
+    Args:
+        chosen: the address that a new job would have, with the hosts of now.
+        url: the address of the last driver, with loopback in place of a wildcard; "": unknown.
+    """
+    before, now = urlsplit(url).hostname, ipaddress.ip_address(chosen)
+    if before is None or now.is_unspecified:
+        return chosen
+    if not ipaddress.ip_address(before).is_loopback:
+        return before if is_this_machine(before) else chosen
+    if now.is_loopback:
+        return chosen
+    return "::" if now.version == 6 else "0.0.0.0"  # noqa: S104
 
 
 def numeric_address(host: str) -> str:

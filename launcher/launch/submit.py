@@ -34,7 +34,7 @@ from launcher.agent.processes import NOTICES
 from launcher.backends.registry import make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import handled
-from launcher.launch.bind_address import choose_bind_host
+from launcher.launch.bind_address import bind_again, choose_bind_host
 from launcher.launch.checks import make_discovery
 from launcher.launch.plan import LaunchPlan
 
@@ -61,15 +61,16 @@ def submit(
     """
     discovery = source = make_discovery(plan.hosts)
     hosts: Hosts = ()
-    if plan.backend != "local" or plan.hosts.hosts is not None:
+    if run is not None:  # agents may run there, so nothing is asked before they are adopted
+        hosts = tuple((host.name, host.slots) for host in run.job.hosts.known.values())
+    elif plan.backend != "local" or plan.hosts.hosts is not None:
         with contextlib.suppress(ElasticError):  # no end of the job: the driver asks again
             hosts = discovery.find()
-    plan, job = bound(plan, hosts)
-    # The agents of a job that goes on are there: it does not wait for a check of its hosts.
-    problems = {} if run is not None else make_backend(plan.backend, job).find_problems(hosts)
-    for problem in problems.values():
-        print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
+    plan, job = bound(plan, hosts, "" if run is None else run.url)
     if run is None:
+        problems = make_backend(plan.backend, job).find_problems(hosts)
+        for problem in problems.values():
+            print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
         plan = without(plan, hosts, problems)
     checks = None
     if plan.options.checks_nodes:
@@ -140,12 +141,16 @@ def run_driver(driver: ElasticDriver, plan: LaunchPlan, discovery: HostDiscovery
         return driver.run(plan.settings, discovery)
 
 
-def bound(plan: LaunchPlan, hosts: Hosts) -> tuple[LaunchPlan, BackendJob]:
-    """Return the plan with the address of the rendezvous, and the job for the backend."""
+def bound(plan: LaunchPlan, hosts: Hosts, url: str = "") -> tuple[LaunchPlan, BackendJob]:
+    """Return the plan with the address of the rendezvous, and the job for the backend.
+
+    `url`: the address of the last driver of a job that goes on.
+    """
     job = replace(plan.agents, hosts=hosts)
     look_up = make_backend(plan.backend, job).look_up
     interfaces = plan.options.network_interfaces or ()
     address = choose_bind_host(plan.driver.bind_host, hosts, interfaces, look_up)
+    address = bind_again(address, url)
     plan = replace(plan, driver=replace(plan.driver, bind_host=address))
     return plan, replace(job, bind_host=address)
 

@@ -14,6 +14,7 @@ from tests.support.job import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
+AGENT = "launcher.agent"
 _REASON = mpi.why_not()
 
 
@@ -34,6 +35,31 @@ def test_agents_outlive_mpirun_and_are_started_again_by_another_one() -> None:
         next(p for p in node.processes() if "--endpoint" in p.cmdline()).kill()
         job.wait_event("agent_lost", "node1")
         job.together(2, above=before[0].round)
+        job.check_steps({"node1"})
+        job.signal(signal.SIGINT)
+        assert job.wait(30) == 130, job.describe()
+        eventually(
+            lambda: not job.left_behind(),
+            within=15,
+            what="nothing is left on any host",
+            context=lambda: f"{job.left_behind()}\n{job.describe()}",
+        )
+
+
+@pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
+def test_agents_outlive_the_driver_and_the_next_one_adopts_them() -> None:
+    args = ("--backend", "mpi", "-H", "node0:1,node1:1", "--min-np", "1")
+    with Cluster(2) as cluster, elasticrun_on(cluster, *args, env=mpi.ENVIRON) as job:
+        before = job.together(2)[0].round
+        job.kill_driver()
+        job.train_on(2)
+        job.resume()
+        job.train_on(2)
+        assert job.newest_round() == before, "the world has not changed"
+        agents = (p for p in cluster.node("node1").processes() if p.cmdline()[2:3] == [AGENT])
+        next(agents).kill()
+        job.wait_event("agent_lost", "node1")
+        job.together(2, above=before)
         job.check_steps({"node1"})
         job.signal(signal.SIGINT)
         assert job.wait(30) == 130, job.describe()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import psutil
@@ -16,6 +17,8 @@ from tests.support.slurm import Slurm
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 _REASON = real.why_not()
+# As in a script for sbatch: if the driver is killed, the next one goes on with its job.
+AND_AGAIN = '"$@"; exec "$1" -m launcher.cli --resume --run-id "$5" --state-dir "$7"'
 ALLOCATION = ("salloc", "--quiet", "--no-kill", "--nodes=2", "--ntasks-per-node=1")
 
 
@@ -75,4 +78,24 @@ def test_a_notice_to_all_steps_is_left_with_at_a_step_boundary(slurm: Slurm) -> 
         assert not job.events("worker_lost", "agent_lost")
         last = {r.worker: r.step for r in job.steps()}
         assert len(set(last.values())) == 1, "both have left after the same step"
+        assert_nothing_left(slurm, job)
+
+
+def test_steps_outlive_the_driver_and_the_next_one_in_the_allocation_adopts_them(
+    slurm: Slurm,
+) -> None:
+    inside = (*ALLOCATION, "sh", "-c", AND_AGAIN, "sh")
+    with elasticrun_on(slurm.cluster, inside=inside, env=slurm.environ) as job:
+        before = job.together(2)[0].round
+        job.kill_driver()
+        job.until(lambda: job.events("driver_resumed"), "the next driver begins")
+        job.train_on(2)
+        assert job.newest_round() == before, "the world has not changed"
+        assert not job.events("agent_lost", "worker_lost")
+        find(slurm, "node1", "launcher.agent --endpoint").kill()
+        job.wait_event("agent_lost", "node1")
+        job.together(2, above=before)
+        job.check_steps({"node1"})
+        job.signal(signal.SIGINT)
+        assert job.wait(30) == 130, job.describe()
         assert_nothing_left(slurm, job)

@@ -28,7 +28,7 @@ class ClusterJob(RunningJob):
     """A job whose driver runs on `head`."""
 
     cluster: Cluster
-    inside: tuple[str, ...] = ()  # the command that starts `elasticrun` again
+    inside: tuple[str, ...] = ()  # the command that has started `elasticrun`
 
     def together(self, size: int, *, above: int = 0, within: float = 60.0) -> list[StepRecord]:
         """Wait until `size` workers have each finished two steps of one round above `above`."""
@@ -98,18 +98,37 @@ class ClusterJob(RunningJob):
         mark = str(self.run_dir.parent)
         for process in self.cluster.node("head").processes():
             with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
-                if {"launcher.cli", mark} <= set(process.cmdline()):
+                words = process.cmdline()
+                if words[1:3] == ["-m", "launcher.cli"] and mark in words:
                     process.send_signal(number)
 
     def kill_driver(self) -> None:
         """Kill `elasticrun` alone; agents and workers may live on."""
         self.signal(signal.SIGKILL)
-        self.process.wait(10)
+        if not self.inside:
+            self.process.wait(10)
+
+    def resume(self) -> None:
+        """Start the next driver, and wait until it has begun."""
+        before = len(self.events("driver_resumed"))
+        self.start("--resume")
+        self.until(lambda: len(self.events("driver_resumed")) > before, "the next driver begins")
+
+    def train_on(self, workers: int, steps: int = 20) -> None:
+        """Wait until this many workers have each finished so many more steps."""
+        before = {r.worker: r.step for r in self.steps()}
+
+        def look() -> bool:
+            newest = {r.worker: r.step for r in self.steps()}
+            ahead = [w for w, step in newest.items() if step >= before.get(w, 0) + steps]
+            return len(ahead) >= workers
+
+        self.until_without_driver(look, f"{workers} workers train on")
 
     def start(self, *args: str) -> None:
         """Start `elasticrun` for this run again, on head; its output follows that of the last."""
         run = ("--run-id", self.run_id, "--state-dir", str(self.run_dir.parent))
-        argv = [*self.inside, sys.executable, "-m", "launcher.cli", *run, *args]
+        argv = [sys.executable, "-m", "launcher.cli", *run, *args]
         out, err = self.folder / "stdout", self.folder / "stderr"
         self.process = self.cluster.start("head", argv, out=out, err=err, env=self.environ)
 
@@ -169,7 +188,7 @@ def elasticrun_on(
     out, err = folder / "stdout", folder / "stderr"
     process = cluster.start("head", argv, out=out, err=err, env=environ)
     job = ClusterJob(process, run_id, folder, environ=environ)
-    job.cluster = cluster
+    job.cluster, job.inside = cluster, inside
     try:
         yield job
     finally:

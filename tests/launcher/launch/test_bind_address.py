@@ -11,7 +11,7 @@ from elastic_driver.runtime.backend import BackendJob
 from launcher import network
 from launcher.backends.addresses import endpoint_for
 from launcher.backends.ssh import SshShell
-from launcher.launch.bind_address import choose_bind_host
+from launcher.launch.bind_address import bind_again, choose_bind_host
 
 SSH = SshShell()
 
@@ -74,3 +74,28 @@ def fake_ssh(folder: Path, names: dict[str, str]) -> SshShell:
     program.write_text(f"#!/bin/sh\nfor host; do :; done\ncase $host in\n{cases}esac\n")
     program.chmod(0o755)
     return SshShell(program=str(program))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "url", "bound"),
+    [
+        ("127.0.0.1", "", "127.0.0.1"),
+        ("127.0.0.1", "http://127.0.0.1:7", "127.0.0.1"),
+        ("127.0.0.1", "http://127.0.0.9:7", "127.0.0.1"),
+        ("0.0.0.0", "http://127.0.0.1:7", "0.0.0.0"),  # noqa: S104
+        ("10.0.0.1", "http://127.0.0.1:7", "0.0.0.0"),  # noqa: S104 - it was a wildcard
+        ("fd99::1", "http://[::1]:7", "::"),
+        ("10.0.0.1", "http://192.0.2.1:7", "10.0.0.1"),  # it was another machine
+    ],
+)
+def test_the_next_driver_listens_where_agents_look_for_it(
+    chosen: str, url: str, bound: str
+) -> None:
+    assert bind_again(chosen, url) == bound
+
+
+def test_the_next_driver_keeps_the_address_for_hosts_that_it_no_longer_has() -> None:
+    own = network.default_address()
+    if own is None or network.is_loopback(own):
+        pytest.skip("this machine has no address but loopback")
+    assert bind_again("127.0.0.1", f"http://{network.bracketed(own)}:7") == own
