@@ -221,11 +221,9 @@ class RemoteBackend(Backend):
             return ending
         if code >= 0:
             self._closed_early(agent, said)
+        lost = f"lost the {Path(self._shell.program).name} connection to {agent.host}"
         patience = asyncio.get_running_loop().call_later(
-            SURELY_UP_S,
-            self._say,
-            f"lost the {Path(self._shell.program).name} connection to {agent.host}; its agent goes "
-            "on, what its workers print is not shown any more",
+            SURELY_UP_S, self._say, f"{lost}; its agent goes on"
         )
         try:
             await self._follow(agent)
