@@ -44,6 +44,7 @@ START_S = 60.0  # from the start of the connection until the agent is up
 END_S = 15.0  # for one attempt to kill an agent
 CLOSE_S = 6.0  # the same, when the job is over
 SURELY_UP_S = 3.0  # if no end was reported by then, only the connection to the agent is lost
+SURELY_SEEN_S = 1.0  # for a connection to show the end of an agent that was killed
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 _LAST_WORDS_S = 3.0
 _NAME_CHARS = 16
@@ -314,6 +315,8 @@ class RemoteBackend(Backend):
         except (asyncio.TimeoutError, OSError, TokenError):
             code = -1
         if agent.life is not None:
+            if code == 0:  # then what waits for it on the host ends, too
+                await asyncio.wait([agent.life], timeout=SURELY_SEEN_S)
             agent.life.cancel()
         if agent.client is not None:
             agent.client.kill()
