@@ -300,6 +300,8 @@ class Cluster:
             agent.away = late > 0.88 and not agent.cut and not self.calm
             delay = random.uniform(0.0, 0.3) if late < 0.7 else random.uniform(0.3, 1.5)
             delay = random.uniform(1.0, 6.0) if agent.away else delay
+            if agent.sealed and not agent.away:
+                delay = 0.0  # its keys are refused as soon as it can be reached
             self.clock.after(delay, partial(agent.come_back, term))
         for worker in self.living():
             worker.act(random.uniform(0.0, 1.0), "find_driver", term)
