@@ -297,7 +297,8 @@ class Executor:
         for step in run.since:
             self._remember(step, run.unix_offset)
         over = range(max(1, job.rounds.current.number - SEALED_ROUNDS), job.rounds.current.number)
-        self._delete(*map(contract.round_prefix, over), seal=True)
+        lost = (contract.agent_prefix(*agent) for agent in job.fleet.given_up.items())
+        self._delete(*map(contract.round_prefix, over), *lost, seal=True)
 
     def _remember(self, step: Step, unix_offset: float) -> None:
         """Remember what followed from an event of the driver before this one."""

@@ -41,6 +41,7 @@ from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import RunDir, read_endpoint
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
+from rendezvous.errors import SealedError
 from rendezvous.wire import EVENTS_PATH, Delete, Number
 from tests.runtime.driver_process import RUN
 from tests.runtime.waiting import until
@@ -237,6 +238,21 @@ def test_a_job_goes_on_with_the_next_driver_to_its_end(tmp_path: Path) -> None:
         result = read_result(third.run_dir.events_file)
         assert result is not None
         assert {worker.worker for worker in result.workers} == {A0, "b.0.2"}
+
+
+def test_an_agent_that_was_given_up_is_refused_by_the_next_driver_too(tmp_path: Path) -> None:
+    with drivers(tmp_path) as them:
+        them.append(DriverProcess(tmp_path))
+        two_train(them[0])
+        them[0].client.set(contract.agent_lease("b", 1), b"", lease=0.2)
+        them[0].until_said("kill b 1")
+        them[0].kill()
+        them.append(DriverProcess(tmp_path, resume=True))
+        second = them[1]
+        second.post(back("a", A0))
+        second.until_said("adopt a 1")
+        with pytest.raises(SealedError):
+            second.client.set(contract.agent_lease("b", 1), b"", lease=30.0)
 
 
 def starts(orders: list[Order]) -> list[StartWorkerOrder]:

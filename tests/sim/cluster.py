@@ -295,6 +295,9 @@ class Cluster:
     def driver_is_back(self) -> None:
         """Another driver has taken over: agents find it, a few of them too late."""
         random, term = self.driver.random, self.driver.term
+        for name in self.job.fleet.given_up.items():
+            if (lost := self.agent_named(*name)) is not None:
+                lost.sealed = True  # perhaps the driver died before it had done that
         for agent in self.every_agent():
             late = random.random()
             agent.away = late > 0.88 and not agent.cut and not self.calm

@@ -69,6 +69,7 @@ class Fleet:
     agents: dict[str, HostAgent] = field(default_factory=dict)
     starting: dict[str, HostAgent] = field(default_factory=dict)  # not up yet, in order
     awaited: dict[str, HostAgent] = field(default_factory=dict)  # of an earlier driver
+    given_up: dict[str, int] = field(default_factory=dict)  # the last agent of a host that was lost
     _incarnations: dict[str, int] = field(default_factory=dict)
 
     def ask(self, host: str, now: float) -> HostAgent:
@@ -89,6 +90,8 @@ class Fleet:
             self.awaited[agent.host] = agent
         if after is AgentState.GONE:
             del self.agents[agent.host]
+        if news is AgentNews.LOST:
+            self.given_up[agent.host] = agent.incarnation
         return True
 
     def ready(self, event: ev.AgentUp) -> None:
