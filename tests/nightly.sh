@@ -12,6 +12,7 @@ CHANGES=${CHANGES:-1000}    # of the world, in one job
 SCHEDULES=${SCHEDULES:-50}  # random histories that end in the same bits
 TIMES=${TIMES:-5}           # each slowing, each fault
 SEEDS=${SEEDS:-10000}       # simulated clusters
+DRIVERS=${DRIVERS:-200}      # killed one after the other in one job
 MINUTES=${MINUTES:-60}      # on an overloaded machine with bad links
 FAULTS=${FAULTS-}           # of hosts, for tests.cluster.trials; none: all of them
 
@@ -47,6 +48,8 @@ run "a node check names the host with the slow link" \
     "$PYTHON" -m tests.runtime.check_trial --link 100,300 --times "$TIMES"
 # shellcheck disable=SC2086 - one word for each fault
 run "every fault of a host" "$PYTHON" -m tests.cluster.trials $FAULTS --times "$TIMES"
+run "$DRIVERS drivers killed, workers beside them, no step lost" \
+    "$PYTHON" -m tests.e2e.driver_kills --drivers "$DRIVERS" --workers 3
 run "$MINUTES minutes of load and bad links cost no host" \
     "$PYTHON" -m tests.cluster.rough_hour --minutes "$MINUTES"
 run "$SEEDS simulated clusters" "$PYTHON" -m tests.sim --seeds "$SEEDS"
