@@ -74,9 +74,11 @@ class LineSplitter:
 
 def _without_overwritten(rest: bytes) -> bytes:
     """Keep only the newest state and the one before it: the newest may be half written."""
-    if rest.count(b"\r") > 2:
-        return b"\r" + b"\r".join(rest.rsplit(b"\r", 2)[1:])
-    return rest
+    states = rest.rstrip(b"\r")  # returns at the end overwrite nothing yet
+    end = rest[len(states) :][:1]
+    if states.count(b"\r") > 2:
+        states = b"\r" + b"\r".join(states.rsplit(b"\r", 2)[1:])
+    return states + end
 
 
 def visible(line: bytes) -> bytes:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher.agent.lines import (
@@ -25,6 +25,7 @@ def test_only_whole_lines_come_out_and_the_rest_at_the_end() -> None:
     assert lines.finish() == []
 
 
+@example(b"aa\r\r\r\n", [5])
 @given(
     st.lists(st.sampled_from(b"ab\r\n"), max_size=60).map(bytes),
     st.lists(st.integers(0, 60)),

@@ -117,7 +117,7 @@ def test_the_end_of_an_adopted_agent_is_told_and_nothing_is_left(host: Host) -> 
     assert host.lost == [f"the agent on {HOST} has ended"]
     assert not lives(worker)
     eventually(lambda: list(host.tmp.iterdir()) == [])
-    assert host.commands("keep") == []
+    eventually(lambda: host.commands("keep") == [], what="the process that kept the agent ends")
 
 
 def test_an_adopted_agent_that_hangs_can_be_killed(host: Host) -> None:

@@ -157,7 +157,6 @@ def refuse(state_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda content: b"",
         lambda content: b"no database" * 500,
         lambda content: content[:100] + b"\xff" * (len(content) - 100),
         lambda content: content[: len(content) // 2],
@@ -171,6 +170,16 @@ def test_a_torn_or_corrupt_journal_is_one_line_and_nothing_is_changed(
     journal.write_bytes(damaged)
     assert "run big cannot go on: begin it with another --run-id" in refuse(state_dir, capsys)
     assert journal.read_bytes() == damaged
+
+
+def test_a_driver_that_died_before_the_job_began_leaves_nothing_to_go_on_with(
+    state_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = RunDir(state_dir, "big").journal_file
+    journal.write_bytes(b"")
+    assert "there is no run big in" in (said := refuse(state_dir, capsys))
+    assert "To begin it, give its command, too" in said
+    assert journal.read_bytes() == b""
 
 
 def test_a_journal_of_another_version_is_named(
