@@ -149,13 +149,17 @@ class Adoption(Rule):
     def _compare(self, event: ev.AgentReturned, now: float) -> None:
         """Compare an agent's workers with the books."""
         told = {each.worker: each.pid for each in event.workers}
-        lost: list[Worker] = []
+        host, lost = self.hosts.known.get(event.host), list[Worker]()
+        slots = 0 if host is None else host.slots
         for worker in self.workers.on_host(event.host):
             if worker.id in told:
                 self._go_on_with(worker, told.pop(worker.id), now)
-            elif worker.order is not None and worker.state in (STARTING, WARMING):
+            elif worker.order is None or worker.state not in (STARTING, WARMING):
+                lost.append(worker)
+            elif worker.slot < slots:
                 self.effects.give(event.host, worker.order, f"{AGAIN}; it was not started yet")
             else:
+                self.workers.mark_leaving(worker, "its host does not have this slot any more")
                 lost.append(worker)
         for name in told:
             self.workers.note_name(name)

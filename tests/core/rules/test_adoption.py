@@ -252,6 +252,19 @@ def test_a_worker_that_the_agent_does_not_know_is_ordered_again(scenario: MakeSc
     assert s.round == (1, "complete")
 
 
+def test_a_worker_whose_slot_has_gone_meanwhile_is_not_ordered_again(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(processes=False, **ELASTIC)
+    s.hosts(a=2)
+    s.resume()
+    s.hosts(a=1)
+    returned = s.send(ev.AgentReturned("a", 1, 1, "x", (5000,), term=2, workers=()))
+    assert [o.worker for o in orders(returned, doc.StartWorkerOrder)] == ["a.0.1"]
+    assert [d.worker for d in kinds(returned, do.Announce) if d.event == "worker_lost"] == ["a.1.1"]
+    assert s.job.status(s.now).counters.failures == 0
+
+
 def test_a_start_that_was_not_reported_is_in_the_story(scenario: MakeScenario) -> None:
     s = scenario(processes=False, **ELASTIC)
     s.hosts(a=1, b=1)
