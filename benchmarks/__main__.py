@@ -18,6 +18,7 @@ from benchmarks.common import machine
 # Name → its arguments for a quick and for a thorough run, in the order of docs/performance.md.
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "recovery": ("--turns 3 --kills 4", "--turns 10 --kills 6"),
+    "hosts": ("processes power cut --times 2", "--times 5"),
     "hang": ("--stops 3", "--stops 10"),
     "scale_out": ("--rounds 3", "--rounds 10"),
     "plain_restart": ("--turns 3 --kills 2", "--turns 8 --kills 3"),
