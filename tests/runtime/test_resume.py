@@ -227,7 +227,7 @@ def test_a_job_goes_on_with_the_next_driver_to_its_end(tmp_path: Path) -> None:
         third.post(WorkerStarted("b.0.2", 8))
         for worker, left in (("b.0.2", 0), (A0, 1)):
             third.post(WorkerReady(worker, left, 1, True, "waits"))
-        world = until(lambda: world_of(third, 2), "round 2 is complete")
+        world = until(lambda: world_of(third, 2), f"round 2: {third.errors}", 30.0)
         assert world == [A0, "b.0.2"]
         for worker in world:
             third.post(WorkerExited(worker, 0, "", False))
