@@ -22,6 +22,7 @@ from elastic_driver.runtime.backend import Backend, OnLost
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.reporter import Level, Reporter
+from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import Settings
 
@@ -55,12 +56,14 @@ def main() -> None:
     hosts = tuple((f"h{n // SLOTS}", min(SLOTS, count - n)) for n in range(0, count, SLOTS))
     agents = SilentAgents()
     driver = ElasticDriver(
-        settings=Settings(start_np=count, min_np=1, heartbeat_timeout=30.0),
-        spec=JobSpec("bench", ("true",), "/", {}, 30.0, 3),
-        discovery=FixedDiscovery(hosts),
-        starter=agents,
-        run_dir=RunDir(folder, "bench"),
-        reporter=Reporter(io.StringIO(), level=Level.QUIET),
+        DriverSetup(
+            settings=Settings(start_np=count, min_np=1, heartbeat_timeout=30.0),
+            spec=JobSpec("bench", ("true",), "/", {}, 30.0, 3),
+            discovery=FixedDiscovery(hosts),
+            starter=agents,
+            run_dir=RunDir(folder, "bench"),
+            reporter=Reporter(io.StringIO(), level=Level.QUIET),
+        )
     )
     driver.start()
     for _ in hosts:

@@ -28,6 +28,7 @@ from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
+from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.agent.processes import NOTICES
@@ -113,20 +114,22 @@ def make_driver(
     """Return a driver for this plan with these parts; `run`: the job that it goes on with."""
     level, as_json = Level(plan.verbosity + 1), plan.options.log_format == "json"
     return ElasticDriver(
-        settings=plan.settings,
-        spec=plan.spec,
-        discovery=discovery,
-        starter=starter,
-        run_dir=run_dir,
-        reporter=Reporter(sys.stderr, level=level, as_json=as_json),
-        options=plan.driver,
-        checks=checks,
-        joined=joined,
-        secrets=secrets,
-        argv=plan.line.words,
-        cwd=plan.spec.cwd,
-        resumed=run,
-        store=store,
+        DriverSetup(
+            settings=plan.settings,
+            spec=plan.spec,
+            discovery=discovery,
+            starter=starter,
+            run_dir=run_dir,
+            reporter=Reporter(sys.stderr, level=level, as_json=as_json),
+            options=plan.driver,
+            checks=checks,
+            joined=joined,
+            secrets=secrets,
+            argv=plan.line.words,
+            cwd=plan.spec.cwd,
+            resumed=run,
+            store=store,
+        )
     )
 
 

@@ -14,6 +14,7 @@ from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.reporter import Reporter
+from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
 
@@ -28,16 +29,18 @@ def check_without_a_job(
 ) -> CheckReport:
     """Check these hosts; the check's own folder is `check`."""
     driver = ElasticDriver(
-        settings=Settings(),
-        spec=JobSpec("run", ("true",), "/", {}, 30.0, 3),
-        discovery=FixedDiscovery(hosts),
-        starter=make_backend,
-        run_dir=RunDir(folder, "run"),
-        reporter=Reporter(io.StringIO()),
-        options=DriverOptions(debug=True),
-        checks=NodeChecks(
-            settings, make_backend=make_backend, folder=RunDir(folder, "check"), say=say
-        ),
+        DriverSetup(
+            settings=Settings(),
+            spec=JobSpec("run", ("true",), "/", {}, 30.0, 3),
+            discovery=FixedDiscovery(hosts),
+            starter=make_backend,
+            run_dir=RunDir(folder, "run"),
+            reporter=Reporter(io.StringIO()),
+            options=DriverOptions(debug=True),
+            checks=NodeChecks(
+                settings, make_backend=make_backend, folder=RunDir(folder, "check"), say=say
+            ),
+        )
     )
     driver.open()
     try:

@@ -17,6 +17,7 @@ from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.reporter import Level, Reporter
+from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
 from tests.runtime.cluster import Cluster
@@ -56,15 +57,17 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
         run_dir = RunDir(tmp_path / "state", f"run{len(jobs)}")
         checks = None if node_check is None else found(node_check, run_dir.path)
         driver = ElasticDriver(
-            settings=Settings(**{**values, **settings}),  # type: ignore[arg-type]
-            spec=JobSpec("run", ("true",), "/", {}, 30.0, 3),
-            discovery=source,
-            starter=cluster,
-            run_dir=run_dir,
-            reporter=Reporter(stderr, level=level),
-            options=options or DriverOptions(discovery_interval=0.02, debug=True),
-            checks=checks,
-            store=None if store is None else store(run_dir),
+            DriverSetup(
+                settings=Settings(**{**values, **settings}),  # type: ignore[arg-type]
+                spec=JobSpec("run", ("true",), "/", {}, 30.0, 3),
+                discovery=source,
+                starter=cluster,
+                run_dir=run_dir,
+                reporter=Reporter(stderr, level=level),
+                options=options or DriverOptions(discovery_interval=0.02, debug=True),
+                checks=checks,
+                store=None if store is None else store(run_dir),
+            )
         )
         jobs.append(JobUnderTest(driver, cluster, source, run_dir, stderr))
         driver.start()

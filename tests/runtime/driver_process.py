@@ -17,6 +17,7 @@ from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.journal.resume import load_run
 from elastic_driver.runtime.reporter import Reporter
+from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
 
@@ -52,16 +53,18 @@ def main() -> int:
     run_dir = RunDir(Path(folder), RUN)
     try:
         driver = ElasticDriver(
-            settings=Settings(start_np=sum(slots for _, slots in hosts), stop_grace=1.0),
-            spec=JobSpec(RUN, ("true",), "/", {}, 30.0, 3),
-            discovery=FixedDiscovery(hosts),
-            starter=SayingBackend,  # type: ignore[arg-type]
-            run_dir=run_dir,
-            reporter=Reporter(sys.stderr),
-            options=DriverOptions(debug=True),
-            argv=("elasticrun", "true"),
-            cwd="/home",
-            resumed=load_run(run_dir.journal_file) if flags else None,
+            DriverSetup(
+                settings=Settings(start_np=sum(slots for _, slots in hosts), stop_grace=1.0),
+                spec=JobSpec(RUN, ("true",), "/", {}, 30.0, 3),
+                discovery=FixedDiscovery(hosts),
+                starter=SayingBackend,  # type: ignore[arg-type]
+                run_dir=run_dir,
+                reporter=Reporter(sys.stderr),
+                options=DriverOptions(debug=True),
+                argv=("elasticrun", "true"),
+                cwd="/home",
+                resumed=load_run(run_dir.journal_file) if flags else None,
+            )
         )
         return driver.run().exit_code
     except ElasticError as error:

@@ -19,6 +19,7 @@ from elastic_driver.runtime import loop
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.reporter import Reporter
+from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
 from tests.runtime.cluster import Cluster
@@ -85,13 +86,15 @@ def test_a_driver_can_be_stopped_before_it_has_any_host(start_job: StartJob) -> 
 
 def make_driver(run_dir: RunDir, options: DriverOptions, starter: object = None) -> ElasticDriver:
     return ElasticDriver(
-        settings=Settings(),
-        spec=JobSpec("run", ("true",), "/", {}, 30.0, 3),
-        discovery=FixedDiscovery(()),
-        starter=starter or Cluster(),  # type: ignore[arg-type]
-        run_dir=run_dir,
-        reporter=Reporter(io.StringIO()),
-        options=options,
+        DriverSetup(
+            settings=Settings(),
+            spec=JobSpec("run", ("true",), "/", {}, 30.0, 3),
+            discovery=FixedDiscovery(()),
+            starter=starter or Cluster(),  # type: ignore[arg-type]
+            run_dir=run_dir,
+            reporter=Reporter(io.StringIO()),
+            options=options,
+        )
     )
 
 

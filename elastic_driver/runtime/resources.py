@@ -1,0 +1,287 @@
+"""The resources of one driver: its files, journal, server and backend, opened and freed in order.
+
+`open` takes the run's folder, the journal of an earlier driver, the port and the backend, in this
+order; `close` frees them in the reverse order. Times are seconds.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from elastic_driver import contract
+from elastic_driver.core.decisions import EndJob
+from elastic_driver.core.documents import JobSpec
+from elastic_driver.core.events import LeaseExpired
+from elastic_driver.errors import ClusterError, TakenOverError
+from elastic_driver.runtime import mailbox as mail
+from elastic_driver.runtime.api import DriverPort, DriverRoutes
+from elastic_driver.runtime.backend import Backend, MakeBackend, ReportsConnections
+from elastic_driver.runtime.checks import NodeChecks
+from elastic_driver.runtime.clock import RunClock
+from elastic_driver.runtime.discovery import HostDiscovery
+from elastic_driver.runtime.endpoint import first_documents, listen
+from elastic_driver.runtime.event_log import EventLog
+from elastic_driver.runtime.executor import Executor
+from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.store import Head, JournalStore
+from elastic_driver.runtime.journal.writer import Journal
+from elastic_driver.runtime.machine_api import SHARDS_PATH
+from elastic_driver.runtime.output import AgentsOutput
+from elastic_driver.runtime.reporter import Reporter
+from elastic_driver.runtime.results import JobResult
+from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.runtime.successor import tell_agents
+from elastic_driver.runtime.suspects import Suspects
+from elastic_driver.settings import DriverOptions, Settings
+from rendezvous.auth import make_token, read_token_file, write_token_file
+from rendezvous.errors import RendezvousError
+from rendezvous.server import RendezvousServer
+from rendezvous.wire import EVENTS_PATH
+
+
+@dataclass(kw_only=True, eq=False)
+class DriverSetup:
+    """The job of a driver, and the parts that it is made of; nothing is opened yet."""
+
+    settings: Settings
+    spec: JobSpec  # of the job's workers
+    discovery: HostDiscovery
+    starter: MakeBackend  # makes the backend once the rendezvous has an address
+    run_dir: RunDir  # not yet created
+    reporter: Reporter
+    options: DriverOptions = field(default_factory=DriverOptions)
+    checks: NodeChecks | None = None  # None: nodes are never checked
+    joined: JoinedNodes | None = None  # takes in nodes; `discovery` and `starter` ask it
+    secrets: tuple[str, ...] = ()  # taken like the run's token
+    argv: tuple[str, ...] = ()  # the command line, for a driver that goes on with the run
+    cwd: str = ""  # its folder
+    resumed: ResumedRun | None = None  # the run of a driver that has died, to go on with
+    store: JournalStore | None = None  # of the journal; None: a file in the run's folder
+
+    @property
+    def term(self) -> int:
+        """The number of this driver among those of the run, from 1."""
+        return 1 if self.resumed is None else self.resumed.term + 1
+
+
+class _Driver(DriverPort, Protocol):
+    """The driver, as its resources use it."""
+
+    def post(self, event: mail.MachineEvent) -> bool:
+        """Put an event into the mailbox; False when it is full, or there is no job for it."""
+
+
+class DriverResources:
+    """What a driver opens; see the module. `driver` is asked by the HTTP routes."""
+
+    def __init__(self, setup: DriverSetup, mailbox: mail.Mailbox, driver: _Driver) -> None:
+        if setup.resumed is not None:
+            setup.settings = setup.resumed.settings
+        self._setup, self._mailbox = setup, mailbox
+        clock, note = time.time, setup.reporter.note
+        self.log = EventLog(setup.run_dir.events_file, clock=clock, on_broken=note)
+        self.clock = RunClock(None if setup.resumed is None else setup.resumed.at)
+        self.journal = Journal(
+            setup.run_dir.journal_file,
+            setup.spec.run_id,
+            store=setup.store,
+            clock=self.clock,
+            on_taken_over=self._taken_over,
+        )
+        if setup.store is not None:
+            setup.store.on_taken_over = self._taken_over
+        setup.run_dir.lock.on_lost = lambda reason: self._taken_over(TakenOverError(reason))
+        output = AgentsOutput(setup.reporter.note)
+        self.routes = DriverRoutes(driver, self.log, setup.joined, output)
+        self.server: RendezvousServer | None = None
+        self._suspects = Suspects(driver.post)
+        self._began = 0.0  # unix seconds
+        self._closing = contextlib.ExitStack()  # frees what was opened, the newest first
+        self._end: EndJob | None = None  # of the job, before everything is closed
+        self._begun = False  # the job
+        self._replaced = False  # another driver goes on with the job
+        self._result: JobResult | None = None  # of that job, once its end is logged
+
+    @property
+    def began(self) -> float:
+        """The time of the run's beginning, in unix seconds."""
+        return self._began
+
+    # ---- opening -------------------------------------------------------------------------
+
+    def open(self) -> Executor:
+        """Open everything but the job's own files; return what carries out decisions.
+
+        Raises ElasticError if that is impossible; `free` is to be called then.
+        """
+        setup = self._setup
+        self._began = time.time() if setup.resumed is None else setup.resumed.began
+        setup.run_dir.create(anew=setup.resumed is None)
+        self._closing.callback(self._close_run_dir)
+        with self._startup_errors():
+            token = self._make_token()
+            if setup.resumed is not None:
+                self._closing.callback(self.journal.close)
+                self.open_journal()
+                self.journal.await_open()
+            server = self.server = self._open_server(token)
+        self._closing.callback(self.log.close)
+        self._closing.callback(self.journal.close)
+        for nodes in (setup.joined, setup.checks):
+            if nodes is not None:
+                nodes.open(server, token)
+        if setup.checks is not None:
+            setup.checks.begin_term(setup.term)
+            self._closing.callback(setup.checks.stop)
+        return self._make_executor(server)
+
+    def open_journal(self) -> None:
+        """Open the journal, as this driver of the run."""
+        setup, clock = self._setup, self.clock
+        began = setup.spec.run_id, setup.argv, setup.cwd
+        if setup.resumed is None:
+            head = Head(*began, at=clock(), unix_offset=clock.unix_offset)
+        else:
+            head = Head(*began, setup.term, setup.resumed.n, setup.resumed.at, clock.unix_offset)
+        self.journal.open(head)
+
+    def publish(self) -> None:
+        """Open the event log, and write the address for other programs."""
+        with self._startup_errors():
+            self.log.open()
+            assert self.server is not None  # noqa: S101 - `open` comes first
+            self._setup.run_dir.write_endpoint(self.server.url, self._began)
+
+    def on_close(self, free: Callable[[], object]) -> None:
+        """Have `free` called before everything that is open now is freed."""
+        self._closing.callback(free)
+
+    @contextlib.contextmanager
+    def _startup_errors(self) -> Iterator[None]:
+        """Turn errors of files and of the rendezvous into messages for the user."""
+        try:
+            yield
+        except OSError as error:
+            what = f"{error.filename or self._setup.run_dir.path}: {error.strerror}"
+            raise ClusterError(f"the driver cannot start: {what}") from error
+        except RendezvousError as error:
+            raise ClusterError(f"the driver cannot start: {error}") from error
+
+    def _make_token(self) -> str:
+        """Return the job's token, in its file; agents that give up remove the former driver's."""
+        file = self._setup.run_dir.token_file
+        if self._setup.resumed is not None and file.exists():
+            return read_token_file(file)
+        token = make_token()
+        write_token_file(file, token)
+        return token
+
+    def _open_server(self, token: str) -> RendezvousServer:
+        """Return a server that listens, and holds the driver's term and the job's specification."""
+        setup, routes = self._setup, self.routes
+        run = setup.resumed
+        before, kept = (0, {}) if run is None else (run.port, run.keys)
+        server = RendezvousServer(
+            setup.options.bind_host,
+            setup.options.bind_port or before,
+            token=token,
+            others=setup.secrets if setup.joined is None else setup.joined.secrets,
+            on_lease_expired=self._lease_expired,
+            on_client_left=self._suspects.client_left,
+            routes=routes.add_to,
+            posts={
+                EVENTS_PATH: routes.take_event,
+                SHARDS_PATH: routes.requests.take_shard_request,
+            },
+            first_revision=setup.term << 40,  # clients have seen older revisions only
+            first=partial(first_documents, setup.term, setup.spec, kept),
+            on_changes=lambda values: self._mailbox.put(mail.KeysChanged(values)),
+            passing=contract.PASSING_SCOPES,
+        )
+        listen(server, setup.spec.run_id, again=setup.resumed is not None)
+        self._closing.callback(server.stop)
+        self._suspects.server = server
+        return server
+
+    def _make_executor(self, server: RendezvousServer) -> Executor:
+        setup = self._setup
+        starter = setup.starter(server.url, setup.run_dir.token_file)
+        if isinstance(starter, ReportsConnections):
+            starter.report_connections(partial(self._suspects.found, "backend"))
+        executor = Executor(
+            server=server,
+            starter=starter,
+            log=self.log,
+            reporter=setup.reporter,
+            checks=setup.checks,
+            suspects=self._suspects,
+            post=self._mailbox.put,
+            clock=self.clock,
+        )
+        # Every worker's output has been forwarded once the starter is closed.
+        self._closing.callback(self._log_end, executor)
+        self._closing.callback(self._close_starter, starter)
+        return executor
+
+    # ---- while it is open ----------------------------------------------------------------
+
+    def tell_agents(self, run: ResumedRun) -> None:
+        """Tell the agents of an earlier driver the address of this one."""
+        setup = self._setup
+        if self.server is not None:
+            told = tell_agents(
+                list(run.job.fleet.agents.values()),
+                run_id=setup.spec.run_id,
+                term=setup.term,
+                url=self.server.url,
+                token=read_token_file(setup.run_dir.token_file),
+                within=setup.settings.heartbeat_timeout,
+            )
+            self.server.spawn(told)
+
+    def _taken_over(self, error: TakenOverError) -> None:
+        """End without touching the job; any thread may call it."""
+        self._mailbox.put(mail.TakenOver(error))
+
+    def _lease_expired(self, key: str) -> None:
+        """Pass an expired lease on; called by the server's thread."""
+        if self._setup.joined is not None:
+            self._setup.joined.lease_expired(key)
+        self._suspects.lease_expired(key)
+        if (lease := contract.lease_owner(key)) is not None:
+            self._mailbox.put(LeaseExpired(*lease, self._setup.settings.heartbeat_timeout))
+
+    # ---- closing -------------------------------------------------------------------------
+
+    def close(self, end: EndJob, *, begun: bool, replaced: bool) -> JobResult | None:
+        """Free everything; return the result of a job that has begun and ended here.
+
+        `replaced`: another driver goes on with the job, its agents and its folder.
+        """
+        self._end, self._begun, self._replaced = end, begun, replaced
+        self.free()
+        return self._result
+
+    def free(self) -> None:
+        """Free what is open, the newest first. May be called again."""
+        self._closing.close()
+
+    def _close_starter(self, starter: Backend) -> None:
+        if not self._replaced:  # the agents belong to the next driver
+            starter.close(0.0)
+
+    def _close_run_dir(self) -> None:
+        """Remove the files of a job that is over; the next driver needs those of another."""
+        if self._replaced or (self._end is None and self._setup.resumed is not None):
+            self._setup.run_dir.leave()
+        else:
+            self._setup.run_dir.close()
+
+    def _log_end(self, executor: Executor) -> None:
+        if self._begun and self._end is not None and not self._replaced:
+            self._result = executor.job_ended(self._end)
+            self.journal.job_ended(self._end.exit_code, self._end.reason)
