@@ -7,10 +7,11 @@ may wait for is published or asked again, and an order is given again if its age
 An agent that was up is *awaited*: it gets no orders until it has returned and said which workers it
 runs. Then these are compared with the books. A worker that was ordered and is not known there was
 never started, so it is ordered again; an agent starts no worker twice. A worker that the books do
-not have is stopped. An agent that does not return is found by probes like any silent one
-(`suspicion`), and lost after `heartbeat_timeout` at the latest. Nobody knows the process of an
-agent that was being started, so it is refused from now on and another one is started. An agent that
-the books do not have is told to shut down.
+not have is stopped. One that was to stop is told so again, unless the newest state may be lost with
+it. An agent that does not return is found by probes like any silent one (`suspicion`), and lost
+after `heartbeat_timeout` at the latest. Nobody knows the process of an agent that was being
+started, so it is refused from now on and another one is started. An agent that the books do not
+have is told to shut down.
 
 A journal that was late may lack the last events (docs/journal.md). Then agents and workers know
 more than the books: numbers of workers, agents and rounds that they name are not given again.
@@ -32,7 +33,7 @@ from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.rules.suspicion import Suspicion
 from elastic_driver.core.rules.workers import (
-    LOST,
+    ACTIVE,
     READY,
     RUNNING,
     SPARE,
@@ -40,6 +41,7 @@ from elastic_driver.core.rules.workers import (
     STOPPING,
     WARMING,
     Worker,
+    WorkerNews,
 )
 
 AGAIN = "the driver was resumed"
@@ -73,6 +75,7 @@ class Adoption(Rule):
         self.rounds.resume(now)
         if self.outcome.end is not None:
             return
+        self._recall_holders()
         self.boundary.resume(now)
         self.final_checkpoint.resume(now)
         self.stacks.resume(now)
@@ -144,6 +147,23 @@ class Adoption(Rule):
             self.workers.note_name(told.worker)
         self.effects.decide(StopAgent(*name, self.settings.stop_grace, reason))
 
+    def _recall_holders(self) -> None:
+        """Keep workers that were to stop, if they may be the last ones to hold the newest state.
+
+        The members of the round were to go on with it, but no step proves that they have it. Once
+        it is not needed any more, such a worker is told to stop like any other that has to leave.
+        """
+        current, outcome = self.rounds.current, self.outcome
+        if current.stepped or not outcome.elastic or outcome.first_success is not None:
+            return
+        trained = [w for w in self.workers.having(*ACTIVE, STOPPING) if w.clean and w.version > 0]
+        newest = max((worker.version for worker in trained), default=0)
+        for worker in trained:
+            going = worker.state is STOPPING and not worker.killed
+            if going and worker.version == newest and worker.id not in current.members:
+                self.workers.apply(worker, WorkerNews.RECALLED)
+                self.capacity.note_change()
+
     # ---- comparing -------------------------------------------------------------------------
 
     def _compare(self, event: ev.AgentReturned, now: float) -> None:
@@ -170,7 +190,7 @@ class Adoption(Rule):
         """Go on with a worker that the agent runs."""
         if pid and not worker.pid:
             self.reports.on_started(worker, ev.WorkerStarted(worker.id, pid), now)
-        if worker.state is STOPPING:
-            self.effects.order_stop(worker.host, worker.id, f"{AGAIN}; it had to stop")
-        elif worker.state is LOST:
+        if worker.killed:
             self.effects.kill(worker, f"{AGAIN}; it was given up")
+        elif worker.state is STOPPING:
+            self.effects.order_stop(worker.host, worker.id, f"{AGAIN}; it had to stop")

@@ -91,4 +91,5 @@ class Effects:
 
     def kill(self, worker: Worker, reason: str) -> None:
         """Have a worker that does not answer any more killed at once."""
+        self.workers.mark_killed(worker)
         self.give(worker.host, StopWorkerOrder(worker.id, 0.0, reason), reason)

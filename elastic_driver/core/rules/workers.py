@@ -38,6 +38,7 @@ class WorkerNews(str, Enum):
     ADMITTED = "admitted"  # the core made it a member of a round
     PROMOTED = "promoted"  # the core gave a slot to a spare
     TOLD_TO_STOP = "told to stop"
+    RECALLED = "recalled"  # by a resumed driver, which may need its state
     LOST = "lost"
     EXITED_ZERO = "exited 0"
     EXITED_NONZERO = "exited non-zero"
@@ -53,7 +54,7 @@ TRANSITIONS: dict[WorkerState, dict[WorkerNews, WorkerState]] = {
     STARTING: {_N.READY: READY, _N.ADMITTED: RUNNING, **_ENDS},
     READY: {_N.ADMITTED: RUNNING, **_ENDS},
     RUNNING: {_N.READY: READY, **_ENDS},
-    STOPPING: {_N.EXITED_ZERO: STOPPED, _N.EXITED_NONZERO: STOPPED},
+    STOPPING: {_N.RECALLED: READY, _N.EXITED_ZERO: STOPPED, _N.EXITED_NONZERO: STOPPED},
     # It was given up and replaced: too late to succeed.
     LOST: {_N.EXITED_ZERO: FAILURE, _N.EXITED_NONZERO: FAILURE},
     SUCCESS: {},
@@ -91,6 +92,7 @@ class Worker:
     leaving: str = ""  # the reason why it has to leave at the next chance; empty: it stays
     spare: bool = False  # it is in no slot, and was in none when it was told to stop
     bound: bool = False  # to the device of its slot
+    killed: bool = False  # it was silent, so it is given no time to stop
 
     @property
     def age(self) -> tuple[bool, int]:
@@ -228,6 +230,10 @@ class WorkerStateRegistry:
     def mark_leaving(self, worker: Worker, reason: str) -> None:
         """Record why the worker has to leave at the next chance; empty: it stays."""
         worker.leaving = reason
+
+    def mark_killed(self, worker: Worker) -> None:
+        """Record that the worker is given no time to stop."""
+        worker.killed = True
 
     def forget_founders(self) -> None:
         """Record that the round is complete: no worker is its founder or awaited any more."""

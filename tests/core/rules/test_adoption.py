@@ -281,9 +281,41 @@ def test_a_worker_that_is_to_stop_is_told_again(scenario: MakeScenario) -> None:
     s.wait(0.1)
     s.ready("a.0.1", "a.1.1", version=4)
     assert s.in_state("stopping") == ["a.1.1"]
+    s.step(*s.members)
     s.resume()
     (stop,) = orders(s.returns("a"), doc.StopWorkerOrder)
     assert (stop.worker, stop.grace) == ("a.1.1", s.job.settings.stop_grace)
+
+
+def test_a_worker_that_may_hold_the_last_clean_state_stops_once_others_have_it(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=1, min_np=1, max_np=2).training(a=1, b=1)
+    s.send(ev.ScaleRequested(1))
+    s.wait(0.1)
+    s.ready("a.0.1", "b.0.1", version=4)
+    assert s.in_state("stopping") == ["b.0.1"]
+    s.resume()  # the round is left: nobody has finished a step in it
+    s.send(ev.ScaleRequested(2))
+    s.hosts(a=2)
+    s.send(ev.WorkerReady("a.0.1", 2, 4, False, "the group broke"))
+    assert orders(s.returns("b"), doc.StopWorkerOrder) == []
+    s.returns("a")
+    s.ready("a.1.1")
+    assert {m.worker: m.clean for m in s.world.members}["b.0.1"]
+    s.step(*s.members)
+    s.wait(0.1)
+    s.ready(*s.members, version=9)
+    assert s.in_state("stopping") == ["b.0.1"]
+
+
+def test_a_silent_worker_that_had_to_leave_is_killed_again(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, min_np=1, max_np=2).training(a=1, b=1)
+    s.send(ev.DrainRequested("b"))
+    s.lost("b.0.1")
+    s.resume()
+    (kill,) = orders(s.returns("b"), doc.StopWorkerOrder)
+    assert (kill.worker, kill.grace) == ("b.0.1", 0.0)
 
 
 def test_a_worker_that_was_given_up_is_killed_again(scenario: MakeScenario) -> None:

@@ -68,7 +68,11 @@ def test_every_state_that_occupies_a_slot_can_end() -> None:
 
 
 def test_a_worker_told_to_stop_neither_fails_nor_succeeds() -> None:
-    assert set(TRANSITIONS[WorkerState.STOPPING].values()) == {WorkerState.STOPPED}
+    assert TRANSITIONS[WorkerState.STOPPING] == {
+        WorkerNews.EXITED_ZERO: WorkerState.STOPPED,
+        WorkerNews.EXITED_NONZERO: WorkerState.STOPPED,
+        WorkerNews.RECALLED: WorkerState.READY,
+    }
 
 
 def test_a_slots_incarnations_count_up_and_never_repeat() -> None:
