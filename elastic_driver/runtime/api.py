@@ -4,6 +4,7 @@
 |---|---|
 | `POST /v1/events` | 202 once the journal has it; posts a `core.events.WireEvent` to the driver |
 | `GET /v1/status` | the run and `core.status.JobStatus` as one JSON object |
+| `GET /v1/openapi.json` | all routes and their messages, see `runtime.openapi` |
 | `GET /v1/events?since=N` | `{"events": […], "last": n}`; with `text/event-stream` it goes on |
 | `GET /metrics` | the same picture for Prometheus, see `runtime.metrics` |
 | `POST /v1/scale` | 202; `{"num_proc": N}` within the job's bounds |
@@ -38,6 +39,7 @@ from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.runtime import machine_api, metrics
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.openapi import OpenApi
 from elastic_driver.runtime.output import AgentsOutput
 from rendezvous.web import JSON, Problem, read_json
 from rendezvous.wire import EVENTS_PATH
@@ -120,6 +122,7 @@ class DriverRoutes:
         for path, kind in EVENT_OF_PATH.items():
             app.router.add_post(path, self._route_of(kind))
         machine_api.add_machine_routes(app, self.requests)
+        OpenApi({**EVENT_OF_PATH, contract.STOP_PATH: StopRequest}).add_to(app)
         for part in (self._joined, self._output):
             if part is not None:
                 part.add_to(app)

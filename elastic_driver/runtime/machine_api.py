@@ -38,7 +38,7 @@ Asking = shards.ShardRequest | tf.TfRequest
 RequestEvent = Asking | RequestDropped
 SHARDS_PATH = "/v1/shards/"
 _SHARDS = SHARDS_PATH + "{dataset:[^/:]+}"
-_ROUTES: tuple[tuple[str, str, type[Struct]], ...] = (
+ROUTES: tuple[tuple[str, str, type[Struct]], ...] = (
     ("POST", f"{_SHARDS}:next", shards.NextRequest),
     ("POST", f"{_SHARDS}:done", shards.DoneRequest),
     ("POST", f"{_SHARDS}:resume", shards.ResumeRequest),
@@ -163,7 +163,7 @@ class OpenRequests:
 
 def add_machine_routes(app: web.Application, requests: OpenRequests) -> None:
     """Mount the routes."""
-    for method, path, kind in _ROUTES:
+    for method, path, kind in ROUTES:
         app.router.add_route(method, path, _handler(requests, kind))
     app.on_shutdown.append(requests.close)
 

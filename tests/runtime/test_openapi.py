@@ -1,0 +1,103 @@
+"""The document of all routes is complete, and its types are those of the code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from elastic_driver import contract
+from elastic_driver.runtime.api import EVENT_OF_PATH, DriverRoutes
+from elastic_driver.runtime.event_log import EventLog
+from elastic_driver.runtime.joined import JoinedNodes, NodeRules
+from elastic_driver.runtime.openapi import OPENAPI_PATH, OPERATIONS, routes_of
+from elastic_driver.runtime.output import AgentsOutput
+from rendezvous.server import RendezvousServer
+from tests.rendezvous.common import TOKEN, request
+from tests.runtime.test_api import NotingDriver
+
+
+class Routes:
+    """A server with every route that a driver may have."""
+
+    def __init__(self) -> None:
+        self.log = EventLog(None, clock=lambda: 1.0, on_broken=lambda _: None)
+        nodes = JoinedNodes(NodeRules("run", "1", 30.0, 1))
+        routes = DriverRoutes(NotingDriver(), self.log, nodes, AgentsOutput(lambda _: None))
+        self.router: web.UrlDispatcher | None = None
+
+        def add(app: web.Application) -> None:
+            self.router = app.router
+            routes.add_to(app)
+
+        self.server = RendezvousServer(token=TOKEN, routes=add)
+
+    def document(self) -> dict[str, Any]:
+        status, _, body = request(self.server, "GET", OPENAPI_PATH)
+        assert status == 200
+        found: dict[str, Any] = json.loads(body)
+        return found
+
+
+@pytest.fixture
+def routes() -> Iterator[Routes]:
+    subject = Routes()
+    with subject.server:
+        yield subject
+        subject.log.close()
+
+
+def test_the_document_has_every_route_of_the_server_and_no_other(routes: Routes) -> None:
+    document = routes.document()
+    assert routes.router is not None
+    described = {
+        (method.upper(), path) for path, methods in document["paths"].items() for method in methods
+    }
+    assert described == set(routes_of(routes.router))
+    of_users = {("POST", path) for path in (*EVENT_OF_PATH, contract.STOP_PATH)}
+    assert set(OPERATIONS) | of_users == described, "a route's types are missing, or too many"
+    assert all(
+        entry["summary"] and (entry.get("requestBody") or method != "post")
+        for methods in document["paths"].values()
+        for method, entry in methods.items()
+    )
+
+
+def test_bounds_of_the_code_are_in_the_document(routes: Routes) -> None:
+    document = routes.document()
+    schemas = document["components"]["schemas"]
+    assert schemas["KVBatch"]["properties"]["operations"]["maxItems"] == 4096
+    scale = document["paths"]["/v1/scale"]["post"]
+    reference = scale["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    body = schemas[reference.rpartition("/")[2]]
+    assert body["properties"] == {"num_proc": {"type": "integer", "minimum": 1, "maximum": 10**6}}
+    drain = document["paths"]["/v1/hosts/{host}:drain"]["post"]
+    assert [p["name"] for p in drain["parameters"]] == ["host"]
+    reference = drain["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    assert set(schemas[reference.rpartition("/")[2]]["properties"]) == {"reason", "deadline"}
+    assert document["paths"]["/healthz"]["get"]["security"] == []
+
+
+def test_every_reference_of_the_document_leads_somewhere(routes: Routes) -> None:
+    document = routes.document()
+
+    def references(part: object) -> Iterator[str]:
+        if isinstance(part, dict):
+            for key, value in part.items():
+                if key == "$ref":
+                    yield value
+                yield from references(value)
+        elif isinstance(part, list):
+            for each in part:
+                yield from references(each)
+
+    for reference in references(document):
+        name = reference.removeprefix("#/components/schemas/")
+        assert name in document["components"]["schemas"], reference
+
+
+def test_the_document_needs_a_token_like_every_route(routes: Routes) -> None:
+    assert request(routes.server, "GET", OPENAPI_PATH, token=None)[0] == 401
