@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import sqlite3
 import stat
@@ -12,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -297,8 +300,10 @@ def test_a_report_is_answered_when_the_journal_has_it(
     goes_on.set()
     reporting.join(10.0)
     assert not reporting.is_alive()
-    kinds = [type(step.event).__name__ for step in load_run(job.run_dir.journal_file).since]
-    assert "WorkerReady" in kinds
+    found = [step.event for step in load_run(job.run_dir.journal_file).since]
+    for batch in (each for each in found if isinstance(each, ev.EventBatch)):
+        found += batch.events
+    assert any(isinstance(each, WorkerReady) for each in found)
 
 
 def test_a_journal_that_is_late_keeps_nobody_from_reporting(
@@ -474,8 +479,85 @@ def test_a_journal_of_another_format_or_with_a_damaged_event_is_refused(tmp_path
         list(Replay(path).steps())
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA user_version = 9")
-    with pytest.raises(JournalError, match="a journal of format 9, only 2 can be read"):
+    with pytest.raises(JournalError, match="a journal of format 9, only 3 can be read"):
         Replay(path)
+
+
+def write_everything(path: Path) -> None:
+    """Write rows of all kinds: two drivers, events, snapshots, and keys of users."""
+    first = Journal(path, "run", store=SqliteStore(path))
+    first.open(Head("run", ("elasticrun", "train.py"), "/home"))
+    first.snapshot(0, 0.0, {"tf": TfCluster(30.0).snapshot(), "shards": DataSets().snapshot()})
+    first.serves_at("http://127.0.0.1:1234")
+    for n in range(1, 30):
+        first.note(n, n + 0.25, "tf", Tick())
+    first.keep({"mine/a": b"kept", "mine/b": bytes(300)})
+    assert first.settle() == []
+    first.close()
+    after_one(path, n=29)
+
+
+def everything(path: Path) -> list[Any]:
+    """What a replay tells of a journal."""
+    with contextlib.closing(Replay(path)) as replay:
+        head = [replay.run_id, replay.argv, replay.cwd, replay.terms, replay.keys()]
+        steps = list(replay.steps())
+        return [*head, steps, {n: m.snapshot() for n, m in replay.machines.items()}]
+
+
+def test_a_value_that_has_changed_on_the_disk_is_named_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    for table, change, named in (
+        ("events", "event = CAST(x'81a474797065a0' AS BLOB)", "event 1 is damaged"),
+        ("events", "at = at + 1", "event 1 is damaged"),
+        ("snapshots", "state = substr(state, 2)", "snapshot 0 is damaged"),
+        ("terms", "unix_offset = 3.0", "term 1 is damaged"),
+        ("keys", "value = x'00'", "key mine/a is damaged"),
+        ("about", "argv = '[]'", "about run is damaged"),
+    ):
+        path.unlink(missing_ok=True)
+        write_everything(path)
+        with sqlite3.connect(path) as database:
+            database.execute(f"UPDATE {table} SET {change}")  # noqa: S608
+        with pytest.raises(JournalError, match=named) as refused:
+            everything(path)
+        assert "its checksum is wrong" in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_bit_that_flips_anywhere_in_the_file_changes_no_replay(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    write_everything(path)
+    content, told = path.read_bytes(), everything(path)
+    choice, refused = random.Random(5), 0
+    for _ in range(200):
+        bit = choice.randrange(8 * len(content))
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            assert everything(path) == told, f"bit {bit}"
+        except JournalError:
+            refused += 1
+    assert refused > 10
+
+
+def test_a_driver_adds_checksums_to_a_journal_of_the_format_before(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    write_everything(path)
+    told = everything(path)
+    with sqlite3.connect(path) as database:
+        for table in ("about", "terms", "events", "snapshots", "keys"):
+            database.execute(f"ALTER TABLE {table} DROP COLUMN sum")
+        database.execute("PRAGMA user_version = 2")
+    assert everything(path) == told
+    after_one(path, n=30, term=3)
+    assert len(everything(path)[5]) == 31
+    with sqlite3.connect(path) as database:
+        assert database.execute("PRAGMA user_version").fetchone() == (3,)
+        database.execute("UPDATE events SET at = 0.0 WHERE n = 7")
+    with pytest.raises(JournalError, match="event 7 is damaged"):
+        everything(path)
 
 
 def test_old_events_are_dropped_and_the_replay_begins_later(

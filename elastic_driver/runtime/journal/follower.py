@@ -15,16 +15,13 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.journal import etcd
+from elastic_driver.runtime.journal import etcd, tables
 from elastic_driver.runtime.journal.etcd import EtcdClient, EtcdError, KeyValue
-from elastic_driver.runtime.journal.mirror import WHOLE, About, Ended
-from elastic_driver.runtime.journal.store import FORMAT, SCHEMA, Row, drop_old
+from elastic_driver.runtime.journal.mirror import FORMAT, WHOLE, About, Ended
+from elastic_driver.runtime.journal.store import Row, drop_old
 from elastic_driver.runtime.journal.tenure import DriverKey, RunKeys, decode_key
 from rendezvous.auth import write_token_file
 
-_TERM = "INSERT OR REPLACE INTO terms VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-_EVENT = "INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?)"
-_STATE = "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?)"
 _TERMS = "SELECT term, n, at, host, pid FROM terms ORDER BY term"
 T = TypeVar("T")
 
@@ -141,7 +138,7 @@ class Follower(contextlib.AbstractContextManager["Follower"]):
             (snapshot,) = database.execute("SELECT max(n) FROM snapshots").fetchone()
         except sqlite3.Error:
             found = 0
-        if found != FORMAT or snapshot is None:
+        if found != tables.FORMAT or snapshot is None:
             database.close()
             return
         self._database, self._n, self._snapshot = database, max(n or 0, snapshot), snapshot
@@ -157,14 +154,14 @@ class Follower(contextlib.AbstractContextManager["Follower"]):
         os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))
         self._database = sqlite3.connect(self._path, isolation_level=None)
         self._database.execute("PRAGMA journal_mode=WAL")
-        self._database.executescript(f"{SCHEMA} PRAGMA synchronous=NORMAL;")
+        self._database.execute("PRAGMA synchronous=NORMAL")
         argv = msgspec.json.encode(about.argv).decode()
         with self._database as database:
             database.execute("BEGIN")
-            database.execute("INSERT INTO about VALUES (?, ?, ?)", (about.run_id, argv, about.cwd))
-            database.executemany(_TERM, map(_term, drivers))
-            database.executemany(_STATE, states)
-            database.execute(f"PRAGMA user_version={FORMAT}")
+            tables.create(database)
+            tables.put(database, "about", [(about.run_id, argv, about.cwd)])
+            tables.put(database, "terms", map(_term, drivers))
+            tables.put(database, "snapshots", states)
         self._n = self._snapshot = states[0][0]
 
     def _append(self, drivers: Iterable[DriverKey], rows: Sequence[Row]) -> None:
@@ -174,8 +171,8 @@ class Follower(contextlib.AbstractContextManager["Follower"]):
             return
         with self._database as database:
             database.execute("BEGIN")
-            database.executemany(_TERM, terms)
-            database.executemany(_EVENT, new)
+            tables.put(database, "terms", terms, replace=True)
+            tables.put(database, "events", new, replace=True)
         self._terms, self._n = terms, new[-1][0] if new else self._n
 
     def _copy_snapshot(self, name: str) -> None:
@@ -183,7 +180,7 @@ class Follower(contextlib.AbstractContextManager["Follower"]):
         if self._database is not None and states and states[0][0] <= self._n:
             with self._database as database:
                 database.execute("BEGIN")
-                database.executemany(_STATE, states)
+                tables.put(database, "snapshots", states, replace=True)
             self._snapshot = states[0][0]
             drop_old(self._database, self._snapshot)
 
@@ -196,7 +193,7 @@ class Follower(contextlib.AbstractContextManager["Follower"]):
                 database.execute("BEGIN")
                 database.execute("DELETE FROM keys")
                 rows = ((_name(each).removeprefix(prefix), each.value) for each in found)
-                database.executemany("INSERT INTO keys VALUES (?, ?)", rows)
+                tables.put(database, "keys", rows)
 
     def _read(self, name: str) -> Sequence[Row]:
         """Return the states of a snapshot, by the name of its last piece."""

@@ -24,10 +24,11 @@ from msgspec import Struct
 from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.runtime.journal import etcd
 from elastic_driver.runtime.journal.etcd import MAX_OPERATIONS, MAX_VALUE, EtcdClient, EtcdError
-from elastic_driver.runtime.journal.store import FORMAT, Batch, Head, Row, SqliteStore
+from elastic_driver.runtime.journal.store import Batch, Head, Row, SqliteStore
 from elastic_driver.runtime.journal.tenure import RunKeys, Tenure
 from rendezvous.auth import read_token_file
 
+FORMAT = 2  # of the keys and values of a run in etcd
 WHOLE = "-last"  # ends the key of the piece that makes a value whole
 _AGAIN_S = 0.2  # between two attempts to write
 

@@ -7,7 +7,7 @@ changes nothing, and is possible while the driver writes.
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -20,7 +20,7 @@ from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime.journal.codec import AnyEvent, decode
-from elastic_driver.runtime.journal.store import FORMAT
+from elastic_driver.runtime.journal.tables import FORMAT, UPGRADED, checksum
 
 _KINDS: dict[str, type[Restorable]] = {
     "job": Job,
@@ -28,9 +28,8 @@ _KINDS: dict[str, type[Restorable]] = {
     "shards": DataSets,
     "tf": TfCluster,
 }
-_LATER = "SELECT n, at, machine, event FROM events WHERE n > ? AND n <= ? ORDER BY n"
-_STATES = "SELECT machine, state FROM snapshots WHERE n = ?"
-_TERMS = "SELECT term, n, at, unix_offset, host, pid, url FROM terms ORDER BY term"
+_LATER = "SELECT * FROM events WHERE n > ? AND n <= ? ORDER BY n"
+_STATES = "SELECT * FROM snapshots WHERE n = ?"
 NEWEST = 2**62  # larger than any event's number
 MEMORY = "memory"  # the name under which a snapshot keeps the executor's memory; it is no machine
 
@@ -49,6 +48,7 @@ class Term(NamedTuple):
     term: int  # 1, 2, 3, …
     n: int  # the last event before its own
     at: float  # machine time of its beginning
+    unix: float  # the same in unix seconds
     unix_offset: float  # unix seconds minus machine time
     host: str
     pid: int
@@ -80,13 +80,18 @@ class Replay:
         (found,) = self._rows("PRAGMA user_version")[0]
         if found == 0:
             raise NotBegunError(f"{path}: the journal is empty")
-        if found != FORMAT:
+        columns = [name for _id, name, *_ in self._rows("PRAGMA table_info(events)")]
+        self._has_sums = "sum" in columns
+        if found not in (FORMAT, UPGRADED):
             hint = "use the version of elastic-driver that wrote it"
             raise JournalError(
                 f"{path}: a journal of format {found}, only {FORMAT} can be read; {hint}"
             )
-        about = self._rows("SELECT run_id, argv, cwd FROM about")
-        self.terms = tuple(Term(*row) for row in self._rows(_TERMS))  # the newest driver last
+        if found == FORMAT and columns and not self._has_sums:
+            raise JournalError(f"{path}: the journal is damaged: it has no checksums")
+        about = self._sound("about", self._rows("SELECT * FROM about"))
+        terms = self._sound("term", self._rows("SELECT * FROM terms ORDER BY term"))
+        self.terms = tuple(map(Term._make, terms))  # the newest driver last
         self._snapshots = [n for (n,) in self._rows("SELECT DISTINCT n FROM snapshots ORDER BY n")]
         if not about or not self.terms or not self._snapshots:
             raise NotBegunError(f"{path}: the journal is empty")
@@ -103,7 +108,7 @@ class Replay:
 
     def keys(self) -> dict[str, bytes]:
         """Return the keys of users in the driver's store, with their values."""
-        return dict(self._rows("SELECT key, value FROM keys ORDER BY key"))
+        return dict(self._sound("key", self._rows("SELECT * FROM keys ORDER BY key")))
 
     def steps(self, until: int = NEWEST, *, from_newest: bool = False) -> Iterator[Step]:
         """Yield every event up to this number, from the oldest snapshot on, or from the newest."""
@@ -112,7 +117,8 @@ class Replay:
         if until < first:
             raise JournalError(f"{self.path}: the journal begins after event {first}")
         self._take_states(first)
-        for n, at, name, data in self._rows(_LATER, first, until):
+        for row in self._rows(_LATER, first, until):
+            ((n, at, name, data),) = self._sound("event", [row])
             while later and later[0] < n:
                 self._take_states(later.pop(0))
             try:
@@ -143,7 +149,8 @@ class Replay:
 
     def _take_states(self, n: int) -> None:
         """Restore the machines that begin at this snapshot; compare the others with it."""
-        for name, state in self._rows(_STATES, n):
+        rows = self._sound("snapshot", self._rows(_STATES, n))
+        for _n, _at, name, state in rows:
             if name == MEMORY:
                 self.memory = state
             elif name not in self.machines:
@@ -151,7 +158,17 @@ class Replay:
             elif self.machines[name].snapshot() != state:
                 why = f"{name} is another one after event {n} than it was in the run"
                 raise JournalError(f"{self.path}: {why}; was another version running?")
-        (self.now,) = self._rows("SELECT max(at) FROM snapshots WHERE n = ?", n)[0]
+        self.now = max(at for _n, at, _name, _state in rows)
+
+    def _sound(self, what: str, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Return rows without their checksums; raises `JournalError` if one is not as written."""
+        if not self._has_sums:
+            return [*rows]
+        for *row, found in rows:
+            if checksum(*row) != found:
+                why = "its checksum is wrong, a disk or a program has changed it"
+                raise JournalError(f"{self.path}: {what} {row[0]} is damaged: {why}")
+        return [row[:-1] for row in rows]
 
     def _rows(self, query: str, *values: int) -> list[tuple[Any, ...]]:
         try:

@@ -16,19 +16,10 @@ from typing import NamedTuple, Protocol, TypeAlias
 import msgspec
 
 from elastic_driver.errors import TakenOverError
+from elastic_driver.runtime.journal import tables
 
-FORMAT = 2
 KEPT_EVENTS = 100_000  # before the newest; older ones, and snapshots, are dropped
 CHECKPOINT_BYTES = 4 * 1024 * 1024  # of the write-ahead log, which then goes into the file
-
-SCHEMA = """
-CREATE TABLE about (run_id TEXT, argv TEXT, cwd TEXT);
-CREATE TABLE terms (term INTEGER PRIMARY KEY, n INTEGER, at REAL, unix REAL, unix_offset REAL,
-    host TEXT, pid INTEGER, url TEXT);
-CREATE TABLE events (n INTEGER PRIMARY KEY, at REAL, machine TEXT, event BLOB);
-CREATE TABLE snapshots (n INTEGER, at REAL, machine TEXT, state BLOB, PRIMARY KEY (n, machine));
-CREATE TABLE keys (key TEXT PRIMARY KEY, value BLOB);
-"""
 # An event or a state: its number, machine time, the machine, and the bytes.
 Row: TypeAlias = tuple[int, float, str, bytes]
 
@@ -113,17 +104,18 @@ class SqliteStore:
             if newest != self._term:
                 raise self._taken_over()
             for batch in batches:
-                database.executemany("INSERT INTO events VALUES (?, ?, ?, ?)", batch.events)
+                tables.put(database, "events", batch.events)
                 if batch.states:
                     database.execute("DELETE FROM snapshots WHERE n = ?", batch.states[0][:1])
-                    database.executemany("INSERT INTO snapshots VALUES (?, ?, ?, ?)", batch.states)
+                    tables.put(database, "snapshots", batch.states)
                 gone = [(key,) for key, value in batch.keys.items() if value is None]
                 kept = [pair for pair in batch.keys.items() if pair[1] is not None]
                 database.executemany("DELETE FROM keys WHERE key = ?", gone)
-                database.executemany("INSERT OR REPLACE INTO keys VALUES (?, ?)", kept)
+                tables.put(database, "keys", kept, replace=True)
                 if batch.url:
-                    address = batch.url, self._term
-                    database.execute("UPDATE terms SET url = ? WHERE term = ?", address)
+                    own = "SELECT * FROM terms WHERE term = ?"
+                    *row, _url, _sum = database.execute(own, (self._term,)).fetchone()
+                    tables.put(database, "terms", [(*row, batch.url)], replace=True)
 
     def tidy(self, batches: Sequence[Batch]) -> None:
         """See `JournalStore.tidy`."""
@@ -161,10 +153,10 @@ class SqliteStore:
         database = self._open = _connect(self._path)
         database.execute("PRAGMA synchronous=OFF")  # for an empty file
         _log_ahead(database)
-        database.executescript(f"{SCHEMA} PRAGMA user_version={FORMAT};")
         with _transaction(database):
+            tables.create(database)
             about = head.run_id, msgspec.json.encode(head.argv).decode(), head.cwd
-            database.execute("INSERT INTO about VALUES (?, ?, ?)", about)
+            tables.put(database, "about", [about])
             _begin_term(database, head)
         return database
 
@@ -179,6 +171,7 @@ class SqliteStore:
             term, n = database.execute(newest).fetchone()
             if term >= head.term or (n or 0) > head.n:
                 raise self._taken_over()
+            tables.upgrade(database)
             _begin_term(database, head)
         return database
 
@@ -214,7 +207,7 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
 def _begin_term(database: sqlite3.Connection, head: Head) -> None:
     who = os.uname().nodename, os.getpid(), ""
     row = head.term, head.n, head.at, time.time(), head.unix_offset, *who
-    database.execute("INSERT INTO terms VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+    tables.put(database, "terms", [row])
 
 
 def drop_old(database: sqlite3.Connection, newest: int) -> None:
