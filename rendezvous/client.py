@@ -12,6 +12,7 @@ again after each attempt that failed and while it waits for an answer, or is tol
 """
 
 import contextlib
+import errno
 import math
 import os
 import random
@@ -23,7 +24,7 @@ import time
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
@@ -34,7 +35,7 @@ from rendezvous.auth import AUTHORIZATION, bearer
 DEFAULT_TIMEOUT_S = 10.0
 CONNECT_S = 3.0  # for one address to accept a connection
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-URL_FILE_POLL_S = 0.5  # between two looks at the file with the address, while an answer is awaited
+URL_FILE_POLL_S = 0.1  # between two looks at the file with the address, while a call waits
 _CHUNK_BYTES = 1024 * 1024
 _STOPPING = 503  # the only status that is worth a repeat: a successor may take over
 _STREAM, _DATA = "text/event-stream", b"data: "  # a stream of server-sent events; one event
@@ -260,10 +261,21 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             if time.monotonic() + pause >= until or not (self._repeats or reused):
                 self._check_not_aborted()
                 raise errors.UnreachableError(self.url, time.monotonic() - started, problem)
+            self._pause(pause, wake)
+
+    def _pause(self, seconds: float, wake: int | None) -> None:
+        """Wait before the next attempt; less if the driver moves, or `abort` is called.
+
+        Raises WokenError if `wake` is readable before.
+        """
+        until, before, hurry = time.monotonic() + seconds, self.url, False
+        while (left := until - time.monotonic()) > 0 and self.url == before and not hurry:
+            slice_s = min(left, self._slice_s)
             if wake is None:
-                self._hurry.wait(pause)
-            elif _readable(pause, wake):
+                hurry = self._hurry.wait(slice_s)
+            elif _readable(slice_s, wake):
                 raise errors.WokenError(f"woken while {self.url} did not answer")
+            self._read_url_file()
 
     def _attempt(
         self, connection: HTTPConnection, request: _Request, until: float, wake: int | None
@@ -293,15 +305,19 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         Meanwhile look at the file: a host without power closes no connection, so the request would
         wait for an answer of the earlier driver. Raises WokenError if `wake` is readable before.
         """
-        slice_s = math.inf if self._url_file is None else URL_FILE_POLL_S
         descriptors = (answer,) if wake is None else (answer, wake)
         while (left := until - time.monotonic()) > 0:
-            ready = _readable(min(left, slice_s), *descriptors)
+            ready = _readable(min(left, self._slice_s), *descriptors)
             if answer in ready:
                 return
             if ready:
                 raise errors.WokenError(f"woken before {self.url} answered")
             self._read_url_file()  # it ends this connection where it has another address
+
+    @property
+    def _slice_s(self) -> float:
+        """The longest time that a call waits without a look at the file."""
+        return math.inf if self._url_file is None else URL_FILE_POLL_S
 
     def _check_not_aborted(self) -> None:
         if self._aborted.is_set():
@@ -350,9 +366,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         for family, kind, protocol, _, address in found:
             connection.close()
             connection.sock = socket.socket(family, kind, protocol)
-            connection.sock.settimeout(min(CONNECT_S, max(0.001, until - time.monotonic())))
             try:
-                connection.sock.connect(address)
+                self._reach(connection, address, min(until, time.monotonic() + CONNECT_S))
             except OSError as error:
                 problem = error
             else:
@@ -363,6 +378,21 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
                 return
         connection.close()
         raise problem
+
+    def _reach(self, connection: HTTPConnection, address: Any, until: float) -> None:
+        """Connect to one address; meanwhile look at the file, as a dead machine refuses nothing."""
+        sock: socket.socket = connection.sock
+        sock.setblocking(False)
+        problem = sock.connect_ex(address)
+        while problem == errno.EINPROGRESS and self._leads_here(connection):
+            if (left := until - time.monotonic()) <= 0:
+                raise TimeoutError("timed out")
+            if _ready(min(left, self._slice_s), select.POLLOUT, sock.fileno()):
+                problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                break
+            self._read_url_file()
+        if problem not in (0, errno.EINPROGRESS):
+            raise OSError(problem, os.strerror(problem))
 
     # ---- errors --------------------------------------------------------------------------
 
@@ -409,9 +439,13 @@ def _pauses() -> Iterator[float]:
 
 def _readable(seconds: float, *descriptors: int) -> list[int]:
     """Return the descriptors that can be read, or have ended, within this time."""
+    return _ready(seconds, select.POLLIN, *descriptors)
+
+
+def _ready(seconds: float, event: int, *descriptors: int) -> list[int]:
     poll = select.poll()
     for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
+        poll.register(descriptor, event)
     return [descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)]
 
 

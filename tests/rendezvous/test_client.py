@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -362,6 +363,29 @@ def test_a_request_that_waits_finds_the_new_driver_though_the_old_connection_sta
         assert found == [Entries({"a/k": Entry(b"here", 1)})]
     os.close(reader)
     os.close(writer)
+
+
+def test_a_client_that_connects_to_a_dead_machine_finds_the_new_driver_at_once(
+    server: RendezvousServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "driver"
+    with contextlib.ExitStack() as stack:
+        # The kernel drops what comes to a full queue, as a machine without power does.
+        dead = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            filling = stack.enter_context(socket.socket())
+            filling.setblocking(False)
+            filling.connect_ex(dead.getsockname())
+        url = f"http://127.0.0.1:{dead.getsockname()[1]}"
+        client = stack.enter_context(RendezvousClient(url, TOKEN, timeout=20, url_file=file))
+        writing = threading.Thread(target=client.set, args=("a/k", b"here"))
+        began = time.monotonic()
+        writing.start()
+        eventually(lambda: client._busy, "it connects")
+        file.write_text(server.url)
+        writing.join(20)
+        assert time.monotonic() - began < CONNECT_S  # of the attempt that leads nowhere
+        assert server.apply([Get(("a/k",))]) == (Entries({"a/k": Entry(b"here", 1)}),)
 
 
 @pytest.mark.parametrize("content", ["", "no address", "http://127.0.0.1", "\xff"])
