@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import stat
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from typing import NamedTuple
 PIPE_PIECE = select.PIPE_BUF  # a pipe takes that much whole or not at all (POSIX)
 FREE_PIECE = 64 * 1024  # bytes that are written to a file at once
 STALL_S = 5.0
+SAY_S = 0.2  # for a full pipe to be read
 HIGH_WATER = 256 * 1024  # waiting bytes at which reading of workers' pipes pauses
 LOW_WATER = 64 * 1024  # waiting bytes at which it goes on
 
@@ -36,6 +38,10 @@ class Outlet(NamedTuple):
     fd: int
     piece: int
     write: Callable[[bytes], int]
+
+    def close(self) -> None:
+        """Free the descriptor; the stream itself stays open for its other users."""
+        os.close(self.fd)
 
 
 def open_outlet(fd: int) -> Outlet | None:
@@ -69,6 +75,25 @@ def _write_if_ready(fd: int, data: bytes) -> int:
     if not poll.poll(0):
         raise BlockingIOError
     return os.write(fd, data)
+
+
+def say(text: str) -> None:
+    """Write lines to our stderr; what a full pipe does not take within `SAY_S` is dropped."""
+    try:
+        outlet = open_outlet(sys.stderr.fileno())
+    except (OSError, ValueError):  # it is no file
+        sys.stderr.write(text + "\n")
+        return
+    if outlet is None:
+        return
+    rest = f"{text}\n".encode("utf-8", "backslashreplace")
+    room = select.poll()
+    room.register(outlet.fd, select.POLLOUT)
+    with contextlib.suppress(OSError):  # the reader has gone
+        while rest and room.poll(SAY_S * 1000):
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[outlet.write(rest[: outlet.piece]) :]
+    outlet.close()
 
 
 class Console:
@@ -158,7 +183,7 @@ class Console:
         self._empty.set()
         if self._outlet is not None:
             self._loop.remove_writer(self._outlet.fd)
-            os.close(self._outlet.fd)  # the stream itself stays open for its other users
+            self._outlet.close()
             self._outlet = None
         self._pause(False)
 

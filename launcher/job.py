@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic_driver import contract
+from elastic_driver import console, contract
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
@@ -169,7 +169,7 @@ def sayer(options: LaunchOptions) -> Callable[[str], None]:
     def say(note: str) -> None:
         as_json = json.dumps({"event": "note", "reason": note})
         said = as_json if options.log_format == "json" else f"elasticrun: {note}"
-        print(said, file=sys.stderr, flush=True)
+        console.say(said)
 
     return say
 

@@ -63,6 +63,7 @@ class ElasticDriver:
             run.start()
         except BaseException:
             self._resources.free()
+            self.reporter.close()
             raise
         self._thread = run
 
@@ -230,7 +231,8 @@ class ElasticDriver:
         reporter, replaced, logged = self.reporter, False, None
         try:
             while loop.end is None:
-                loop.turn()
+                with self._resources.log.together():
+                    loop.turn()
             loop.wind_down(self._setup.settings.stop_grace)
             end = loop.end
         except TakenOverError as error:
@@ -250,6 +252,7 @@ class ElasticDriver:
             reporter.bug(traceback.format_exc())
             end = EndJob(int(ExitCode.BUG), "a bug of the driver showed while it ended")
         finally:
+            reporter.close()
             result = JobResult(exit_code=end.exit_code, reason=end.reason, ended=time.time())
             self._outcome = logged or result
 

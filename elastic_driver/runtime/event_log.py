@@ -2,7 +2,9 @@
 
 The driver appends the announced events; `runtime.api` reads the newest ones from memory. A broken
 log never harms the job: when a write fails (disk full, folder gone), the user sees one line, and
-events are kept in memory only.
+events are kept in memory only. A thread writes the file, so that a disk that hangs holds nobody up.
+An event is in the file when `append` returns, or at the end of a block `together`, unless the disk
+is slow.
 
 A line: `{"n": 7, "t": 1718000000.25, "event": "worker_exited", "round": 2, "host": "a",
 "slot": 0, "rank": 1, "pid": 4711, "reason": "…", …}`. `n` counts from 1 within the file, `t` is
@@ -22,10 +24,13 @@ from typing import BinaryIO
 import msgspec
 
 from elastic_driver.core.decisions import Detail
+from elastic_driver.line_writer import PATIENCE_S, LineWriter
 
 RING_EVENTS = 10_000  # the newest, which /v1/events returns
 _FIRST = ("n", "t", "event", "round", "host", "slot", "rank", "pid")  # fields of every line
 _TAIL_BYTES = 1 << 20  # enough to hold the last line of any log
+_WAITING_BYTES = 16 << 20  # of events that the disk has not taken yet
+_CLOSE_S = 2.0  # for the disk to take them at the end
 
 
 class LoggedEvent(msgspec.Struct, frozen=True):
@@ -45,20 +50,26 @@ class EventLog:
         clock: Callable[[], float],
         on_broken: Callable[[str], None],
         ring: int = RING_EVENTS,
+        patience: float = PATIENCE_S,
     ) -> None:
         """Open nothing.
 
         Args:
             path: the file, or None to keep events in memory only.
             clock: unix seconds.
-            on_broken: called once, with one line, when the file can no longer be written.
+            on_broken: called once, with one line, when the file can no longer be written, or
+                when the disk is so slow that events are left out.
             ring: how many events memory keeps.
+            patience: seconds for which the disk may hold the job up, rarely.
         """
         self._path, self._clock, self._on_broken = path, clock, on_broken
         self._ring: collections.deque[LoggedEvent] = collections.deque(maxlen=ring)
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
+        self._patience = patience
         self._file: BinaryIO | None = None
+        self._writer: LineWriter | None = None
+        self._together = self._said = False
         self._counts: collections.Counter[str] = collections.Counter()
         self._next = 1
         self.closed = False  # no event follows
@@ -67,13 +78,18 @@ class EventLog:
         """Open the file for appending and go on with its numbering; raises OSError."""
         if self._path is None:
             return
-        # Unbuffered: an event is in the file before the job goes on, even if the driver is killed.
-        self._file = self._path.open("ab", buffering=0)
+        # Unbuffered: what is written stays written if the driver is killed.
+        file = self._file = self._path.open("ab", buffering=0)
         self._next = _last_number(self._path) + 1
+        self._writer = LineWriter(
+            lambda lines: _write(file, lines),
+            limit=_WAITING_BYTES,
+            patience=self._patience,
+            on_broken=self._fail,
+        )
 
     def append(self, event: str, **facts: Detail) -> LoggedEvent:
         """Log an event; facts that are None are left out. Never raises for a broken file."""
-        broken: OSError | None = None
         known = {name: value for name, value in facts.items() if value is not None}
         with self._lock:
             head = {"n": self._next, "t": round(self._clock(), 6), "event": event}
@@ -82,19 +98,39 @@ class EventLog:
             self._next += 1
             self._counts[event] += 1
             self._ring.append(logged)
-            if self._file is not None:
-                try:
-                    _write(self._file, logged.line + b"\n")
-                except OSError as error:
-                    broken = error
-                    self._file.close()
-                    self._file = None
+            writer = self._writer
+            late = writer is not None and not writer.put(logged.line + b"\n")
         self._call_listeners()
-        if broken is not None:
-            problem = f"event log {self._path}: {broken.strerror or broken}"
-            kept = "later events are kept in memory only (make room and look at /v1/events)"
-            self._on_broken(f"{problem}; the job goes on, and {kept}")
+        if late:
+            self._say("the disk is too slow")
+        elif writer is not None and not self._together:
+            writer.settle()
         return logged
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Wait for the disk only once, at the end of this block, and only if something was logged.
+
+        Of the driver's thread alone.
+        """
+        before, self._together = self._next, True
+        try:
+            yield
+        finally:
+            self._together = False
+            if self._writer is not None and self._next != before:
+                self._writer.settle()
+
+    def _fail(self, error: OSError) -> None:
+        """Tell that the file cannot be written; called by the writer's thread."""
+        self._say(error.strerror or str(error))
+
+    def _say(self, problem: str) -> None:
+        with self._lock:
+            said, self._said = self._said, True
+        if not said:
+            kept = "later events may be in memory only (make room and look at /v1/events)"
+            self._on_broken(f"event log {self._path}: {problem}; the job goes on, and {kept}")
 
     def since(self, n: int) -> list[LoggedEvent]:
         """Return the events in memory with a number above `n`, the oldest first."""
@@ -110,9 +146,10 @@ class EventLog:
         """Close the file; events appended later stay in memory only."""
         with self._lock:
             self.closed = True
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            writer, self._writer = self._writer, None
+        if self._file is not None and (writer is None or writer.close(_CLOSE_S)):
+            self._file.close()
+            self._file = None
         self._call_listeners()
 
     def _call_listeners(self) -> None:

@@ -7,25 +7,23 @@ Methods may be called by any thread; lines never mix.
 """
 
 import contextlib
-import logging
-import os
 import select
 import threading
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import TextIO
 
 import msgspec
 
+from elastic_driver.console import Outlet, open_outlet
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.documents import Failure
 from elastic_driver.errors import ExitCode
+from elastic_driver.line_writer import LineWriter
 from elastic_driver.runtime.failures import describe_failure, last_words
 
 NAME = "elasticrun"
 MAX_EXITS_SHOWN = 8  # of workers that failed in one round; the event log has them all
-_ROOM_S = 1.0  # how long to wait for a full pipe to be read before lines are dropped
-_PIECE = select.PIPE_BUF  # a pipe that is ready takes that much without blocking (POSIX)
+_LAST_WORDS_S = 1.0  # for the terminal to take the last lines
 
 
 class Level(IntEnum):
@@ -99,15 +97,22 @@ class Reporter:
     def __init__(
         self, stream: TextIO, *, level: Level = Level.NORMAL, as_json: bool = False
     ) -> None:
-        """Write nothing. The caller closes `stream`."""
+        """Write nothing. The caller closes `stream`, after `close`."""
         self._stream, self._level, self._json = stream, level, as_json
         self._lock = threading.Lock()
-        self._dropped = 0
         self._exits = 0  # failed workers since the last complete round
-        try:
-            self._descriptor: int | None = stream.fileno()
-        except (OSError, ValueError):  # a StringIO, or a closed stream
-            self._descriptor = None
+        self._outlet: Outlet | None = None
+        with contextlib.suppress(OSError, ValueError):  # a StringIO, or a closed stream
+            self._outlet = open_outlet(stream.fileno())
+        self._direct = self._outlet is None
+        self._writer = LineWriter(self._put, on_lost=self._describe_lost)
+
+    def close(self) -> None:
+        """Write the last lines, if the terminal takes them soon. Idempotent."""
+        with self._lock:
+            if self._outlet is not None and self._writer.close(_LAST_WORDS_S):
+                self._outlet.close()
+                self._outlet = None
 
     def announced(self, event: Announce, line: bytes) -> None:
         """Show an event; `line` is its line in the event log."""
@@ -133,6 +138,10 @@ class Reporter:
         """Show a sentence."""
         if level <= self._level:
             self._say(text)
+
+    def logged(self, text: str, by_library: bool) -> None:
+        """Show a line of a log; -q shows none of libraries (see `library_logs`)."""
+        self.note(text, level=Level.NORMAL if by_library else Level.QUIET)
 
     def worker_raised(self, worker: str, text: str) -> None:
         """Show a failed worker's traceback; the job goes on."""
@@ -181,61 +190,32 @@ class Reporter:
         self._write([msgspec.json.encode(facts).decode()] if self._json else lines)
 
     def _write(self, lines: list[str]) -> None:
-        """Write whole lines, or count them as dropped."""
-        with self._lock:
-            if self._dropped and self._has_room(0.0):
-                lost = f"{self._dropped} lines were dropped: the terminal did not take them"
-                lines = [f"{NAME}: {lost}", *lines]
-                self._dropped = 0
-            data = "".join(f"{_printable(line)}\n" for line in lines)
-            if not self._put(data):
-                self._dropped += len(lines)
-
-    def _put(self, data: str) -> bool:
-        with contextlib.suppress(OSError, ValueError):  # the reader has gone
-            if self._descriptor is None:
+        """Write whole lines, or drop them."""
+        data = "".join(f"{_printable(line)}\n" for line in lines)
+        if self._direct:
+            with self._lock, contextlib.suppress(OSError, ValueError):
                 self._stream.write(data)
-                return True
-            self._stream.flush()
-            rest = data.encode("utf-8", "backslashreplace")
-            while rest:
-                if not self._has_room(0.0 if self._dropped else _ROOM_S):
-                    return False
-                rest = rest[os.write(self._descriptor, rest[:_PIECE]) :]
-        return True
+            return
+        self._writer.put(data.encode("utf-8", "backslashreplace"), len(lines))
+        self._writer.settle()
 
-    def _has_room(self, wait: float) -> bool:
-        if self._descriptor is None:
-            return True
+    def _put(self, data: bytes) -> None:
+        """Write to the stream; wait if it is a pipe that is full. Called by the writer's thread."""
+        assert self._outlet is not None  # noqa: S101 - it is closed after the writer
         poll = select.poll()
-        poll.register(self._descriptor, select.POLLOUT)
-        return bool(poll.poll(wait * 1000))
+        poll.register(self._outlet.fd, select.POLLOUT)
+        with contextlib.suppress(OSError):  # the reader has gone, or the disk is full
+            while data:
+                try:
+                    data = data[self._outlet.write(data[: self._outlet.piece]) :]
+                except BlockingIOError:
+                    poll.poll()
 
-
-class _Passed(logging.Handler):
-    """Shows a library's log records as notes of the driver."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        super().__init__(logging.WARNING)
-        self._reporter = reporter
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(Exception):  # a wrong log call must not end a job
-            for line in self.format(record).splitlines():
-                self._reporter.note(line)
-
-
-@contextlib.contextmanager
-def warnings_shown(reporter: Reporter, *loggers: str) -> Iterator[None]:
-    """Show the warnings of these loggers as the driver's lines while the context is open."""
-    handler = _Passed(reporter)
-    for name in loggers:
-        logging.getLogger(name).addHandler(handler)
-    try:
-        yield
-    finally:
-        for name in loggers:
-            logging.getLogger(name).removeHandler(handler)
+    def _describe_lost(self, count: int) -> bytes:
+        text = f"{count} lines were dropped: the terminal did not take them"
+        facts = {"event": "note", "text": text}
+        line = msgspec.json.encode(facts) if self._json else f"{NAME}: {text}".encode()
+        return line + b"\n"
 
 
 def _describe_world(event: Announce) -> str:

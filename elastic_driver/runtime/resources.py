@@ -29,6 +29,7 @@ from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import Head, JournalStore
 from elastic_driver.runtime.journal.writer import Journal
+from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.runtime.machine_api import SHARDS_PATH
 from elastic_driver.runtime.output import AgentsOutput
 from elastic_driver.runtime.reporter import Reporter
@@ -119,6 +120,7 @@ class DriverResources:
         Raises ElasticError if that is impossible; `free` is to be called then.
         """
         setup = self._setup
+        self._closing.enter_context(logs_shown(setup.reporter.logged))
         self._began = time.time() if setup.resumed is None else setup.resumed.began
         setup.run_dir.create(anew=setup.resumed is None)
         self._closing.callback(self._close_run_dir)

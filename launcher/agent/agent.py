@@ -31,6 +31,7 @@ from elastic_driver.announcement import verified
 from elastic_driver.core import documents
 from elastic_driver.core.events import AgentReady, AgentReturned, HostLeaving
 from elastic_driver.errors import ExitCode
+from elastic_driver.runtime.library_logs import logs_shown
 from launcher.agent.driver_link import DriverLink, NoDriverError, term_in
 from launcher.agent.environment import Meeting
 from launcher.agent.folders import remove_orphans, scratch_folder
@@ -94,10 +95,11 @@ class Agent:
     async def run(self) -> int:
         """Take part in the job until the agent has a reason to end; return the exit status."""
         become_subreaper()
+        self._loop = asyncio.get_running_loop()
         self._listen()
         self._consoles = consoles = Consoles(self._say)
         try:
-            with scratch_folder() as scratch:
+            with logs_shown(self._show_log), scratch_folder() as scratch:
                 self._spawn(self._join(consoles, scratch))
                 return await self._until_end(consoles)
         finally:
@@ -186,7 +188,7 @@ class Agent:
     def _on_bug(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, BaseException):
-            traceback.print_exception(error)
+            self._say_trace(error)
         self._end(f"a bug of ours: {context.get('message')}", ExitCode.BUG, 0.0)
 
     def _lose_driver(self, why: str, grace: float = ORPHAN_GRACE_S, notice: float = 0.0) -> None:
@@ -233,7 +235,7 @@ class Agent:
         except RendezvousError as error:
             self._lose_driver(str(error))
         except Exception as error:
-            traceback.print_exception(error)
+            self._say_trace(error)
             self._end(f"a bug of ours: {error!r}", ExitCode.BUG, 0.0)
 
     # ---- its life ------------------------------------------------------------------------
@@ -368,6 +370,15 @@ class Agent:
                 draft.replace(file)
         if self._workers is not None:
             self._workers.driver_moved(driver.url)
+
+    def _say_trace(self, error: BaseException) -> None:
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            self._say(line)
+
+    def _show_log(self, line: str, _by_library: bool) -> None:
+        """Show a line of a log; any thread may call it."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._say, line)
 
     def _say(self, sentence: str) -> None:
         if self._consoles is not None:

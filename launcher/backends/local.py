@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from elastic_driver import contract
+from elastic_driver.console import say
 from elastic_driver.core.documents import JobSpec, decode
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
@@ -357,7 +358,7 @@ class LocalBackend(Backend):
 
 
 def _say(sentence: str) -> None:
-    print(f"elasticrun: {sentence}", file=sys.stderr, flush=True)
+    say(f"elasticrun: {sentence}")
 
 
 def make_backend(job: BackendJob) -> LocalBackend:

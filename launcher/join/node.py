@@ -20,7 +20,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 
+from elastic_driver.console import say
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.join_messages import Joined, NodeOrder, NodeReport
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
@@ -88,7 +88,7 @@ class JoinPlan:
     def say(self, sentence: str) -> None:
         """Show a sentence on stderr, unless --quiet was given."""
         if not self.options.quiet:
-            print(f"elasticrun: {sentence}", file=sys.stderr, flush=True)
+            say(f"elasticrun: {sentence}")
 
 
 def join(plan: JoinPlan) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from elastic_driver.console import say
 from elastic_driver.core.events import JobLeaving
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
 from elastic_driver.policies.nodecheck.messages import TaskSettings
@@ -27,7 +28,7 @@ from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import JournalStore
-from elastic_driver.runtime.reporter import Level, Reporter, warnings_shown
+from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
@@ -71,7 +72,7 @@ def submit(
     if run is None:
         problems = make_backend(plan.backend, job).find_problems(hosts)
         for problem in problems.values():
-            print(f"elasticrun: {problem}", file=sys.stderr, flush=True)
+            say(f"elasticrun: {problem}")
         plan = without(plan, hosts, problems)
     checks = None
     if plan.options.checks_nodes:
@@ -140,7 +141,7 @@ def run_driver(driver: ElasticDriver, plan: LaunchPlan, discovery: HostDiscovery
     made with.
     """
     notice = plan.settings.grace_period
-    with warnings_shown(driver.reporter, "rendezvous"), stop_on_signals(driver, notice=notice):
+    with stop_on_signals(driver, notice=notice):
         return driver.run(plan.settings, discovery)
 
 
@@ -219,7 +220,7 @@ def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    Reporter(sys.stderr).note(line)  # does not wait for a terminal that is stopped
+    say(f"elasticrun: {line}")
 
 
 def check_before_training(
@@ -234,7 +235,7 @@ def check_before_training(
     (run_dir.path / REPORT_FILE).write_bytes(msgspec.json.encode(report) + b"\n")
     bad = excluded(report, checks.settings)
     if plan.verbosity >= 0 or bad:
-        print(show(report, plan), file=sys.stderr, flush=True)
+        say(show(report, plan))
     if len(bad) == len(report.nodes):
         raise ClusterError(
             f"all {len(bad)} nodes failed the check; the first: {report.nodes[0].node} "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ def no_trouble(line: str) -> None:
 
 
 def make_log(path: Path | None, ring: int = 100) -> EventLog:
-    log = EventLog(path, clock=lambda: 1718000000.25, on_broken=no_trouble, ring=ring)
+    clock = lambda: 1718000000.25  # noqa: E731
+    log = EventLog(path, clock=clock, on_broken=no_trouble, ring=ring, patience=30.0)
     log.open()
     return log
 
@@ -107,3 +110,33 @@ def test_listeners_hear_of_events_and_of_the_end_until_they_leave() -> None:
         log.close()
     log.append("job_failed")
     assert heard == [False, True]
+
+
+def test_a_disk_that_hangs_holds_nobody_up_and_has_the_events_once_it_works(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "events.jsonl"
+    os.mkfifo(path)  # a file that takes 64 KiB, and then hangs until somebody reads
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    log = EventLog(path, clock=lambda: 0.0, on_broken=no_trouble)
+    log.open()
+    began = time.monotonic()
+    for number in range(2000):
+        log.append("worker_started", slot=number, reason="x" * 200)
+    assert time.monotonic() - began < 20.0
+    assert len(log.since(0)) == 2000
+    numbers: list[int] = []
+    with open(reading, "rb") as file:
+        os.set_blocking(reading, True)
+        numbers += [json.loads(file.readline())["n"] for _ in range(2000)]
+        log.close()
+    assert numbers == list(range(1, 2001))
+
+
+def test_events_that_are_logged_together_are_in_the_file_at_the_end(tmp_path: Path) -> None:
+    log = make_log(tmp_path / "events.jsonl")
+    with log.together():
+        for _ in range(3):
+            log.append("worker_started")
+    assert len((tmp_path / "events.jsonl").read_bytes().splitlines()) == 3
+    log.close()
