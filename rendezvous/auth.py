@@ -1,8 +1,15 @@
-"""The job's token: created once, kept in a file that only its owner may read.
+"""The tokens of a job: one for each who takes part, all derived from the driver's token.
 
-The launcher creates it, agents and workers get the file's path, and clients send it with every
-request as `Authorization: Bearer <token>`. The token itself never goes into an argument list,
-an environment variable or a log.
+The driver makes its own token, which may do everything. The others say the role and the subject of
+their owner and carry a proof, `agent:HOST:<hmac>`: an HMAC-SHA256 that nobody can make without the
+token it is derived from, and that does not give that token away. An agent makes the tokens of its
+workers; the server checks them all with the driver's token alone (`Tokens`). So a driver that goes
+on with the job knows the tokens that the driver before it has given out. `rendezvous.access` says
+what each role may do.
+
+A token is kept in a file that only its owner may read, whose path others are told, and clients send
+it with every request as `Authorization: Bearer <token>`. It never goes into an argument list, an
+environment variable or a log.
 """
 
 import hmac
@@ -10,18 +17,123 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from rendezvous.errors import TokenError
 
 AUTHORIZATION = "Authorization"
 _MAX_FILE_BYTES = 4096
+_MAX_TOKEN_CHARS = 1024
+
+
+class Role(Enum):
+    """The part that the owner of a token has in the job."""
+
+    DRIVER = "driver"
+    OPERATOR = "operator"
+    READER = "reader"
+    AGENT = "agent"
+    WORKER = "worker"
+    NODE = "node"
+
+
+class Caller(NamedTuple):
+    """The owner of a token: its role, and the host of an agent or the id of a worker."""
+
+    role: Role
+    subject: str = ""
+
+
+DRIVER = Caller(Role.DRIVER)
+_DERIVED = {role.value: role for role in (Role.OPERATOR, Role.READER, Role.AGENT, Role.WORKER)}
+
+
+# ---- tokens ------------------------------------------------------------------------------
 
 
 def make_token() -> str:
     """Return a new random token of 256 bits, made of characters that fit into a header."""
     return secrets.token_urlsafe(32)
+
+
+def agent_token(driver_token: str, host: str) -> str:
+    """Return the token of the agents of this host."""
+    return _derived(driver_token, Role.AGENT, host)
+
+
+def worker_token(agent_token: str, worker: str) -> str:
+    """Return the token of a worker, whose id is `<host>.<slot>.<incarnation>`."""
+    return _derived(agent_token, Role.WORKER, worker)
+
+
+def operator_token(driver_token: str) -> str:
+    """Return the token of people and programs that steer the job (`elasticctl scale`)."""
+    return _derived(driver_token, Role.OPERATOR)
+
+
+def reader_token(driver_token: str) -> str:
+    """Return the token of programs that only look: status, metrics, event log."""
+    return _derived(driver_token, Role.READER)
+
+
+def own_token(token: str, host: str) -> str:
+    """Return the token of the agent of this host, if need be derived from the driver's.
+
+    A backend may start its agents with either.
+    """
+    return token if token.startswith(f"{Role.AGENT.value}:") else agent_token(token, host)
+
+
+def _derived(key: str, role: Role, subject: str = "") -> str:
+    stated = f"{role.value}:{subject}"
+    return f"{stated}:{hmac.digest(key.encode(), stated.encode(), 'sha256').hex()}"
+
+
+class Tokens:
+    """The tokens that a server takes: the driver's, those derived from it, and `others`.
+
+    `others` are secrets with the role that each gives.
+    """
+
+    def __init__(self, driver_token: str, others: Mapping[str, Role] | None = None) -> None:
+        self._driver_token = driver_token
+        roles = {driver_token: Role.DRIVER, **(others or {})}
+        self._whole = tuple((token.encode(), Caller(role)) for token, role in roles.items())
+
+    def identify(self, header: str | None) -> Caller | None:
+        """Return the owner of the token in an Authorization header; None: it is not known.
+
+        Tokens are compared in constant time, so that the time taken tells nothing.
+        """
+        scheme, _, given = (header or "").partition(" ")
+        token = given.strip()
+        if scheme.lower() != "bearer" or not token.isascii() or len(token) > _MAX_TOKEN_CHARS:
+            return None
+        found = token.encode()
+        known = [owner for whole, owner in self._whole if hmac.compare_digest(found, whole)]
+        if known:
+            return known[0]
+        name, _, rest = token.partition(":")
+        subject = rest.rpartition(":")[0]
+        role = _DERIVED.get(name)
+        if role is None:
+            return None
+        key = self._driver_token
+        if role is Role.WORKER:
+            key = agent_token(key, subject.rsplit(".", 2)[0])
+        genuine = hmac.compare_digest(found, _derived(key, role, subject).encode())
+        return Caller(role, subject) if genuine else None
+
+
+def bearer(token: str) -> str:
+    """Return the value of the Authorization header for this token."""
+    return f"Bearer {token}"
+
+
+# ---- files -------------------------------------------------------------------------------
 
 
 def write_token_file(path: str | os.PathLike[str], token: str) -> Path:
@@ -72,21 +184,3 @@ def read_token_file(path: str | os.PathLike[str]) -> str:
     if not token:
         raise TokenError(f"the token file {path} is empty; start the job again")
     return token
-
-
-def bearer(token: str) -> str:
-    """Return the value of the Authorization header for this token."""
-    return f"Bearer {token}"
-
-
-def is_authorized(header: str | None, tokens: Iterable[str]) -> bool:
-    """Return whether an Authorization header carries one of these tokens.
-
-    All tokens are compared, each in constant time, so that the time taken tells nothing.
-    """
-    scheme, _, given = (header or "").partition(" ")
-    if scheme.lower() != "bearer":
-        return False
-    found = given.strip().encode("utf-8", "surrogateescape")
-    matches = [hmac.compare_digest(found, token.encode()) for token in tokens]
-    return any(matches)

@@ -3,8 +3,8 @@
 Every connection begins here. A plain POST to one of a few paths is carried out and answered
 without aiohttp, which would take several times as long as the store
 (docs/adr/0010-a-short-way-for-hot-requests.md). If a request is of another kind or has to be
-refused (no token, a body that is not a batch), aiohttp gets the bytes as they came, and the
-connection from then on. So only aiohttp's handlers refuse requests.
+refused (no token, no right, a body that is not a batch), aiohttp gets the bytes as they came, and
+the connection from then on. So only aiohttp's handlers refuse requests.
 
 A client that does not read costs little memory: an answer is written in pieces, each after the one
 before has gone, and clients that get the same answer share its bytes. The server closes the
@@ -13,7 +13,8 @@ Everything runs on the server's loop.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import hmac
+from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import cast
@@ -21,8 +22,8 @@ from typing import cast
 import msgspec
 from msgspec import Struct
 
-from rendezvous import wire
-from rendezvous.auth import is_authorized
+from rendezvous import access, wire
+from rendezvous.auth import Caller, Tokens
 from rendezvous.service import Results, StoreService
 from rendezvous.web import PostsOnce, Problem, problem_body
 
@@ -38,9 +39,9 @@ _END = b"\r\n\r\n"
 
 # Sends a status and a JSON document to a client.
 Answer = Callable[[int, bytes], None]
-# Takes a POST's path and body, and answers it, at once or later, on the loop. Returns a function
-# to call when the client goes away; None: nothing was done, aiohttp has to answer.
-Post = Callable[[str, bytes, Answer], Callable[[], object] | None]
+# Takes a POST's caller, path and body, and answers it, at once or later, on the loop. Returns a
+# function to call when the client goes away; None: nothing was done, aiohttp has to answer.
+Post = Callable[[Caller, str, bytes, Answer], Callable[[], object] | None]
 
 
 # ---- heads -------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ class FastPath:
         service: StoreService,
         posts_once: PostsOnce,
         posts: Mapping[str, Post],
-        tokens: Sequence[str],
+        tokens: Tokens,
         general: Callable[[], asyncio.Protocol],
     ) -> None:
         self._service, self.posts_once = service, posts_once
@@ -129,10 +130,14 @@ class FastPath:
         for connection in tuple(self.connections):
             connection.transport.close()
 
-    def _take_batch(self, _path: str, body: bytes, answer: Answer) -> Callable[[], object] | None:
+    def _take_batch(
+        self, caller: Caller, _path: str, body: bytes, answer: Answer
+    ) -> Callable[[], object] | None:
         try:
             batch = wire.decode_batch(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        if access.refused(caller, batch.operations) is not None:
             return None
 
         def done(results: Results | None) -> None:
@@ -160,6 +165,7 @@ class FastConnection(asyncio.Protocol):
         self._shared = shared
         self._inbox = b""  # bytes received and not carried out yet
         self._waits = False  # a request waits for its answer
+        self._known: tuple[bytes, Caller] | None = None  # the header last checked, and its owner
         # To call if the client goes away during that wait.
         self._leave: Callable[[], object] | None = None
         self._rest: memoryview | None = None  # the part of the answer that is not written yet
@@ -215,7 +221,8 @@ class FastConnection(asyncio.Protocol):
             if end < 0 and len(self._inbox) <= MAX_HEAD_BYTES and may_be_plain(self._inbox, lines):
                 break
             head = read_head(self._inbox[:end], lines) if 0 <= end <= MAX_HEAD_BYTES else None
-            if head is None or not is_authorized(head.authorization, self._shared.tokens):
+            caller = None if head is None else self._identify(head.authorization)
+            if head is None or caller is None:
                 self._give_to_general()
                 return
             start = end + len(_END)
@@ -223,14 +230,23 @@ class FastConnection(asyncio.Protocol):
             if len(body) < head.length:
                 break
             self._inbox = arrived[start + head.length :]
-            if not self._carry_out(head, body):
+            if not self._carry_out(caller, head, body):
                 self._inbox = arrived
                 self._give_to_general()
                 return
         if not self._busy:
             self.transport.resume_reading()
 
-    def _carry_out(self, head: PlainHead, body: bytes) -> bool:
+    def _identify(self, header: str | None) -> Caller | None:
+        """Return the owner of a token; the proof of the last one is not calculated again."""
+        given = (header or "").encode()
+        if self._known is not None and hmac.compare_digest(self._known[0], given):
+            return self._known[1]
+        caller = self._shared.tokens.identify(header)
+        self._known = None if caller is None else (given, caller)
+        return caller
+
+    def _carry_out(self, caller: Caller, head: PlainHead, body: bytes) -> bool:
         """Begin to answer; return False, with nothing done, if aiohttp has to answer."""
         shared, path = self._shared, head.path
         # The store itself knows repeated batches.
@@ -240,7 +256,7 @@ class FastConnection(asyncio.Protocol):
             return False
         post = shared.posts.get(path) or shared.posts[path[: path.rindex("/") + 1]]
         self._waits = True
-        leave = post(path, body, partial(self._answer, key))
+        leave = post(caller, path, body, partial(self._answer, key))
         if leave is None:
             self._waits = False
         elif self._waits and key:  # its client may repeat it, so it goes on

@@ -17,12 +17,13 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from rendezvous.auth import Role, Tokens
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
 from rendezvous.fast_path import FastConnection, FastPath, Post
 from rendezvous.service import OnChanges, Results, StoreService
@@ -47,14 +48,13 @@ _BIND_HINTS = {
 class RendezvousServer:
     """The HTTP server of one job's rendezvous.
 
-    `host` is a numeric address; `port` 0 means any free port. `others` are accepted like the
-    token: they are secrets of nodes that do not know the token yet. `on_lease_expired(key)` and
-    `on_client_left(key)` are called on the server's thread and must not block (see
-    `StoreService`). `routes(app)` may add routes to the
-    application; `posts` answers POSTs that are sent very often, by path (see `fast_path`).
-    `first_revision`: see `KVStore`. `first(url)` returns operations that are carried out before any
-    client's. `on_changes` and `passing`: see `StoreService`; `on_changes` is called on the server's
-    thread.
+    `host` is a numeric address; `port` 0 means any free port. `others` are secrets that are taken
+    beside the token and those derived from it, each with the role that it gives.
+    `on_lease_expired(key)` and `on_client_left(key)` are called on the server's thread and must not
+    block (see `StoreService`). `routes(app)` may add routes to the application; `posts` answers
+    POSTs that are sent very often, by path (see `fast_path`). `first_revision`: see `KVStore`.
+    `first(url)` returns operations that are carried out before any client's. `on_changes` and
+    `passing`: see `StoreService`; `on_changes` is called on the server's thread.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RendezvousServer:
         port: int = 0,
         *,
         token: str,
-        others: Collection[str] = (),
+        others: Mapping[str, Role] | None = None,
         on_lease_expired: Callable[[str], None] | None = None,
         on_client_left: Callable[[str], None] | None = None,
         routes: Callable[[web.Application], None] | None = None,
@@ -75,7 +75,7 @@ class RendezvousServer:
     ) -> None:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
-        self._host, self._wanted_port, self._tokens = host, port, (token, *others)
+        self._host, self._wanted_port, self._tokens = host, port, Tokens(token, others)
         self._on_lease_expired, self._on_client_left = on_lease_expired, on_client_left
         self._first_revision, self._first = first_revision, first
         self._on_changes, self._passing = on_changes, passing
@@ -227,7 +227,7 @@ class RendezvousServer:
 
     async def _aiohttp(self, service: StoreService, posts_once: PostsOnce) -> web.AppRunner:
         """Return aiohttp with all routes, without a socket of its own."""
-        middlewares = [guard(*self._tokens), posts_once.middleware]
+        middlewares = [guard(self._tokens), posts_once.middleware]
         app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
         KVRoutes(service).add_to(app)
         if self._routes is not None:

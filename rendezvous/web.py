@@ -11,15 +11,15 @@
 A GET whose wait runs out is answered 408 `timed_out`: ask again. Keys below a sealed prefix
 are answered 410 `sealed`. In the store, scope and key are one name, `scope/key`.
 
-Other modules' handlers are mounted behind the same middlewares: `guard` checks the token and gives
-errors one shape, `PostsOnce` answers repeated POSTs. Handlers read typed bodies with `read_json`,
-answer with `json_answer`, and raise `Problem` to answer with an error. Any other exception becomes
-a 500 that only tells the client where to look.
+Other modules' handlers are mounted behind the same middlewares: `guard` checks the token and its
+rights, keeps its owner (`caller_of`) and gives errors one shape, `PostsOnce` answers repeated
+POSTs. Handlers read typed bodies with `read_json`, answer with `json_answer`, and raise `Problem`
+to answer with an error. Any other exception becomes a 500 that only tells the client where to look.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -27,8 +27,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from msgspec import Meta, Struct
 
-from rendezvous import wire
-from rendezvous.auth import AUTHORIZATION, is_authorized
+from rendezvous import access, wire
+from rendezvous.auth import AUTHORIZATION, Caller, Tokens
 from rendezvous.errors import RefusedError, StoppedError
 from rendezvous.service import AnswerMemory, StoreService
 
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 JSON = "application/json"
+CALLER = web.RequestKey("caller", Caller)
 _REFUSED = {"sealed": 410, "too_large": 413, "not_a_number": 409}
 # Status → code for programs, and a hint.
 _OF_AIOHTTP = {
@@ -69,20 +70,39 @@ async def read_json(request: web.Request, decode: Callable[[bytes], T]) -> T:
         raise Problem(400, "malformed", f"the body is not JSON: {error}") from error
 
 
-def guard(*tokens: str) -> Middleware:
-    """Return the middleware that refuses requests without a token and shapes all errors."""
+def guard(tokens: Tokens) -> Middleware:
+    """Return the middleware that lets in who may use a route, and shapes all errors."""
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        header = request.headers.get(AUTHORIZATION)
-        if request.path == wire.HEALTH_PATH or is_authorized(header, tokens):
+        if request.path in access.OPEN:
             return await shape_errors(request, handler)
-        found = "an unknown token" if header else "no token"
-        hint = "send Authorization: Bearer <token>, with the token from the job's token file"
-        problem = Problem(401, "unauthorized", f"the request carries {found}", hint)
-        return error_answer(problem, {"WWW-Authenticate": "Bearer"})
+        header = request.headers.get(AUTHORIZATION)
+        caller = tokens.identify(header)
+        if caller is None:
+            found = "an unknown token" if header else "no token"
+            hint = "send Authorization: Bearer <token>, with the token from the job's token file"
+            problem = Problem(401, "unauthorized", f"the request carries {found}", hint)
+            return error_answer(problem, {"WWW-Authenticate": "Bearer"})
+        resource = request.match_info.route.resource
+        if resource is not None and not access.may_call(caller, request.method, resource.canonical):
+            what = f"{request.method} {resource.canonical}"
+            return error_answer(forbidden(f"a token of role {caller.role.value} may not {what}"))
+        request[CALLER] = caller
+        return await shape_errors(request, handler)
 
     return guarded
+
+
+def caller_of(request: web.Request) -> Caller:
+    """Return who has sent a request that `guard` has let in."""
+    return request[CALLER]
+
+
+def forbidden(sentence: str) -> Problem:
+    """Return the problem of a request to which its token gives no right."""
+    hint = "docs/security.md lists what each token may do; the file `token` of the run may do all"
+    return Problem(403, "forbidden", sentence, hint)
 
 
 async def shape_errors(
@@ -217,6 +237,7 @@ class KVRoutes:
     async def batch(self, request: web.Request) -> web.Response:
         """Carry out many operations; a repeat of the same request changes nothing."""
         batch = await read_json(request, wire.decode_batch)
+        _check(request, batch.operations)
         results = await self._service.carry_out(batch.operations, batch.write_id)
         return web.Response(body=wire.encode_reply(results), content_type=JSON)
 
@@ -224,7 +245,8 @@ class KVRoutes:
         """Answer with a value as it was stored, at once or when it is newer than `after`."""
         query = _read(request, request.query)
         key = query.key
-        found = await self._one(wire.Get((key,), query.wait, query.after), wire.Entries)
+        asked = wire.Get((key,), query.wait, query.after)
+        found = await self._one(request, asked, wire.Entries)
         entry = found.entries.get(key)
         if found.timed_out:
             held = f"revision {entry.revision}" if entry else "nothing"
@@ -240,19 +262,26 @@ class KVRoutes:
         """Store the body as it is, with a lease if one is given."""
         query = _read(request, request.query)
         put = wire.Set(query.key, await request.read(), query.lease or None)
-        written = await self._one(put, wire.Written)
+        written = await self._one(request, put, wire.Written)
         return web.Response(status=204, headers={wire.REVISION_HEADER: str(written.revision)})
 
     async def delete(self, request: web.Request) -> web.Response:
         """Delete one key."""
         key = _read(request, {}).key
-        if (await self._one(wire.Delete(key), wire.Number)).number == 0:
+        if (await self._one(request, wire.Delete(key), wire.Number)).number == 0:
             raise Problem(404, "not_found", f"no key {key!r}")
         return web.Response(status=204)
 
-    async def _one(self, operation: wire.Operation, kind: type[T]) -> T:
+    async def _one(self, request: web.Request, operation: wire.Operation, kind: type[T]) -> T:
+        _check(request, (operation,))
         (result,) = await self._service.carry_out((operation,))
         return wire.expect(result, kind)
+
+
+def _check(request: web.Request, operations: Sequence[wire.Operation]) -> None:
+    """Raise Problem if the caller may not carry out one of these."""
+    if (sentence := access.refused(caller_of(request), operations)) is not None:
+        raise forbidden(sentence)
 
 
 def _read(request: web.Request, query: Mapping[str, str]) -> KVQuery:

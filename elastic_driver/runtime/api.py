@@ -41,7 +41,8 @@ from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.openapi import OpenApi
 from elastic_driver.runtime.output import AgentsOutput
-from rendezvous.web import JSON, Problem, read_json
+from rendezvous.auth import Caller, Role
+from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
 from rendezvous.wire import EVENTS_PATH
 
 STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status
@@ -95,6 +96,8 @@ _decode_event: Callable[[bytes], ev.WireEvent | TaskEnded] = msgspec.json.Decode
 ).decode
 _decode_stop = msgspec.json.Decoder(StopRequest).decode
 _ACCEPTED = b'{"accepted":true}'
+# Events about a worker that only its agent sees.
+_OF_AGENTS = ev.WorkerStarted | ev.WorkerExited
 
 
 class DriverRoutes:
@@ -131,15 +134,21 @@ class DriverRoutes:
 
     async def post_event(self, request: web.Request) -> web.Response:
         """Take in an event of an agent or a worker."""
-        return await self._accept(await read_json(request, _decode_event))
+        event, caller = await read_json(request, _decode_event), caller_of(request)
+        if not may_report(caller, event):
+            owner = f"the token of {caller.role.value} {caller.subject}"
+            raise forbidden(f"{owner} may not report {type(event).__name__} of another")
+        return await self._accept(event)
 
     def take_event(
-        self, _path: str, body: bytes, answer: Callable[[int, bytes], None]
+        self, caller: Caller, _path: str, body: bytes, answer: Callable[[int, bytes], None]
     ) -> Callable[[], object] | None:
         """Take in a raw event; None leaves the request to `post_event`, which refuses it."""
         try:
             event = _decode_event(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        if not may_report(caller, event):
             return None
         self._loop = asyncio.get_running_loop()
         if not self._driver.deliver(event, partial(answer, 202, _ACCEPTED)):
@@ -282,6 +291,17 @@ class DriverRoutes:
                     await asyncio.wait_for(news.wait(), _KEEP_ALIVE_S)
                 except asyncio.TimeoutError:
                     await response.write(b": still here\n\n")
+
+
+def may_report(caller: Caller, event: ev.WireEvent | TaskEnded) -> bool:
+    """Return whether a caller may report this: an agent about its host, a worker about itself."""
+    if caller.role is Role.DRIVER:
+        return True
+    if isinstance(event, ev.AgentEvent):
+        return caller == (Role.AGENT, event.host)
+    if caller.role is Role.AGENT:
+        return contract.host_of_worker(event.worker) == caller.subject
+    return caller == (Role.WORKER, event.worker) and not isinstance(event, _OF_AGENTS)
 
 
 def _call_all(acts: list[Callable[[], None]]) -> None:

@@ -70,7 +70,7 @@ class JoinedNodes(Backend):
 
     Args:
         rules: the settings of the job that concern nodes.
-        secrets: a node may join with any of these in place of the job's token.
+        secrets: a node may join with any of these.
         own: the server's own node, if it trains too. Set `own_starter` before its first `start`.
     """
 

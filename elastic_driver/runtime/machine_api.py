@@ -32,6 +32,8 @@ from elastic_driver import contract
 from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
+from rendezvous.access import may_call
+from rendezvous.auth import Caller
 from rendezvous.web import JSON, Problem, problem_body, read_json
 
 Asking = shards.ShardRequest | tf.TfRequest
@@ -111,12 +113,13 @@ class OpenRequests:
         return answer
 
     def take_shard_request(
-        self, path: str, body: bytes, answer: Callable[[int, bytes], None]
+        self, caller: Caller, path: str, body: bytes, answer: Callable[[int, bytes], None]
     ) -> Callable[[], None] | None:
         """Take a request for a shard, or a report, from the server's fast path."""
         name, _, action = path.removeprefix(SHARDS_PATH).partition(":")
         decode = _DECODE_FAST.get(action)
-        if decode is None or not name or "%" in name:
+        route = f"{SHARDS_PATH}{{dataset}}:{action}"
+        if decode is None or not name or "%" in name or not may_call(caller, "POST", route):
             return None
         try:
             request = decode(body)

@@ -14,7 +14,8 @@ from aiohttp import web
 from elastic_driver import contract
 from elastic_driver.console import STALL_S, Console
 from elastic_driver.core.documents import OutputLine, OutputLines
-from rendezvous.web import JSON, read_json
+from rendezvous.auth import Role
+from rendezvous.web import JSON, caller_of, forbidden, read_json
 
 _decode = msgspec.json.Decoder(OutputLines).decode
 _STREAMS = {1: "stdout", 2: "stderr"}
@@ -44,7 +45,9 @@ class AgentsOutput:
         If the terminal takes nothing, the answer comes after `stall` seconds, and lines are dropped
         from then on, as an agent drops them that writes to the terminal itself.
         """
-        sent = await read_json(request, _decode)
+        sent, caller = await read_json(request, _decode), caller_of(request)
+        if caller.role is Role.AGENT and caller.subject != sent.host:
+            raise forbidden(f"the agent of {caller.subject} may not write for {sent.host}")
         agent = sent.host, sent.incarnation
         known = self._taken.get(agent, 0)
         self._taken[agent] = max(known, sent.first + len(sent.lines) - 1)

@@ -38,7 +38,7 @@ from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.runtime.successor import tell_agents
 from elastic_driver.runtime.suspects import Suspects
 from elastic_driver.settings import DriverOptions, Settings
-from rendezvous.auth import make_token, read_token_file, write_token_file
+from rendezvous.auth import Role, make_token, read_token_file, write_token_file
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH
@@ -57,7 +57,7 @@ class DriverSetup:
     options: DriverOptions = field(default_factory=DriverOptions)
     checks: NodeChecks | None = None  # None: nodes are never checked
     joined: JoinedNodes | None = None  # takes in nodes; `discovery` and `starter` ask it
-    secrets: tuple[str, ...] = ()  # taken like the run's token
+    secrets: tuple[str, ...] = ()  # taken like the operator's token
     argv: tuple[str, ...] = ()  # the command line, for a driver that goes on with the run
     cwd: str = ""  # its folder
     resumed: ResumedRun | None = None  # the run of a driver that has died, to go on with
@@ -187,11 +187,14 @@ class DriverResources:
         setup, routes = self._setup, self.routes
         run = setup.resumed
         before, kept = (0, {}) if run is None else (run.port, run.keys)
+        others = dict.fromkeys(setup.secrets, Role.OPERATOR)
+        if setup.joined is not None:
+            others = dict.fromkeys(setup.joined.secrets, Role.NODE)
         server = RendezvousServer(
             setup.options.bind_host,
             setup.options.bind_port or before,
             token=token,
-            others=setup.secrets if setup.joined is None else setup.joined.secrets,
+            others=others,
             on_lease_expired=self._lease_expired,
             on_client_left=self._suspects.client_left,
             routes=routes.add_to,

@@ -18,7 +18,7 @@ from launcher.launch.submit import make_driver, stop_on_signals
 def serve(plan: LaunchPlan, run_dir: RunDir, secrets: tuple[str, ...]) -> JobResult:
     """Answer nodes until a signal or `elasticctl stop` comes; return how it ended.
 
-    `secrets` are taken like the run's token. Raises ElasticError if it cannot listen.
+    `secrets` are taken like the operator's token. Raises ElasticError if it cannot listen.
     """
     bound = bind_address(plan.driver.bind_host)
     plan = replace(plan, driver=replace(plan.driver, bind_host=bound))

@@ -6,7 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from rendezvous.auth import bearer, is_authorized, make_token, read_token_file, write_token_file
+from rendezvous.auth import (
+    DRIVER,
+    Caller,
+    Role,
+    Tokens,
+    agent_token,
+    bearer,
+    make_token,
+    operator_token,
+    own_token,
+    read_token_file,
+    reader_token,
+    worker_token,
+    write_token_file,
+)
 from rendezvous.errors import TokenError
 
 
@@ -78,9 +92,46 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_only_the_right_token_opens(header: str | None, allowed: bool) -> None:
-    assert is_authorized(header, ["other", "secret"]) is allowed
+    tokens = Tokens("secret", {"other": Role.NODE})
+    assert tokens.identify(header) == (DRIVER if allowed else None)
+    assert tokens.identify("Bearer other") == Caller(Role.NODE)
 
 
 def test_what_clients_send_is_what_the_server_accepts() -> None:
     token = make_token()
-    assert is_authorized(bearer(token), [token])
+    assert Tokens(token).identify(bearer(token)) == DRIVER
+
+
+OF_A = agent_token("secret", "a")
+
+
+@pytest.mark.parametrize(
+    ("token", "owner"),
+    [
+        (OF_A, Caller(Role.AGENT, "a")),
+        (agent_token("secret", "fe80::1%eth0"), Caller(Role.AGENT, "fe80::1%eth0")),
+        (worker_token(OF_A, "a.0.1"), Caller(Role.WORKER, "a.0.1")),
+        (worker_token(agent_token("secret", "a.b"), "a.b.0.1"), Caller(Role.WORKER, "a.b.0.1")),
+        (operator_token("secret"), Caller(Role.OPERATOR)),
+        (reader_token("secret"), Caller(Role.READER)),
+        # Those of another job, of another host, of another role, and half ones:
+        (agent_token("other", "a"), None),
+        (OF_A.replace("agent:a:", "agent:b:"), None),
+        (OF_A.replace("agent:a:", "worker:a:"), None),
+        (worker_token(OF_A, "b.0.1"), None),
+        (worker_token("secret", "a.0.1"), None),
+        (reader_token("secret").replace("reader", "operator"), None),
+        (OF_A[:-1], None),
+        ("agent:a:", None),
+        ("driver::", None),
+        ("node::", None),
+        (":", None),
+        ("agent:" + 2000 * "a" + ":", None),
+    ],
+)
+def test_a_derived_token_says_who_its_owner_is(token: str, owner: Caller | None) -> None:
+    assert Tokens("secret").identify(bearer(token)) == owner
+
+
+def test_an_agent_makes_its_own_token_of_the_drivers() -> None:
+    assert own_token("secret", "a") == own_token(OF_A, "a") == OF_A

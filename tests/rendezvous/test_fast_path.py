@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from rendezvous import fast_path
+from rendezvous import auth, fast_path
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Add, Get, KVBatch, Number, Set, Watch, decode_reply, encode
@@ -32,7 +32,9 @@ class Later:
         self.waiting: list[tuple[str, bytes, fast_path.Answer]] = []
         self.gone = 0
 
-    def take(self, path: str, body: bytes, answer: fast_path.Answer) -> Callable[[], None]:
+    def take(
+        self, _caller: auth.Caller, path: str, body: bytes, answer: fast_path.Answer
+    ) -> Callable[[], None]:
         self.waiting.append((path, body, answer))
         return self._leave
 
@@ -53,7 +55,10 @@ def later() -> Later:
 
 @pytest.fixture
 def server(told: list[bytes], later: Later) -> Iterator[RendezvousServer]:
-    def take(_path: str, body: bytes, answer: fast_path.Answer) -> Callable[[], None] | None:
+    def take(
+        caller: auth.Caller, _path: str, body: bytes, answer: fast_path.Answer
+    ) -> Callable[[], None] | None:
+        assert caller == auth.DRIVER
         if body == b"not here":
             return None
         told.append(body)

@@ -19,6 +19,7 @@ from elastic_driver.core.join_messages import (
 )
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
+from rendezvous.auth import Role
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, SealedError, UnauthorizedError
 from rendezvous.server import RendezvousServer
@@ -58,7 +59,7 @@ class Site:
         self.own = self.nodes.own_starter = OwnAgents()
         self.server = RendezvousServer(
             token="token",
-            others=self.nodes.secrets,
+            others=dict.fromkeys(self.nodes.secrets, Role.NODE),
             routes=self.nodes.add_to,
             on_lease_expired=self.nodes.lease_expired,
         ).start()

@@ -15,6 +15,7 @@ from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.runtime.openapi import OPENAPI_PATH, OPERATIONS, routes_of
 from elastic_driver.runtime.output import AgentsOutput
+from rendezvous.access import OPEN, ROUTES
 from rendezvous.server import RendezvousServer
 from tests.rendezvous.common import TOKEN, request
 from tests.runtime.test_api import NotingDriver
@@ -64,6 +65,12 @@ def test_the_document_has_every_route_of_the_server_and_no_other(routes: Routes)
         for methods in document["paths"].values()
         for method, entry in methods.items()
     )
+
+
+def test_the_table_of_rights_has_every_route(routes: Routes) -> None:
+    assert routes.router is not None
+    limited = {(method, path) for method, path in routes_of(routes.router) if path not in OPEN}
+    assert limited == {(row.method, row.path) for row in ROUTES}
 
 
 def test_bounds_of_the_code_are_in_the_document(routes: Routes) -> None:

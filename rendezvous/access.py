@@ -1,0 +1,170 @@
+"""The rights of tokens: the routes that each role may use, and the keys it may read and write.
+
+`ROUTES` and `KEYS` are the whole of it; docs/security.md shows them. The driver may do everything.
+A route that is not in the table is the driver's alone. The first row of `KEYS` that a key begins
+with counts; a key of no row is a user's (`USERS`). `{own}` stands for one name: of the caller if it
+is a worker, and of an agent of the caller's host (`<host>.<incarnation>`) if it is an agent.
+
+The server checks with `may_call` and `refused`. Pure.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from rendezvous import wire
+from rendezvous.auth import Caller, Role
+
+Roles = frozenset[Role]
+_OWN, _ROUNDS = "{own}", "rounds/"
+_FEW = 8
+NOBODY: Roles = frozenset()  # but the driver
+MEMBERS = frozenset({Role.AGENT, Role.WORKER})
+WATCHERS = frozenset({Role.OPERATOR, Role.READER, Role.WORKER})
+OPERATORS = frozenset({Role.OPERATOR})
+AGENTS = frozenset({Role.AGENT})
+WORKERS = frozenset({Role.WORKER})
+NODES = frozenset({Role.AGENT, Role.NODE})
+TRAINERS = frozenset({Role.WORKER, Role.OPERATOR})
+STORE = frozenset({Role.AGENT, Role.WORKER, Role.OPERATOR})
+# Routes that anyone may use, without a token.
+OPEN = frozenset({wire.HEALTH_PATH, "/v1/nodes/hello", "/v1/nodes/proof"})
+
+
+class RouteRights(NamedTuple):
+    """The roles that may use a route, beside the driver."""
+
+    method: str
+    path: str
+    roles: Roles
+
+
+class KeyRights(NamedTuple):
+    """The roles that may write and read the keys that begin like this, beside the driver."""
+
+    prefix: str
+    writers: Roles
+    readers: Roles
+    holds: str
+
+
+ROUTES = (
+    RouteRights("POST", wire.BATCH_PATH, STORE),
+    RouteRights("GET", f"{wire.KV_PREFIX}/{{scope}}/{{key}}", STORE),
+    RouteRights("PUT", f"{wire.KV_PREFIX}/{{scope}}/{{key}}", STORE),
+    RouteRights("DELETE", f"{wire.KV_PREFIX}/{{scope}}/{{key}}", STORE),
+    RouteRights("POST", wire.EVENTS_PATH, MEMBERS),
+    RouteRights("GET", wire.EVENTS_PATH, WATCHERS),
+    RouteRights("GET", "/v1/status", WATCHERS),
+    RouteRights("GET", "/metrics", WATCHERS),
+    RouteRights("GET", "/v1/openapi.json", WATCHERS | AGENTS),
+    RouteRights("POST", "/v1/scale", OPERATORS),
+    RouteRights("POST", "/v1/stop", OPERATORS),
+    RouteRights("POST", "/v1/stacks", OPERATORS),
+    RouteRights("POST", "/v1/hosts/{host}:drain", OPERATORS),
+    RouteRights("POST", "/v1/hosts/{host}:undrain", OPERATORS),
+    RouteRights("POST", "/v1/output", AGENTS),
+    RouteRights("POST", "/v1/nodes", NODES),
+    RouteRights("GET", "/v1/shards/{dataset}", WATCHERS),
+    RouteRights("GET", "/v1/shards/{dataset}/checkpoint", TRAINERS),
+    RouteRights("PUT", "/v1/shards/{dataset}/checkpoint", TRAINERS),
+    RouteRights("POST", "/v1/shards/{dataset}:next", TRAINERS),
+    RouteRights("POST", "/v1/shards/{dataset}:done", TRAINERS),
+    RouteRights("POST", "/v1/shards/{dataset}:resume", TRAINERS),
+    RouteRights("POST", "/v1/shards/{dataset}:extend", TRAINERS),
+    RouteRights("POST", "/v1/tf/cluster_spec", TRAINERS),
+    RouteRights("GET", "/v1/tf/waiting_nodes", TRAINERS),
+    RouteRights("POST", "/v1/tf/barrier", TRAINERS),
+    RouteRights("POST", "/v1/tf/synchronize", TRAINERS),
+)
+
+KEYS = (
+    KeyRights("job/", NOBODY, MEMBERS, "the job's specification, driver, world and notices"),
+    KeyRights("agents/{own}/orders/", NOBODY, AGENTS, "orders of the driver to an agent"),
+    KeyRights("agents/{own}/", AGENTS, AGENTS, "an agent's lease and heartbeat"),
+    KeyRights("workers/{own}/", WORKERS, WORKERS, "a worker's leases and progress"),
+    KeyRights(_ROUNDS, WORKERS, WORKERS, "the meeting of a round's members"),
+    KeyRights("checks/machines/", WORKERS, WORKERS, "the hosts of a machine"),
+    KeyRights("checks/machine_locks/", WORKERS, WORKERS, "locks around measurements"),
+    KeyRights("checks/assignments/{own}/", NOBODY, WORKERS, "a process's next task"),
+    KeyRights("checks/", NOBODY, MEMBERS, "the specification of a node check"),
+    # A node's session is a random name that only the node and the driver know.
+    KeyRights("nodes/", AGENTS, AGENTS, "the lease and the orders of a node that has joined"),
+)
+USERS = KeyRights("", TRAINERS, TRAINERS, "keys of users")
+
+_ROLES_OF = {(row.method, row.path): row.roles for row in ROUTES}
+_SCOPES = tuple(dict.fromkeys(row.prefix.partition("/")[0] for row in KEYS))
+_ROWS: dict[str, list[tuple[KeyRights, str, str | None]]] = {scope: [] for scope in _SCOPES}
+for _row in KEYS:
+    _scope, _, _rest = _row.prefix.partition("/")
+    _head, _own, _tail = _rest.partition(_OWN + "/")
+    _ROWS[_scope].append((_row, _head, _tail if _own else None))
+
+
+def may_call(caller: Caller, method: str, path: str) -> bool:
+    """Return whether a caller may use a route; `path` has its names in braces."""
+    return caller.role is Role.DRIVER or caller.role in _ROLES_OF.get((method, path), NOBODY)
+
+
+def refused(caller: Caller, operations: Sequence[wire.Operation]) -> str | None:
+    """Return a sentence about the first operation that the caller may not carry out, or None."""
+    if caller.role is Role.DRIVER:
+        return None
+    for operation in operations:
+        if isinstance(operation, wire.Get | wire.Watch):
+            wrong = _not_readable(caller, operation.keys)
+            if wrong is not None:
+                return _sentence(caller, "read", wrong)
+        elif isinstance(operation, wire.Count):
+            if not _is_readable_prefix(caller, operation.prefix):
+                return _sentence(caller, "count keys below", operation.prefix)
+        elif isinstance(operation, wire.DeletePrefix):
+            if caller.role not in USERS.writers or not _is_of_users(operation.prefix):
+                return _sentence(caller, "delete what is below", operation.prefix)
+        elif not _allows(caller, operation.key, write=True):
+            return _sentence(caller, "write", operation.key)
+    return None
+
+
+def _sentence(caller: Caller, act: str, key: str) -> str:
+    return f"a token of role {caller.role.value} may not {act} {key[:200]!r}"
+
+
+def _not_readable(caller: Caller, keys: Collection[str]) -> str | None:
+    """Return the first of the keys that the caller may not read; None: it may read them all."""
+    if len(keys) > _FEW and all(key.startswith(_ROUNDS) for key in (min(keys), max(keys))):
+        keys = (_ROUNDS,)  # all the others are between these two, and begin alike
+    return next((key for key in keys if not _allows(caller, key, write=False)), None)
+
+
+def _is_readable_prefix(caller: Caller, prefix: str) -> bool:
+    if _is_of_users(prefix):
+        return caller.role in USERS.readers
+    return "/" in prefix and _allows(caller, prefix, write=False)
+
+
+def _is_of_users(prefix: str) -> bool:
+    """Return whether every key that begins like this is a user's."""
+    return prefix.partition("/")[0] not in _ROWS and not any(
+        f"{scope}/".startswith(prefix) for scope in _SCOPES
+    )
+
+
+def _allows(caller: Caller, key: str, *, write: bool) -> bool:
+    scope, slash, rest = key.partition("/")
+    rows = _ROWS.get(scope) if slash else None
+    if rows is None:
+        return caller.role in (USERS.writers if write else USERS.readers)
+    for row, head, tail in rows:
+        if not rest.startswith(head):
+            continue
+        if tail is not None:
+            owner, _, under = rest[len(head) :].partition("/")
+            if not under.startswith(tail):
+                continue
+            if caller.role is Role.AGENT:
+                owner = owner.rpartition(".")[0]
+            if owner != caller.subject:
+                return False
+        return caller.role in (row.writers if write else row.readers)
+    return False

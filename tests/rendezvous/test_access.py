@@ -1,0 +1,165 @@
+"""Rights: each role may do what its rows say, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from rendezvous import auth
+from rendezvous.access import KEYS, ROUTES, may_call, refused
+from rendezvous.auth import Caller, Role
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import RequestError
+from rendezvous.server import RendezvousServer
+from rendezvous.wire import (
+    Add,
+    Append,
+    CompareSet,
+    Count,
+    Delete,
+    DeletePrefix,
+    Get,
+    Operation,
+    Set,
+    Watch,
+    Written,
+)
+from tests.rendezvous.common import TOKEN, error_of, request
+
+AGENT = Caller(Role.AGENT, "a")
+WORKER = Caller(Role.WORKER, "a.0.1")
+OPERATOR, READER, NODE = Caller(Role.OPERATOR), Caller(Role.READER), Caller(Role.NODE)
+ALL = {AGENT, WORKER, OPERATOR, READER, NODE}
+
+# A key, who may write it, and who may read it.
+RIGHTS: tuple[tuple[str, set[Caller], set[Caller]], ...] = (
+    ("job/world", set(), {AGENT, WORKER}),
+    ("job/anything/below", set(), {AGENT, WORKER}),
+    ("agents/a.1/orders/1", set(), {AGENT}),
+    ("agents/a.1/lease", {AGENT}, {AGENT}),
+    ("agents/a.12/heartbeat", {AGENT}, {AGENT}),
+    ("agents/b.1/lease", set(), set()),
+    ("agents/a.b.1/lease", set(), set()),
+    ("agents/b.1/orders/1", set(), set()),
+    ("agents/a", set(), set()),
+    ("workers/a.0.1/lease", {WORKER}, {WORKER}),
+    ("workers/a.0.1/progress", {WORKER}, {WORKER}),
+    ("workers/a.0.10/lease", set(), set()),
+    ("workers/a.1.1/progress", set(), set()),
+    ("rounds/7/anything", {WORKER}, {WORKER}),
+    ("checks/spec", set(), {AGENT, WORKER}),
+    ("checks/machines/x", {WORKER}, {WORKER}),
+    ("checks/machine_locks/x", {WORKER}, {WORKER}),
+    ("checks/assignments/a.0.1/1", set(), {WORKER}),
+    ("checks/assignments/a.0.2/1", set(), set()),
+    ("nodes/session/lease", {AGENT}, {AGENT}),
+    ("mine/key", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
+    ("jobs/key", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
+    ("job", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
+)
+
+
+def allowed(operations: Sequence[Operation]) -> set[Caller]:
+    """Return the callers that may carry these out; the driver may carry out everything."""
+    assert refused(auth.DRIVER, operations) is None
+    return {caller for caller in ALL if refused(caller, operations) is None}
+
+
+@pytest.mark.parametrize(("key", "writers", "readers"), RIGHTS)
+def test_each_key_is_written_and_read_by_those_who_may(
+    key: str, writers: set[Caller], readers: set[Caller]
+) -> None:
+    writes = (
+        *(Set(key), Set(key, lease=1.0), Add(key, 1), Append(key, b""), Delete(key)),
+        CompareSet(key, None, b""),
+    )
+    for write in writes:
+        assert allowed([write]) == writers, write
+    for read in (Get((key,)), Get(("mine/key", key)), Watch({key: 0})):
+        assert allowed([read]) == readers - (set() if len(read.keys) == 1 else {AGENT}), read
+    assert allowed([Get(("job/world",)), Set(key)]) <= writers, "one wrong operation is enough"
+
+
+def test_many_keys_are_all_looked_at() -> None:
+    round_keys = tuple(f"rounds/3/{n}" for n in range(100))
+    assert allowed([Get(round_keys)]) == {WORKER}
+    for wrong in ("agents/a.1/orders/1", "workers/a.1.1/lease", "zzz/key", "nodes/x/lease"):
+        may = {WORKER} if wrong == "zzz/key" else set()
+        assert allowed([Get((*round_keys[:50], wrong, *round_keys[50:]))]) == may
+
+
+@pytest.mark.parametrize(
+    ("prefix", "deleters", "counters"),
+    [
+        ("mine/", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
+        ("min", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
+        ("rounds/3/", set(), {WORKER}),
+        ("workers/a.0.1/", set(), {WORKER}),
+        ("agents/", set(), set()),
+        ("nod", set(), set()),
+        ("j", set(), set()),
+        ("job", set(), set()),
+    ],
+)
+def test_what_is_below_a_prefix_belongs_to_somebody(
+    prefix: str, deleters: set[Caller], counters: set[Caller]
+) -> None:
+    assert allowed([DeletePrefix(prefix)]) == allowed([DeletePrefix(prefix, seal=True)]) == deleters
+    assert allowed([Count(prefix)]) == counters
+    assert allowed([Count()]) == set()
+
+
+def test_a_route_of_no_row_is_the_drivers() -> None:
+    assert may_call(auth.DRIVER, "POST", "/v1/anything")
+    assert not any(may_call(caller, "POST", "/v1/anything") for caller in ALL)
+    assert not any(may_call(caller, "PUT", "/v1/status") for caller in ALL)
+
+
+def test_only_operators_steer_and_readers_only_look() -> None:
+    steering = [row for row in ROUTES if row.path in ("/v1/scale", "/v1/stop", "/v1/stacks")]
+    assert len(steering) == 3
+    assert all(row.roles == {Role.OPERATOR} for row in steering)
+    read = {(row.method, row.path) for row in ROUTES if Role.READER in row.roles}
+    assert {method for method, _ in read} == {"GET"}
+    assert {"/v1/status", "/metrics", "/v1/events"} <= {path for _, path in read}
+    assert not any(Role.READER in row.writers | row.readers for row in KEYS)
+
+
+# ---- over HTTP ---------------------------------------------------------------------------
+
+
+def test_a_refused_request_changes_nothing_and_says_why(
+    server: RendezvousServer, client: RendezvousClient
+) -> None:
+    agent = auth.agent_token(TOKEN, "a")
+    client.set("agents/a.1/orders/1", b"the driver's")
+    with RendezvousClient(server.url, auth.worker_token(agent, "a.0.1")) as worker:
+        with pytest.raises(RequestError, match=r"403 forbidden: .*worker.*agents/a.1/orders/1"):
+            worker.batch(Set("mine/key", b"1"), Set("agents/a.1/orders/1", b"mine"))
+        assert worker.get("mine/key") is None, "nothing of that batch was carried out"
+        assert worker.one(Set("mine/key", b"2"), Written), "and the connection goes on"
+    entry = client.get("agents/a.1/orders/1")
+    assert entry is not None
+    assert entry.value == b"the driver's"
+
+
+def test_single_keys_have_the_same_rights(server: RendezvousServer) -> None:
+    worker = auth.worker_token(auth.agent_token(TOKEN, "a"), "a.0.1")
+    for method in ("GET", "PUT", "DELETE"):
+        status, _, body = request(server, method, "/v1/kv/agents/a.1/lease", b"", token=worker)
+        assert (status, error_of(body)["code"]) == (403, "forbidden")
+    assert request(server, "PUT", "/v1/kv/mine/key", b"1", token=worker)[0] == 204
+    assert request(server, "GET", "/v1/kv/mine/key", token=worker)[2] == b"1"
+    assert request(server, "GET", "/v1/kv/mine/key", token=auth.reader_token(TOKEN))[0] == 403
+    assert request(server, "GET", "/v1/kv/mine/key", token="worker:a.0.1:00")[0] == 401
+    assert request(server, "GET", "/no/such/route", token=worker)[0] == 404
+
+
+def test_a_connection_may_show_one_token_after_the_other(server: RendezvousServer) -> None:
+    worker = auth.worker_token(auth.agent_token(TOKEN, "a"), "a.0.1")
+    with RendezvousClient(server.url, worker) as client:
+        client.set("mine/key", b"1")
+        for token, status in ((worker[:-1] + "x", 401), (TOKEN, 200), (worker, 403)):
+            body = b'{"operations":[{"type":"count"}],"request_id":"x"}'
+            assert request(server, "POST", "/v1/kv:batch", body, token=token)[0] == status
