@@ -9,7 +9,8 @@ what each role may do.
 
 A token is kept in a file that only its owner may read, whose path others are told, and clients send
 it with every request as `Authorization: Bearer <token>`. It never goes into an argument list, an
-environment variable or a log.
+environment variable or a log. The second line of the file tells clients how they know the server's
+certificate (`rendezvous.tls`); without one the server speaks plain HTTP.
 """
 
 import hmac
@@ -25,7 +26,8 @@ from typing import NamedTuple
 from rendezvous.errors import TokenError
 
 AUTHORIZATION = "Authorization"
-_MAX_FILE_BYTES = 4096
+MAX_FINGERPRINT_CHARS = 60_000  # the text of a site's CA
+MAX_FILE_BYTES = 64 * 1024
 _MAX_TOKEN_CHARS = 1024
 
 
@@ -136,8 +138,34 @@ def bearer(token: str) -> str:
 # ---- files -------------------------------------------------------------------------------
 
 
-def write_token_file(path: str | os.PathLike[str], token: str) -> Path:
-    """Write the token to `path` with mode 0600, as a whole or not at all; return the path.
+class Credentials(NamedTuple):
+    """What a client needs to talk to its server."""
+
+    token: str
+    fingerprint: str = ""  # how it knows the server's certificate; "": plain HTTP
+
+    @property
+    def text(self) -> str:
+        """The lines of a token file."""
+        return "".join(f"{line}\n" for line in self if line)
+
+
+def parse_credentials(text: str) -> Credentials:
+    """Return the credentials in the lines of a token file."""
+    token, _, rest = text.strip().partition("\n")
+    return Credentials(token.strip(), rest.strip())
+
+
+def write_token_file(path: str | os.PathLike[str], token: str, fingerprint: str = "") -> Path:
+    """Write the token to `path` as `write_private` does; return the path.
+
+    `fingerprint`: see `Credentials`.
+    """
+    return write_private(path, Credentials(token, fingerprint).text or "\n")
+
+
+def write_private(path: str | os.PathLike[str], text: str) -> Path:
+    """Write ASCII to `path` with mode 0600, as a whole or not at all; return the path.
 
     Raises TokenError if the file cannot be written.
     """
@@ -146,7 +174,7 @@ def write_token_file(path: str | os.PathLike[str], token: str) -> Path:
         with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as private:
             partial = Path(private, target.name)
             partial.touch(0o600)
-            partial.write_text(f"{token}\n", encoding="ascii")
+            partial.write_text(text, encoding="ascii")
             partial.replace(target)
     except OSError as error:
         raise TokenError(
@@ -157,7 +185,12 @@ def write_token_file(path: str | os.PathLike[str], token: str) -> Path:
 
 
 def read_token_file(path: str | os.PathLike[str]) -> str:
-    """Return the token in `path`.
+    """Return the token in `path`; raises as `read_credentials` does."""
+    return read_credentials(path).token
+
+
+def read_credentials(path: str | os.PathLike[str]) -> Credentials:
+    """Return the token in `path`, and how the server's certificate is known.
 
     Raises TokenError if the file is missing or empty, belongs to another user, or may be read
     or written by group or others: a token that others know protects nothing.
@@ -165,7 +198,7 @@ def read_token_file(path: str | os.PathLike[str]) -> str:
     try:
         with open(path, encoding="ascii") as file:
             status = os.fstat(file.fileno())
-            token = file.read(_MAX_FILE_BYTES).strip()
+            found = parse_credentials(file.read(MAX_FILE_BYTES))
     except OSError as error:
         raise TokenError(
             f"cannot read the token file {path}: {error.strerror}; is the job still running, "
@@ -181,6 +214,6 @@ def read_token_file(path: str | os.PathLike[str]) -> str:
         )
     if status.st_uid not in (os.geteuid(), 0):
         raise TokenError(f"the token file {path} belongs to user {status.st_uid}; use your own")
-    if not token:
+    if not found.token:
         raise TokenError(f"the token file {path} is empty; start the job again")
-    return token
+    return found

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from ssl import SSLError, SSLSocket
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -31,6 +32,7 @@ import msgspec
 
 from rendezvous import errors, wire
 from rendezvous.auth import AUTHORIZATION, bearer
+from rendezvous.tls import ServerIdentity
 
 DEFAULT_TIMEOUT_S = 10.0
 CONNECT_S = 3.0  # for one address to accept a connection
@@ -49,6 +51,9 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
 
     `timeout` is the time for a call, without the waits that it contains; with `repeats=False` a
     call is tried once. `url_file` holds the address of a driver that took over, once there is one.
+    `fingerprint` tells how the server's certificate is known (`rendezvous.tls`); with one, the
+    client speaks TLS only, and sends nothing before it has seen that certificate. Raises ValueError
+    for an address that is none, TokenError for one that does not go with the fingerprint.
     Every call may raise UnreachableError (no answer before the deadline),
     UnauthorizedError (wrong token), RequestError (the server refuses the request), AbortedError
     (after `abort`), and the errors in its own description.
@@ -62,8 +67,10 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         *,
         repeats: bool = True,
         url_file: Path | None = None,
+        fingerprint: str = "",
     ) -> None:
         parts = parse_url(url)
+        self._identity = _identity(url, parts, fingerprint)
         self.url, self.timeout = url.rstrip("/"), timeout
         self.requests = 0  # attempts sent so far, for measurements
         self.silent_since: float | None = None  # monotonic; None: the last attempt was answered
@@ -82,8 +89,18 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         """Return another client of the same server, with its own connections and `abort`."""
         seconds = self.timeout if timeout is None else timeout
         return RendezvousClient(
-            self.url, self._token, seconds, repeats=self._repeats, url_file=self._url_file
+            self.url,
+            self._token,
+            seconds,
+            repeats=self._repeats,
+            url_file=self._url_file,
+            fingerprint="" if self._identity is None else self._identity.known,
         )
+
+    @property
+    def peer_fingerprint(self) -> str:
+        """The fingerprint of the certificate that the server has shown; "": none."""
+        return "" if self._identity is None else self._identity.seen
 
     # ---- the store -----------------------------------------------------------------------
 
@@ -183,9 +200,11 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
     def move(self, url: str) -> None:
         """Use the driver at this address from now on, also for the calls that are pending.
 
-        Raises ValueError if it is no address.
+        Raises ValueError if it is no address, or is not one of TLS as the one before was.
         """
         parts = parse_url(url)
+        if (parts.scheme == "https") != (self._identity is not None):
+            raise ValueError(f"{url!r} is not {self.url.partition(':')[0]}")
         with self._lock:
             if url.rstrip("/") == self.url:
                 return
@@ -205,7 +224,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             for connection in self._busy:
                 if connection.sock is not None:
                     with contextlib.suppress(OSError):  # it is closed already
-                        connection.sock.shutdown(socket.SHUT_RDWR)
+                        # Not that of an SSLSocket: what it sends next would be in clear.
+                        socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
         self._hurry.set()
         if not self._aborted.is_set():
             self._hurry.clear()
@@ -290,7 +310,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         self.requests += 1
         connection.request(*request)
         if wake is not None or self._url_file is not None:
-            self._await_answer(connection.sock.fileno(), until, wake)
+            self._await_answer(connection.sock, until, wake)
         response = connection.getresponse()
 
         def read_chunk() -> bytes:
@@ -299,12 +319,15 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
 
         return response.status, b"".join(iter(read_chunk, b""))
 
-    def _await_answer(self, answer: int, until: float, wake: int | None) -> None:
-        """Wait until the descriptor `answer` is readable, or `until`.
+    def _await_answer(self, source: socket.socket, until: float, wake: int | None) -> None:
+        """Wait until the connection `source` is readable, or `until`.
 
         Meanwhile look at the file: a host without power closes no connection, so the request would
         wait for an answer of the earlier driver. Raises WokenError if `wake` is readable before.
         """
+        answer = source.fileno()
+        if isinstance(source, SSLSocket) and source.pending():  # TLS has read it already
+            return
         descriptors = (answer,) if wake is None else (answer, wake)
         while (left := until - time.monotonic()) > 0:
             ready = _readable(min(left, self._slice_s), *descriptors)
@@ -371,10 +394,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             except OSError as error:
                 problem = error
             else:
-                self._check_not_aborted()
-                if not self._leads_here(connection):
-                    raise ConnectionError("the driver has moved")
                 connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._meet(connection, until)
                 return
         connection.close()
         raise problem
@@ -393,6 +414,18 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             self._read_url_file()
         if problem not in (0, errno.EINPROGRESS):
             raise OSError(problem, os.strerror(problem))
+
+    def _meet(self, connection: HTTPConnection, until: float) -> None:
+        """Make sure that a new connection leads to the driver in use, before it gets any byte."""
+        tls = None
+        if self._identity is not None:
+            tls = connection.sock = self._identity.wrap(connection.sock)
+        self._check_not_aborted()
+        if not self._leads_here(connection):
+            raise ConnectionError("the driver has moved")
+        if self._identity is not None and tls is not None:
+            _arm(connection, until)
+            self._identity.shake_hands(tls)
 
     # ---- errors --------------------------------------------------------------------------
 
@@ -414,11 +447,26 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
 
 
 def parse_url(url: str) -> SplitResult:
-    """Return the parts of `http://host:port`; raise ValueError for anything else."""
+    """Return the parts of `http(s)://host:port`; raise ValueError for anything else."""
     parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or parts.port is None:
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port is None:
         raise ValueError(f"{url!r} is no rendezvous address; it looks like http://10.0.0.1:29400")
     return parts
+
+
+def _identity(url: str, parts: SplitResult, fingerprint: str) -> ServerIdentity | None:
+    """Return how the server at an address is known, None for plain HTTP; or raise TokenError."""
+    if (parts.scheme == "https") != bool(fingerprint):
+        if fingerprint:
+            raise errors.TokenError(f"{url} is plain, and by its token file the job speaks TLS")
+        raise errors.TokenError(
+            f"{url} speaks TLS, and the token file has no fingerprint of its certificate; "
+            "take the token file of this job"
+        )
+    try:
+        return ServerIdentity(fingerprint) if fingerprint else None
+    except (ValueError, SSLError) as error:
+        raise errors.TokenError(f"the token file is damaged: {error}") from None
 
 
 def new_request_id() -> str:

@@ -31,6 +31,12 @@ class TokenError(RendezvousError):
     exit_code = 64
 
 
+class CertificateError(RendezvousError):
+    """A certificate, its key or a CA's cannot be used, or clients would refuse it."""
+
+    exit_code = 64
+
+
 class UnreachableError(RendezvousError):
     """There was no answer before the deadline; `cause` is the problem of the last attempt."""
 

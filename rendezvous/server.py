@@ -27,6 +27,8 @@ from rendezvous.auth import Role, Tokens
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
 from rendezvous.fast_path import FastConnection, FastPath, Post
 from rendezvous.service import OnChanges, Results, StoreService
+from rendezvous.tls import ServerCertificate
+from rendezvous.tls_connections import TlsConnections
 from rendezvous.web import KVRoutes, PostsOnce, guard
 from rendezvous.wire import MAX_BODY_BYTES, Operation
 
@@ -48,8 +50,10 @@ _BIND_HINTS = {
 class RendezvousServer:
     """The HTTP server of one job's rendezvous.
 
-    `host` is a numeric address; `port` 0 means any free port. `others` are secrets that are taken
-    beside the token and those derived from it, each with the role that it gives.
+    `host` is a numeric address; `port` 0 means any free port. With a `certificate` the server
+    speaks TLS; `known_by` is what its clients are told of it (default: its fingerprint, see `tls`).
+    `others` are secrets that are taken beside the token and those derived from it, each with the
+    role that it gives.
     `on_lease_expired(key)` and `on_client_left(key)` are called on the server's thread and must not
     block (see `StoreService`). `routes(app)` may add routes to the application; `posts` answers
     POSTs that are sent very often, by path (see `fast_path`). `first_revision`: see `KVStore`.
@@ -72,6 +76,8 @@ class RendezvousServer:
         first: Callable[[str], Sequence[Operation]] = lambda _url: (),
         on_changes: OnChanges | None = None,
         passing: tuple[str, ...] = (),
+        certificate: ServerCertificate | None = None,
+        known_by: str = "",
     ) -> None:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
@@ -79,6 +85,9 @@ class RendezvousServer:
         self._on_lease_expired, self._on_client_left = on_lease_expired, on_client_left
         self._first_revision, self._first = first_revision, first
         self._on_changes, self._passing = on_changes, passing
+        self._tls = None if certificate is None else certificate.context()
+        self.fingerprint = "" if certificate is None else certificate.fingerprint()
+        self.known_by = known_by or self.fingerprint  # the second line of token files
         self._routes, self._posts = routes, posts or {}
         self._port: int | None = None
         self._thread: threading.Thread | None = None
@@ -133,9 +142,12 @@ class RendezvousServer:
 
     @property
     def url(self) -> str:
-        """Its `http://host:port`, with loopback in place of a wildcard address."""
+        """Its `http(s)://host:port`, with loopback in place of a wildcard address."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)  # noqa: S104
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        scheme = "http" if self._tls is None else "https"
+        return (
+            f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
+        )
 
     # ---- the driver's own access ---------------------------------------------------------
 
@@ -207,9 +219,12 @@ class RendezvousServer:
         runner = await self._aiohttp(service, posts_once)
         assert runner.server is not None  # noqa: S101 - it is set up
         fast_path = FastPath(service, posts_once, self._posts, self._tokens, runner.server)
-        server = None
+        server = tls = None
+        connect: Callable[[], asyncio.BaseProtocol] = partial(FastConnection, fast_path)
+        if self._tls is not None:
+            tls = TlsConnections(self._tls)
+            connect = partial(tls.around, partial(FastConnection, fast_path))
         try:
-            connect = partial(FastConnection, fast_path)
             server = await loop.create_server(connect, sock=listener, backlog=BACKLOG)
             up.set_result(None)
             await self._stop.wait()
@@ -223,6 +238,9 @@ class RendezvousServer:
             service.close()
             await runner.cleanup()
             fast_path.close()
+            if tls is not None:
+                await _turn()  # what is written goes, and the end of each session
+                tls.abort()
             await _turn()  # transports that were closed free their sockets
 
     async def _aiohttp(self, service: StoreService, posts_once: PostsOnce) -> web.AppRunner:

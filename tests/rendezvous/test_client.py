@@ -507,7 +507,9 @@ def test_a_forked_child_opens_a_connection_of_its_own(
     assert client._idle[0].sock.getsockname() == mine
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:80", "https://a:1", "http://a", "", "http://:80"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:80", "ftp://a:1", "http://a", "https://a", "", "http://:80"]
+)
 def test_what_is_no_address_is_refused_when_the_client_is_made(url: str) -> None:
     with pytest.raises(ValueError, match="no rendezvous address"):
         RendezvousClient(url, TOKEN)

@@ -1,0 +1,54 @@
+"""TLS around the connections of the server: asyncio's own, with less memory for each.
+
+Times are seconds. Everything runs on the server's loop.
+"""
+
+import asyncio
+import ssl
+import weakref
+from asyncio.sslproto import SSLProtocol
+from collections.abc import Callable
+
+HANDSHAKE_S = 10.0  # for a client to end its handshake; later than that it is nobody
+GOODBYE_S = 1.0  # for a client to answer the end of its session
+
+
+class TlsConnection(SSLProtocol):
+    """One TLS connection of the server, from its first byte on.
+
+    asyncio has a buffer of `max_size` bytes for each; its own default is 256 KiB.
+    """
+
+    max_size = 32 * 1024
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, inner: asyncio.Protocol, context: ssl.SSLContext
+    ) -> None:
+        nobody = None  # waits for the end of the handshake
+        timeout = HANDSHAKE_S
+        super().__init__(loop, inner, context, nobody, True, ssl_handshake_timeout=timeout)  # type: ignore[arg-type]
+        self._ssl_shutdown_timeout = GOODBYE_S  # asyncio looks at it from Python 3.11 on
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        if isinstance(self._transport, asyncio.WriteTransport):
+            self._transport.abort()
+
+
+class TlsConnections:
+    """Makes the server's connections; create it on a running loop."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._context, self._loop = context, asyncio.get_running_loop()
+        self._open: weakref.WeakSet[TlsConnection] = weakref.WeakSet()
+
+    def around(self, inner: Callable[[], asyncio.Protocol]) -> TlsConnection:
+        """Return a connection that calls `inner()` now, and talks to it after the handshake."""
+        connection = TlsConnection(self._loop, inner(), self._context)
+        self._open.add(connection)
+        return connection
+
+    def abort(self) -> None:
+        """End all connections, and those that wait for their client's goodbye."""
+        for connection in tuple(self._open):
+            connection.abort()
