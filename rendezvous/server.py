@@ -26,10 +26,11 @@ from aiohttp import web
 from rendezvous.auth import Role, Tokens
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
 from rendezvous.fast_path import FastConnection, FastPath, Post
+from rendezvous.limits import Hits, Limits
 from rendezvous.service import OnChanges, Results, StoreService
 from rendezvous.tls import ServerCertificate
 from rendezvous.tls_connections import TlsConnections
-from rendezvous.web import KVRoutes, PostsOnce, guard
+from rendezvous.web import HITS, KVRoutes, PostsOnce, guard
 from rendezvous.wire import MAX_BODY_BYTES, Operation
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class RendezvousServer:
     POSTs that are sent very often, by path (see `fast_path`). `first_revision`: see `KVStore`.
     `first(url)` returns operations that are carried out before any client's. `on_changes` and
     `passing`: see `StoreService`; `on_changes` is called on the server's thread.
+    `limits`: the bounds for clients; the calls below have none.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class RendezvousServer:
         passing: tuple[str, ...] = (),
         certificate: ServerCertificate | None = None,
         known_by: str = "",
+        limits: Limits | None = None,
     ) -> None:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
@@ -89,6 +92,7 @@ class RendezvousServer:
         self.fingerprint = "" if certificate is None else certificate.fingerprint()
         self.known_by = known_by or self.fingerprint  # the second line of token files
         self._routes, self._posts = routes, posts or {}
+        self.limits, self.hits = Limits() if limits is None else limits, Hits()
         self._port: int | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -158,7 +162,8 @@ class RendezvousServer:
         if the server is not running.
         """
         service, loop = self._running()
-        call = asyncio.run_coroutine_threadsafe(service.carry_out(operations), loop)
+        work = service.carry_out(operations, bounded=False)
+        call = asyncio.run_coroutine_threadsafe(work, loop)
         try:
             return call.result(timeout)
         except concurrent.futures.TimeoutError as error:
@@ -173,7 +178,8 @@ class RendezvousServer:
     def post(self, operations: Sequence[Operation]) -> None:
         """Carry out a batch soon, in the order of the calls, and drop its results."""
         service, loop = self._running()
-        loop.call_soon_threadsafe(service.ask, tuple(operations), lambda _results: None)
+        ask = partial(service.ask, tuple(operations), lambda _results: None, bounded=False)
+        loop.call_soon_threadsafe(ask)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on the server's loop; it ends when the server stops."""
@@ -184,7 +190,7 @@ class RendezvousServer:
 
     async def carry_out(self, operations: Sequence[Operation]) -> Results:
         """Return the results of a batch, for handlers that run on the server's loop."""
-        return await self._running()[0].carry_out(operations)
+        return await self._running()[0].carry_out(operations, bounded=False)
 
     def _running(self) -> tuple[StoreService, asyncio.AbstractEventLoop]:
         if self._service is None or self._loop is None or self._loop.is_closed():
@@ -213,8 +219,10 @@ class RendezvousServer:
             on_client_left=self._on_client_left,
             on_changes=self._on_changes,
             passing=self._passing,
+            limits=self.limits,
+            hits=self.hits,
         )
-        service.ask(self._first(self.url), lambda _results: None)
+        service.ask(self._first(self.url), lambda _results: None, bounded=False)
         posts_once = PostsOnce()
         runner = await self._aiohttp(service, posts_once)
         assert runner.server is not None  # noqa: S101 - it is set up
@@ -247,6 +255,7 @@ class RendezvousServer:
         """Return aiohttp with all routes, without a socket of its own."""
         middlewares = [guard(self._tokens), posts_once.middleware]
         app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
+        app[HITS] = self.hits
         KVRoutes(service).add_to(app)
         if self._routes is not None:
             self._routes(app)

@@ -13,15 +13,15 @@ from functools import partial
 from typing import Generic, TypeVar, cast
 
 from rendezvous.errors import StoppedError
+from rendezvous.limits import Hits, Limits
 from rendezvous.store import Answered, KVStore, Outcome
-from rendezvous.wire import Entries, Operation, Result, Set, Written
+from rendezvous.wire import Operation, Result, Set, Written, size_of
 
 log = logging.getLogger(__name__)
 
 RENEWAL_S = 1.0  # for lease renewals that wait in socket buffers to be read
 REJOIN_S = 0.05  # for a client whose connection broke to come back on a new one
 _HELD_UP_S = 0.5  # a timer this late means that the loop itself was held up
-_RESULT_BYTES = 256  # assumed size of a result without its values
 
 Results = tuple[Result, ...]
 # Takes the new values of keys; None: it is gone.
@@ -96,9 +96,12 @@ class StoreService:
         *,
         on_changes: OnChanges | None = None,
         passing: tuple[str, ...] = (),
+        limits: Limits | None = None,
+        hits: Hits | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._store = KVStore(first_revision, None if on_changes is None else passing)
+        kept = None if on_changes is None else passing
+        self._store = KVStore(first_revision, kept, limits, hits)
         self._on_changes = on_changes
         self._on_lease_expired, self._on_client_left = on_lease_expired, on_client_left
         self._requests: dict[str, _WaitingRequest] = {}
@@ -114,7 +117,12 @@ class StoreService:
     # ---- batches -------------------------------------------------------------------------
 
     def ask(
-        self, operations: Sequence[Operation], done: Done, request_id: str = ""
+        self,
+        operations: Sequence[Operation],
+        done: Done,
+        request_id: str = "",
+        *,
+        bounded: bool = True,
     ) -> Callable[[], object]:
         """Carry out a batch and call `done` once with its results, perhaps at once.
 
@@ -122,12 +130,13 @@ class StoreService:
 
         A request with an id is carried out once: a repeat gets the results of the first request, or
         waits with it. When all its clients have gone, it stops waiting. The operations that it has
-        carried out stay done, and a repeat carries out the others.
+        carried out stay done, and a repeat carries out the others. `bounded`: the limits hold, as
+        they do for every batch but the driver's own.
         """
         if self._closed:
             done(None)
         elif not request_id:
-            self._submit(done, operations)
+            self._submit(done, operations, bounded=bounded)
             return partial(self._store.cancel, done)
         elif (request := self._requests.get(request_id)) is not None:
             request.clients.append(done)
@@ -139,11 +148,13 @@ class StoreService:
             request = self._requests[request_id] = _WaitingRequest(
                 operations, before, [done], ticket
             )
-            self._submit(ticket, operations[len(before) :])
+            self._submit(ticket, operations[len(before) :], bounded=bounded)
             return partial(self._leave, request_id, request, done)
         return lambda: None
 
-    async def carry_out(self, operations: Sequence[Operation], request_id: str = "") -> Results:
+    async def carry_out(
+        self, operations: Sequence[Operation], request_id: str = "", *, bounded: bool = True
+    ) -> Results:
         """Return the results of a batch; raise StoppedError if the service is closed.
 
         A caller that is cancelled counts as a client that went away (see `ask`).
@@ -154,7 +165,7 @@ class StoreService:
             if not answer.done():
                 answer.set_result(results)
 
-        leave = self.ask(operations, done, request_id)
+        leave = self.ask(operations, done, request_id, bounded=bounded)
         try:
             results = await answer
         finally:
@@ -200,14 +211,14 @@ class StoreService:
             self._on_client_left(key)
 
     def _remember(self, request_id: str, results: Results) -> None:
-        entries = [e for r in results if isinstance(r, Entries) for e in r.entries.values()]
-        size = _RESULT_BYTES * len(results) + sum(len(entry.value) for entry in entries)
+        size = sum(map(size_of, results))
         self._memory.put(request_id, results, size, self._loop.time())
 
     # ---- the store -----------------------------------------------------------------------
 
-    def _submit(self, ticket: Done, operations: Sequence[Operation]) -> None:
-        self._deliver(self._store.submit(ticket, operations, self._loop.time()))
+    def _submit(self, ticket: Done, operations: Sequence[Operation], *, bounded: bool) -> None:
+        now = self._loop.time()
+        self._deliver(self._store.submit(ticket, operations, now, bounded=bounded))
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         if self._on_changes is not None and (changes := self._store.take_changes()):

@@ -13,27 +13,28 @@ another batch is carried out; when the wait is over, the batch goes on.
   so a store whose owner was held up can call `postpone_leases` first.
 * Below a sealed prefix, writes and waits are refused as long as the store exists; no keys exist
   there.
+* `limits` bound what a client's batch may cost and leave behind. An operation over a bound is
+  refused, and the batch goes on. The driver's own batches have no bounds.
 """
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Generic, TypeVar
 
 from msgspec import Struct
 
 from rendezvous import wire
-
-T = TypeVar("T", bound=Hashable)
+from rendezvous.budget import BYTES_PER_LOOK, DELETE_COST, READ_COST, Budget
+from rendezvous.deadlines import Deadlines
+from rendezvous.limits import KEY_BYTES, UNLIMITED, Hits, Limits
 
 _COUNTER_LIMIT = 2**63  # counters are what torch's stores hold: signed 64-bit
 _LONG_WAIT_S = 1.0
 _TICK_S = 0.125  # long waits end on common ticks, because ending many at once is cheaper
-_SWEEP_ABOVE = 64  # below this many stale entries a sweep costs more than it frees
 _SHARED_ANSWERS = 256  # answers kept between two changes, because many clients ask the same
+_SHARED_BYTES = 64 * 1024 * 1024  # of values in them
+_COUNTER_DIGITS = 20  # a longer text is no counter
 
 
 class Answered(Struct, frozen=True):
@@ -63,64 +64,10 @@ class _RunningBatch:
 
     ticket: Hashable
     operations: Sequence[wire.Operation]
+    budget: Budget
     results: list[wire.Result] = field(default_factory=list)
     thresholds: dict[str, int] = field(default_factory=dict)
     unmet: int = 0
-
-
-class Deadlines(Generic[T]):
-    """Items with one deadline each; `due` takes out those whose time has come.
-
-    A heap for times that change far more often than they come due: leases are renewed, waits are
-    answered. Stale heap entries are dropped when they reach the top, and all at once when they
-    outnumber the valid ones.
-    """
-
-    def __init__(self) -> None:
-        self._at: dict[T, float] = {}
-        self._heap: list[tuple[float, int, T]] = []  # stale times included
-        self._order = count()  # ties: first set, first out
-
-    def __len__(self) -> int:
-        return len(self._at)
-
-    def __contains__(self, item: T) -> bool:
-        return item in self._at
-
-    def set(self, item: T, at: float) -> None:
-        """Set the deadline of `item`, in place of any it had."""
-        self._at[item] = at
-        heapq.heappush(self._heap, (at, next(self._order), item))
-        if len(self._heap) > 2 * len(self._at) + _SWEEP_ABOVE:
-            self.postpone(0.0)
-
-    def discard(self, item: T) -> None:
-        """Remove `item` if it is there."""
-        self._at.pop(item, None)
-
-    def postpone(self, seconds: float) -> None:
-        """Move every deadline, and drop stale entries."""
-        self._at = {item: at + seconds for item, at in self._at.items()}
-        self._heap = [(at, next(self._order), item) for item, at in self._at.items()]
-        heapq.heapify(self._heap)
-
-    def next(self) -> float | None:
-        """Return the earliest deadline, or None if there is none."""
-        while self._heap:
-            at, _, item = self._heap[0]
-            if self._at.get(item) == at:
-                return at
-            heapq.heappop(self._heap)
-        return None
-
-    def due(self, now: float) -> list[T]:
-        """Take out and return the items with a deadline at or before `now`, earliest first."""
-        ready: list[T] = []
-        while (at := self.next()) is not None and at <= now:
-            item = heapq.heappop(self._heap)[2]
-            del self._at[item]
-            ready.append(item)
-        return ready
 
 
 class KVStore:
@@ -131,9 +78,20 @@ class KVStore:
     `passing`: keys that begin like this are not kept for the next store; None: no key is.
     """
 
-    def __init__(self, first_revision: int = 0, passing: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self,
+        first_revision: int = 0,
+        passing: tuple[str, ...] | None = None,
+        limits: Limits | None = None,
+        hits: Hits | None = None,
+    ) -> None:
         self._revision = first_revision
         self._passing = passing
+        self._limits = Limits() if limits is None else limits
+        self._hits = Hits() if hits is None else hits
+        self._bytes = 0  # of keys, values and sealed prefixes
+        self._waited = 0  # keys in the index, once for each batch
+        self._shared_bytes = 0
         self._changed: dict[str, None] = {}  # keys to be kept, since `take_changes`
         self._data: dict[str, wire.Entry] = {}
         self._leases: Deadlines[str] = Deadlines()
@@ -164,16 +122,23 @@ class KVStore:
     # ---- commands ------------------------------------------------------------------------
 
     def submit(
-        self, ticket: Hashable, operations: Sequence[wire.Operation], now: float
+        self,
+        ticket: Hashable,
+        operations: Sequence[wire.Operation],
+        now: float,
+        *,
+        bounded: bool = True,
     ) -> list[Outcome]:
         """Carry out a batch; return all outcomes, those of other batches included.
 
         `ticket` names the batch until it is answered, exactly once, by this call or a later one.
+        `bounded`: it is a client's, and the limits hold for it.
         Raises ValueError if a waiting batch already has this ticket.
         """
         if ticket in self._parked:
             raise ValueError(f"ticket {ticket!r} is already waiting")
-        self._runnable.append(_RunningBatch(ticket, operations))
+        budget = Budget(self._limits if bounded else UNLIMITED, self._hits)
+        self._runnable.append(_RunningBatch(ticket, operations, budget))
         return self._run(now)
 
     def cancel(self, ticket: Hashable) -> tuple[wire.Result, ...] | None:
@@ -229,30 +194,32 @@ class KVStore:
             result = self._carry_out(batch.operations[len(batch.results)], batch, now)
             if result is None:
                 return
-            batch.results.append(result)
+            batch.results.append(batch.budget.fit(result))
         self._outcomes.append(Answered(batch.ticket, tuple(batch.results)))
 
     def _carry_out(
         self, operation: wire.Operation, batch: _RunningBatch, now: float
     ) -> wire.Result | None:
         """Return the operation's result, or None if the batch now waits for it."""
+        budget = batch.budget
         match operation:
-            case wire.Get() | wire.Watch():
-                return self._read(operation, batch, now)
+            case wire.Get(keys=keys) | wire.Watch(keys=keys):
+                return budget.charge(READ_COST * len(keys)) or self._read(operation, batch, now)
             case wire.Set(key=key, value=value, lease=lease):
-                return self._set(key, value, None if lease is None else now + lease)
+                return self._set(key, value, None if lease is None else now + lease, budget)
             case wire.Add(key=key, amount=amount):
-                return self._add(key, amount)
+                return self._add(key, amount, budget)
             case wire.Append(key=key, value=value):
-                entry = self._data.get(key)
-                return self._write(key, (entry.value if entry else b"") + value)
+                return self._append(key, value, budget)
             case wire.CompareSet(key=key, expected=expected, desired=desired):
-                return self._compare_set(key, expected, desired)
+                return self._compare_set(key, expected, desired, budget)
             case wire.Delete(key=key):
                 return wire.Number(int(self._delete(key)))
             case wire.DeletePrefix(prefix=prefix, seal=seal):
-                return self._delete_prefix(prefix, seal)
+                return self._delete_prefix(prefix, seal, budget)
             case wire.Count(prefix=prefix):
+                if refused := budget.charge(len(self._data)):
+                    return refused
                 return wire.Number(sum(key.startswith(prefix) for key in self._data))
 
     # ---- waiting -------------------------------------------------------------------------
@@ -274,7 +241,10 @@ class KVStore:
         for key in thresholds:
             if refused := self._refuse_sealed(key):
                 return refused
+        if refused := batch.budget.wait(self._waited, len(thresholds)):
+            return refused
         batch.thresholds, batch.unmet = thresholds, unmet
+        self._waited += len(thresholds)
         for key in thresholds:
             self._index.setdefault(key, {})[batch] = None
         self._parked[batch.ticket] = batch
@@ -285,6 +255,7 @@ class KVStore:
         return None
 
     def _unpark(self, batch: _RunningBatch) -> None:
+        self._waited -= len(batch.thresholds)
         for key in batch.thresholds:
             waiters = self._index[key]
             del waiters[batch]
@@ -298,18 +269,25 @@ class KVStore:
     def _resume(self, batch: _RunningBatch, result: wire.Result) -> None:
         """End the operation that a parked batch waits for with this result."""
         self._unpark(batch)
-        batch.results.append(result)
+        batch.results.append(batch.budget.fit(result))
         self._runnable.append(batch)
 
     def _found(self, keys: tuple[str, ...], timed_out: bool = False) -> wire.Entries:
         """Return the keys' entries; the same object for all who ask until something changes."""
         entries = self._shared.get((keys, timed_out))
         if entries is None:
-            if len(self._shared) >= _SHARED_ANSWERS:
-                self._shared.clear()
             held = {key: self._data[key] for key in keys if key in self._data}
-            entries = self._shared[keys, timed_out] = wire.Entries(held, timed_out)
+            entries = wire.Entries(held, timed_out)
+            if len(self._shared) >= _SHARED_ANSWERS or self._shared_bytes > _SHARED_BYTES:
+                self._forget_shared()
+            self._shared[keys, timed_out] = entries
+            self._shared_bytes += entries.size
         return entries
+
+    def _forget_shared(self) -> None:
+        if self._shared:
+            self._shared.clear()
+            self._shared_bytes = 0
 
     # ---- writing -------------------------------------------------------------------------
 
@@ -318,8 +296,8 @@ class KVStore:
         entry = self._data.get(key)
         return entry.revision if entry else 0
 
-    def _set(self, key: str, value: bytes, lease_ends: float | None) -> wire.Result:
-        result = self._write(key, value)
+    def _set(self, key: str, value: bytes, lease_ends: float | None, budget: Budget) -> wire.Result:
+        result = self._write(key, value, budget)
         if isinstance(result, wire.Written):
             if lease_ends is None:
                 self._leases.discard(key)
@@ -327,69 +305,112 @@ class KVStore:
                 self._leases.set(key, lease_ends)
         return result
 
-    def _add(self, key: str, amount: int) -> wire.Result:
+    def _add(self, key: str, amount: int, budget: Budget) -> wire.Result:
         entry = self._data.get(key)
         text = entry.value if entry else b"0"
         try:
-            number = int(text) + amount
+            number = int(text[: _COUNTER_DIGITS + 1]) + amount
+            if len(text) > _COUNTER_DIGITS:
+                raise ValueError
         except ValueError:
             problem = f"key {key!r} holds {text[:40]!r}, which is no number"
             return wire.StoreRefusal("not_a_number", problem)
         if not -_COUNTER_LIMIT <= number < _COUNTER_LIMIT:
             return wire.StoreRefusal("too_large", f"key {key!r}: the sum does not fit into 64 bits")
-        refused = self._write(key, str(number).encode())
+        refused = self._write(key, str(number).encode(), budget)
         return refused if isinstance(refused, wire.StoreRefusal) else wire.Number(number)
 
-    def _compare_set(self, key: str, expected: bytes | None, desired: bytes) -> wire.Result:
+    def _append(self, key: str, value: bytes, budget: Budget) -> wire.Result:
+        entry = self._data.get(key)
+        held = entry.value if entry else b""
+        if refused := budget.charge((len(held) + len(value)) // BYTES_PER_LOOK):
+            return refused
+        return self._write(key, held + value, budget)
+
+    def _compare_set(
+        self, key: str, expected: bytes | None, desired: bytes, budget: Budget
+    ) -> wire.Result:
         entry = self._data.get(key)
         held = entry.value if entry else None
         if held != expected:
             return self._refuse_sealed(key) or wire.Compared(False, held)
-        refused = self._write(key, desired)
+        refused = self._write(key, desired, budget)
         return refused if isinstance(refused, wire.StoreRefusal) else wire.Compared(True, desired)
 
-    def _write(self, key: str, value: bytes) -> wire.Written | wire.StoreRefusal:
+    def _write(self, key: str, value: bytes, budget: Budget) -> wire.Written | wire.StoreRefusal:
         if refused := self._refuse_sealed(key):
             return refused
         if len(value) > wire.MAX_VALUE_BYTES:
             limit = wire.MAX_VALUE_BYTES
             problem = f"key {key!r}: {len(value)} bytes are over the limit of {limit}"
             return wire.StoreRefusal("too_large", problem)
+        if refused := budget.charge(0):
+            return refused
+        held = self._data.get(key)
+        before, growth = 0, len(value) + len(key) + KEY_BYTES
+        if held is not None:
+            before, growth = held.revision, len(value) - len(held.value)
+        if growth > 0 and self._is_full(growth, held is None, budget.limits):
+            problem = f"key {key!r}: the store is full; delete keys, or write smaller values"
+            return budget.refuse("store", "store_full", problem)
         self._revision += 1
-        before = self.revision_of(key)
+        self._bytes += growth
         self._data[key] = wire.Entry(value, self._revision)
-        self._tell_waiters(key, before, self._revision)
+        if told := self._tell_waiters(key, before, self._revision):
+            budget.charge_told(told)
         return wire.Written(self._revision)
+
+    def _is_full(self, growth: int, is_new: bool, limits: Limits) -> bool:
+        too_many = is_new and len(self._data) >= limits.store_keys
+        return too_many or self._bytes + growth > limits.store_bytes
 
     def _delete(self, key: str) -> bool:
         entry = self._data.pop(key, None)
         self._leases.discard(key)
         if entry is not None:
+            self._bytes -= len(entry.value) + len(key) + KEY_BYTES
             self._tell_waiters(key, entry.revision, 0)
         return entry is not None
 
-    def _delete_prefix(self, prefix: str, seal: bool) -> wire.Result:
+    def _delete_prefix(self, prefix: str, seal: bool, budget: Budget) -> wire.Result:
+        if refused := budget.charge(len(self._data)):
+            return refused
         keys = [key for key in self._data if key.startswith(prefix)]
+        if refused := budget.charge(DELETE_COST * len(keys)):
+            return refused
+        if seal and (refused := self._seal(prefix, budget)):
+            return refused
         for key in keys:
             self._delete(key)
         if seal:
-            self._sealed.add(prefix)
-            self._sealed_lengths[len(prefix)] = None
             for key in [key for key in self._index if key.startswith(prefix)]:
                 for batch in list(self._index.get(key, ())):
                     self._resume(batch, _sealed(key, prefix))
         return wire.Number(len(keys))
 
-    def _tell_waiters(self, key: str, before: int, after: int) -> None:
-        """Update `unmet` of the batches that wait for a key (revision 0: missing)."""
+    def _seal(self, prefix: str, budget: Budget) -> wire.StoreRefusal | None:
+        size = len(prefix) + KEY_BYTES
+        if prefix not in self._sealed:
+            if self._is_full(size, False, budget.limits):
+                problem = f"{prefix!r} cannot be sealed: the store is full; delete keys"
+                return budget.refuse("store", "store_full", problem)
+            self._bytes += size
+            self._sealed.add(prefix)
+            self._sealed_lengths[len(prefix)] = None
+        return None
+
+    def _tell_waiters(self, key: str, before: int, after: int) -> int:
+        """Update `unmet` of the batches that wait for a key (revision 0: missing); count them."""
         if self._passing is not None and not key.startswith(self._passing):
             self._changed[key] = None
-        self._shared.clear()
-        for batch in self._index.get(key, ()):
+        self._forget_shared()
+        waiting = self._index.get(key, ())
+        for batch in waiting:
             threshold = batch.thresholds[key]
             batch.unmet += (before > threshold) - (after > threshold)
             if batch.unmet <= 0:
                 self._woken[batch] = None
+        return len(waiting)
 
     def _refuse_sealed(self, key: str) -> wire.StoreRefusal | None:
         for length in self._sealed_lengths:

@@ -30,6 +30,7 @@ from msgspec import Meta, Struct
 from rendezvous import access, wire
 from rendezvous.auth import AUTHORIZATION, Caller, Tokens
 from rendezvous.errors import RefusedError, StoppedError
+from rendezvous.limits import Hits
 from rendezvous.service import AnswerMemory, StoreService
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,10 @@ T = TypeVar("T")
 
 JSON = "application/json"
 CALLER = web.RequestKey("caller", Caller)
-_REFUSED = {"sealed": 410, "too_large": 413, "not_a_number": 409}
+HITS = web.AppKey("hits", Hits)  # of the server, for handlers that show them
+_REFUSED = {"sealed": 410, "too_large": 413, "not_a_number": 409, "store_full": 503, "busy": 429}
+_ANSWER_BYTES = 1024  # assumed size of an answer that is kept, without its body and key
+_MOST_PENDING = 65536  # POSTs that are being answered; each may outlive its client's connection
 # Status → code for programs, and a hint.
 _OF_AIOHTTP = {
     404: ("not_found", "check the path; the routes are listed in docs/protocol.md"),
@@ -188,6 +192,9 @@ class PostsOnce:
         if answer is None:
             pending = self._pending.get(key)
             if pending is None:
+                if len(self._pending) >= _MOST_PENDING:
+                    problem = f"{_MOST_PENDING} requests are being answered already"
+                    raise Problem(503, "busy", problem, "try again in a moment")
                 call = self._call(key, request, handler)
                 pending = self._pending[key] = asyncio.create_task(call)
             answer = await asyncio.shield(pending)
@@ -202,7 +209,8 @@ class PostsOnce:
 
     def _keep(self, key: str, answer: PostAnswer) -> PostAnswer:
         if answer.status < 500:
-            self._memory.put(key, answer, len(answer.body), asyncio.get_running_loop().time())
+            size = _ANSWER_BYTES + len(key) + len(answer.body)
+            self._memory.put(key, answer, size, asyncio.get_running_loop().time())
         return answer
 
 

@@ -22,6 +22,8 @@ MAX_OPERATIONS = 4096
 MAX_KEYS = 65536
 MAX_WAIT_S = 60.0  # a client repeats a longer wait, so that the server notices a dead client
 MAX_LEASE_S = 86400.0
+RESULT_BYTES = 256  # assumed size of a result without its values
+_ENTRY_BYTES = 128  # assumed size of an entry without its value
 
 KV_PREFIX = "/v1/kv"
 BATCH_PATH = "/v1/kv:batch"
@@ -121,6 +123,14 @@ class Entries(Struct, frozen=True, tag="entries", dict=True):
     timed_out: bool = False
 
     @cached_property
+    def size(self) -> int:
+        """About how many bytes the entries have, without the text of the keys."""
+        size = _ENTRY_BYTES * len(self.entries)
+        for entry in self.entries.values():
+            size += len(entry.value)
+        return size
+
+    @cached_property
     def reply(self) -> bytes:
         """A reply with this result alone; the store gives many clients the same object."""
         return encode(BatchReply((self,)))
@@ -148,11 +158,24 @@ class Compared(Struct, frozen=True, tag="compared"):
 class StoreRefusal(Struct, frozen=True, tag="refused"):
     """Answer to an operation that was refused; nothing changed. `code` is for programs."""
 
-    code: str  # sealed | not_a_number | too_large
+    code: str  # sealed | not_a_number | too_large | store_full | busy
     message: str
 
 
 Result = Entries | Number | Written | Compared | StoreRefusal
+
+
+def size_of(result: Result) -> int:
+    """Return about how many bytes a result has, in memory and, a third more, in a reply."""
+    match result:
+        case Entries():
+            return RESULT_BYTES + result.size
+        case Compared(value=value):
+            return RESULT_BYTES + len(value or b"")
+        case StoreRefusal(message=message):
+            return RESULT_BYTES + len(message)
+        case _:
+            return RESULT_BYTES
 
 
 class KVBatch(Struct, frozen=True, forbid_unknown_fields=True):

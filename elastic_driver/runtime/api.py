@@ -42,7 +42,7 @@ from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.openapi import OpenApi
 from elastic_driver.runtime.output import AgentsOutput
 from rendezvous.auth import Caller, Role
-from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
+from rendezvous.web import HITS, JSON, Problem, caller_of, forbidden, read_json
 from rendezvous.wire import EVENTS_PATH
 
 STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status
@@ -230,9 +230,9 @@ class DriverRoutes:
         """Answer with the status document."""
         return web.Response(body=await self._status(), content_type=JSON)
 
-    async def get_metrics(self, _request: web.Request) -> web.Response:
+    async def get_metrics(self, request: web.Request) -> web.Response:
         """Answer with the metrics, in Prometheus' text format."""
-        body = metrics.exposition(await self._status())
+        body = metrics.exposition(await self._status(), request.app[HITS].snapshot())
         return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def _status(self) -> bytes:

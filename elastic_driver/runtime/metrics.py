@@ -50,18 +50,21 @@ _COUNTED = (  # name, event in the log, help
 _TF_NODES = {"member": "members", "waiting": "waiting", "lost": "lost"}  # state → key
 
 
-def exposition(status: bytes) -> bytes:
-    """Return the metrics of a status document in Prometheus' text format."""
+def exposition(status: bytes, limit_hits: Mapping[str, int]) -> bytes:
+    """Return the metrics of a status document in Prometheus' text format.
+
+    `limit_hits`: how often each bound of the rendezvous was hit.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Picture(msgspec.json.decode(status)))
+    registry.register(_Picture(msgspec.json.decode(status), limit_hits))
     return generate_latest(registry)
 
 
 class _Picture(Collector):
     """The metrics of one document."""
 
-    def __init__(self, document: dict[str, Any]) -> None:
-        self._document = document
+    def __init__(self, document: dict[str, Any], limit_hits: Mapping[str, int]) -> None:
+        self._document, self._limit_hits = document, limit_hits
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
@@ -70,6 +73,11 @@ class _Picture(Collector):
         for name, key, text in _GAUGES:
             if document.get(key) is not None:
                 yield GaugeMetricFamily(f"elastic_{name}", text, value=document[key])
+        text = "How often clients have hit a bound of the rendezvous."
+        hits = CounterMetricFamily("elastic_limit_hits", text, labels=("limit",))
+        for limit, count in self._limit_hits.items():
+            hits.add_metric((limit,), count)
+        yield hits
         if nodes := document.get("tf"):
             text = "How often a cluster of TensorFlow nodes has formed."
             yield GaugeMetricFamily("elastic_tf_generation", text, value=nodes["generation"])

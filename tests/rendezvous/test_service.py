@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from rendezvous.service import REJOIN_S, AnswerMemory, Results, StoreService
-from rendezvous.wire import Add, Delete, Get, Number, Set
+from rendezvous.wire import Add, CompareSet, Delete, Get, Number, Set
 
 
 def play(scene: Callable[[StoreService], Awaitable[None]], **limits: float) -> None:
@@ -221,3 +221,13 @@ def test_a_client_that_comes_back_on_another_connection_has_not_left() -> None:
 async def until_true(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.005)
+
+
+def test_values_that_compare_set_answers_with_count_in_the_memory_of_answers() -> None:
+    async def scene(service: StoreService) -> None:
+        await service.carry_out([Set("large", b"x" * 20_000)], "set")
+        for n in range(20):
+            await service.carry_out([CompareSet("large", b"wrong", b"")] * 10, f"id{n}")
+        assert len(service._memory._kept) < 10
+
+    play(scene, size=1_000_000)

@@ -85,7 +85,7 @@ def read(text: bytes) -> dict[tuple[str, ...], float]:
 
 
 def figures(**changes: object) -> dict[tuple[str, ...], float]:
-    return read(exposition(msgspec.json.encode({**STATUS, **changes})))
+    return read(exposition(msgspec.json.encode({**STATUS, **changes}), {"store": 3}))
 
 
 def test_the_figures_are_those_of_the_status() -> None:
@@ -122,6 +122,7 @@ def test_the_figures_are_those_of_the_status() -> None:
         ("elastic_slow_rank_false_alarms_total",): 1,
         ("elastic_work_moved_total",): 6,
         ("elastic_events_total", "round_completed"): 4,
+        ("elastic_limit_hits_total", "store"): 3,
     }
     assert {key: found.get(key) for key in expected} == expected
     assert ("elastic_world_size_max",) not in found, "there is no limit"
@@ -136,7 +137,7 @@ def test_what_is_over_or_has_not_happened_yet_has_a_figure_too() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_has_nothing_to_say_against_it() -> None:
-    text = exposition(msgspec.json.encode(STATUS))
+    text = exposition(msgspec.json.encode(STATUS), {})
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30, check=False
     )

@@ -1,0 +1,62 @@
+"""The budget of one batch: what it may cost, return and wait for. Pure.
+
+A refusal names the bound, and the batch goes on with its next operation.
+"""
+
+from rendezvous import wire
+from rendezvous.limits import Hits, Limits
+
+# Costs, in looks at a key (see `Limits.batch_cost`). Other operations cost next to nothing.
+READ_COST, DELETE_COST, _TOLD_COST = 4, 10, 2  # for each key, and for each batch that is told
+BYTES_PER_LOOK = 128  # of a value that is copied
+_SMALL = (wire.Written, wire.Number)
+
+
+class Budget:
+    """What one batch has used so far."""
+
+    __slots__ = ("_cost", "_hits", "_size", "_waits", "limits")
+
+    def __init__(self, limits: Limits, hits: Hits) -> None:
+        self.limits, self._hits = limits, hits
+        self._cost = self._size = self._waits = 0
+
+    def charge(self, cost: int) -> wire.StoreRefusal | None:
+        """Charge for so many looks at a key; return a refusal if the batch costs too much."""
+        if self._cost + cost > self.limits.batch_cost:
+            problem = "the operations of this batch take too long together; send fewer in a batch"
+            return self.refuse("batch_cost", "too_large", problem)
+        self._cost += cost
+        return None
+
+    def charge_told(self, waiting: int) -> None:
+        """Charge for a write that so many batches were told of."""
+        self._cost += _TOLD_COST * waiting
+
+    def wait(self, waited: int, keys: int) -> wire.StoreRefusal | None:
+        """Charge for a wait for `keys` keys, when all batches wait for `waited`."""
+        if self._waits >= self.limits.batch_waits:
+            problem = f"a batch may wait {self._waits} times; send the rest in another one"
+            return self.refuse("batch_waits", "too_large", problem)
+        if waited + keys > self.limits.waited_keys:
+            problem = f"clients wait for {waited} keys already; try again in a moment"
+            return self.refuse("waits", "busy", problem)
+        self._waits += 1
+        return None
+
+    def fit(self, result: wire.Result) -> wire.Result:
+        """Return the result, or a refusal if the batch returns too much with it."""
+        if isinstance(result, _SMALL):
+            return result
+        size = wire.size_of(result)
+        if self._size + size > self.limits.reply_bytes and size > wire.RESULT_BYTES:
+            most = self.limits.reply_bytes / 1024**2
+            problem = f"the results of this batch are over {most:g} MiB; ask for less at once"
+            return self.refuse("reply", "too_large", problem)
+        self._size += size
+        return result
+
+    def refuse(self, bound: str, code: str, problem: str) -> wire.StoreRefusal:
+        """Return a refusal, and count that this bound was hit."""
+        self._hits.count(bound)
+        return wire.StoreRefusal(code, problem)

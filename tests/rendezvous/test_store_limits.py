@@ -1,0 +1,192 @@
+"""The bounds of a client's batches: what is over one is refused, and the batch goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rendezvous.limits import KEY_BYTES, Hits, Limits
+from rendezvous.store import Answered, KVStore
+from rendezvous.wire import (
+    Add,
+    Append,
+    Compared,
+    CompareSet,
+    Count,
+    Delete,
+    DeletePrefix,
+    Entries,
+    Get,
+    Number,
+    Operation,
+    Result,
+    Set,
+    StoreRefusal,
+    Watch,
+    Written,
+)
+
+MIB = 1024 * 1024
+
+
+class Client:
+    """One client of a store with these bounds."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.hits = Hits()
+        self.store = KVStore(limits=Limits(**limits), hits=self.hits)
+        self.sent = 0
+
+    def do(self, *operations: Operation, bounded: bool = True, now: float = 0.0) -> list[Any]:
+        """Return the results of a batch; an empty list if it waits."""
+        self.sent += 1
+        found: list[Result] = []
+        for outcome in self.store.submit(self.sent, operations, now, bounded=bounded):
+            if isinstance(outcome, Answered) and outcome.ticket == self.sent:
+                found += outcome.results
+        return found
+
+
+def refused(result: Result, code: str) -> bool:
+    return isinstance(result, StoreRefusal) and result.code == code and ";" in result.message
+
+
+# ---- keys and bytes --------------------------------------------------------------------
+
+
+def test_a_full_store_refuses_what_makes_it_larger_and_nothing_else() -> None:
+    client = Client(store_bytes=1000 + 2 * KEY_BYTES)
+    assert isinstance(client.do(Set("a", b"x" * 500))[0], Written)
+    assert refused(client.do(Set("b", b"x" * 600))[0], "store_full")
+    assert isinstance(client.do(Set("b", b"x" * 498))[0], Written)
+    growing = Append("b", b"x"), Add("n", 1), CompareSet("c", None, b""), Set("a", b"x" * 501)
+    assert all(refused(result, "store_full") for result in client.do(*growing))
+    assert isinstance(client.do(Set("a", b"y" * 500, lease=5.0))[0], Written)
+    assert isinstance(client.do(Set("a", b"y" * 100))[0], Written)
+    assert isinstance(client.do(Set("b", b"x" * 898))[0], Written)
+    assert client.do(Delete("b"))[0] == Number(1)
+    assert isinstance(client.do(Set("c", b"x" * 898))[0], Written)
+    assert client.hits.snapshot()["store"] == 5
+
+
+def test_keys_are_bounded_and_the_driver_may_write_more() -> None:
+    client = Client(store_keys=3)
+    results = client.do(*(Set(f"k{n}") for n in range(5)))
+    assert [isinstance(result, Written) for result in results] == [True, True, True, False, False]
+    assert refused(results[3], "store_full")
+    assert isinstance(client.do(Set("job/world"), bounded=False)[0], Written)
+    assert client.do(DeletePrefix("k"))[0] == Number(3)
+    assert isinstance(client.do(Set("k9"))[0], Written)
+
+
+def test_what_expires_or_is_deleted_makes_room() -> None:
+    client = Client(store_keys=2, store_bytes=2 * (KEY_BYTES + 10))
+    for turn in range(100):
+        wrote = client.do(Set("lease", b"12345", lease=1.0), Set("k", b"1"), now=float(2 * turn))
+        assert [type(result) for result in wrote] == [Written, Written]
+        client.store.expire(2 * turn + 1.0)
+        assert client.do(Delete("k"))[0] == Number(1)
+    assert client.store._bytes == 0
+
+
+def test_sealed_prefixes_take_room() -> None:
+    client = Client(store_bytes=3 * (KEY_BYTES + 3))
+    sealed = client.do(*(DeletePrefix(f"r{n}/", seal=True) for n in range(5)))
+    assert [isinstance(result, Number) for result in sealed] == [True, True, True, False, False]
+    assert client.do(DeletePrefix("r0/", seal=True)) == [Number(0)]
+    assert client.do(DeletePrefix("r9/", seal=True), bounded=False) == [Number(0)]
+
+
+# ---- results -----------------------------------------------------------------------------
+
+
+def test_results_that_are_too_large_together_are_refused_one_by_one() -> None:
+    client = Client()
+    for n in range(16):
+        client.do(Set(f"k{n}", b"x" * 4 * MIB))
+    wrong = CompareSet("k0", b"wrong", b"")
+    results = client.do(*(Get((f"k{n}",)) for n in range(16)), wrong, Add("n", 1))
+    assert [type(result) for result in results[:7]] == [Entries] * 7
+    assert all(refused(result, "too_large") for result in results[7:-1])
+    assert results[-1] == Number(1)  # the batch goes on
+    assert refused(client.do(Get(tuple(f"k{n}" for n in range(16))))[0], "too_large")
+    assert isinstance(client.do(wrong)[0], Compared)
+
+
+def test_a_wait_that_ends_with_too_much_is_refused_too() -> None:
+    client = Client(reply_bytes=1000)
+    assert client.do(Set("a", b"x" * 700)) == [Written(1)]
+    assert client.do(Get(("a", "b"), wait=10.0)) == []
+    (answered, _) = client.store.submit("writer", (Set("b", b"x" * 700),), 0.0)[::-1]
+    assert isinstance(answered, Answered)
+    assert refused(answered.results[0], "too_large")
+
+
+def test_shared_answers_are_bounded_by_their_bytes() -> None:
+    client = Client()
+    for n in range(8):
+        client.do(Set(f"k{n}", b"x" * 12 * MIB))
+    for n in range(7):
+        client.do(Get((f"k{n}", f"k{n + 1}")))
+        assert sum(entries.size for entries in client.store._shared.values()) < 90 * MIB
+
+
+# ---- costs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [Count(), DeletePrefix("none"), Append("large", b"x"), Get(tuple(map(str, range(50_000))))],
+    ids=lambda operation: type(operation).__name__,
+)
+def test_a_batch_of_expensive_operations_ends_in_refusals(operation: Operation) -> None:
+    client = Client()
+    client.do(Set("large", b"x" * (15 * MIB)))
+    client.store.submit("fill", tuple(Set(f"k{n}") for n in range(60_000)), 0.0, bounded=False)
+    results = client.do(*[operation] * 4096)
+    done = [result for result in results if not isinstance(result, StoreRefusal)]
+    assert 1 <= len(done) <= 8
+    assert all(refused(result, "too_large") for result in results[len(done) :])
+    assert client.hits.snapshot()["batch_cost"] == len(results) - len(done)
+    assert not isinstance(client.do(operation)[0], StoreRefusal)  # it may go on
+
+
+def test_writes_to_a_key_that_many_wait_for_cost_more() -> None:
+    client = Client(batch_cost=1000)
+    for _ in range(100):
+        client.do(Watch({"k": 10**9}, wait=10.0))
+    results = client.do(*[Set("k")] * 10)
+    assert [isinstance(result, Written) for result in results] == [True] * 6 + [False] * 4
+    assert all(isinstance(result, Written) for result in client.do(*[Set("other")] * 4096))
+
+
+def test_a_long_text_is_no_counter() -> None:
+    client = Client()
+    client.do(Set("n", b"1" * MIB))
+    (result,) = client.do(Add("n", 1))
+    assert isinstance(result, StoreRefusal)
+    assert result.code == "not_a_number"
+
+
+# ---- waits -------------------------------------------------------------------------------
+
+
+def test_a_batch_waits_a_few_times_only() -> None:
+    client = Client(batch_waits=2)
+    assert client.do(*[Get(("never",), wait=1.0)] * 4) == []
+    outcomes = [each for now in (1.0, 2.0, 3.0) for each in client.store.expire(now)]
+    (answered,) = outcomes
+    assert isinstance(answered, Answered)
+    assert [type(result) for result in answered.results] == [Entries] * 2 + [StoreRefusal] * 2
+
+
+def test_keys_that_are_waited_for_are_bounded_over_all_batches() -> None:
+    client = Client(waited_keys=5)
+    assert client.do(Get(("a", "b", "c"), wait=10.0)) == []
+    assert refused(client.do(Get(("a", "b", "c"), wait=10.0))[0], "busy")
+    assert client.do(Get(("a", "b"), wait=10.0)) == []
+    assert refused(client.do(Watch({"a": 9}, wait=10.0))[0], "busy")
+    assert client.do(Watch({"a": 9}, wait=10.0), bounded=False) == []
+    client.store.cancel(1)
+    assert client.do(Watch({"a": 9}, wait=10.0)) == []
