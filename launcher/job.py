@@ -230,7 +230,8 @@ def serve_tensorflow(line: CommandLine) -> "JobResult | int":
 
 def join_job(line: CommandLine, role: where.Join) -> int:
     """Take part in a job that another node serves."""
-    from launcher.join.node import JoinPlan, join  # noqa: PLC0415 - see `run`
+    from launcher.join.node import join  # noqa: PLC0415 - see `run`
+    from launcher.join.plan import JoinPlan  # noqa: PLC0415
 
     options, facts = line.options, collect_facts(line, os.environ)
     RunDir(Path(facts.state_dir), facts.run_id)  # raises for a name that is not usable

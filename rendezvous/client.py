@@ -52,8 +52,9 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
     `timeout` is the time for a call, without the waits that it contains; with `repeats=False` a
     call is tried once. `url_file` holds the address of a driver that took over, once there is one.
     `fingerprint` tells how the server's certificate is known (`rendezvous.tls`); with one, the
-    client speaks TLS only, and sends nothing before it has seen that certificate. Raises ValueError
-    for an address that is none, TokenError for one that does not go with the fingerprint.
+    client speaks TLS only, and sends nothing before it has seen that certificate. `max_answer` is
+    for a server that is not trusted: an answer of more bytes counts as none. Raises ValueError for
+    an address that is none, TokenError for one that does not go with the fingerprint.
     Every call may raise UnreachableError (no answer before the deadline),
     UnauthorizedError (wrong token), RequestError (the server refuses the request), AbortedError
     (after `abort`), and the errors in its own description.
@@ -68,6 +69,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         repeats: bool = True,
         url_file: Path | None = None,
         fingerprint: str = "",
+        max_answer: int | None = None,
     ) -> None:
         parts = parse_url(url)
         self._identity = _identity(url, parts, fingerprint)
@@ -76,7 +78,10 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         self.silent_since: float | None = None  # monotonic; None: the last attempt was answered
         self._host, self._port = str(parts.hostname), int(parts.port or 0)
         self._token, self._repeats, self._url_file = token, repeats, url_file
-        self._headers = {AUTHORIZATION: bearer(token), "Content-Type": "application/json"}
+        self._max_answer = max_answer
+        self._headers = {"Content-Type": "application/json"}
+        if token:
+            self._headers[AUTHORIZATION] = bearer(token)
         self._lock = threading.Lock()  # guards the next two
         self._idle: list[HTTPConnection] = []
         self._busy: set[HTTPConnection] = set()
@@ -317,6 +322,12 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             _arm(connection, until)
             return response.read(_CHUNK_BYTES)
 
+        if (most := self._max_answer) is not None:
+            _arm(connection, until)
+            answer = response.read(most + 1)
+            if len(answer) > most:
+                raise HTTPException(f"the answer has more than {most} bytes")
+            return response.status, answer
         return response.status, b"".join(iter(read_chunk, b""))
 
     def _await_answer(self, source: socket.socket, until: float, wake: int | None) -> None:

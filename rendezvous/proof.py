@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-HELLO_S = 10.0  # between the server's nonce and the node's proof
+HELLO_S = 5.0  # between the server's nonce and the node's proof
 MOST_OPEN = 4096  # hellos that wait for a proof
 MOST_OF_PEER = 256  # of them, of one address
 _PURPOSE = "elastic-driver: proof of a joining node, version 1"

@@ -1,8 +1,10 @@
 """Messages and store keys between the driver and nodes that join by themselves.
 
-A node reports to the driver with one route (`NODES_PATH`) and is answered with `Joined`. From then
-on it is a client of the ordinary store: it renews `node_lease` and waits for `node_order` to
-change. Pure data (JSON by msgspec); what a node sends has bounds. Times are seconds.
+A node and the driver first prove to each other that both know the secret (`rendezvous.proof`):
+`POST HELLO_PATH` with a `Hello` is answered with a `HelloAnswer`, `POST PROOF_PATH` with a
+`NodeProof` is answered with `Joined`. From then on the node has a token of its own. It reports with
+`POST NODES_PATH`, and is a client of the ordinary store: it renews `node_lease` and waits for
+`node_order` to change. Pure data (JSON by msgspec) with bounds. Times are seconds.
 """
 
 from typing import Annotated
@@ -10,12 +12,14 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 NODES_PATH = "/v1/nodes"
-NODES_PREFIX = "nodes/"
+HELLO_PATH, PROOF_PATH = f"{NODES_PATH}/hello", f"{NODES_PATH}/proof"
+MAX_STRANGERS_BYTES = 16384  # of a hello and of a proof
 NOT_JOINED = "not_joined"  # the error for a report of a node that the driver does not know
 
 Name = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Token = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[^/]*$")]
 Text = Annotated[str, Meta(max_length=2000)]
+Hex256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]  # a nonce, or a proof
 
 
 class NodeReport(Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,12 +42,34 @@ class NodeReport(Struct, frozen=True, forbid_unknown_fields=True):
     joined_as: Name | None = None
 
 
+class Hello(Struct, frozen=True, forbid_unknown_fields=True):
+    """The first words of a node, which say nothing about it."""
+
+    nonce: Hex256
+
+
+class HelloAnswer(Struct, frozen=True):
+    """The server's nonce, and one proof for each secret that it takes."""
+
+    nonce: Hex256
+    proofs: Annotated[tuple[Hex256, ...], Meta(max_length=8)]
+
+
+class NodeProof(Struct, frozen=True, forbid_unknown_fields=True):
+    """The node's proof in the exchange that has this nonce of the server, and its first report."""
+
+    nonce: Hex256
+    proof: Hex256
+    report: NodeReport
+
+
 class Joined(Struct, frozen=True):
     """The driver's answer to a report: the node's name in the job, and data for its agents."""
 
-    name: str
+    name: Name
     run_id: str
-    token: str  # the job's own; a node that may join may know it
+    token: str  # of the node
+    agent_token: str  # of agents of this name
     heartbeat_timeout: float
 
 
@@ -64,11 +90,19 @@ class NodeOrder(Struct, frozen=True):
     check_killed: int = 0
 
 
-def node_lease(session: str) -> str:
+def node_lease(name: str, session: str) -> str:
     """Return the key of the lease that a node renews while it lives."""
-    return f"{NODES_PREFIX}{session}/lease"
+    return f"nodes/{name}/{session}/lease"
 
 
-def node_order(session: str) -> str:
+def node_order(name: str, session: str) -> str:
     """Return the key of the node's `NodeOrder`."""
-    return f"{NODES_PREFIX}{session}/order"
+    return f"nodes/{name}/{session}/order"
+
+
+def session_of(lease: str) -> str:
+    """Return the session of a node's lease; "" if the key is none."""
+    match lease.split("/"):
+        case ["nodes", _name, session, "lease"]:
+            return session
+    return ""

@@ -1,10 +1,11 @@
 """Nodes that start by themselves and join: a host discovery and a backend in one.
 
-A node reports that it is there, and is a host like any other from then on: `find` lists it, and
-`start` writes the wanted incarnation into the store, where the node waits for it. The node lives as
-long as it renews its lease in the store. When the lease expires, or the node leaves or joins
-again, it is no longer a host and its agents are lost. If the server's own node trains too, it
-is the first host; an ordinary backend starts its agents.
+A node proves that it knows the job's secret (`node_proofs`) and reports that it is there. It gets
+tokens of its own, and is a host like any other from then on: `find` lists it, and `start` writes
+the wanted incarnation into the store, where the node waits for it. The node lives as long as it
+renews its lease in the store. When the lease expires, or the node leaves or joins again, it is no
+longer a host and its agents are lost. If the server's own node trains too, it is the first host; an
+ordinary backend starts its agents.
 
 A driver that goes on with a job *awaits* the nodes of the driver before it: they are hosts already,
 and orders for them wait. A node that comes back in time keeps its name and its agents.
@@ -26,6 +27,7 @@ from elastic_driver.core import join_messages as join
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import AdoptsAgents, Backend, OnLost
 from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.node_proofs import NodeProofs
 from rendezvous.errors import StoppedError
 from rendezvous.server import RendezvousServer
 from rendezvous.web import Problem, json_answer, read_json
@@ -70,12 +72,12 @@ class JoinedNodes(Backend):
 
     Args:
         rules: the settings of the job that concern nodes.
-        secrets: a node may join with any of these.
+        secrets: a node has to prove that it knows one of these, or the run's token.
         own: the server's own node, if it trains too. Set `own_starter` before its first `start`.
     """
 
     def __init__(self, rules: NodeRules, secrets: tuple[str, ...] = (), own: Hosts = ()) -> None:
-        self._rules, self.secrets, self._own = rules, secrets, dict(own)
+        self._rules, self._secrets, self._own = rules, secrets, dict(own)
         self.own_starter: Backend | None = None
         self._lock = threading.Condition()
         self._nodes: dict[str, _JoinedNode] = {}  # by session
@@ -85,12 +87,14 @@ class JoinedNodes(Backend):
         self._cancelled = False
         self._server: RendezvousServer | None = None
         self._token = ""
+        self._proofs: NodeProofs | None = None
         self._over: join.JobOver | None = None
 
     def open(self, server: RendezvousServer, token: str) -> None:
         """Let nodes join from now on: the rendezvous is up, and the job's token is written."""
         with self._lock:
             self._server, self._token = server, token
+            self._proofs = NodeProofs((*self._secrets, token), "")
 
     def await_nodes(self, hosts: Hosts) -> None:
         """Take these for the nodes of a driver that has died; to be called before `open`."""
@@ -105,6 +109,8 @@ class JoinedNodes(Backend):
 
     def find(self) -> Hosts:
         """Return the hosts in the order in which they joined; wait `LOOK_S` for a change."""
+        if self._proofs is not None:
+            self._proofs.expire()
         with self._lock:
             self._lock.wait_for(lambda: self._changed or self._cancelled, LOOK_S)
             if self._cancelled:
@@ -194,7 +200,8 @@ class JoinedNodes(Backend):
             check=max(filter(_of_check, node.agents), default=0),
             check_killed=node.check_killed,
         )
-        self._store(Set(join.node_order(node.offer.session), msgspec.json.encode(order)))
+        key = join.node_order(node.name, node.offer.session)
+        self._store(Set(key, msgspec.json.encode(order)))
 
     def _store(self, operation: Operation) -> None:
         if self._server is not None:
@@ -204,47 +211,70 @@ class JoinedNodes(Backend):
     # ---- reports of nodes -----------------------------------------------------------------
 
     def add_to(self, app: web.Application) -> None:
-        """Mount the route."""
+        """Mount the routes."""
+        app.router.add_post(join.HELLO_PATH, self.post_hello)
+        app.router.add_post(join.PROOF_PATH, self.post_proof)
         app.router.add_post(join.NODES_PATH, self.post_report)
 
+    async def post_hello(self, request: web.Request) -> web.Response:
+        """Prove to a node that this server knows the secret."""
+        return await self._open_proofs().hello(request)
+
+    async def post_proof(self, request: web.Request) -> web.Response:
+        """Take in a node that has proved that it knows the secret."""
+        return self._take(await self._open_proofs().check(request), proved=True)
+
     async def post_report(self, request: web.Request) -> web.Response:
-        """Take in a node, the end of its agents, or its leaving."""
-        report, rules = await read_json(request, _decode_report), self._rules
+        """Take in the end of a node's agents, its leaving, or its return to this driver."""
+        return self._take(await read_json(request, _decode_report), proved=False)
+
+    def _open_proofs(self) -> NodeProofs:
+        if self._proofs is None:
+            raise _not_accepting()
+        return self._proofs
+
+    def _take(self, report: join.NodeReport, *, proved: bool) -> web.Response:
+        rules = self._rules
         with self._lock:
             node = self._nodes.get(report.session)
             if node is None:
-                node = self._join(report)
+                node = self._join(report, proved)
             elif report.leaves:
                 self._remove(node, report.reason)
             else:
                 alike = [n for n in node.agents if _of_check(n) == _of_check(report.ended)]
                 for incarnation in [n for n in alike if n <= report.ended]:
                     node.agents.pop(incarnation)(report.reason)
-        answer = join.Joined(node.name, rules.run_id, self._token, rules.heartbeat_timeout)
-        return json_answer(answer)
+        token = agent_token = self._token
+        return json_answer(
+            join.Joined(node.name, rules.run_id, token, agent_token, rules.heartbeat_timeout)
+        )
 
     def lease_expired(self, key: str) -> None:
         """Give up the node that owned this lease; called by the server's thread for every lease."""
         with self._lock:
-            node = self._nodes.get(key.removeprefix(join.NODES_PREFIX).removesuffix("/lease"))
+            node = self._nodes.get(join.session_of(key))
             if node is not None:
                 silence = f"{self._rules.heartbeat_timeout:g} s"
                 self._remove(node, f"node {node.name} was not heard from for {silence}")
 
     # ---- the table, with the lock held ---------------------------------------------------
 
-    def _join(self, offer: join.NodeReport) -> _JoinedNode:
+    def _join(self, offer: join.NodeReport, proved: bool) -> _JoinedNode:
         """Add a node; if it joins again, the agents of its earlier process are lost."""
         rules = self._rules
         if offer.ended or offer.leaves:
             raise Problem(410, join.NOT_JOINED, "the job does not know this node", "join again")
+        if not proved and offer.joined_as is None:  # an older program sends the secret itself
+            problem = f"{offer.name} has not proved that it knows the secret"
+            raise Problem(409, "no_proof", problem, "install the same elastic-driver everywhere")
         if offer.version != rules.version:
             versions = f"{offer.version}, and the server {rules.version}"
             problem = f"{offer.name} has elastic-driver {versions}"
             raise Problem(409, "other_version", problem, "install the same version everywhere")
         ends = self._over is not None and offer.joined_as not in self._awaited
         if ends or self._server is None:
-            raise Problem(503, "not_accepting", "the job begins or ends", "try again later")
+            raise _not_accepting()
         if len(self._nodes) >= MAX_NODES:
             raise Problem(409, "too_many", f"{MAX_NODES} nodes have joined already")
         for known in list(self._nodes.values()):
@@ -255,7 +285,8 @@ class JoinedNodes(Backend):
             node = _JoinedNode(self._free_name(offer), offer, offer.slots or rules.default_slots)
         node.offer = offer
         self._nodes[offer.session] = node
-        self._store(Set(join.node_lease(offer.session), lease=rules.heartbeat_timeout))
+        lease = join.node_lease(node.name, offer.session)
+        self._store(Set(lease, lease=rules.heartbeat_timeout))
         self._publish(node)
         self._change()
         return node
@@ -279,7 +310,8 @@ class JoinedNodes(Backend):
     def _remove(self, node: _JoinedNode, reason: str) -> None:
         """Forget a node, refuse its keys, and report its agents as lost."""
         del self._nodes[node.offer.session]
-        self._store(DeletePrefix(f"{join.NODES_PREFIX}{node.offer.session}/", seal=True))
+        keys = join.node_lease(node.name, node.offer.session).removesuffix("lease")
+        self._store(DeletePrefix(keys, seal=True))
         self._change()
         for on_lost in node.agents.values():
             on_lost(reason)
@@ -287,6 +319,10 @@ class JoinedNodes(Backend):
     def _change(self) -> None:
         self._changed = True
         self._lock.notify_all()
+
+
+def _not_accepting() -> Problem:
+    return Problem(503, "not_accepting", "the job begins or ends", "try again later")
 
 
 class CheckOfNodes(Backend):

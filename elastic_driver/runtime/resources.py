@@ -187,14 +187,11 @@ class DriverResources:
         setup, routes = self._setup, self.routes
         run = setup.resumed
         before, kept = (0, {}) if run is None else (run.port, run.keys)
-        others = dict.fromkeys(setup.secrets, Role.OPERATOR)
-        if setup.joined is not None:
-            others = dict.fromkeys(setup.joined.secrets, Role.NODE)
         server = RendezvousServer(
             setup.options.bind_host,
             setup.options.bind_port or before,
             token=token,
-            others=others,
+            others=dict.fromkeys(setup.secrets, Role.OPERATOR),
             on_lease_expired=self._lease_expired,
             on_client_left=self._suspects.client_left,
             routes=routes.add_to,

@@ -64,8 +64,9 @@ class Membership:
         It may be the one before: the wait has a bound, and ends if `wake` becomes readable.
         """
         self._deliver()
-        patience, key = self._client.timeout, messages.node_order(self._offer.session)
-        lease = Set(messages.node_lease(self._offer.session), lease=self.joined.heartbeat_timeout)
+        patience, node = self._client.timeout, (self.joined.name, self._offer.session)
+        key = messages.node_order(*node)
+        lease = Set(messages.node_lease(*node), lease=self.joined.heartbeat_timeout)
         known = {key: self._seen, contract.JOB_DRIVER: self._seen_driver}
         watch = Watch(known, wait=min(MAX_WAIT_S, patience / 3))
         asked = lease, watch, Get((contract.JOB_DRIVER,)), Get((key,))

@@ -18,31 +18,24 @@ import os
 import secrets
 import shlex
 import signal
-import socket
 import subprocess
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from elastic_driver.console import say
 from elastic_driver.core.documents import JobSpec
-from elastic_driver.core.join_messages import Joined, NodeOrder, NodeReport
-from elastic_driver.errors import ClusterError, ExitCode, UsageError
-from elastic_driver.settings import Settings
+from elastic_driver.core.join_messages import NodeReport
+from elastic_driver.errors import ExitCode, UsageError
 from launcher import version
 from launcher.agent.folders import held_folder, sweep, sweep_scratch
 from launcher.agent.processes import become_subreaper, children, end_all
 from launcher.agent.remote import start_agent
 from launcher.backends.base import PACKAGE_ROOT, agent_arguments, describe_end
 from launcher.edge import handled
-from launcher.join.identity import claim_name, machine_id, of_node
-from launcher.join.membership import Membership, send_report
-from launcher.launch.hosts import Join
-from launcher.network import addresses_of, bracketed
-from launcher.options.table import LaunchOptions
+from launcher.join.identity import claim_name, machine_id
+from launcher.join.membership import Membership
+from launcher.join.plan import JoinPlan
+from launcher.join.search import FoundServer, find_server
 from rendezvous import errors
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient
@@ -50,11 +43,7 @@ from rendezvous.client import RendezvousClient
 FOLDER_PREFIX = "elastic-join-"
 ORPHANS_S = 5.0  # the time for the processes of a dead agent to end
 GOODBYE_S = 2.0  # the time to tell the server that we leave
-ATTEMPT_S = 3.0  # the time for one address of the server to answer
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_decode_order = msgspec.json.Decoder(NodeOrder).decode
-_decode_joined = msgspec.json.Decoder(Joined).decode
 
 
 @dataclass(eq=False)
@@ -67,28 +56,6 @@ class _Agents:
     def has_ended(self) -> bool:
         """Return whether there is an agent whose process has ended."""
         return self.agent is not None and self.agent.poll() is not None
-
-
-@dataclass(frozen=True)
-class JoinPlan:
-    """The command line of a node that joins."""
-
-    server: Join
-    slots: int | None  # None: the server's number
-    options: LaunchOptions
-    settings: Settings
-    state_dir: Path
-    command: tuple[str, ...] = ()  # the command typed here; the server's command runs
-
-    @property
-    def place(self) -> str:
-        """The server's address as it is written in a URL."""
-        return f"{bracketed(self.server.host)}:{self.server.port}"
-
-    def say(self, sentence: str) -> None:
-        """Show a sentence on stderr, unless --quiet was given."""
-        if not self.options.quiet:
-            say(f"elasticrun: {sentence}")
 
 
 def join(plan: JoinPlan) -> int:
@@ -133,10 +100,10 @@ class Node:
             while True:
                 session = secrets.token_hex(16)
                 offer = NodeReport(name, machine_id(), session, version(), plan.slots)
-                url, joined = find_server(plan, offer, patience, option)
+                found = find_server(plan, offer, patience, option)
                 self._searching = False
-                with RendezvousClient(url, joined.token, joined.heartbeat_timeout) as client:
-                    code = self._take_part(client, joined, offer)
+                with found.client() as client:
+                    code = self._take_part(client, found, offer)
                 if code is not None:
                     return code
                 self._searching = True
@@ -144,16 +111,19 @@ class Node:
                     return 128 + number
                 patience, option = plan.settings.elastic_timeout, "--elastic-timeout"
 
-    def _take_part(self, client: RendezvousClient, joined: Joined, offer: NodeReport) -> int | None:
+    def _take_part(
+        self, client: RendezvousClient, found: FoundServer, offer: NodeReport
+    ) -> int | None:
         """Run the job's agents until the job or our part in it ends.
 
         Return the exit status, or None if the server was lost.
         """
         plan, reason, place = self._plan, "this host cannot run the job", None
+        joined = found.joined
         self._job, self._checks = _Agents(), _Agents()
         sweep(FOLDER_PREFIX)
         with held_folder(Path(tempfile.gettempdir(), FOLDER_PREFIX + offer.session)) as folder:
-            token_file = write_token_file(folder / "token", joined.token)
+            token_file = write_token_file(folder / "token", joined.agent_token)
             try:
                 place = Membership(client, joined, offer)
                 check_spec(place.spec, plan)
@@ -259,79 +229,3 @@ def check_spec(spec: JobSpec, plan: JoinPlan) -> None:
         )
     if plan.command and plan.command != spec.command:
         plan.say(f"the job runs the command of its server: {shlex.join(spec.command)}")
-
-
-# ---- the way to the server ---------------------------------------------------------------
-
-
-def find_server(
-    plan: JoinPlan, offer: NodeReport, patience: float, option: str
-) -> tuple[str, Joined]:
-    """Wait until the server takes this node in; return its numeric URL and its answer.
-
-    The server's name is looked up again for each attempt, because the server may come back at
-    another address. Agents get a numeric address, so that no name is looked up later.
-
-    Raises ClusterError if it has not answered within `patience` seconds (`option` sets them), and
-    UsageError if it refuses this node for good.
-    """
-    until = time.monotonic() + patience
-    pause, told = FIRST_PAUSE_S, False
-    while True:
-        found = _attempt(plan, offer)
-        if not isinstance(found, str):
-            return found
-        if time.monotonic() + pause > until:
-            raise ClusterError(
-                f"no server at {plan.place} within {patience:g} s ({option}): {found}; is it "
-                "started, and can this host reach that port?"
-            )
-        if not told:
-            told = True
-            plan.say(f"waiting for the server at {plan.place}, {patience:g} s at most")
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_S)
-
-
-def _attempt(plan: JoinPlan, offer: NodeReport) -> tuple[str, Joined] | str:
-    """Try every address of the server; return the problem if none takes this node in."""
-    host, port = plan.server.host, plan.server.port
-    problem = f"the name {host} has no address"
-    for address in addresses_of(host):
-        url = f"http://{bracketed(address)}:{port}"
-        try:
-            socket.create_connection((address, port), ATTEMPT_S).close()
-            return url, _offer(plan, url, offer)
-        except TimeoutError:
-            problem = f"{address} does not answer"
-        except (OSError, errors.RendezvousError, msgspec.DecodeError) as error:
-            problem = getattr(error, "strerror", None) or str(error)
-    return problem
-
-
-def _offer(plan: JoinPlan, url: str, offer: NodeReport) -> Joined:
-    """Offer this node, with one secret after the other."""
-    options = plan.options
-    known = of_node(options.token_file, options.run_id, plan.state_dir, plan.server.port)
-    for secret in known:
-        with RendezvousClient(url, secret, ATTEMPT_S) as client:
-            try:
-                return send_report(client, offer)
-            except errors.UnauthorizedError:
-                continue
-            except errors.RequestError as error:
-                if error.status == 409:
-                    raise UsageError(str(error)) from None
-                raise ClusterError(
-                    f"the program at {plan.place} takes in no nodes ({error.code}); start it with "
-                    "--serve, or with --nnodes of more than 1 and --rdzv-endpoint"
-                ) from None
-    if known:
-        raise UsageError(
-            f"the server at {plan.place} does not know this node's secret: it serves another job, "
-            "or --run-id (--rdzv-id) or --token-file differ from the server's"
-        )
-    raise UsageError(
-        f"the server at {plan.place} is up, but this node has no secret to join it: give the same "
-        "--run-id (--rdzv-id) on every node, or the same --token-file"
-    )

@@ -205,24 +205,37 @@ def test_a_node_that_is_killed_takes_its_workers_along_and_the_others_train_on(
         assert not left_in(temporary)
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (("--run-id", "another"), "does not know this node's secret"),
-        ((), "this node has no secret to join it: give the same --run-id"),
-    ],
-)
-def test_a_node_without_the_right_secret_is_told_in_a_line(
-    tmp_path: Path, args: tuple[str, ...], said: str
+def test_a_node_without_a_secret_is_told_in_a_line(tmp_path: Path) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    with Nodes(tmp_path) as nodes:
+        job = nodes.serve("--serve", "--nnodes", "1", "--rdzv-endpoint", at, "true")
+        stranger = nodes.start("--join", at, "--state-dir", str(tmp_path / "elsewhere"))
+        assert stranger.wait() == 64, stranger.context()
+        (line,) = [x for x in stranger.stderr.splitlines() if "waiting for" not in x]
+        assert "this node has no secret to join it: give the same --run-id" in line
+        assert not job.events("host_discovered")
+
+
+def test_a_node_with_another_secret_is_told_so_and_waits_and_the_server_names_it_once(
+    tmp_path: Path,
 ) -> None:
     at = f"127.0.0.1:{free_port()}"
     with Nodes(tmp_path) as nodes:
         job = nodes.serve("--serve", "--nnodes", "1", "--rdzv-endpoint", at, "true")
-        stranger = nodes.start("--join", at, "--state-dir", str(tmp_path / "elsewhere"), *args)
+        job.until(lambda: "run-id" in job.stderr(), "the server is up")
+        names = ("--run-id", "another", "--state-dir", str(tmp_path / "elsewhere"))
+        stranger = nodes.start("--join", at, *names, "--start-timeout", "3")
         assert stranger.wait() == 64, stranger.context()
-        (line,) = [x for x in stranger.stderr.splitlines() if "waiting for" not in x]
-        assert said in line
+        lines = [x for x in stranger.stderr.splitlines() if "waiting for" not in x]
+        assert len(lines) == 2, "when it is found, and when the time is over"
+        for line in lines:
+            assert (
+                f"the server at {at} does not know this node's secret; another program or" in line
+            )
         assert not job.events("host_discovered")
+        told = "a program at 127.0.0.1 asked to join and did not prove that it knows this job's"
+        job.until(lambda: told in job.stderr(), "the server names it")
+        assert job.stderr().count(told) == 1
 
 
 def test_a_server_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path) -> None:

@@ -9,19 +9,24 @@ import pytest
 
 from elastic_driver.contract import FIRST_OF_CHECKS
 from elastic_driver.core.join_messages import (
+    HELLO_PATH,
     NODES_PATH,
+    PROOF_PATH,
+    Hello,
+    HelloAnswer,
     JobOver,
     Joined,
     NodeOrder,
+    NodeProof,
     NodeReport,
     node_lease,
     node_order,
 )
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
-from rendezvous.auth import Role
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, SealedError, UnauthorizedError
+from rendezvous.proof import Handshake, Speaker, make_nonce
 from rendezvous.server import RendezvousServer
 from tests.support.job import eventually
 
@@ -59,7 +64,6 @@ class Site:
         self.own = self.nodes.own_starter = OwnAgents()
         self.server = RendezvousServer(
             token="token",
-            others=dict.fromkeys(self.nodes.secrets, Role.NODE),
             routes=self.nodes.add_to,
             on_lease_expired=self.nodes.lease_expired,
         ).start()
@@ -67,6 +71,7 @@ class Site:
             self.nodes.await_nodes((("server", 1), *awaited))
         self.nodes.open(self.server, "token")
         self.lost: list[str] = []
+        self.tokens: dict[str, Joined] = {}  # by session
 
     def client(self, token: str = "token") -> RendezvousClient:  # noqa: S107 - of this test alone
         return RendezvousClient(self.server.url, token, timeout=5.0)
@@ -74,20 +79,48 @@ class Site:
     def report(self, name: str, *, machine: str = "m", session: str = "", **more: object) -> Joined:
         report = NodeReport(name, machine, session or f"{name}-{machine}", "1.0")
         report = msgspec.structs.replace(report, **more)
-        with self.client("a secret") as client:
-            body = client.post_json(NODES_PATH, msgspec.json.encode(report))
+        joined = self.tokens.get(report.session)
+        if joined is None and report.joined_as is None:
+            with self.client("") as client:
+                joined = self.join(client, report)
+        else:
+            with self.client("token" if joined is None else joined.token) as client:
+                body = client.post_json(NODES_PATH, msgspec.json.encode(report))
+            joined = msgspec.json.decode(body, type=Joined)
+        self.tokens[report.session] = joined
+        return joined
+
+    def join(
+        self,
+        client: RendezvousClient,
+        report: NodeReport,
+        secret: str = "a secret",  # noqa: S107 - of this test alone
+        fingerprint: str = "",
+    ) -> Joined:
+        """A node's side of the proof, and what it is answered."""
+        hello = Hello(make_nonce())
+        body = client.post_json(HELLO_PATH, msgspec.json.encode(hello))
+        answer = msgspec.json.decode(body, type=HelloAnswer)
+        handshake = Handshake(hello.nonce, answer.nonce, fingerprint)
+        proof = NodeProof(answer.nonce, handshake.prove(secret, Speaker.NODE), report)
+        return self.prove(client, proof)
+
+    def prove(self, client: RendezvousClient, proof: NodeProof) -> Joined:
+        body = client.post_json(PROOF_PATH, msgspec.json.encode(proof))
         return msgspec.json.decode(body, type=Joined)
 
     def order(self, session: str, after: int = 0) -> tuple[NodeOrder, int]:
         """The node's order that is newer than this revision, and its own."""
-        with self.client() as client:
-            entry = client.get(node_order(session), wait=5.0, after=after)
+        with self.client(self.tokens[session].token) as client:
+            key = node_order(self.tokens[session].name, session)
+            entry = client.get(key, wait=5.0, after=after)
         assert entry is not None
         return msgspec.json.decode(entry.value, type=NodeOrder), entry.revision
 
     def renew(self, session: str) -> None:
-        with self.client() as client:
-            client.set(node_lease(session), b"", lease=PATIENCE_S)
+        with self.client(self.tokens[session].token) as client:
+            key = node_lease(self.tokens[session].name, session)
+            client.set(key, b"", lease=PATIENCE_S)
 
     def start(self, host: str, incarnation: int = 1) -> None:
         self.nodes.start(host, incarnation, self.lost.append)

@@ -1,0 +1,160 @@
+"""The way of a node to its server: both prove that they know the secret, then the node is taken in.
+
+Anyone may listen at the server's port. So a node says nothing of itself, and believes nothing,
+before the program there has proved that it knows the secret (`rendezvous.proof`). Whatever another
+program answers, the node goes on waiting for the right one. Times are seconds.
+"""
+
+import socket
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from elastic_driver.core import join_messages as messages
+from elastic_driver.core.join_messages import Hello, HelloAnswer, Joined, NodeProof, NodeReport
+from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from launcher.join.identity import of_node
+from launcher.join.plan import JoinPlan
+from launcher.network import addresses_of, bracketed
+from rendezvous import errors
+from rendezvous.client import RendezvousClient
+from rendezvous.proof import Handshake, Speaker, make_nonce
+
+ATTEMPT_S = 3.0  # the time for one address of the server to answer
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
+_decode_answer = msgspec.json.Decoder(HelloAnswer).decode
+_decode_joined = msgspec.json.Decoder(Joined).decode
+
+
+@dataclass(frozen=True)
+class FoundServer:
+    """The job's server and its answer to this node; `url` has a numeric address."""
+
+    url: str
+    joined: Joined
+
+    def client(self) -> RendezvousClient:
+        """Return a client with the token of this node."""
+        return RendezvousClient(self.url, self.joined.token, self.joined.heartbeat_timeout)
+
+
+class _WaitError(Exception):
+    """Says why an attempt has failed; the next one may succeed.
+
+    `final` is the error for the user if none does; None: nothing listens there.
+    """
+
+    def __init__(self, problem: str, final: ElasticError | None = None) -> None:
+        super().__init__(problem)
+        self.final = final
+
+
+def find_server(plan: JoinPlan, offer: NodeReport, patience: float, option: str) -> FoundServer:
+    """Wait until the server takes this node in.
+
+    The server's name is looked up again for each attempt, because the server may come back at
+    another address. Agents get a numeric address, so that no name is looked up later.
+
+    Raises an ElasticError if no server has taken this node in within `patience` seconds (`option`
+    sets them), or the server refuses it for good.
+    """
+    until = time.monotonic() + patience
+    pause, told = FIRST_PAUSE_S, set[str]()
+
+    def tell(sentence: str) -> None:
+        if sentence not in told:
+            told.add(sentence)
+            plan.say(sentence)
+
+    while True:
+        try:
+            return _attempt(plan, offer)
+        except _WaitError as found:
+            if found.final is not None:
+                tell(str(found.final))
+            if time.monotonic() + pause > until:
+                raise found.final or ClusterError(
+                    f"no server at {plan.place} within {patience:g} s ({option}): {found}; is it "
+                    "started, and can this host reach that port?"
+                ) from None
+        tell(f"waiting for the server at {plan.place}, {patience:g} s at most")
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _attempt(plan: JoinPlan, offer: NodeReport) -> FoundServer:
+    """Try every address of the server; raises _WaitError if none takes this node in."""
+    host, port = plan.server.host, plan.server.port
+    problem = _WaitError(f"the name {host} has no address")
+    for address in addresses_of(host):
+        url = f"http://{bracketed(address)}:{port}"
+        try:
+            socket.create_connection((address, port), ATTEMPT_S).close()
+            return FoundServer(url, _join(plan, url, offer))
+        except TimeoutError:
+            problem = _WaitError(f"{address} does not answer")
+        except _WaitError as error:
+            problem = error
+        except (OSError, errors.RendezvousError, msgspec.DecodeError) as error:
+            problem = _WaitError(getattr(error, "strerror", None) or str(error))
+    raise problem
+
+
+def _join(plan: JoinPlan, url: str, offer: NodeReport) -> Joined:
+    """Say hello, check the server's proof, and prove to it that this node knows the secret."""
+    options = plan.options
+    known = of_node(options.token_file, options.run_id, plan.state_dir, plan.server.port)
+    if not known:
+        raise UsageError(
+            f"the server at {plan.place} is up, but this node has no secret to join it: give the "
+            "same --run-id (--rdzv-id) on every node, or the same --token-file"
+        )
+    most = messages.MAX_STRANGERS_BYTES
+    with RendezvousClient(url, "", ATTEMPT_S, repeats=False, max_answer=most) as client:
+        handshake, secret = _verify(plan, client, known)
+        proof = NodeProof(handshake.server_nonce, handshake.prove(secret, Speaker.NODE), offer)
+        try:
+            body = client.post_json(messages.PROOF_PATH, msgspec.json.encode(proof))
+        except errors.RequestError as error:
+            if error.status == 409:
+                raise UsageError(str(error)) from None
+            raise
+        return _decode_joined(body)
+
+
+def _verify(
+    plan: JoinPlan, client: RendezvousClient, known: tuple[str, ...]
+) -> tuple[Handshake, str]:
+    """Return the exchange and the secret that the server has proved; raises _WaitError."""
+    nonce = make_nonce()
+    try:
+        body = client.post_json(messages.HELLO_PATH, msgspec.json.encode(Hello(nonce)))
+        answer = _decode_answer(body)
+    except errors.UnauthorizedError:
+        raise _no_server(
+            plan, "asks for the secret itself; is its elastic-driver older than this node's?"
+        ) from None
+    except errors.RequestError as error:
+        if error.status not in (404, 405):
+            raise
+        raise _no_server(
+            plan,
+            f"takes in no nodes ({error.code}); start it with --serve, or with --nnodes of more "
+            "than 1 and --rdzv-endpoint",
+        ) from None
+    handshake = Handshake(nonce, answer.nonce)
+    secret = handshake.proved(known, Speaker.SERVER, answer.proofs)
+    if secret is None:
+        problem = (
+            f"the server at {plan.place} does not know this node's secret; another program or "
+            "another user's job may listen there, or --run-id (--rdzv-id) or --token-file differ "
+            "from the server's"
+        )
+        raise _WaitError(problem, UsageError(problem))
+    return handshake, secret
+
+
+def _no_server(plan: JoinPlan, sentence: str) -> _WaitError:
+    problem = f"the program at {plan.place} {sentence}"
+    return _WaitError(problem, ClusterError(problem))
