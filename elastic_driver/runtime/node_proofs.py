@@ -62,9 +62,7 @@ class NodeProofs:
                 return claim.report
             self._tell([hello])
             await asyncio.sleep(PAUSE_S)
-        raise Problem(
-            403, "no_proof", "the proof is wrong, late or a repetition", "say hello again"
-        )
+        raise Problem(403, "no_proof", "the proof is wrong, late or repeated", "say hello again")
 
     def expire(self) -> None:
         """Report the nodes that have said hello and have not proved anything since."""

@@ -23,7 +23,7 @@ from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.runtime import machine_api
 from rendezvous import wire
-from rendezvous.web import JSON, KVQuery
+from rendezvous.web import JSON, OPEN, KVQuery
 
 OPENAPI_PATH = "/v1/openapi.json"
 _BINARY, _TEXT, _STREAM = "application/octet-stream", "text/plain", "text/event-stream"
@@ -96,6 +96,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", contract.METRICS_PATH): Operation(_TEXT),
     ("GET", OPENAPI_PATH): Operation(dict[str, Any]),
     ("POST", contract.OUTPUT_PATH): Operation(Accepted, documents.OutputLines, code=202),
+    ("POST", join.HELLO_PATH): Operation(join.HelloAnswer, join.Hello),
+    ("POST", join.PROOF_PATH): Operation(join.Joined, join.NodeProof),
     ("POST", join.NODES_PATH): Operation(join.Joined, join.NodeReport),
 }
 
@@ -209,7 +211,7 @@ def _entry(
     if operation.body is not None:
         content = _content(operation.body, schema_of)
         entry["requestBody"] = {"content": content, "required": not operation.optional}
-    if path == wire.HEALTH_PATH:
+    if path in OPEN:
         entry["security"] = []
     return entry
 

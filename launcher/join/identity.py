@@ -5,13 +5,14 @@ process holds a name through an abstract socket, which the kernel frees when the
 next process that holds the name is the successor of the one before, and the node keeps its name.
 
 Server and node both have the secret, and it is in no argument. It is one of three, in this order:
-the text of --token-file; the run's own token, if node and server share a state directory; a key
-derived from --run-id, which is only as secret as the id. The node sends it with its first request
-and gets the job's token, a new one for each run. So no process of a run that is over can talk to
-the next run.
+a key derived from the text of --token-file; the run's own token, if node and server share a state
+directory; a key derived from --run-id, which is only as secret as the id. Each proves to the other
+that it has it (`rendezvous.proof`), and the node gets a token of its own, a new one for each run.
+So no process of a run that is over can talk to the next run.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -80,9 +81,13 @@ def _bind(held: socket.socket, name: str) -> bool:
 # ---- the secret --------------------------------------------------------------------------
 
 
-def derive(run_id: str) -> str:
-    """Return the key of a run id; everyone who knows the id can make it."""
-    return hashlib.scrypt(run_id.encode(), salt=_SALT, n=_COST, r=8, p=1, dklen=32).hex()
+@functools.lru_cache(maxsize=16)
+def derive(text: str) -> str:
+    """Return the key of a --token-file's text or a run id; everyone who knows it can make the key.
+
+    It takes time, so that guesses which are tested against a proof take time, too.
+    """
+    return hashlib.scrypt(text.encode(), salt=_SALT, n=_COST, r=8, p=1, dklen=32).hex()
 
 
 def read_secret(path: str) -> str:
@@ -106,7 +111,7 @@ def read_secret(path: str) -> str:
 def of_server(token_file: str | None, run_id: str | None) -> tuple[str, ...]:
     """Return the secrets that the server takes from nodes beside its own token."""
     if token_file is not None:
-        return (read_secret(token_file),)
+        return (derive(read_secret(token_file)),)
     return () if run_id is None else (derive(run_id),)
 
 
@@ -119,7 +124,7 @@ def of_node(
     state directory, and the key of the run id.
     """
     if token_file is not None:
-        return (read_secret(token_file),)
+        return (derive(read_secret(token_file)),)
     tokens = []
     for folder in sorted(state_dir.glob("*")) if run_id is None else [state_dir / run_id]:
         run = read_endpoint(folder)

@@ -164,8 +164,9 @@ def _who_may_join(options: LaunchOptions, role: where.Serve | None) -> str:
         return ""
     if options.run_id is not None:
         return (
-            f"anyone who knows the run id {options.run_id} and reaches port {role.port} can join "
-            "this job; give --token-file on every node for a real secret"
+            f"the run id {options.run_id} is no secret: anyone who knows it and reaches port "
+            f"{role.port} can join this job; give the same --token-file FILE on every node, made "
+            "with: (umask 077; openssl rand -hex 32 > FILE)"
         )
     return (
         "nodes can join only with this run's token, from a shared --state-dir; give the same "

@@ -222,7 +222,7 @@ def test_a_node_with_another_secret_is_told_so_and_waits_and_the_server_names_it
     at = f"127.0.0.1:{free_port()}"
     with Nodes(tmp_path) as nodes:
         job = nodes.serve("--serve", "--nnodes", "1", "--rdzv-endpoint", at, "true")
-        job.until(lambda: "run-id" in job.stderr(), "the server is up")
+        job.until(lambda: job.events("round_opened"), "the server is up")
         names = ("--run-id", "another", "--state-dir", str(tmp_path / "elsewhere"))
         stranger = nodes.start("--join", at, *names, "--start-timeout", "3")
         assert stranger.wait() == 64, stranger.context()
@@ -234,8 +234,8 @@ def test_a_node_with_another_secret_is_told_so_and_waits_and_the_server_names_it
             )
         assert not job.events("host_discovered")
         told = "a program at 127.0.0.1 asked to join and did not prove that it knows this job's"
-        job.until(lambda: told in job.stderr(), "the server names it")
-        assert job.stderr().count(told) == 1
+        job.until(lambda: told in job.stderr, "the server names it")
+        assert job.stderr.count(told) == 1
 
 
 def test_a_server_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path) -> None:

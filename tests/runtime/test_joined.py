@@ -256,6 +256,83 @@ def test_who_does_not_belong_here_is_turned_away(site: Site) -> None:
     assert site.hosts() == ()
 
 
+# ---- the proof -----------------------------------------------------------------------------
+
+
+def test_without_a_proof_or_a_token_nothing_is_told_and_nothing_is_done(site: Site) -> None:
+    report = msgspec.json.encode(NodeReport("n1", "m", "s", "1.0"))
+    with site.client("") as stranger:
+        for path in (NODES_PATH, "/v1/kv/job/spec"):
+            with pytest.raises(UnauthorizedError):
+                stranger.post_json(path, report)
+        with pytest.raises(UnauthorizedError):
+            stranger.get("job/spec")
+    with site.client("a secret") as older, pytest.raises(UnauthorizedError):
+        older.post_json(NODES_PATH, report)
+    with site.client() as older, pytest.raises(RequestError, match="has not proved") as refused:
+        older.post_json(NODES_PATH, report)
+    assert refused.value.status == 409, "what older programs show to their user"
+    assert "install the same elastic-driver everywhere" in str(refused.value)
+    assert site.hosts() == ()
+
+
+@pytest.mark.parametrize("secret", ["a secret", "token"])
+def test_a_node_may_know_the_secret_or_the_runs_token(site: Site, secret: str) -> None:
+    with site.client("") as client:
+        assert site.join(client, NodeReport("n1", "m", "s", "1.0"), secret).name == "n1"
+
+
+def test_a_wrong_proof_opens_nothing_and_its_address_is_named_once(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = NodeReport("n1", "m", "s", "1.0")
+    wrong = [("another secret", ""), ("another secret", ""), ("a secret", "sha256:of-a-relay")]
+    for secret, fingerprint in wrong:
+        with site.client("") as client, pytest.raises(RequestError) as refused:
+            site.join(client, report, secret, fingerprint)
+        assert (refused.value.status, refused.value.code) == (403, "no_proof")
+    assert site.hosts() == ()
+    (line,) = [r.getMessage() for r in caplog.records if "did not prove" in r.getMessage()]
+    assert line.startswith("a program at 127.0.0.1 asked to join and did not prove that it knows")
+    assert "another secret" not in caplog.text
+
+
+def test_a_recorded_proof_is_good_for_nothing(site: Site) -> None:
+    report, nonce = NodeReport("n1", "m", "s", "1.0"), make_nonce()
+    with site.client("") as client:
+
+        def hello() -> HelloAnswer:
+            body = client.post_json(HELLO_PATH, msgspec.json.encode(Hello(nonce)))
+            return msgspec.json.decode(body, type=HelloAnswer)
+
+        first = hello()
+        secret = Handshake(nonce, first.nonce).prove("a secret", Speaker.NODE)
+        recorded = NodeProof(first.nonce, secret, report)
+        assert site.prove(client, recorded).name == "n1"
+        assert site.hosts() == (("n1", 2),)
+        again = msgspec.structs.replace(recorded, nonce=hello().nonce)
+        for proof in (recorded, again):
+            with pytest.raises(RequestError, match="wrong, late or repeated"):
+                site.prove(client, proof)
+        second = hello()
+        sent_back = NodeProof(second.nonce, second.proofs[0], report)
+        with pytest.raises(RequestError, match="wrong, late or repeated"):
+            site.prove(client, sent_back)
+    assert len(site.hosts()) <= 1, "no other node"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [(b"{}", 422), (b"{", 400), (b'{"nonce":"aa"}', 422), (b" " * 20_000, 413)],
+)
+def test_what_strangers_send_is_bounded(site: Site, body: bytes, status: int) -> None:
+    with site.client("") as client:
+        for path in (HELLO_PATH, PROOF_PATH):
+            with pytest.raises(RequestError) as refused:
+                client.post_json(path, body)
+            assert refused.value.status == status
+
+
 # ---- after the death of a driver -----------------------------------------------------------
 
 

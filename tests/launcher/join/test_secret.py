@@ -23,7 +23,7 @@ def running(state_dir: Path, run_id: str, port: int, token: str) -> None:
     write_token_file(folder / "token", token)
 
 
-def test_the_key_of_a_run_id_is_the_same_everywhere_and_another_for_each() -> None:
+def test_the_key_of_a_text_is_the_same_everywhere_and_another_for_each() -> None:
     assert derive("job-7") == derive("job-7")
     assert derive("job-7") != derive("job-8")
     assert "job-7" not in derive("job-7")
@@ -33,8 +33,8 @@ def test_the_key_of_a_run_id_is_the_same_everywhere_and_another_for_each() -> No
 def test_a_token_file_comes_before_everything_else(tmp_path: Path) -> None:
     path = str(write_token_file(tmp_path / "secret", SECRET))
     running(tmp_path / "state", "job", 7, "the token of the run")
-    assert of_node(path, "job", tmp_path / "state", 7) == (SECRET,)
-    assert of_server(path, "job") == (SECRET,)
+    assert of_node(path, "job", tmp_path / "state", 7) == (derive(SECRET),)
+    assert of_server(path, "job") == (derive(SECRET),)
 
 
 def test_then_the_runs_own_token_then_the_key_of_its_id(tmp_path: Path) -> None:

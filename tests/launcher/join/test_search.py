@@ -1,0 +1,171 @@
+"""A node on its way to the server: programs that listen there learn nothing and command nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from elastic_driver.core.join_messages import HelloAnswer, NodeReport
+from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from elastic_driver.runtime.joined import JoinedNodes, NodeRules
+from elastic_driver.settings import Settings
+from launcher.join.identity import derive
+from launcher.join.plan import JoinPlan
+from launcher.join.search import FoundServer, find_server
+from launcher.launch.hosts import Join
+from launcher.options.table import LaunchOptions
+from rendezvous.auth import write_token_file
+from rendezvous.proof import Handshake, Speaker, make_nonce
+from rendezvous.server import RendezvousServer
+from tests.support.job import eventually
+
+SECRET, RUN = "a-secret-of-so-many-characters", "the-run"
+OFFER = NodeReport("the-name", "the-machine", "the-session", "1.0", 2)
+
+
+class Listener:
+    """A program at a port that answers every request as it likes, and keeps all that it hears."""
+
+    def __init__(self, answer: Callable[[bytes], bytes]) -> None:
+        self.heard = b""
+        self._answer = answer
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._socket.getsockname()[1])
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(5)
+                    while got := connection.recv(65536):
+                        self.heard += got
+                        connection.sendall(self._answer(got))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join(10)
+
+
+@contextlib.contextmanager
+def listening(answer: Callable[[bytes], bytes]) -> Iterator[Listener]:
+    listener = Listener(answer)
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+@contextlib.contextmanager
+def serving(port: int = 0, secret: str = SECRET) -> Iterator[RendezvousServer]:
+    nodes = JoinedNodes(NodeRules(RUN, "1.0", 30.0, 1), (derive(secret),))
+    with RendezvousServer(port=port, token="the token", routes=nodes.add_to) as server:
+        nodes.open(server, "the token")
+        yield server
+
+
+def answered(status: str, body: bytes) -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def with_proofs(_request: bytes) -> bytes:
+    """What a server answers that has no secret and hopes for luck."""
+    answer = HelloAnswer(make_nonce(), (make_nonce(), make_nonce()))
+    return answered("200 OK", msgspec.json.encode(answer))
+
+
+def plan(folder: Path, port: int, secret: str = SECRET) -> JoinPlan:
+    options = LaunchOptions(token_file=str(write_token_file(folder / "secret", secret)))
+    return JoinPlan(Join("127.0.0.1", port), 2, options, Settings(), folder / "state")
+
+
+def find(plan: JoinPlan, patience: float) -> FoundServer:
+    return find_server(plan, OFFER, patience, "--start-timeout")
+
+
+def test_a_node_and_its_server_find_each_other(tmp_path: Path) -> None:
+    with serving() as server:
+        found = find(plan(tmp_path, server.port), 0.0)
+        assert (found.url, found.joined.name, found.joined.run_id) == (server.url, "the-name", RUN)
+        with found.client() as client:
+            assert client.get("user/key") is None
+
+
+def test_a_hostile_program_learns_nothing_and_the_right_server_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with listening(with_proofs) as hostile:
+            finding = pool.submit(find, plan(tmp_path, hostile.port), 60.0)
+            eventually(
+                lambda: hostile.heard.count(b"POST") > 1, within=30, what="the node asks twice"
+            )
+        with serving(hostile.port):
+            assert finding.result(60).joined.name == "the-name"
+    for request in hostile.heard.split(b"POST ")[1:]:
+        assert request.startswith(b"/v1/nodes/hello "), "nothing else was asked"
+        assert len(request) < 400
+    for word in (SECRET, derive(SECRET), OFFER.name, OFFER.machine, OFFER.session, "Bearer", RUN):
+        assert word.encode() not in hostile.heard, word
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "waiting for" not in line] == [
+        f"elasticrun: the server at 127.0.0.1:{hostile.port} does not know this node's secret; "
+        "another program or another user's job may listen there, or --run-id (--rdzv-id) or "
+        "--token-file differ from the server's"
+    ]
+
+
+def test_a_proof_that_the_node_has_heard_from_another_exchange_is_not_believed(
+    tmp_path: Path,
+) -> None:
+    recorded = Handshake(make_nonce(), make_nonce())
+    proof = recorded.prove(derive(SECRET), Speaker.SERVER)
+    answer = HelloAnswer(recorded.server_nonce, (proof,))
+    with listening(lambda _: answered("200 OK", msgspec.json.encode(answer))) as hostile:
+        with pytest.raises(UsageError, match="does not know this node's secret"):
+            find(plan(tmp_path, hostile.port), 0.0)
+    assert b"/proof" not in hostile.heard
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "said"),
+    [
+        (b"", ClusterError, "no server at"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", ClusterError, "no server at"),
+        (answered("200 OK", b"[]"), ClusterError, "no server at"),
+        (answered("200 OK", b'{"nonce":"..","proofs":[]}'), ClusterError, "no server at"),
+        (answered("200 OK", b" " * 100_000), ClusterError, "more than 16384 bytes"),
+        (answered("401 Unauthorized", b"{}"), ClusterError, "older than this node's"),
+        (answered("404 Not Found", b"{}"), ClusterError, "takes in no nodes .*--serve"),
+        (answered("409 Conflict", b"{}"), ClusterError, "no server at"),
+        (answered("302 Found", b""), ClusterError, "no server at"),
+    ],
+)
+def test_whatever_another_program_answers_ends_in_one_line(
+    tmp_path: Path, answer: bytes, error: type[ElasticError], said: str
+) -> None:
+    def answer_and_close(_request: bytes) -> bytes:
+        if not answer:
+            raise OSError("closes the connection")
+        return answer
+
+    with listening(answer_and_close) as other, pytest.raises(error, match=said):
+        find(plan(tmp_path, other.port), 0.0)
+    assert SECRET.encode() not in other.heard
+
+
+def test_a_server_that_knows_the_secret_may_refuse_a_node_for_good(tmp_path: Path) -> None:
+    with serving() as server, pytest.raises(UsageError, match="the-name has elastic-driver"):
+        offer = msgspec.structs.replace(OFFER, version="0.9")
+        find_server(plan(tmp_path, server.port), offer, 60.0, "--start-timeout")
