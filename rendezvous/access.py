@@ -3,7 +3,8 @@
 `ROUTES` and `KEYS` are the whole of it; docs/security.md shows them. The driver may do everything.
 A route that is not in the table is the driver's alone. The first row of `KEYS` that a key begins
 with counts; a key of no row is a user's (`USERS`). `{own}` stands for one name: of the caller if it
-is a worker, and of an agent of the caller's host (`<host>.<incarnation>`) if it is an agent.
+is a worker or a node, and of an agent of the caller's host (`<host>.<incarnation>`) if it is an
+agent.
 
 The server checks with `may_call` and `refused`. Pure.
 """
@@ -23,9 +24,9 @@ WATCHERS = frozenset({Role.OPERATOR, Role.READER, Role.WORKER})
 OPERATORS = frozenset({Role.OPERATOR})
 AGENTS = frozenset({Role.AGENT})
 WORKERS = frozenset({Role.WORKER})
-NODES = frozenset({Role.AGENT, Role.NODE})
+NODES = frozenset({Role.NODE})
 TRAINERS = frozenset({Role.WORKER, Role.OPERATOR})
-STORE = frozenset({Role.AGENT, Role.WORKER, Role.OPERATOR})
+STORE = frozenset({Role.AGENT, Role.WORKER, Role.OPERATOR})  # its routes
 # Routes that anyone may use, without a token.
 OPEN = frozenset({wire.HEALTH_PATH, "/v1/nodes/hello", "/v1/nodes/proof"})
 
@@ -48,7 +49,7 @@ class KeyRights(NamedTuple):
 
 
 ROUTES = (
-    RouteRights("POST", wire.BATCH_PATH, STORE),
+    RouteRights("POST", wire.BATCH_PATH, STORE | NODES),
     RouteRights("GET", f"{wire.KV_PREFIX}/{{scope}}/{{key}}", STORE),
     RouteRights("PUT", f"{wire.KV_PREFIX}/{{scope}}/{{key}}", STORE),
     RouteRights("DELETE", f"{wire.KV_PREFIX}/{{scope}}/{{key}}", STORE),
@@ -78,7 +79,9 @@ ROUTES = (
 )
 
 KEYS = (
-    KeyRights("job/", NOBODY, MEMBERS, "the job's specification, driver, world and notices"),
+    KeyRights(
+        "job/", NOBODY, MEMBERS | NODES, "the job's specification, driver, world and notices"
+    ),
     KeyRights("agents/{own}/orders/", NOBODY, AGENTS, "orders of the driver to an agent"),
     KeyRights("agents/{own}/", AGENTS, AGENTS, "an agent's lease and heartbeat"),
     KeyRights("workers/{own}/", WORKERS, WORKERS, "a worker's leases and progress"),
@@ -87,8 +90,7 @@ KEYS = (
     KeyRights("checks/machine_locks/", WORKERS, WORKERS, "locks around measurements"),
     KeyRights("checks/assignments/{own}/", NOBODY, WORKERS, "a process's next task"),
     KeyRights("checks/", NOBODY, MEMBERS, "the specification of a node check"),
-    # A node's session is a random name that only the node and the driver know.
-    KeyRights("nodes/", AGENTS, AGENTS, "the lease and the orders of a node that has joined"),
+    KeyRights("nodes/{own}/", NODES, NODES, "the lease and the orders of a node that has joined"),
 )
 USERS = KeyRights("", TRAINERS, TRAINERS, "keys of users")
 

@@ -43,14 +43,17 @@ class Role(Enum):
 
 
 class Caller(NamedTuple):
-    """The owner of a token: its role, and the host of an agent or the id of a worker."""
+    """The owner of a token: its role, and its name.
+
+    This is the host of an agent, the name of a node, or the id of a worker.
+    """
 
     role: Role
     subject: str = ""
 
 
 DRIVER = Caller(Role.DRIVER)
-_DERIVED = {role.value: role for role in (Role.OPERATOR, Role.READER, Role.AGENT, Role.WORKER)}
+_DERIVED = {role.value: role for role in Role if role is not Role.DRIVER}
 
 
 # ---- tokens ------------------------------------------------------------------------------
@@ -64,6 +67,11 @@ def make_token() -> str:
 def agent_token(driver_token: str, host: str) -> str:
     """Return the token of the agents of this host."""
     return _derived(driver_token, Role.AGENT, host)
+
+
+def node_token(driver_token: str, name: str) -> str:
+    """Return the token of a node that has joined under this name."""
+    return _derived(driver_token, Role.NODE, name)
 
 
 def worker_token(agent_token: str, worker: str) -> str:

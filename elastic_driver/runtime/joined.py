@@ -28,9 +28,10 @@ from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import AdoptsAgents, Backend, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.node_proofs import NodeProofs
+from rendezvous.auth import Role, agent_token, node_token
 from rendezvous.errors import StoppedError
 from rendezvous.server import RendezvousServer
-from rendezvous.web import Problem, json_answer, read_json
+from rendezvous.web import Problem, caller_of, forbidden, json_answer, read_json
 from rendezvous.wire import DeletePrefix, Operation, Set
 
 LOOK_S = 0.5  # `find` returns this often although nothing has changed
@@ -226,7 +227,16 @@ class JoinedNodes(Backend):
 
     async def post_report(self, request: web.Request) -> web.Response:
         """Take in the end of a node's agents, its leaving, or its return to this driver."""
-        return self._take(await read_json(request, _decode_report), proved=False)
+        report, caller = await read_json(request, _decode_report), caller_of(request)
+        if caller.role is Role.NODE and not self._is_of(report, caller.subject):
+            raise forbidden(f"the token of node {caller.subject} is not that of {report.name}")
+        return self._take(report, proved=False)
+
+    def _is_of(self, report: join.NodeReport, name: str) -> bool:
+        """Return whether a report is about the node of this name."""
+        with self._lock:
+            node = self._nodes.get(report.session)
+            return node.name == name if node is not None else report.joined_as in (None, name)
 
     def _open_proofs(self) -> NodeProofs:
         if self._proofs is None:
@@ -245,10 +255,14 @@ class JoinedNodes(Backend):
                 alike = [n for n in node.agents if _of_check(n) == _of_check(report.ended)]
                 for incarnation in [n for n in alike if n <= report.ended]:
                     node.agents.pop(incarnation)(report.reason)
-        token = agent_token = self._token
-        return json_answer(
-            join.Joined(node.name, rules.run_id, token, agent_token, rules.heartbeat_timeout)
+        answer = join.Joined(
+            name=node.name,
+            run_id=rules.run_id,
+            token=node_token(self._token, node.name),
+            agent_token=agent_token(self._token, node.name),
+            heartbeat_timeout=rules.heartbeat_timeout,
         )
+        return json_answer(answer)
 
     def lease_expired(self, key: str) -> None:
         """Give up the node that owned this lease; called by the server's thread for every lease."""

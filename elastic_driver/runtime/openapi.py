@@ -22,8 +22,8 @@ from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.runtime import machine_api
-from rendezvous import wire
-from rendezvous.web import JSON, OPEN, KVQuery
+from rendezvous import access, wire
+from rendezvous.web import JSON, KVQuery
 
 OPENAPI_PATH = "/v1/openapi.json"
 _BINARY, _TEXT, _STREAM = "application/octet-stream", "text/plain", "text/event-stream"
@@ -211,7 +211,7 @@ def _entry(
     if operation.body is not None:
         content = _content(operation.body, schema_of)
         entry["requestBody"] = {"content": content, "required": not operation.optional}
-    if path in OPEN:
+    if path in access.OPEN:
         entry["security"] = []
     return entry
 

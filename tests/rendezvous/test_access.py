@@ -29,13 +29,13 @@ from tests.rendezvous.common import TOKEN, error_of, request
 
 AGENT = Caller(Role.AGENT, "a")
 WORKER = Caller(Role.WORKER, "a.0.1")
-OPERATOR, READER, NODE = Caller(Role.OPERATOR), Caller(Role.READER), Caller(Role.NODE)
+OPERATOR, READER, NODE = Caller(Role.OPERATOR), Caller(Role.READER), Caller(Role.NODE, "n")
 ALL = {AGENT, WORKER, OPERATOR, READER, NODE}
 
 # A key, who may write it, and who may read it.
 RIGHTS: tuple[tuple[str, set[Caller], set[Caller]], ...] = (
-    ("job/world", set(), {AGENT, WORKER}),
-    ("job/anything/below", set(), {AGENT, WORKER}),
+    ("job/world", set(), {AGENT, WORKER, NODE}),
+    ("job/anything/below", set(), {AGENT, WORKER, NODE}),
     ("agents/a.1/orders/1", set(), {AGENT}),
     ("agents/a.1/lease", {AGENT}, {AGENT}),
     ("agents/a.12/heartbeat", {AGENT}, {AGENT}),
@@ -53,7 +53,9 @@ RIGHTS: tuple[tuple[str, set[Caller], set[Caller]], ...] = (
     ("checks/machine_locks/x", {WORKER}, {WORKER}),
     ("checks/assignments/a.0.1/1", set(), {WORKER}),
     ("checks/assignments/a.0.2/1", set(), set()),
-    ("nodes/session/lease", {AGENT}, {AGENT}),
+    ("nodes/n/session/lease", {NODE}, {NODE}),
+    ("nodes/a/session/lease", set(), set()),
+    ("nodes/n2/session/lease", set(), set()),
     ("mine/key", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
     ("jobs/key", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
     ("job", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
@@ -77,7 +79,7 @@ def test_each_key_is_written_and_read_by_those_who_may(
     for write in writes:
         assert allowed([write]) == writers, write
     for read in (Get((key,)), Get(("mine/key", key)), Watch({key: 0})):
-        assert allowed([read]) == readers - (set() if len(read.keys) == 1 else {AGENT}), read
+        assert allowed([read]) == readers - (set() if len(read.keys) == 1 else {AGENT, NODE}), read
     assert allowed([Get(("job/world",)), Set(key)]) <= writers, "one wrong operation is enough"
 
 

@@ -14,6 +14,7 @@ from rendezvous.auth import (
     agent_token,
     bearer,
     make_token,
+    node_token,
     operator_token,
     own_token,
     read_token_file,
@@ -112,6 +113,7 @@ OF_A = agent_token("secret", "a")
         (agent_token("secret", "fe80::1%eth0"), Caller(Role.AGENT, "fe80::1%eth0")),
         (worker_token(OF_A, "a.0.1"), Caller(Role.WORKER, "a.0.1")),
         (worker_token(agent_token("secret", "a.b"), "a.b.0.1"), Caller(Role.WORKER, "a.b.0.1")),
+        (node_token("secret", "n-2"), Caller(Role.NODE, "n-2")),
         (operator_token("secret"), Caller(Role.OPERATOR)),
         (reader_token("secret"), Caller(Role.READER)),
         # Those of another job, of another host, of another role, and half ones:

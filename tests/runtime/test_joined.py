@@ -24,6 +24,7 @@ from elastic_driver.core.join_messages import (
 )
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
+from rendezvous.auth import agent_token, node_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, SealedError, UnauthorizedError
 from rendezvous.proof import Handshake, Speaker, make_nonce
@@ -84,7 +85,8 @@ class Site:
             with self.client("") as client:
                 joined = self.join(client, report)
         else:
-            with self.client("token" if joined is None else joined.token) as client:
+            before = node_token("token", report.joined_as or "")
+            with self.client(before if joined is None else joined.token) as client:
                 body = client.post_json(NODES_PATH, msgspec.json.encode(report))
             joined = msgspec.json.decode(body, type=Joined)
         self.tokens[report.session] = joined
@@ -142,7 +144,9 @@ def site() -> Iterator[Site]:
 def test_a_node_is_a_host_from_its_join_on_and_is_told_to_start_an_agent(site: Site) -> None:
     assert site.hosts() == ()
     joined = site.report("n1", slots=4)
-    assert (joined.name, joined.token, joined.run_id) == ("n1", "token", "run")
+    assert (joined.name, joined.run_id) == ("n1", "run")
+    assert joined.token == node_token("token", "n1")
+    assert joined.agent_token == agent_token("token", "n1")
     site.report("n2")
     assert site.hosts() == (("n1", 4), ("n2", 2))
     site.start("n1")
@@ -274,6 +278,21 @@ def test_without_a_proof_or_a_token_nothing_is_told_and_nothing_is_done(site: Si
     assert refused.value.status == 409, "what older programs show to their user"
     assert "install the same elastic-driver everywhere" in str(refused.value)
     assert site.hosts() == ()
+
+
+def test_a_node_reports_about_itself_only(site: Site) -> None:
+    site.report("n1")
+    site.report("n2")
+    left = NodeReport("n2", "m", "n2-m", "1.0", leaves=True)
+    stolen = NodeReport("n1", "m", "of n1", "1.0", joined_as="n2")
+    with site.client(node_token("token", "n1")) as client:
+        for report in (left, stolen):
+            with pytest.raises(RequestError, match="the token of node n1 is not that of n") as no:
+                client.post_json(NODES_PATH, msgspec.json.encode(report))
+            assert no.value.status == 403
+        with pytest.raises(RequestError, match="may not write"):
+            client.set(node_lease("n2", "n2-m"), b"", lease=60.0)
+    assert [name for name, _ in site.hosts()] == ["n1", "n2"]
 
 
 @pytest.mark.parametrize("secret", ["a secret", "token"])

@@ -22,6 +22,7 @@ from launcher.join.search import FoundServer, find_server
 from launcher.launch.hosts import Join
 from launcher.options.table import LaunchOptions
 from rendezvous.auth import write_token_file
+from rendezvous.errors import RequestError
 from rendezvous.proof import Handshake, Speaker, make_nonce
 from rendezvous.server import RendezvousServer
 from tests.support.job import eventually
@@ -99,7 +100,9 @@ def test_a_node_and_its_server_find_each_other(tmp_path: Path) -> None:
         found = find(plan(tmp_path, server.port), 0.0)
         assert (found.url, found.joined.name, found.joined.run_id) == (server.url, "the-name", RUN)
         with found.client() as client:
-            assert client.get("user/key") is None
+            assert client.get("job/spec") is None
+            with pytest.raises(RequestError, match="a token of role node may not write 'job/spec'"):
+                client.set("job/spec", b"")
 
 
 def test_a_hostile_program_learns_nothing_and_the_right_server_is_waited_for(
@@ -132,9 +135,11 @@ def test_a_proof_that_the_node_has_heard_from_another_exchange_is_not_believed(
     recorded = Handshake(make_nonce(), make_nonce())
     proof = recorded.prove(derive(SECRET), Speaker.SERVER)
     answer = HelloAnswer(recorded.server_nonce, (proof,))
-    with listening(lambda _: answered("200 OK", msgspec.json.encode(answer))) as hostile:
-        with pytest.raises(UsageError, match="does not know this node's secret"):
-            find(plan(tmp_path, hostile.port), 0.0)
+    with (
+        listening(lambda _: answered("200 OK", msgspec.json.encode(answer))) as hostile,
+        pytest.raises(UsageError, match="does not know this node's secret"),
+    ):
+        find(plan(tmp_path, hostile.port), 0.0)
     assert b"/proof" not in hostile.heard
 
 
@@ -166,6 +171,6 @@ def test_whatever_another_program_answers_ends_in_one_line(
 
 
 def test_a_server_that_knows_the_secret_may_refuse_a_node_for_good(tmp_path: Path) -> None:
+    older = msgspec.structs.replace(OFFER, version="0.9")
     with serving() as server, pytest.raises(UsageError, match="the-name has elastic-driver"):
-        offer = msgspec.structs.replace(OFFER, version="0.9")
-        find_server(plan(tmp_path, server.port), offer, 60.0, "--start-timeout")
+        find_server(plan(tmp_path, server.port), older, 60.0, "--start-timeout")
