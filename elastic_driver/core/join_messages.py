@@ -70,6 +70,7 @@ class Joined(Struct, frozen=True):
     run_id: str
     token: str  # of the node
     agent_token: str  # of agents of this name
+    known_by: str  # how clients know the server's certificate; "": it has none
     heartbeat_timeout: float
 
 

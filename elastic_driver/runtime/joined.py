@@ -95,7 +95,7 @@ class JoinedNodes(Backend):
         """Let nodes join from now on: the rendezvous is up, and the job's token is written."""
         with self._lock:
             self._server, self._token = server, token
-            self._proofs = NodeProofs((*self._secrets, token), "")
+            self._proofs = NodeProofs((*self._secrets, token), server.fingerprint)
 
     def await_nodes(self, hosts: Hosts) -> None:
         """Take these for the nodes of a driver that has died; to be called before `open`."""
@@ -260,6 +260,7 @@ class JoinedNodes(Backend):
             run_id=rules.run_id,
             token=node_token(self._token, node.name),
             agent_token=agent_token(self._token, node.name),
+            known_by="" if self._server is None else self._server.known_by,
             heartbeat_timeout=rules.heartbeat_timeout,
         )
         return json_answer(answer)

@@ -123,7 +123,7 @@ class Node:
         self._job, self._checks = _Agents(), _Agents()
         sweep(FOLDER_PREFIX)
         with held_folder(Path(tempfile.gettempdir(), FOLDER_PREFIX + offer.session)) as folder:
-            token_file = write_token_file(folder / "token", joined.agent_token)
+            token_file = write_token_file(folder / "token", joined.agent_token, found.fingerprint)
             try:
                 place = Membership(client, joined, offer)
                 check_spec(place.spec, plan)

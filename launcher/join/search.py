@@ -16,12 +16,14 @@ from elastic_driver.core.join_messages import Hello, HelloAnswer, Joined, NodePr
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from launcher.join.identity import of_node
 from launcher.join.plan import JoinPlan
-from launcher.network import addresses_of, bracketed
+from launcher.network import addresses_of, bracketed, is_loopback
 from rendezvous import errors
 from rendezvous.client import RendezvousClient
 from rendezvous.proof import Handshake, Speaker, make_nonce
+from rendezvous.tls import FIRST_SEEN
 
 ATTEMPT_S = 3.0  # the time for one address of the server to answer
+MOST_ANSWERED = 128 * 1024  # bytes; a site's CA may be in an answer
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
 _decode_answer = msgspec.json.Decoder(HelloAnswer).decode
 _decode_joined = msgspec.json.Decoder(Joined).decode
@@ -33,10 +35,17 @@ class FoundServer:
 
     url: str
     joined: Joined
+    seen: str = ""  # the fingerprint of its certificate, to which the proofs are bound
+
+    @property
+    def fingerprint(self) -> str:
+        """How clients on this node know the server's certificate (`rendezvous.tls`)."""
+        return self.joined.known_by if self.seen else ""
 
     def client(self) -> RendezvousClient:
         """Return a client with the token of this node."""
-        return RendezvousClient(self.url, self.joined.token, self.joined.heartbeat_timeout)
+        token, patience = self.joined.token, self.joined.heartbeat_timeout
+        return RendezvousClient(self.url, token, patience, fingerprint=self.fingerprint)
 
 
 class _WaitError(Exception):
@@ -88,20 +97,32 @@ def _attempt(plan: JoinPlan, offer: NodeReport) -> FoundServer:
     host, port = plan.server.host, plan.server.port
     problem = _WaitError(f"the name {host} has no address")
     for address in addresses_of(host):
-        url = f"http://{bracketed(address)}:{port}"
         try:
             socket.create_connection((address, port), ATTEMPT_S).close()
-            return FoundServer(url, _join(plan, url, offer))
         except TimeoutError:
             problem = _WaitError(f"{address} does not answer")
-        except _WaitError as error:
-            problem = error
-        except (OSError, errors.RendezvousError, msgspec.DecodeError) as error:
-            problem = _WaitError(getattr(error, "strerror", None) or str(error))
+            continue
+        except OSError as error:
+            problem = _WaitError(error.strerror or str(error))
+            continue
+        found = []
+        for scheme in _schemes(address):
+            try:
+                return _join(plan, f"{scheme}://{bracketed(address)}:{port}", offer)
+            except _WaitError as error:
+                found.append(error)
+            except (errors.RendezvousError, msgspec.DecodeError) as error:
+                found.append(_WaitError(str(getattr(error, "cause", error))))
+        problem = next((each for each in found if each.final is not None), found[0])
     raise problem
 
 
-def _join(plan: JoinPlan, url: str, offer: NodeReport) -> Joined:
+def _schemes(address: str) -> tuple[str, ...]:
+    """Return the ways to speak with a server, in the order in which they are tried."""
+    return ("http", "https") if is_loopback(address) else ("https", "http")
+
+
+def _join(plan: JoinPlan, url: str, offer: NodeReport) -> FoundServer:
     """Say hello, check the server's proof, and prove to it that this node knows the secret."""
     options = plan.options
     known = of_node(options.token_file, options.run_id, plan.state_dir, plan.server.port)
@@ -110,8 +131,10 @@ def _join(plan: JoinPlan, url: str, offer: NodeReport) -> Joined:
             f"the server at {plan.place} is up, but this node has no secret to join it: give the "
             "same --run-id (--rdzv-id) on every node, or the same --token-file"
         )
-    most = messages.MAX_STRANGERS_BYTES
-    with RendezvousClient(url, "", ATTEMPT_S, repeats=False, max_answer=most) as client:
+    tls = FIRST_SEEN if url.startswith("https:") else ""
+    with RendezvousClient(
+        url, "", ATTEMPT_S, repeats=False, fingerprint=tls, max_answer=MOST_ANSWERED
+    ) as client:
         handshake, secret = _verify(plan, client, known)
         proof = NodeProof(handshake.server_nonce, handshake.prove(secret, Speaker.NODE), offer)
         try:
@@ -120,7 +143,7 @@ def _join(plan: JoinPlan, url: str, offer: NodeReport) -> Joined:
             if error.status == 409:
                 raise UsageError(str(error)) from None
             raise
-        return _decode_joined(body)
+        return FoundServer(url, _decode_joined(body), client.peer_fingerprint)
 
 
 def _verify(
@@ -143,7 +166,7 @@ def _verify(
             f"takes in no nodes ({error.code}); start it with --serve, or with --nnodes of more "
             "than 1 and --rdzv-endpoint",
         ) from None
-    handshake = Handshake(nonce, answer.nonce)
+    handshake = Handshake(nonce, answer.nonce, client.peer_fingerprint)
     secret = handshake.proved(known, Speaker.SERVER, answer.proofs)
     if secret is None:
         problem = (
