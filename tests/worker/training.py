@@ -10,16 +10,20 @@ import hashlib
 import os
 import random
 import sys
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import elastic_driver as elastic
 from elastic_driver.worker.world import session
 from tests.support.coordinator import Recorder
+
+LARGE = 64 * 2**20  # numbers of a tensor that takes far longer than 0.03 s to send
 
 
 class Stops(Exception):
@@ -190,6 +194,50 @@ def dies_while_joining(path: str) -> None:
     connection.await_world(0)
     Recorder(path).note(dying=True)
     os._exit(9)
+
+
+def dies_amid_a_broadcast(path: str) -> None:
+    """In round 1 rank 0 dies while the others receive a large message from it."""
+    job, record = Everything(width=8), Recorder(path)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = elastic.wrap(state.model)
+        if elastic.round_id() == 1:
+            job.train_a_step(ddp)
+            state.commit()
+            message = torch.zeros(LARGE)
+            dist.barrier()
+            if elastic.rank() == 0:
+                threading.Timer(0.03, os._exit, args=(9,)).start()
+            dist.broadcast(message, 0)
+        while True:
+            job.train_a_step(ddp)
+            state.commit()
+            job.note(record)
+
+    train(job.state)
+
+
+def means_gradients(path: str) -> None:
+    """Note the bits of gradients under torch's own wrapper, under ours, and with a hook."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    session.init()
+    record, found = Recorder(path), {}
+    for kind in ("torch", "ours", "hook"):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Embedding(50, 7, sparse=True), nn.Linear(7, 5))
+        wrap = nn.parallel.DistributedDataParallel if kind == "torch" else elastic.wrap
+        ddp = wrap(model)
+        if kind == "hook":
+            ddp.register_comm_hook(None, allreduce_hook)
+        torch.manual_seed(elastic.rank())
+        ddp(torch.randint(50, (6,))).pow(3).sum().backward()
+        found[kind] = [p.grad.to_dense().clone() for p in model.parameters()]
+    close = all(map(torch.allclose, found["hook"], found["torch"]))
+    record.note(torch=digest(found["torch"]), ours=digest(found["ours"]), hook_is_close=close)
+    session.shutdown()
 
 
 def uses_torch_directly(path: str) -> None:

@@ -34,6 +34,7 @@ WORKING_FACTOR = 10.0  # the adaptive limit is so much longer while the thread c
 WORKING_SHARE = 0.1  # CPU seconds per second from which a thread counts as computing
 QUIET_WEIGHT = 4  # of a check that finds all threads asleep
 _OURS = "/elastic_driver/worker/"
+_GLOO_WAITS = "/elastic_driver/worker/world/collective_waits.py"
 STDERR = 2
 MAX_FRAMES = 60
 MAX_STACK_CHARS = 60_000
@@ -69,15 +70,13 @@ class TrainingThread:
         A check counts for four if all other threads sleep as well: then none of them is about to
         wake this one, however busy the machine is.
 
-        Gloo has a rare fault: a send that is reset in the moment in which the peer asks for it is
-        forgotten, and the thread that waits for it sleeps until the group's timeout, half an hour
-        (2 of 100 kills of a peer under a loop of small broadcasts). No call wakes it.
+        Gloo may have forgotten the operation that it waits for (`world.collective_waits`).
         """
         frame = sys._current_frames().get(self._ident)
         ticks = int(self.cpu_seconds() * 100)  # so that a short interruption does not count
         file = frame.f_code.co_filename if frame is not None else ""
         # A thread in one of our own modules may wait for a disk or for the driver.
-        waits = waits_for_peers(file) and _OURS not in file
+        waits = waits_for_peers(file) and (_OURS not in file or file.endswith(_GLOO_WAITS))
         asleep = waits and ticks == self._ticks
         weight = QUIET_WEIGHT if asleep and others_sleep() else 1
         self._asleep = self._asleep + weight if asleep else 0

@@ -29,6 +29,7 @@ from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.backend import BackendChoice
+from elastic_driver.worker.world.collective_waits import CollectiveWaits
 from elastic_driver.worker.world.connections import link_usage
 from elastic_driver.worker.world.device import Accelerator, DeviceHalf
 from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
@@ -38,6 +39,9 @@ from rendezvous.torch_store import HTTPStore
 GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
 SILENT_GRACE_S = 0.05  # the same, if a peer's host answers no more
 CHECK_S = 0.25  # between two checks of a training thread that has not left yet
+# Checks in a row that find it asleep, after which it gives up its wait (2 s, or 0.5 s if all other
+# threads sleep too): then gloo writes no more into the script's tensors.
+GIVE_UP_CHECKS = 8
 # Checks in a row that find it asleep (8 s, or 2 s if all other threads sleep too); a collective
 # that can end takes milliseconds.
 HOPELESS_CHECKS = 32
@@ -45,6 +49,7 @@ CONNECT_DEVICES_S = 120.0  # the longest wait for the peers' devices
 END_S = 5.0  # at the end of the script, for gloo's old groups to end; usually milliseconds
 TAKE_DOWN_S = 20.0  # for torch to drop a group; a destructor that waits for a lost peer hangs
 MAX_DEVICE_FAILURES = 3  # in a row, of devices to connect in rounds that no notice has ended
+FORGOTTEN = "a collective was not ended by the loss of its peer"
 ALONE = SlotInfo("localhost", 0, 0, 0, 0, 1, 1, 1, 0, 1)  # rank 0 of 1
 T = TypeVar("T")
 
@@ -84,6 +89,7 @@ class JobMembership:
         self._grace = GRACE_S  # after that, before we end our collectives
         self._leaving_since: float | None = None  # when taking the group down began
         self._thread = TrainingThread()
+        self._waits = CollectiveWaits()  # of this round
         self._left_groups: list[RoundGroup] = []  # a peer may still be in them
         self._endings: list[threading.Thread] = []  # of gloo's old groups
 
@@ -204,6 +210,8 @@ class JobMembership:
             self._install_with_device(choice.device, group, world.round, create_subgroup)
         with self._lock:
             self.world, self.group = world, group
+            self._waits = CollectiveWaits()
+            CollectiveWaits.use(self._waits if group.half is None else None)
             self._left = world.round
             self._broken_since = None
             self._thread = TrainingThread()
@@ -392,9 +400,9 @@ class JobMembership:
         """Make the training thread leave a broken round; return the seconds until the next check.
 
         The loss of a peer ends collectives at once, but a peer that is stopped or cut off does
-        not: then we end them. Where even that does not help, this process is of no more use and
-        ends; it is replaced within a second or two. The heartbeat thread calls it before each
-        heartbeat.
+        not: then we end them. Where gloo has forgotten one, the training thread gives up its wait;
+        where that cannot be given up (see `collective_waits`), this process ends, to be replaced.
+        The heartbeat thread calls it before each heartbeat.
         """
         since = self._leaving_since
         if since is not None and time.monotonic() - since > TAKE_DOWN_S:
@@ -407,9 +415,12 @@ class JobMembership:
                 return self._grace - waited
             self.group.connections.shut_reads()
             problem = self.group.half and self.group.half.problem()
-            if problem is None and self._thread.count_asleep() < HOPELESS_CHECKS:
+            asleep = self._thread.count_asleep()
+            if problem is None and asleep >= GIVE_UP_CHECKS and self.group.half is None:
+                self._waits.give_up(FORGOTTEN)
+            if problem is None and asleep < HOPELESS_CHECKS:
                 return CHECK_S
-        return self._end_process(problem or "a collective was not ended by the loss of its peer")
+        return self._end_process(problem or FORGOTTEN)
 
     def _end_process(self, problem: str) -> NoReturn:
         """End this process, because nothing can bring it into the next round."""

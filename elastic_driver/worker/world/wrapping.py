@@ -8,14 +8,20 @@ dead group on live parameters.
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.futures import Future
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_driver.worker import current
+from elastic_driver.worker.world.collective_waits import CollectiveWaits, current_waits
 
+Hook = Callable[[Any, Any], Future[torch.Tensor]]  # of a state and a bucket of gradients
 _wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _in_sync: weakref.WeakSet[Module] = weakref.WeakSet()
 
@@ -39,9 +45,57 @@ def wrap(model: Module, **ddp_kwargs: Any) -> DistributedDataParallel:
         ddp_kwargs.setdefault("device_ids", [parameter.device.index])
     if model in _in_sync:
         ddp_kwargs.setdefault("init_sync", False)
-    ddp = DistributedDataParallel(model, **ddp_kwargs)
+    ddp = ElasticDataParallel(model, **ddp_kwargs)
     _wrapped.add(ddp)
     return ddp
+
+
+class ElasticDataParallel(DistributedDataParallel):  # type: ignore[misc] # torch has no types here
+    """DistributedDataParallel whose waits for gloo can be given up, see `collective_waits`.
+
+    A communication hook makes that possible. The gradients have the bits that they have without it.
+    """
+
+    def __init__(self, model: Module, **ddp_kwargs: Any) -> None:
+        super().__init__(model, **ddp_kwargs)
+        waits = current_waits()
+        self._mean = None if waits is None else _GradientMean(waits, self.process_group)
+        if self._mean is not None:
+            super().register_comm_hook(None, self._mean.communicate)
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Register a communication hook of the script, as torch does."""
+        if self._mean is None:
+            super().register_comm_hook(state, hook)
+            return
+        self._check_comm_hook(hook)
+        if self._mean.of_script is not None:
+            raise RuntimeError("a communication hook is registered once for each wrapper")
+        self._mean.of_script = partial(hook, state)
+
+
+class _GradientMean:
+    """The communication hook: the script's own if it has one, else the mean over ranks.
+
+    It holds no wrapper: the wrapper's reducer holds it, in C++, where no cycle is collected.
+    """
+
+    def __init__(self, waits: CollectiveWaits, group: Any) -> None:
+        self._waits, self._group, self._size = waits, group, dist.get_world_size(group)
+        self.of_script: Callable[[Any], Future[torch.Tensor]] | None = None
+
+    def communicate(self, _state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        if self.of_script is not None:
+            return self._waits.guarded(self.of_script(bucket), lambda tensor: tensor)
+        gradients = bucket.buffer()
+        # In this way torch's reducer divides where there is no hook.
+        if gradients.is_sparse:
+            gradients.div_(self._size)
+        else:
+            gradients.mul_(1.0 / self._size)
+        work = dist.all_reduce(gradients, group=self._group, async_op=True)
+        assert work is not None  # noqa: S101 - it is asynchronous
+        return self._waits.guarded(work.get_future(), lambda _: gradients)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,104 @@
+"""Waits for gloo's collectives that can be given up.
+
+Gloo forgets an operation whose connection breaks while its message is half received, or while the
+peer's request for it is answered. The operation then neither ends nor fails before the group's
+timeout, half an hour, and no call wakes the thread that waits for it. A peer that dies amid a large
+broadcast causes this every time. Gloo carries operations out on threads of its own. So the training
+thread waits here, in slices, and can leave; the forgotten operation sleeps on, with its group.
+
+`CollectiveWaits` replaces `wait` of torch's work objects, once for the process. Other waits stay as
+they are: those with a timeout of their own, those for point-to-point operations (gloo breaks the
+whole group when they time out), and those of rounds with an accelerator's collectives.
+DistributedDataParallel waits in C++ for a future: `guarded` returns one that can be given up. Any
+other wait in C++ cannot be.
+"""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined] # it has no types
+from torch.futures import Future
+
+from elastic_driver.errors import WorldBrokenError
+
+SLICE = timedelta(seconds=0.1)  # the longest time until a wait that was given up ends
+_SLICE_IS_OVER = "Operation timed out!"  # torch's words
+_POINT_TO_POINT = frozenset(map(int, (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)))
+_torch_wait: Callable[..., bool] = dist.Work.wait
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class CollectiveWaits:
+    """The waits of one round. `give_up` may be called by any thread."""
+
+    _current: "CollectiveWaits | None" = None  # None: torch's own waits
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the next two
+        self._given_up: str | None = None
+        self._futures: set[Future[Any]] = set()  # that are not done
+
+    @staticmethod
+    def use(waits: "CollectiveWaits | None") -> None:
+        """Wait as `waits` says from now on; None: as torch does."""
+        CollectiveWaits._current = waits
+        dist.Work.wait = _wait
+
+    def give_up(self, reason: str) -> None:
+        """End every wait of this round, and every later one, with `WorldBrokenError`."""
+        with self._lock:
+            self._given_up = reason
+            futures, self._futures = self._futures, set()
+        for future in futures:
+            future.set_exception(WorldBrokenError(reason))
+
+    def check(self) -> None:
+        """Raise `WorldBrokenError` once the waits were given up."""
+        if self._given_up is not None:
+            raise WorldBrokenError(self._given_up)
+
+    def guarded(self, source: Future[S], convert: Callable[[S], T]) -> Future[T]:
+        """Return a future with `convert(value of source)`; it can be given up."""
+        future: Future[T] = Future()
+        with self._lock:
+            self.check()
+            self._futures.add(future)
+
+        def done(source: Future[S]) -> None:
+            with self._lock:
+                if future not in self._futures:  # it was given up
+                    return
+                self._futures.discard(future)
+            try:
+                value = convert(source.value())
+            except Exception as error:  # the thread that waits for the future gets it
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        source.add_done_callback(done)
+        return future
+
+
+def current_waits() -> CollectiveWaits | None:
+    """Return the waits of this round; None if they are torch's own."""
+    return CollectiveWaits._current
+
+
+def _wait(work: dist.Work, timeout: timedelta = timedelta()) -> bool:
+    """Wait as torch does, until the round's waits are given up."""
+    waits = CollectiveWaits._current
+    if timeout or waits is None or work._get_op_type() in _POINT_TO_POINT:
+        return _torch_wait(work, timeout)
+    while not work.is_completed():
+        waits.check()
+        try:
+            return _torch_wait(work, SLICE)
+        except RuntimeError as error:
+            if _SLICE_IS_OVER not in str(error):
+                raise
+    return _torch_wait(work)

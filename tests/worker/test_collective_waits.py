@@ -1,0 +1,79 @@
+"""Waits for collectives, given up while a peer takes no part."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, ProcessGroupGloo
+
+from elastic_driver.errors import WorldBrokenError
+from elastic_driver.worker.world import groups
+from elastic_driver.worker.world.collective_waits import CollectiveWaits, current_waits
+
+REASON = "a collective was not ended by the loss of its peer"
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Any]]:
+    """Two ranks of one world, both in this process."""
+    store, device = HashStore(), ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    with ThreadPoolExecutor(2) as pool:
+        yield list(pool.map(lambda rank: groups.make_gloo(store, rank, 2, device), range(2)))
+
+
+@pytest.fixture
+def waits() -> Iterator[CollectiveWaits]:
+    waits = CollectiveWaits()
+    CollectiveWaits.use(waits)
+    yield waits
+    CollectiveWaits.use(None)
+    assert current_waits() is None
+
+
+def test_a_wait_ends_once_it_is_given_up(pair: list[Any], waits: CollectiveWaits) -> None:
+    first, second = (torch.ones(3) for _ in pair)
+    work = pair[0].allreduce([first])
+    threading.Timer(0.3, waits.give_up, args=(REASON,)).start()  # more than one slice
+    with pytest.raises(WorldBrokenError, match=REASON):
+        work.wait()
+    with pytest.raises(WorldBrokenError, match=REASON):
+        work.wait()
+    CollectiveWaits.use(CollectiveWaits())  # the next round's
+    pair[1].allreduce([second]).wait()
+    assert work.wait()
+    assert first.tolist() == [2, 2, 2]
+
+
+def test_a_guarded_future_has_the_value_or_the_reason(
+    pair: list[Any], waits: CollectiveWaits
+) -> None:
+    tensors = [torch.ones(2) for _ in pair]
+    works = [g.allreduce([t]) for g, t in zip(pair, tensors, strict=True)]
+    done = waits.guarded(works[0].get_future(), lambda _: tensors[0])
+    assert done.wait().tolist() == [2, 2]
+    lonely = pair[0].allreduce([tensors[0]])
+    never = waits.guarded(lonely.get_future(), lambda _: tensors[0])
+    waits.give_up(REASON)
+    with pytest.raises(Exception, match=REASON):
+        never.wait()
+    with pytest.raises(WorldBrokenError, match=REASON):
+        waits.guarded(lonely.get_future(), lambda _: tensors[0])
+    CollectiveWaits.use(None)
+    pair[1].allreduce([tensors[1]]).wait()
+    assert lonely.wait(), "what was given up may still end, and changes nothing"
+
+
+def test_messages_between_two_ranks_keep_their_own_wait(
+    pair: list[Any], waits: CollectiveWaits
+) -> None:
+    received = torch.zeros(2)
+    receiving = pair[1].recv([received], 0, 7)
+    waits.give_up(REASON)
+    pair[0].send([torch.ones(2)], 1, 7).wait()
+    receiving.wait()
+    assert received.tolist() == [1, 1]
