@@ -216,19 +216,19 @@ def test_a_job_goes_on_with_the_next_driver_to_its_end(tmp_path: Path) -> None:
         second.post(WorkerExited(B0, -9, "", False))  # while there was no driver
         second.post(back("b"))
         orders = until(lambda: starts(second.orders("b")), "a new worker is started on b")
-        assert [order.worker for order in orders] == ["b.0.2"]
+        assert [order.worker for order in orders] == ["b.0.1001"]
         assert starts(second.orders("a")) == []
         second.kill()  # once more
 
         them.append(DriverProcess(tmp_path, resume=True))
         third = them[2]
         third.post(back("a", A0, term=3))
-        third.post(back("b", "b.0.2", term=3))
-        third.post(WorkerStarted("b.0.2", 8))
-        for worker, left in (("b.0.2", 0), (A0, 1)):
+        third.post(back("b", "b.0.1001", term=3))
+        third.post(WorkerStarted("b.0.1001", 8))
+        for worker, left in (("b.0.1001", 0), (A0, 1)):
             third.post(WorkerReady(worker, left, 1, True, "waits"))
         world = until(lambda: world_of(third, 2), f"round 2: {third.errors}", 30.0)
-        assert world == [A0, "b.0.2"]
+        assert world == [A0, "b.0.1001"]
         for worker in world:
             third.post(WorkerExited(worker, 0, "", False))
         for host in ("a", "b"):
@@ -237,7 +237,7 @@ def test_a_job_goes_on_with_the_next_driver_to_its_end(tmp_path: Path) -> None:
         assert not third.run_dir.token_file.exists()
         result = read_result(third.run_dir.events_file)
         assert result is not None
-        assert {worker.worker for worker in result.workers} == {A0, "b.0.2"}
+        assert {worker.worker for worker in result.workers} == {A0, "b.0.1001"}
 
 
 def test_an_agent_that_was_given_up_is_refused_by_the_next_driver_too(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ class SimAgent:
     ready: ev.AgentReady | None = None
     workers: dict[str, SimWorker] = field(default_factory=dict)
     started: set[str] = field(default_factory=set)
+    ended: dict[str, ev.WorkerExited] = field(default_factory=dict)
     orders_until: float = 0.0  # orders arrive in the order they were given
     orders: list[_OrderUnderWay] = field(default_factory=list)
     later: list[_OrderUnderWay] = field(
@@ -102,6 +103,8 @@ class SimAgent:
         if isinstance(order, msg.StartWorkerOrder):
             if order.worker not in self.started:
                 self._start(order)
+            elif order.worker in self.ended:  # the driver that got the report has died
+                self.cluster.post(self, self.ended[order.worker])
         elif isinstance(order, msg.StopWorkerOrder):
             worker = self.workers.get(order.worker)
             if worker is not None:
@@ -128,6 +131,7 @@ class SimAgent:
     def reap(self, worker: SimWorker, event: ev.WorkerExited) -> None:
         """A worker's process is gone."""
         self.workers.pop(worker.id, None)
+        self.ended[worker.id] = event
         if self.alive:
             self.cluster.post(self, event)
 

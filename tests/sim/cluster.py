@@ -239,7 +239,8 @@ class Cluster:
         newest, again = self.newest, False
         if newest is not None and newest.round == world.round and self.world is None:
             again = list(newest.members) == list(world.members)  # by a driver that has resumed
-        if newest is not None and world.round <= newest.round and not again:
+        forgotten = self.driver.lacks > 0  # perhaps the newest one
+        if newest is not None and world.round <= newest.round and not (again or forgotten):
             raise Violation(f"round {world.round} is published after round {newest.round}")
         if not again:
             self._check_world(world)
@@ -344,6 +345,8 @@ class Cluster:
             if worker.id == newcomer.id:
                 raise Violation(f"{newcomer.id} is started twice")
             there = worker.agent.host == newcomer.agent.host and not worker.agent.cut
+            if self.driver.lacks and worker.agent is not newcomer.agent:
+                there = False  # this driver has never heard of the earlier agent
             if there and slot(worker) is not None and slot(worker) == slot(newcomer):
                 raise Violation(f"{newcomer.id} is started beside {worker.id} in one slot")
 
@@ -362,7 +365,9 @@ class Cluster:
     def _check_stop(self, order: msg.StopWorkerOrder) -> None:
         """The last holder of the newest state is not sent away while others come to take over."""
         job = self.job
-        stopped = job.workers.workers[order.worker]
+        stopped = job.workers.workers.get(order.worker)
+        if stopped is None:  # only its agent knows it, as the journal was late
+            return
         finishing = job.outcome.first_success is not None
         if not self.elastic or finishing or (job.capacity.wanted or 2) < 2:
             return
@@ -375,8 +380,8 @@ class Cluster:
 
     def _check_lost(self, told: Announce) -> None:
         """By evidence, an agent is lost only if it is gone or cut off."""
-        agent = self.agents[str(told.host)]
-        if "evidence" in told.detail and agent.reachable:
+        agent = self.agent_named(str(told.host), self.job.fleet.given_up[str(told.host)])
+        if "evidence" in told.detail and agent is not None and agent.reachable:
             raise Violation(f"the agent on {agent.host} lives, but is lost: {told.reason}")
 
     def _check_replaced(self, told: Announce) -> None:

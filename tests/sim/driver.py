@@ -23,6 +23,8 @@ GATHERED = 0.2  # of the events that can be: so many are taken in together with 
 GATHER_S = 0.002
 SNAPSHOT_EVERY = 24  # events
 COMPARED = 0.3  # of the jobs that come back: compared with the one before
+LATE = 0.25  # of the seeds have a slow disk: it lacks the last events of a driver that dies
+MOST_LACKING = (1, 3, 24)  # events, as slow as the disk is
 OVERDUE_S = 1.0  # a driver that is to die and gets no event dies between two
 # The moment of a driver's death: before its next event is in the journal, before or amid the
 # decisions that follow from it, or after all of them.
@@ -48,6 +50,8 @@ class Driver:
         self._alarm: float | None = None
         self._journal: list[tuple[float, ev.JobEvent | ev.EventBatch]] = []
         self._snapshot = (0.0, job.snapshot() if mortal else b"")
+        self._late = Random(f"late journal of {seed}").random() < LATE
+        self.lacks = 0  # events that were acted upon and are not in the journal
 
     @property
     def now(self) -> float:
@@ -190,9 +194,10 @@ class Driver:
         before = self.job
         last, snapshot = self._snapshot
         self.job = Job.restored(snapshot)
+        lacking = self._lose_the_last() if self._late and not self.cluster.calm else 0
         for last, event in self._journal:
             self.job.handle(event, last)
-        compared = self.random.random() < COMPARED
+        compared = not lacking and self.random.random() < COMPARED
         if compared and self.job.snapshot() != before.snapshot():
             raise Violation("the journal does not lead to the state that acted")
         self.term += 1
@@ -204,6 +209,14 @@ class Driver:
         if self.deliver(ev.DriverResumed(self.term, "the driver has died")):
             self.cluster.driver_is_back()
             self._replaced(before)
+
+    def _lose_the_last(self) -> int:
+        """Remove what a slow disk has not got from the journal; return the number of events."""
+        most = self.random.choice(MOST_LACKING)
+        lacking = min(self.random.randint(0, most), len(self._journal))
+        self._journal = self._journal[: len(self._journal) - lacking]
+        self.lacks += lacking
+        return lacking
 
     def _replaced(self, before: Job) -> None:
         """Sometimes the earlier driver lives on, and knows nothing: nobody obeys it any more."""

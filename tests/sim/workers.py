@@ -55,7 +55,7 @@ class SimWorker:
         self.version = -1
         self.clean = True
         self.ready = False
-        self.stepped_in = 0
+        self.stepped_in = self.rank = 0
 
     def soon(self, low: float, high: float) -> float:
         return self.cluster.random.uniform(low, high)
@@ -146,15 +146,19 @@ class ElasticWorker(SimWorker):
 
     def find_driver(self, term: int) -> None:
         super().find_driver(term)
-        if self.ready and self.told is not None and self.soon(0.0, 1.0) < 0.5:
+        forgotten = self.cluster.driver.lacks > 0 or self.soon(0.0, 1.0) < 0.5
+        if self.ready and self.told is not None and forgotten:
             self.cluster.post(self.agent, self.told)  # perhaps this driver does not know
+        elif self.group is not None and self.rank == 0 and self.stepped_in == self.group.round:
+            self.cluster.post(self.agent, WorkerStepped(self.id, self.group.round, self.version))
 
     def see_world(self, world: World) -> None:
-        if not self.ready or world.round <= self.left or world.member(self.id) is None:
+        me = world.member(self.id)
+        if not self.ready or world.round <= self.left or me is None:
             return
         self.ready = False
         group = self.cluster.group(world)
-        self.group = group
+        self.group, self.rank = group, me.place.rank
         self.notice = None
         group.members[self.id] = self
         if self.cluster.notice is not None:

@@ -14,7 +14,8 @@ started, so it is refused from now on and another one is started. An agent that 
 have is told to shut down.
 
 A journal that was late may lack the last events (docs/journal.md). Then agents and workers know
-more than the books: numbers of workers, agents and rounds that they name are not given again.
+more than the books. So the agents and workers that a driver starts have other names than those of
+all earlier drivers, and numbers of rounds that workers name are not given again.
 Times are monotonic seconds.
 """
 
@@ -26,7 +27,7 @@ from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.discovered import Rechecks
 from elastic_driver.core.rules.drain import Drains
-from elastic_driver.core.rules.fleet import AgentNews
+from elastic_driver.core.rules.fleet import AgentNews, first_number
 from elastic_driver.core.rules.hangs import Stacks
 from elastic_driver.core.rules.preemption import FinalSaves
 from elastic_driver.core.rules.reports import Reports
@@ -130,6 +131,8 @@ class Adoption(Rule):
     def _begin_term(self, event: ev.DriverResumed) -> None:
         self.term = event.term
         self._returned.clear()
+        self.fleet.begin_term(event.term)
+        self.workers.begin_term(first_number(event.term))
         for agent in self.fleet.agents.values():
             self.fleet.apply(agent, AgentNews.RESUMED)
         self.effects.announce("driver_resumed", event.reason or AGAIN, term=event.term)
@@ -141,11 +144,8 @@ class Adoption(Rule):
         self._returned.add(agent)
 
     def _dismiss(self, event: ev.AgentReturned, reason: str) -> None:
-        name = event.host, event.incarnation
-        self.fleet.note_incarnation(*name)
-        for told in event.workers:
-            self.workers.note_name(told.worker)
-        self.effects.decide(StopAgent(*name, self.settings.stop_grace, reason))
+        grace = self.settings.stop_grace
+        self.effects.decide(StopAgent(event.host, event.incarnation, grace, reason))
 
     def _recall_holders(self) -> None:
         """Keep workers that were to stop, if they may be the last ones to hold the newest state.
@@ -181,9 +181,10 @@ class Adoption(Rule):
             else:
                 self.workers.mark_leaving(worker, "its host does not have this slot any more")
                 lost.append(worker)
-        for name in told:
-            self.workers.note_name(name)
-            self.effects.order_stop(event.host, name, "the job does not have this worker")
+        for name, pid in told.items():
+            stranger = self.workers.add_stranger(event.host, name, pid)
+            if stranger is not None:  # nobody gets its slot before it has ended
+                self.effects.stop(stranger, "the job does not have this worker")
         self.agents.lose_workers(lost, "its agent does not run it any more", now)
 
     def _go_on_with(self, worker: Worker, pid: int, now: float) -> None:

@@ -36,7 +36,8 @@ class Effects:
     def announce(self, event: str, reason: str, about: About = None, **detail: Detail) -> None:
         """Add a line for the event log."""
         if isinstance(about, Worker):
-            slot, rank = (None, None) if about.spare else (about.slot, about.place.rank)
+            slot = None if about.spare else about.slot
+            rank = None if about.spare or not about.number else about.place.rank
             place = (about.host, slot, rank, about.pid or None, about.id)
             self.decide(Announce(event, reason, self.round, *place, detail))
         else:

@@ -36,7 +36,16 @@ AGENT_TRANSITIONS: dict[AgentState, dict[AgentNews, AgentState]] = {
     _A.AWAITED: {AgentNews.RETURNED: _A.READY, **_GOES},
     _A.GONE: {},
 }
+NAMES_OF_A_DRIVER = 1000  # for one host or slot
 FALLBACK_PORT = 29500  # torch's own default, for an agent that found no free port to offer
+
+
+def first_number(term: int) -> int:
+    """Return the least incarnation that the driver of this term gives to agents and workers.
+
+    It is above those of earlier drivers, also of those that the journal lacks.
+    """
+    return (term - 1) * NAMES_OF_A_DRIVER + 1
 
 
 @dataclass(slots=True)
@@ -71,10 +80,16 @@ class Fleet:
     awaited: dict[str, HostAgent] = field(default_factory=dict)  # of an earlier driver
     given_up: dict[str, int] = field(default_factory=dict)  # the last agent of a host that was lost
     _incarnations: dict[str, int] = field(default_factory=dict)
+    _first: int = 1  # the least incarnation that this driver gives
+
+    def begin_term(self, term: int) -> None:
+        """Let the agents that this driver starts have other names than all earlier ones."""
+        self._first = first_number(term)
 
     def ask(self, host: str, now: float) -> HostAgent:
         """Record a new incarnation for a host that has no agent."""
-        incarnation = self._incarnations[host] = self._incarnations.get(host, 0) + 1
+        incarnation = max(self._incarnations.get(host, 0) + 1, self._first)
+        self._incarnations[host] = incarnation
         agent = self.agents[host] = self.starting[host] = HostAgent(host, incarnation, now)
         return agent
 
@@ -102,11 +117,6 @@ class Fleet:
             raise ev.StaleEvent(f"agent {event.host}.{event.incarnation} is up already")
         agent.address, agent.ports, agent.slot_ports = event.address, event.ports, event.slot_ports
         agent.probe_port = event.probe_port
-
-    def note_incarnation(self, host: str, incarnation: int) -> None:
-        """Record an agent that is not in the books: later ones get other incarnations."""
-        if host in self._incarnations:
-            self._incarnations[host] = max(self._incarnations[host], incarnation)
 
     def current(self, event: ev.AgentEvent) -> HostAgent:
         """Return the agent that an event is about; raise `ev.StaleEvent` if it was replaced."""

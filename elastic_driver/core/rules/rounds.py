@@ -154,8 +154,9 @@ class Rounds:
 
     @property
     def newest(self) -> int:
-        """The number of the newest round that is known."""
-        return max(self.current.number, self._outrun_by)
+        """The number of the newest round that any worker may have been in."""
+        formed = self.current.number - (self.current.state is FORMING)
+        return max(formed, self._outrun_by)
 
     def own(self, kind: type[Own]) -> Own:
         """Return a rule's own state of the present round; it is made anew for each round."""

@@ -13,7 +13,7 @@ from enum import Enum
 from elastic_driver.contract import worker_id
 from elastic_driver.core import events as ev
 from elastic_driver.core.documents import SlotInfo, StartWorkerOrder
-from elastic_driver.core.rules.ranks import Seat
+from elastic_driver.core.rules.ranks import Seat, assign
 
 
 class WorkerState(str, Enum):
@@ -77,7 +77,7 @@ class Worker:
     id: str
     host: str
     slot: int  # of a spare: the one it was started for
-    number: int  # order of start, or of promotion, in the whole job
+    number: int  # order of start, or of promotion, in the whole job; 0: an unknown driver's
     founder: bool = False  # started for a round that is not complete yet
     awaited: bool = False  # a founder for which that round waits
     order: StartWorkerOrder | None = None  # of its process; None once that is started
@@ -128,8 +128,13 @@ class WorkerStateRegistry:
     )
     _incarnations: Counter[tuple[str, int]] = field(default_factory=Counter)  # by (host, slot)
     _by_host: dict[str, dict[str, Worker]] = field(default_factory=dict)
+    _first: int = 1  # the least incarnation that this driver gives
     started: int = 0  # workers ever ordered
     _admissions: int = 0
+
+    def begin_term(self, first: int) -> None:
+        """Let the workers that this driver starts have other names than all earlier ones."""
+        self._first = first
 
     def add(self, host: str, slot: int, *, founder: bool, awaited: bool) -> Worker:
         """Record the next worker of a slot; `place` follows before anything else reads it."""
@@ -143,14 +148,33 @@ class WorkerStateRegistry:
         worker.spare = True
         return worker
 
-    def _add(self, host: str, slot: int, state: WorkerState) -> Worker:
-        self._incarnations[host, slot] += 1
-        self.started += 1
-        name = worker_id(host, slot, self._incarnations[host, slot])
-        worker = Worker(name, host, slot, self.started, state=state)
-        self.workers[name] = self._by_state[state][name] = worker
-        self._by_host.setdefault(host, {})[name] = worker
+    def add_stranger(self, host: str, name: str, pid: int) -> Worker | None:
+        """Record a worker that an earlier driver started and did not write down.
+
+        It has the slot of its name, or is a spare if another worker has that slot. None if this
+        is not the name of a new worker.
+        """
+        slot = name.rsplit(".", 2)[1:2]
+        if name in self.workers or not slot or not slot[0].isdecimal():
+            return None
+        worker = Worker(name, host, int(slot[0]), 0, pid=pid)
+        worker.place = assign([worker.seat])[0][1]
+        worker.spare = any(worker.slot == other.slot for other in self.in_slots(host))
+        self._record(worker)
         return worker
+
+    def _add(self, host: str, slot: int, state: WorkerState) -> Worker:
+        incarnation = max(self._incarnations[host, slot] + 1, self._first)
+        self._incarnations[host, slot] = incarnation
+        self.started += 1
+        name = worker_id(host, slot, incarnation)
+        worker = Worker(name, host, slot, self.started, state=state)
+        self._record(worker)
+        return worker
+
+    def _record(self, worker: Worker) -> None:
+        self.workers[worker.id] = self._by_state[worker.state][worker.id] = worker
+        self._by_host.setdefault(worker.host, {})[worker.id] = worker
 
     def promote(self, spare: Worker, slot: int, *, founder: bool) -> None:
         """Let a spare that is ready have this slot, as the newest worker that waits for a round."""
@@ -218,14 +242,6 @@ class WorkerStateRegistry:
         if round_id <= worker.stepped_in:
             raise ev.StaleEvent(f"{worker.id} has said before that it stepped in round {round_id}")
         worker.stepped_in = round_id
-
-    def note_name(self, name: str) -> None:
-        """Let no later worker have the name of one that is not in the books."""
-        host, *numbers = name.rsplit(".", 2)
-        if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
-            slot, incarnation = map(int, numbers)
-            if (host, slot) in self._incarnations:
-                self._incarnations[host, slot] = max(self._incarnations[host, slot], incarnation)
 
     def mark_leaving(self, worker: Worker, reason: str) -> None:
         """Record why the worker has to leave at the next chance; empty: it stays."""

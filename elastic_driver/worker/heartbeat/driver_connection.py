@@ -302,8 +302,13 @@ class DriverConnection:
                 progress.allocation = documents.decode(documents.Allocation, value)
 
     def _meet_driver(self, found: documents.DriverTerm) -> None:
-        """Note the driver's term; say so if the newest world is of an earlier driver."""
+        """Note the driver's term; say so if the newest world is of an earlier driver.
+
+        Rank 0 tells a new driver again that this round has had a step: its journal may lack that.
+        """
         before, self._term = self._term, max(self._term, found.term)
+        if 0 < before < found.term and self._progress.rank == 0:
+            self._first_step_of = 0
         # A driver writes its term before anything else.
         of_earlier = self._seen[contract.JOB_WORLD] < self._heart_seen[contract.JOB_DRIVER]
         if 0 < before < found.term and of_earlier:

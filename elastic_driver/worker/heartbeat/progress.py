@@ -97,6 +97,7 @@ class TrainingProgress:
     # Written by the training thread.
     round: int = 0  # 0: in no round
     size: int = 1  # members of the round
+    rank: int = 0  # in the round
     steps: int = 0  # commits in this round, or in the one left last
     steps_of: int = 0  # that round
     version: int = -1  # committed steps of the whole job
@@ -133,9 +134,9 @@ class TrainingProgress:
         self.active_at = now
         self.reported_steps += 1
 
-    def entered(self, round_id: int, version: int, size: int = 1) -> None:
+    def entered(self, round_id: int, version: int, size: int = 1, rank: int = 0) -> None:
         """Record a new round, without a commit and without a request to leave so far."""
-        self.size, self.version = size, version
+        self.size, self.rank, self.version = size, rank, version
         self.committed_at = self.active_at = time.monotonic()
         self.leave_after, self.steps, self.reported_steps = NEVER, 0, 0
         self.division, self.wants_allocations, self.samples = None, False, StepSamples()

@@ -216,7 +216,7 @@ class JobMembership:
             self._broken_since = None
             self._thread = TrainingThread()
             self.progress.links = lambda: link_usage(group.connections.held)
-            self.progress.entered(world.round, version, world.size)
+            self.progress.entered(world.round, version, world.size, me.place.rank)
             self._apply(self._notice)  # it may have come while the group was built
             if self._alone is not None:
                 self.progress.leave_after = AT_ONCE

@@ -192,11 +192,11 @@ def test_an_agent_that_was_starting_is_refused_and_another_one_started(
     resumed = s.resume()
     assert [(kill.host, kill.incarnation) for kill in kinds(resumed, do.KillAgent)] == [("a", 1)]
     assert [(start.host, start.incarnation) for start in kinds(resumed, do.StartAgent)] == [
-        ("a", 2)
+        ("a", 1001)
     ]
     assert s.agent_up("a", 1) == []  # the first one comes up after all
     assert s.returns("a", incarnation=1) != []
-    s.agent_up("a", 2)
+    s.agent_up("a", 1001)
     assert len(s.starting) == 2
     assert not s.job.hosts.suspect("a", s.now)
 
@@ -209,9 +209,9 @@ def test_an_agent_that_the_books_do_not_have_shuts_down(scenario: MakeScenario) 
     assert s.returns("b", "b.0.7", incarnation=3) == []  # once is enough
     s.returns("b")
     s.exit("b.0.1", -9)
-    assert s.starting == ["b.0.8"]
+    assert s.starting == ["b.0.1001"]
     s.agent_lost("b")
-    assert s.all(do.StartAgent)[-1].incarnation == 4
+    assert s.all(do.StartAgent)[-1].incarnation == 1001
 
 
 def test_an_agent_that_reports_to_another_term_is_ignored(scenario: MakeScenario) -> None:
@@ -301,7 +301,7 @@ def test_a_worker_that_may_hold_the_last_clean_state_stops_once_others_have_it(
     s.send(ev.WorkerReady("a.0.1", 2, 4, False, "the group broke"))
     assert orders(s.returns("b"), doc.StopWorkerOrder) == []
     s.returns("a")
-    s.ready("a.1.1")
+    s.ready("a.1.1001")
     assert {m.worker: m.clean for m in s.world.members}["b.0.1"]
     s.step(*s.members)
     s.wait(0.1)
@@ -331,10 +331,24 @@ def test_a_worker_that_the_books_do_not_have_is_stopped(scenario: MakeScenario) 
     s.resume()
     (stop,) = orders(s.returns("b", "b.0.1", "b.0.2"), doc.StopWorkerOrder)
     assert stop.worker == "b.0.2"
+    assert s.returns("b", "b.0.1", "b.0.2") == []
     s.exit("b.0.2", -15)
     s.exit("b.0.1", -9)
     s.ready("a.0.1", version=3)
-    assert [order.worker for order in s.orders(doc.StartWorkerOrder)][-1] == "b.0.3"
+    assert [order.worker for order in s.orders(doc.StartWorkerOrder)][-1] == "b.0.1001"
+
+
+def test_the_slot_of_a_worker_that_the_books_do_not_have_is_free_once_it_has_ended(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=1, min_np=1).training(a=1)
+    s.resume()  # the journal lacks the second slot
+    s.returns("a", "a.0.1", "a.1.1")
+    s.hosts(a=2)
+    assert s.in_state("stopping") == ["a.1.1"]
+    assert s.starting == []
+    s.exit("a.1.1", -15)
+    assert s.starting == ["a.1.1001"]
 
 
 def test_a_worker_whose_end_no_journal_has_is_lost(scenario: MakeScenario) -> None:
@@ -356,7 +370,7 @@ def test_a_plain_worker_whose_end_no_journal_has_restarts_the_round(
     s.returns("a")
     s.send(ev.AgentReturned("b", 1, 1, "x", (5000,), term=2, workers=()))
     s.obey_stops()
-    assert s.members == ["a.0.2", "b.0.2"]
+    assert s.members == ["a.0.1001", "b.0.1001"]
 
 
 # ---- rounds ------------------------------------------------------------------------------
@@ -483,6 +497,20 @@ def test_a_worker_that_left_a_round_the_books_do_not_have_is_in_the_next(
         s.send(ev.WorkerReady(worker, 4, 40, True, "left round 4"))
     assert s.round == (5, "complete")
     assert {member.version for member in s.world.members} == {40}
+
+
+def test_a_round_that_was_to_be_formed_and_has_trained_is_left_at_once(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, min_np=2).training(a=1, b=1)
+    s.exit("b.0.1", -9)
+    s.ready("a.0.1", version=3)
+    assert s.round == (2, "forming")
+    s.resume()
+    s.returns("a")
+    s.send(ev.WorkerStepped("a.0.1", 2, 30))
+    assert (s.notice.round, s.notice.after_step) == (2, None)
+    assert s.round == (3, "forming")
 
 
 def test_a_round_that_the_books_do_not_have_is_left_at_once(scenario: MakeScenario) -> None:

@@ -15,7 +15,14 @@ import pytest
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Allocation, Division, Progress, decode, encode
+from elastic_driver.core.documents import (
+    Allocation,
+    Division,
+    DriverTerm,
+    Progress,
+    decode,
+    encode,
+)
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, next_pause
@@ -89,6 +96,21 @@ def test_the_first_step_of_a_round_is_told_soon_though_the_heartbeat_before_coul
         progress.committed(1)
         event = events.get(timeout=1.0)
     assert event == {"type": "worker_stepped", "worker": "a.0.1", "round": 1, "step": 1}
+
+
+def test_rank_0_tells_the_next_driver_that_the_round_has_had_a_step(
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, object]]
+) -> None:
+    progress = TrainingProgress()
+    progress.entered(3, 0)
+    progress.committed(1)
+    told: list[object] = []
+    server.apply((Set(contract.JOB_DRIVER, encode(DriverTerm(1, server.url))),))
+    with sending_heartbeats(server, token_file, progress):
+        told.append(events.get(timeout=30.0))
+        server.apply((Set(contract.JOB_DRIVER, encode(DriverTerm(2, server.url))),))
+        told.append(events.get(timeout=30.0))
+    assert told == 2 * [{"type": "worker_stepped", "worker": "a.0.1", "round": 3, "step": 1}]
 
 
 def test_a_round_that_was_never_entered_has_no_first_step(
