@@ -27,7 +27,7 @@ from rendezvous.auth import Role, Tokens
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
 from rendezvous.fast_path import FastConnection, FastPath, Post
 from rendezvous.limits import Hits, Limits
-from rendezvous.service import OnChanges, Results, StoreService
+from rendezvous.service import Done, OnChanges, Results, StoreService
 from rendezvous.tls import ServerCertificate
 from rendezvous.tls_connections import TlsConnections
 from rendezvous.web import HITS, KVRoutes, PostsOnce, guard
@@ -177,8 +177,16 @@ class RendezvousServer:
 
     def post(self, operations: Sequence[Operation]) -> None:
         """Carry out a batch soon, in the order of the calls, and drop its results."""
+        self.ask(operations, lambda _results: None)
+
+    def ask(self, operations: Sequence[Operation], done: Done) -> None:
+        """Carry out a batch as `post` does; `done` is called with its results.
+
+        It is called by the server's thread, and must not block. The results are None if the server
+        was stopped first.
+        """
         service, loop = self._running()
-        ask = partial(service.ask, tuple(operations), lambda _results: None, bounded=False)
+        ask = partial(service.ask, tuple(operations), done, bounded=False)
         loop.call_soon_threadsafe(ask)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -181,7 +181,7 @@ class StoreService:
             self._timer.cancel()
         for ticket in self._store.waiting:
             self._store.cancel(ticket)
-            cast("Done", ticket)(None)
+            _answer(cast("Done", ticket), None)
 
     def _answered(self, request_id: str, results: Results | None) -> None:
         request = self._requests.pop(request_id)
@@ -189,7 +189,7 @@ class StoreService:
             results = request.before + results
             self._remember(request_id, results)
         for done in request.clients:
-            done(results)
+            _answer(done, results)
 
     def _leave(self, request_id: str, request: _WaitingRequest, done: Done) -> None:
         if self._requests.get(request_id) is not request:
@@ -225,7 +225,7 @@ class StoreService:
             self._on_changes(changes)
         for outcome in outcomes:
             if isinstance(outcome, Answered):
-                cast("Done", outcome.ticket)(outcome.results)
+                _answer(cast("Done", outcome.ticket), outcome.results)
             elif self._on_lease_expired is not None:
                 try:
                     self._on_lease_expired(outcome.key)
@@ -250,3 +250,11 @@ class StoreService:
             self._store.postpone_leases(late + RENEWAL_S)
             log.warning("rendezvous was held up for %.1fs; leases postponed", late)
         self._deliver(self._store.expire(now))
+
+
+def _answer(done: Done, results: Results | None) -> None:
+    """Hand a client its results; an error there must not cost the other clients theirs."""
+    try:
+        done(results)
+    except Exception:
+        log.exception("a batch was carried out, but telling its client failed")

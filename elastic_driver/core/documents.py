@@ -20,6 +20,7 @@ from elastic_driver.options import FLAG, NUMBERS, STREAMS, Heading, names, optio
 Host = Annotated[str, Meta(min_length=1, max_length=253)]
 WorkerId = Annotated[str, Meta(min_length=1, max_length=300)]
 Text = Annotated[str, Meta(max_length=65536)]
+LongText = Annotated[str, Meta(max_length=1 << 20)]  # its reader keeps a part
 
 
 class DriverTerm(Struct, frozen=True):

@@ -8,9 +8,11 @@ with its method `on_…`, which names the kind of event as its annotation.
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Host, Seconds, Text, WorkerId
+from elastic_driver.core.documents import Host, LongText, Seconds, Text, WorkerId
+from elastic_driver.core.stack_location import shorten
 
 MAX_WORKERS = 4096  # of one agent
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -139,7 +141,10 @@ class WorkerStalled(WorkerReport, frozen=True, tag="worker_stalled", forbid_unkn
     round: Count
     seconds: Seconds
     where: Literal["collective", "elsewhere"]
-    stack: Text
+    stack: LongText
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "stack", shorten(self.stack))
 
 
 class WorkerResumed(WorkerReport, frozen=True, tag="worker_resumed", forbid_unknown_fields=True):
@@ -157,8 +162,11 @@ class WorkerStack(WorkerEvent, frozen=True, tag="worker_stack", forbid_unknown_f
 
     number: Count
     where: Annotated[str, Meta(max_length=200)]
-    stack: Text
+    stack: LongText
     own: bool = True
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "stack", shorten(self.stack))
 
 
 class WorkerExited(WorkerReport, frozen=True, tag="worker_exited", forbid_unknown_fields=True):

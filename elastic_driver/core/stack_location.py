@@ -1,8 +1,10 @@
-"""The place of a thread, found by the file of its innermost Python frame.
+"""The place of a thread, found by the file of its innermost Python frame; its stack, cut to size.
 
 `worker.heartbeat.stall_watch` asks for its own training thread, the agent for a thread that py-spy
 sees from outside. Pure.
 """
+
+MAX_STACK_CHARS = 60_000  # below the bound of a report's texts
 
 # Parts of paths: code in these files waits for peers (torch, and our own exchanges).
 _WAITS_IN = (
@@ -24,3 +26,11 @@ def waits_for_peers(filename: str) -> bool:
     A script that calls `wait()` of a torch work object itself seems to wait elsewhere.
     """
     return any(part in filename for part in _WAITS_IN)
+
+
+def shorten(stack: str, limit: int = MAX_STACK_CHARS) -> str:
+    """Return the innermost part of a stack, at most `limit` characters; it says what is cut."""
+    if len(stack) <= limit:
+        return stack
+    note = f"  (more than {len(stack) - limit} characters of outer frames were cut)\n"
+    return note + stack[len(note) - limit :]

@@ -124,7 +124,7 @@ class NodeChecks:
         self.folder.write_endpoint(self._server.url, time.time())
         spec, task = settings.spec(self.folder.run_id), settings.task
         documents = ((contract.CHECK_SPEC, spec), (TASK_SETTINGS, task))
-        self._server.apply([Set(key, encode(document)) for key, document in documents])
+        self._server.post([Set(key, encode(document)) for key, document in documents])
         self.backend = self.make_backend(self._server.url, self.folder.token_file)
         limits = msgspec.convert(settings, CheckLimits, from_attributes=True)
         self._answer, number, self._number = answer, self._number, self._number + 1

@@ -4,9 +4,11 @@ Called by the driver's thread only, one decision after the other, in order. It c
 orders, and removes the keys of agents and workers from the store when they end. It decides nothing.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
@@ -37,12 +39,12 @@ from elastic_driver.runtime.suspects import Suspects
 from rendezvous import wire
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
+from rendezvous.service import Results
 
 AnyDecision: TypeAlias = do.Decision | SendEvent | CheckDecision
 # The host and the incarnation of an agent.
 AgentKey: TypeAlias = tuple[str, int]
 
-READ_S = 1.0  # for the store to answer a `ReadKeys`
 KEPT_ORDERS = 4096  # of one agent; it reads them as they come, and is never that far behind
 FRESH_S = 0.1  # for the workers to report their progress when a boundary is to be named
 # A notice with this step ends no round; it only makes every worker report its progress.
@@ -200,43 +202,49 @@ class Executor:
     # ---- reading -------------------------------------------------------------------------
 
     def _read_keys(self, decision: ReadKeys) -> None:
+        """Read keys, and post them as an event; the driver's thread does not wait for them."""
+        looked = self.look_seconds
+
+        def found(results: Results | None) -> None:
+            entries = _entries_in(results)
+            values = {key: (entry.value, entry.revision) for key, entry in entries.items()}
+            seconds = time.monotonic() - began + looked
+            self.post(KeysRead(decision.machine, decision.keys, values, seconds))
+
         began = time.monotonic()
-        found = self._get(wire.Get(decision.keys), READ_S) or {}  # empty: the machine asks again
-        entries = {key: (entry.value, entry.revision) for key, entry in found.items()}
-        seconds = time.monotonic() - began + self.look_seconds
-        self.post(KeysRead(decision.machine, decision.keys, entries, seconds))
+        self.server.ask([wire.Get(decision.keys)], found)
 
     def _ask_progress(self, decision: do.AskProgress) -> None:
         """Read the workers' progress, and post it as an event.
 
         A notice of a step that is never reached wakes every heartbeat thread, and their next
-        heartbeats carry their progress: so the answers are milliseconds old.
+        heartbeats carry their progress: so the answers are milliseconds old. The core's question
+        has a deadline, so a store that answers late holds nobody up.
         """
         notice = doc.Notice(decision.round, UNREACHABLE_STEP, decision.reason)
         keys = tuple(contract.worker_progress(worker) for worker in decision.workers)
-        asked = self._apply(wire.Set(contract.JOB_NOTICE, doc.encode(notice)))
-        revision = asked.revision if isinstance(asked, wire.Written) else 0
-        found = self._get(wire.Get(keys, wait=FRESH_S, after=revision))
-        if asked is None or found is None:
-            return  # the core's question has a deadline
+
+        def asked(results: Results | None) -> None:
+            written = results[0] if results else None
+            revision = written.revision if isinstance(written, wire.Written) else 0
+            question = wire.Get(keys, wait=FRESH_S, after=revision)
+            with contextlib.suppress(RendezvousError):  # the server has just been stopped
+                self.server.ask([question], partial(self._progress_found, decision, revision))
+
+        self.server.ask([wire.Set(contract.JOB_NOTICE, doc.encode(notice))], asked)
+
+    def _progress_found(
+        self, question: do.AskProgress, revision: int, results: Results | None
+    ) -> None:
+        """Post the workers' progress; called by the server's thread."""
         readings = []
-        for entry in found.values():
+        for entry in _entries_in(results).values():
             progress = doc.decode_progress(entry.value)
-            if progress is not None and progress.round == decision.round:
+            if progress is not None and progress.round == question.round:
                 answered = entry.revision > revision
                 readings.append(ev.ProgressReading(progress.step, progress.step_time, answered))
-        self.post(ev.ProgressReported(decision.number, tuple(readings)))
-
-    def _get(self, question: wire.Get, timeout: float = 10.0) -> dict[str, wire.Entry] | None:
-        found = self._apply(question, timeout)
-        return found.entries if isinstance(found, wire.Entries) else None
-
-    def _apply(self, operation: wire.Operation, timeout: float = 10.0) -> wire.Result | None:
-        """Return the store's answer; None if it has too much to do."""
-        try:
-            return self.server.apply([operation], timeout=timeout)[0]
-        except RendezvousError:
-            return None
+        if results is not None:
+            self.post(ev.ProgressReported(question.number, tuple(readings)))
 
     # ---- events --------------------------------------------------------------------------
 
@@ -360,3 +368,9 @@ class Executor:
     def _show(self, tracebacks: list[tuple[str, str]]) -> None:
         for worker, text in tracebacks:
             self.reporter.worker_raised(worker, text)
+
+
+def _entries_in(results: Results | None) -> dict[str, wire.Entry]:
+    """Return the entries that a `Get` has found; none if the server was stopped."""
+    found = results[0] if results else None
+    return found.entries if isinstance(found, wire.Entries) else {}

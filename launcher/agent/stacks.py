@@ -17,7 +17,12 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from elastic_driver.core.stack_location import SEEN_ELSEWHERE, SEEN_WAITING, waits_for_peers
+from elastic_driver.core.stack_location import (
+    SEEN_ELSEWHERE,
+    SEEN_WAITING,
+    shorten,
+    waits_for_peers,
+)
 
 LOOK_S = 5.0  # for py-spy; a big process takes about one
 
@@ -82,4 +87,4 @@ def seen_in(output: bytes, pid: int) -> Seen | None:
         return None
     lines = (f'  File "{f.filename}", line {f.line}, in {f.name}\n' for f in reversed(frames))
     waits = waits_for_peers(frames[0].filename)
-    return Seen(SEEN_WAITING if waits else SEEN_ELSEWHERE, "".join(lines))
+    return Seen(SEEN_WAITING if waits else SEEN_ELSEWHERE, shorten("".join(lines)))

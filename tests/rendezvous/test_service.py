@@ -79,6 +79,25 @@ def test_a_request_whose_client_left_goes_on_where_it_stopped() -> None:
     play(scene)
 
 
+def test_a_client_that_cannot_be_answered_costs_the_others_nothing() -> None:
+    async def scene(service: StoreService) -> None:
+        def broken(_results: Results | None) -> None:
+            raise ValueError("nobody takes this answer")
+
+        question = [Get(("go",), wait=20)]
+        answers = [asyncio.create_task(service.carry_out(question)) for _ in range(2)]
+        await until(lambda: service.waiting == 2)
+        service.ask(question, broken)
+        service.ask(question, broken, "id")
+        answers += [asyncio.create_task(service.carry_out(question, i)) for i in ("", "id")]
+        await until(lambda: service.waiting == 5)
+        await service.carry_out([Set("go")])
+        found = await asyncio.gather(*answers)
+        assert found == [found[0]] * 4
+
+    play(scene)
+
+
 def test_one_of_two_clients_leaving_ends_nothing() -> None:
     async def scene(service: StoreService) -> None:
         operations = [Add("n", 1), Get(("go",), wait=20)]

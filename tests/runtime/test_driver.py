@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+
 import pytest
 
 from elastic_driver import contract
@@ -11,6 +14,7 @@ from elastic_driver.core.documents import (
     StartWorkerOrder,
     decode,
 )
+from elastic_driver.core.events import WorkerReady
 from elastic_driver.errors import ExitCode
 from elastic_driver.runtime import driver as driver_module
 from elastic_driver.runtime.results import read_result
@@ -147,6 +151,39 @@ def test_growth_before_any_step_does_not_wait_for_words_that_do_not_come(
     notice = until(named, "a notice with a step", timeout=3.0)
     assert notice is not None
     assert notice.after_step == 2
+
+
+def test_the_driver_goes_on_while_its_rendezvous_is_stalled_in_a_planned_change(
+    start_job: StartJob,
+) -> None:
+    job = start_job((("a", 1),), start_np=1)
+    cluster, released = job.cluster, threading.Event()
+    cluster.until_workers(A0)
+    cluster.ready(A0)
+    cluster.world(1)
+    cluster.stepped(A0, 1)
+    job.hosts.hosts = (("a", 2),)
+    cluster.until_workers(A0, A1)
+    server, loop = job.driver._resources.server, job.driver._loop
+    assert server is not None
+    assert loop is not None
+    assert loop.job is not None
+    boundary = loop.job.boundary
+
+    async def stall() -> None:
+        assert released.wait(60.0)
+
+    try:
+        server.spawn(stall())
+        job.driver.post(WorkerReady(A1, 0, -1, True, "waits"))
+        until(lambda: boundary.asked, "the members are asked how far they are")
+        replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        job.driver.ask_status(replies.put)
+        assert replies.get(timeout=8.0)  # seconds; it once waited 10 for the rendezvous
+    finally:
+        released.set()
+    cluster.ready(A0, left=1, version=2)
+    assert cluster.world(2, within=30.0).size == 2
 
 
 def test_a_worker_that_writes_nonsense_as_its_progress_harms_nobody(start_job: StartJob) -> None:

@@ -35,7 +35,7 @@ from elastic_driver.core.documents import StacksOrder
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import COMPLETE, Rule
 from elastic_driver.core.rules.workers import READY, RUNNING, STARTING, Worker
-from elastic_driver.core.stack_location import SEEN_WAITING
+from elastic_driver.core.stack_location import SEEN_WAITING, shorten
 
 LEAVE_S = 5.0  # to leave a round that was broken; a worker that can leave needs well under a second
 LONG_STALL = 8.0  # times the first report's duration: even an evaluation is then taken for a hang
@@ -129,7 +129,9 @@ def group(places: Mapping[int, StackAnswer]) -> tuple[StackGroup, ...]:
     groups: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(places):
         groups.setdefault(places[rank][:2], []).append(rank)
-    found = [StackGroup(tuple(r), key[0], key[1][-MAX_STACK_CHARS:]) for key, r in groups.items()]
+    found = [
+        StackGroup(tuple(r), key[0], shorten(key[1], MAX_STACK_CHARS)) for key, r in groups.items()
+    ]
     found.sort(key=lambda g: (len(g.ranks), g.ranks))
     odd = odd_ranks(found)
     return tuple(replace(g, odd=odd.issuperset(g.ranks)) for g in found)
@@ -210,7 +212,7 @@ class Hangs(Rule):
             raise ev.StaleEvent(f"{worker.id} stalled in round {event.round}, which it has left")
         stalls = self._stalls
         earlier = stalls.get(worker.id)
-        waits, stack = event.where == COLLECTIVE, event.stack[-MAX_STACK_CHARS:]
+        waits, stack = event.where == COLLECTIVE, shorten(event.stack, MAX_STACK_CHARS)
         first = (now, event.seconds) if earlier is None else (earlier.at, earlier.first_seconds)
         stalls[worker.id] = Stall(waits, event.seconds, *first, stack)
         if earlier is None:

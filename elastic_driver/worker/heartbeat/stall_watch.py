@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from elastic_driver.core.events import WorkerResumed, WorkerStack, WorkerStalled
-from elastic_driver.core.stack_location import waits_for_peers
+from elastic_driver.core.stack_location import shorten, waits_for_peers
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 
 LEAST_S = 60.0  # the adaptive limit is never shorter than this
@@ -37,7 +37,6 @@ _OURS = "/elastic_driver/worker/"
 _GLOO_WAITS = "/elastic_driver/worker/world/collective_waits.py"
 STDERR = 2
 MAX_FRAMES = 60
-MAX_STACK_CHARS = 60_000
 
 Location = Literal["collective", "elsewhere"]
 
@@ -55,7 +54,7 @@ class TrainingThread:
         frame = sys._current_frames().get(self._ident)
         if frame is None:
             return "elsewhere", "the training thread has ended"
-        stack = "".join(traceback.format_stack(frame, limit=MAX_FRAMES))[-MAX_STACK_CHARS:]
+        stack = shorten("".join(traceback.format_stack(frame, limit=MAX_FRAMES)))
         return "collective" if waits_for_peers(frame.f_code.co_filename) else "elsewhere", stack
 
     def cpu_seconds(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
 import pytest
 
 from elastic_driver.core import documents as msg
@@ -223,3 +224,15 @@ def test_a_stack_in_the_log_is_bounded(three: Scenario) -> None:
     three.send(ev.WorkerStalled("a.1.1", 1, 60.0, "elsewhere", "x" * 60_000))
     detail: dict[str, Any] = dict(three.announced("worker_stalled")[0].detail)
     assert len(detail["stack"]) == hangs.MAX_STACK_CHARS
+    assert detail["stack"].startswith("  (more than 52000 characters of outer frames were cut)\nxx")
+
+
+def test_a_report_with_a_very_long_stack_is_cut_and_not_refused() -> None:
+    stack = "".join(f'  File "x.py", line {n}\n' for n in range(10_000))
+    sent = {"type": "worker_stack", "worker": "a.0.1", "number": 1, "where": "elsewhere"}
+    body = msgspec.json.encode({**sent, "stack": stack})
+    read = msgspec.json.decode(body, type=ev.WireEvent)
+    assert isinstance(read, ev.WorkerStack)
+    assert len(read.stack) < 65536
+    assert read.stack.startswith("  (more than ")
+    assert read.stack.endswith("line 9999\n")
