@@ -34,6 +34,11 @@ class Holder(msgspec.Struct, frozen=True):
     pid: int
     started: int  # ticks since the boot: a later process may get the same pid
 
+    @classmethod
+    def this_process(cls) -> "Holder":
+        """Return the calling process as a holder."""
+        return cls(os.uname().nodename, _boot_id(), os.getpid(), _start_of("self"))
+
     @property
     def lives(self) -> bool:
         """Return whether this process of this machine lives; it may be stopped."""
@@ -65,7 +70,7 @@ class RunLock:
         file, locks = self._open()
         try:
             self._refuse_a_live_one(file, locks, url)
-            self._holder = Holder(os.uname().nodename, _boot_id(), os.getpid(), _start_of("self"))
+            self._holder = Holder.this_process()
             _write(file, self._holder)
             os.utime(file)
         except BaseException:

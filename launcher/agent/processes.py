@@ -82,8 +82,26 @@ def kill_trees(roots: Iterable[int]) -> None:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(root)
             for victim in [process, *process.children(recursive=True)]:
-                with contextlib.suppress(psutil.Error):
-                    victim.kill()
+                send_signal(victim, signal.SIGKILL)
+
+
+def send_signal(process: psutil.Process, number: signal.Signals) -> None:
+    """Send a signal to this process, and to no later one that has got its number."""
+    with contextlib.suppress(OSError, psutil.Error):
+        pidfd = os.pidfd_open(process.pid)
+        try:
+            if process.is_running():  # the same start: then the descriptor means it, too
+                signal.pidfd_send_signal(pidfd, number)
+        finally:
+            os.close(pidfd)
+
+
+def kill_child(pid: int) -> None:
+    """Kill a child of ours; do nothing if it is no child of ours (any more)."""
+    with contextlib.suppress(psutil.Error):
+        child = psutil.Process(pid)
+        if child.ppid() == os.getpid():
+            send_signal(child, signal.SIGKILL)
 
 
 def reap(pid: int) -> int | None:

@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import platform
+import select
 import shutil
 import signal
 import subprocess
@@ -34,8 +35,15 @@ import psutil
 from elastic_driver import contract
 from elastic_driver.errors import ExitCode
 from launcher import version
-from launcher.agent.folders import held_folder, holder_of, sweep, sweep_scratch, wait_for_holder
-from launcher.agent.processes import become_subreaper, children, end_all, kill_trees
+from launcher.agent.folders import (
+    held_folder,
+    holder_of,
+    process_of,
+    sweep,
+    sweep_scratch,
+    wait_for_holder,
+)
+from launcher.agent.processes import become_subreaper, children, end_all, send_signal
 from launcher.agent.stacks import state_of
 from rendezvous.auth import write_token_file
 
@@ -72,7 +80,14 @@ def keep(name: str, arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGHUP, lambda _number, _frame: None)
     sweep(FOLDER_PREFIX)
     end(name)  # an agent of this name that an earlier driver has started, if it is still here
-    with held_folder(folder_of(name)) as folder:
+    folder = folder_of(name)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(held_folder(folder))
+        except FileExistsError:
+            hint = "does another user own it? remove it, or set TMPDIR to a folder of your own"
+            print(f"elasticrun: {folder} cannot be made: {hint}", file=sys.stderr)
+            return int(ExitCode.UNAVAILABLE)
         become_subreaper()
         agent = start_agent(arguments, write_token_file(folder / _TOKEN, token))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
@@ -99,8 +114,14 @@ def keep_apart(name: str, arguments: Sequence[str]) -> int:
     if keeper == 0:
         os.setsid()
         return keep(name, arguments)
+    pidfd = os.pidfd_open(keeper)
+
+    def pass_on(received: int, _frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, received)
+
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # mpirun passes these two on
-        signal.signal(number, lambda received, _frame: os.kill(keeper, received))
+        signal.signal(number, pass_on)
     _, status = os.waitpid(keeper, 0)
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
@@ -142,16 +163,16 @@ def wait(name: str) -> int:
 def end(name: str) -> int:
     """Kill an agent, its keeper and everything below them; return 0 when nothing of it is left."""
     folder = folder_of(name)
-    pid = holder_of(folder)
-    if pid is not None and not _kill_below(pid):
-        print(f"elasticrun: process {pid} could not be killed", file=sys.stderr)
-        return int(ExitCode.UNAVAILABLE)
+    with process_of(folder) as keeper:
+        if keeper is not None and not _kill_below(*keeper):
+            print(f"elasticrun: process {keeper[0]} could not be killed", file=sys.stderr)
+            return int(ExitCode.UNAVAILABLE)
     shutil.rmtree(folder, ignore_errors=True)
     sweep_scratch()
     return 0
 
 
-def _kill_below(pid: int) -> bool:
+def _kill_below(pid: int, pidfd: int) -> bool:
     """Kill a keeper and its descendants; return whether they are gone.
 
     It is stopped first: it is the reaper of all of them, so that a process that loses its parent
@@ -159,21 +180,19 @@ def _kill_below(pid: int) -> bool:
     """
     deadline = time.monotonic() + PATIENCE_S
     try:
+        signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
         keeper = psutil.Process(pid)
-        keeper.suspend()
         while time.monotonic() < deadline:
             below = keeper.children(recursive=True)
             if all(state_of(process.pid) in ("zombie", "gone") for process in below):
                 break
-            kill_trees(process.pid for process in below)
+            for process in below:
+                send_signal(process, signal.SIGKILL)
             time.sleep(_LOOK_AGAIN_S)
-        keeper.kill()
-        keeper.wait(PATIENCE_S)
-    except psutil.NoSuchProcess:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except (ProcessLookupError, psutil.NoSuchProcess):
         return True
-    except psutil.TimeoutExpired:
-        return False
-    return True
+    return bool(select.select([pidfd], [], [], PATIENCE_S)[0])
 
 
 # ---- look --------------------------------------------------------------------------------

@@ -5,12 +5,11 @@
 
 import asyncio
 import contextlib
-import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launcher.agent.lines import LineSplitter
+from launcher.agent.processes import kill_child
 
 # Called with the stream (1 stdout, 2 stderr) and lines without their newline.
 OnLines = Callable[[int, list[bytes]], None]
@@ -80,8 +79,7 @@ class Client(asyncio.SubprocessProtocol):
     def kill(self) -> None:
         """Kill the program; what runs on the host goes on."""
         if self._transport.get_returncode() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._transport.get_pid(), signal.SIGKILL)
+            kill_child(self._transport.get_pid())  # asyncio may have reaped it just now
 
     async def ended(self) -> int:
         """Wait for its end and its last lines; return the exit status as subprocess does."""

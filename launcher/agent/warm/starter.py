@@ -13,7 +13,6 @@ child of the owner. Each wait here has a deadline; times are seconds.
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -24,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from launcher.agent.processes import ProcessSpec, children, readable, reap, start_fresh
+from launcher.agent.processes import ProcessSpec, children, kill_child, readable, reap, start_fresh
 from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.parent._elastic_warm_worker import BORN_WARM, receive_line, send_line
 from launcher.agent.warm.plan import WarmPlan
@@ -172,8 +171,7 @@ def inherit(environ: MutableMapping[str, str]) -> WarmParent | None:
 
 def _end_child(pid: int) -> None:
     """Kill a child of ours, and reap it if it has ended."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    kill_child(pid)
     reap(pid)
 
 
@@ -260,8 +258,7 @@ class WorkerStarter:
         """
         self._aborted = True
         for pid in self.own_pids() & set(children()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            kill_child(pid)
 
     def close(self) -> None:
         """End the warm parent and its spares; started processes stay."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -12,8 +13,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from elastic_driver.runtime.run_lock import Holder, _start_of
+from launcher.agent import remote
 from launcher.agent.folders import (
     BEGINNING_S,
     held_folder,
@@ -21,6 +25,7 @@ from launcher.agent.folders import (
     scratch_folder,
     sweep,
     sweep_scratch,
+    wait_for_holder,
 )
 
 HOLD = """
@@ -103,6 +108,58 @@ def test_a_folder_whose_process_was_killed_before_it_could_hold_it_is_swept_when
         os.utime(folder, (long_ago, long_ago))
     sweep("x-")
     assert os.listdir(tmp_path) == ["x-full"]  # no way to know whose that is
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has nothing to do with any agent."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("trick", ["owner", "mode", "file", "link", "fifo", "start", "nonsense"])
+def test_a_lock_file_of_somebody_else_names_no_process_that_could_be_killed(
+    trick: str,
+    stranger: subprocess.Popen[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = remote.folder_of("job.1")
+    real = folder.with_name("elsewhere") if trick == "link" else folder
+    real.mkdir(mode=0o700)
+    lock = real / "keeper"
+    started = 1 if trick == "start" else _start_of(stranger.pid)
+    holder = msgspec.structs.replace(Holder.this_process(), pid=stranger.pid, started=started)
+    if trick == "fifo":
+        os.mkfifo(lock)
+    else:
+        lock.write_bytes(b"7" if trick == "nonsense" else msgspec.json.encode(holder))
+    if trick == "link":
+        folder.symlink_to(real)
+    if trick == "mode":
+        real.chmod(0o777)
+    if trick in ("owner", "file"):
+        if os.geteuid() != 0:
+            pytest.skip("only root can give files away")
+        os.chown(lock if trick == "file" else real, 65534, 65534)
+    with open(lock, "rb" if trick != "fifo" else "r+b", buffering=0) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert holder_of(folder) is None
+        assert remote.end("job.1") == 0
+        wait_for_holder(folder)  # at once
+    assert stranger.poll() is None
+
+
+def test_a_live_holder_is_killed_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with hold(remote.folder_of("job.1")) as holder:
+        assert remote.end("job.1") == 0
+        assert holder.wait(30) == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
 
 
 SCRATCH = """
