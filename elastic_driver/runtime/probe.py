@@ -1,27 +1,63 @@
 """Runs of a user's program with a deadline, after which no process of it is left.
 
 `discovery` runs its script this way. The program runs without a shell, in its own session, with an
-empty stdin. Its whole process group is killed when the deadline passes, the output is too large,
-`cancel()` is called, or the program has exited: then its answer is complete. Times are seconds.
+empty stdin, below a process that guards it (`script_guard`). All its descendants are killed and
+reaped when the deadline passes, the output is too large, `cancel()` is called, this process dies,
+or the program has exited: then its answer is complete. Times are seconds.
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import selectors
-import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic_driver.runtime import script_guard
 from elastic_driver.runtime.failures import signal_name
 
 _CHUNK_BYTES = 65536
-_REAP_S = 1.0  # a killed process is gone in milliseconds, unless the kernel holds it
+_REAP_S = script_guard.REAP_S + 1.0  # for the guard to end everything
 _STDERR_BYTES = 4096  # the end of it, to explain a failure
+_GUARD = (sys.executable, "-I", "-S", script_guard.__file__)
+_PR_SET_CHILD_SUBREAPER = 36
+_prctl = ctypes.CDLL(None).prctl  # loaded here: it is called between fork and exec
+
+
+class _Running:
+    """A program that runs, and its guard."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", report: int) -> None:
+        self.process, self._report = process, report
+
+    def end(self) -> None:
+        """Have the guard kill everything. May be called again."""
+        assert self.process.stdin is not None  # noqa: S101 - it is a pipe
+        self.process.stdin.close()
+
+    def reap(self) -> int:
+        """Wait for the guard; return the program's exit status. Raises ProbeError."""
+        process = self.process
+        try:
+            process.wait(_REAP_S)
+        except subprocess.TimeoutExpired:  # what is stuck in the kernel is left behind
+            process.kill()
+            process.wait()
+        report = os.read(self._report, 100).decode().split()
+        os.close(self._report)
+        if report[:1] == ["error"]:
+            number = int(report[1])
+            problem = os.strerror(number)
+            if number == errno.ENOEXEC:
+                problem += "; its first line should name its interpreter, such as #!/bin/sh"
+            raise ProbeError(f"cannot be run: {problem}")
+        return int(report[1]) if report else process.returncode
 
 
 class ProbeError(Exception):
@@ -44,29 +80,30 @@ class ScriptProbe:
         self._timeout, self._max_output = timeout, max_output
         self._lock = threading.Lock()
         self._cancelled = False
-        self._running: subprocess.Popen[bytes] | None = None
+        self._running: _Running | None = None
 
     def run(self) -> bytes:
         """Return what the program printed to stdout; raises ProbeError."""
         with self._lock:
             if self._cancelled:
                 raise ProbeError("was cancelled")
-            process = self._running = self._spawn()
+            running = self._running = self._spawn()
+        process = running.process
         streams: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
+        code = 0
         try:
             self._collect(process.pid, streams)
         finally:
-            with self._lock:  # until it is reaped, no other process gets its number
-                _kill_group(process)
+            with self._lock:
+                running.end()
                 self._running = None
             for stream in streams:
                 stream.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_REAP_S)  # a process stuck in the kernel is left behind
+            code = running.reap()
         if self._cancelled:
             raise ProbeError("was cancelled")
-        if process.returncode != 0:
-            raise ProbeError(_describe_exit(process.returncode, streams[process.stderr]))
+        if code != 0:
+            raise ProbeError(_describe_exit(code, streams[process.stderr]))
         return bytes(streams[process.stdout])
 
     def cancel(self) -> None:
@@ -74,24 +111,28 @@ class ScriptProbe:
         with self._lock:
             self._cancelled = True
             if self._running is not None:
-                _kill_group(self._running)
+                self._running.end()
 
-    def _spawn(self) -> "subprocess.Popen[bytes]":
+    def _spawn(self) -> _Running:
+        reading, report = os.pipe()
         try:
-            return subprocess.Popen(
-                self._argv,
+            process = subprocess.Popen(
+                [*_GUARD, str(report), *self._argv],
                 env=self._env,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
+                pass_fds=(report,),
+                preexec_fn=_become_subreaper,  # noqa: PLW1509 - a system call only
             )
         except OSError as error:
-            problem = error.strerror or str(error)
-            if error.errno == errno.ENOEXEC:
-                problem += "; its first line should name its interpreter, such as #!/bin/sh"
-            raise ProbeError(f"cannot be run: {problem}") from error
+            os.close(reading)
+            raise ProbeError(f"cannot be run: {error.strerror or error}") from error
+        finally:
+            os.close(report)
+        return _Running(process, reading)
 
     def _collect(self, pid: int, streams: dict[Any, bytearray]) -> None:
         """Read both streams until the program has exited; its children may hold them longer."""
@@ -135,14 +176,9 @@ class ScriptProbe:
         return True
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGKILL to the program's process group.
-
-    The group may outlive its leader. Its number is not used again while the leader is not reaped
-    or the group has members.
-    """
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _become_subreaper() -> None:
+    """Adopt descendants whose parent dies; exec keeps that."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _describe_exit(code: int, errors: bytearray) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ import psutil
 import pytest
 
 from elastic_driver.runtime.probe import ProbeError, ScriptProbe
+from launcher.agent import processes
 from tests.runtime.waiting import until
 
 
@@ -70,6 +73,39 @@ def test_a_child_that_keeps_the_pipe_open_delays_no_answer_and_is_killed(tmp_pat
     assert time.monotonic() - began < 5.0
     child = int((tmp_path / "child").read_text())
     until(lambda: is_gone(child), "the script's child is gone")
+
+
+def test_helpers_in_sessions_of_their_own_are_killed_and_reaped(tmp_path: Path) -> None:
+    text = f"#!/bin/sh\n(setsid sleep 300 & echo $! > {tmp_path}/child)\necho a:1\n"
+    path = script(tmp_path, text)
+    children = set(psutil.Process().children())
+    processes.become_subreaper()  # as the local backend makes the driver one
+    try:
+        assert probe(path, timeout=60.0).run() == b"a:1\n"
+        assert set(psutil.Process().children()) <= children, "no zombie is left either"
+    finally:
+        processes.become_subreaper(False)
+    with pytest.raises(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "child").read_text()))
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from elastic_driver.runtime.probe import ScriptProbe
+ScriptProbe(Path(sys.argv[1]), timeout=300.0, max_output=100).run()
+"""
+
+
+def test_a_program_that_hangs_dies_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    text = f"#!/bin/sh\ntrap '' HUP TERM\nsleep 300 & echo $! > {tmp_path}/child\n"
+    path = script(tmp_path, text + f"echo $$ > {tmp_path}/pid\nwait\n")
+    with subprocess.Popen([sys.executable, "-c", DRIVER, str(path)]) as driver:
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "it runs")
+        driver.kill()
+    for name in ("pid", "child"):
+        pid = int((tmp_path / name).read_text())
+        until(lambda pid=pid: is_gone(pid), f"the {name} is gone")  # type: ignore[misc]
 
 
 def test_a_failing_program_is_described_with_its_last_words(tmp_path: Path) -> None:
