@@ -20,6 +20,7 @@ from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.events import JobEvent, StopRequested
 from elastic_driver.core.job import Job
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
+from elastic_driver.masking import masked
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime import mailbox as mail
@@ -286,7 +287,7 @@ class ElasticDriver:
         if loop.job is None:
             return msgspec.json.encode({**document, "state": "serving"})
         document |= {
-            "command": setup.spec.command,
+            "command": masked(setup.spec.command),
             **msgspec.to_builtins(loop.job.status(resources.clock())),
             "step": loop.stragglers.step,
             "slow": loop.stragglers.status(),

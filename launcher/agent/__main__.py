@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from elastic_driver.errors import ExitCode
 from launcher.agent.agent import Agent, AgentConfig
+from launcher.agent.processes import forbid_core_dumps
 from launcher.agent.spare import SPARE_FLAG, receive_arguments
 from launcher.agent.warm.starter import inherit
 from rendezvous.auth import read_token_file
@@ -41,6 +42,7 @@ def main() -> int:
     if arguments == [SPARE_FLAG] and not (arguments := receive_arguments(0)):
         return 0
     config = parse(arguments)
+    forbid_core_dumps()
     inherited = inherit(os.environ)
     try:
         token = read_token_file(config.token_file)

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -35,7 +36,24 @@ _LOOK_AGAIN_S = 0.005
 _STOP_MARK = signal.Signals[contract.STOP_MARK]
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_core_limit: tuple[int, int] | None = None
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+# ---- core dumps --------------------------------------------------------------------------
+
+
+def forbid_core_dumps() -> None:
+    """Leave no core of this process, which knows a token; workers get the limit of before."""
+    global _core_limit  # noqa: PLW0603 - of the process
+    _core_limit = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, _core_limit[1]))
+
+
+def allow_core_dumps() -> None:
+    """Give a child that becomes a worker the limit of before `forbid_core_dumps`."""
+    if _core_limit is not None:
+        resource.setrlimit(resource.RLIMIT_CORE, _core_limit)
 
 
 # ---- our descendants ---------------------------------------------------------------------
@@ -194,6 +212,7 @@ def start_fresh(spec: ProcessSpec) -> int:
     def bind_to_parent() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         ignore_notices()
+        allow_core_dumps()
         if os.getppid() != parent:  # it died in between, and would never stop us
             os._exit(EXIT_NOT_EXECUTABLE)
 

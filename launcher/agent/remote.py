@@ -45,6 +45,7 @@ from launcher.agent.folders import (
 )
 from launcher.agent.processes import become_subreaper, children, end_all, send_signal
 from launcher.agent.stacks import state_of
+from launcher.edge import keep_memory_private
 from rendezvous.auth import write_token_file
 
 FOLDER_PREFIX = "elastic-agent-"
@@ -71,6 +72,7 @@ def keep(name: str, arguments: Sequence[str]) -> int:
     if not token:
         print("elasticrun: no token came over stdin", file=sys.stderr)
         return int(ExitCode.BUG)
+    keep_memory_private()
     # Outlive the session we were started in: no terminal, none of its signals, no stdin.
     with contextlib.suppress(PermissionError):  # sshd has made us a session leader already
         os.setsid()

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from elastic_driver.errors import UsageError
+from elastic_driver.masking import without_password
 from elastic_driver.options import FLAG
 from elastic_driver.policies.nodecheck.report import CheckHistory
 from elastic_driver.runtime.checks import CheckHistoryFile
@@ -104,7 +105,8 @@ def config(words: list[str]) -> int:
     line = resolve(words[1:], os.environ)
     found = [(option, line.settings[option.field]) for option in OPTIONS]
     found.sort(key=lambda pair: pair[1].level == 0)
-    rows = [(o.long, s.text or ("no" if o.kind is FLAG else "-"), s.source) for o, s in found]
+    texts = [without_password(s.text) or ("no" if o.kind is FLAG else "-") for o, s in found]
+    rows = [(o.long, text, s.source) for (o, s), text in zip(found, texts, strict=True)]
     print(table(("OPTION", "VALUE", "FROM"), rows))
     for warning in line.warnings:
         print(f"note: {warning}")

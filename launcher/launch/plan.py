@@ -23,6 +23,7 @@ from elastic_driver.contract import VISIBLE_DEVICES
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.rules import units
 from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.masking import masked, without_password
 from elastic_driver.options import ACCELERATORS
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
@@ -68,7 +69,7 @@ class LaunchPlan:
         most = "any number" if s.max_np is None else str(s.max_np)
         port = f":{driver.bind_port}" if driver.bind_port else ", any free port"
         lines = [
-            ("command", shlex.join(spec.command)),
+            ("command", shlex.join(masked(spec.command))),
             ("in", spec.cwd),
             ("hosts", where.describe_hosts(self.hosts)),
             ("workers", f"start with {s.start_np}, go on with {s.min_np} or more, at most {most}"),
@@ -87,7 +88,9 @@ class LaunchPlan:
                 lines.append((label, " ".join(names)))
         lines += [("note", note) for note in self.notes]
         origins = self.line.origins() if self.options.verbose else ()
-        lines += [("set", f"{name} {value}  ({who})") for name, value, who in origins]
+        lines += [
+            ("set", f"{name} {without_password(value)}  ({who})") for name, value, who in origins
+        ]
         return "\n".join(f"{label:<11} {text}" for label, text in lines)
 
 

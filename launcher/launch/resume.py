@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic_driver.errors import UsageError
+from elastic_driver.masking import masked
 from elastic_driver.runtime.journal.replay import JournalError, NotBegunError
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
 from elastic_driver.runtime.results import JobResult, read_result
@@ -65,10 +66,10 @@ def take_unfinished(line: CommandLine, run_dir: RunDir, cwd: str) -> ResumedRun 
     where = f"--state-dir {run_dir.path.parent} " if line.options.state_dir else ""
     again = f"elasticrun --resume {where}--run-id {run_dir.run_id}"
     before = "" if found.cwd == cwd else f" in {found.cwd}"
+    started = shlex.join(masked(found.argv))
     raise UsageError(
         f"run {run_dir.run_id} is unfinished: its driver has died, and it was started with another "
-        f"command{before}: {shlex.join(found.argv)}; go on with it: {again}; or give another "
-        "--run-id"
+        f"command{before}: {started}; go on with it: {again}; or give another --run-id"
     )
 
 

@@ -6,7 +6,6 @@ numerics and communication are passed on to other hosts, by name; `-x NAME` adds
 """
 
 import fnmatch
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.tf_config import CHIEF, PS, WORKERS_ONLY
 from elastic_driver.errors import UsageError
+from elastic_driver.masking import is_secret
 from elastic_driver.options import TfRoles
 from elastic_driver.settings import Settings
 from launcher.launch.hosts import Facts
@@ -38,7 +38,6 @@ OF_THIS_MACHINE = (
     *(*contract.VISIBLE_DEVICES, "NCCL_HOSTID", "*_SOCKET_IFNAME"),
     *("PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT"),
 )
-_SECRET = re.compile(r"TOKEN|SECRET|KEY|PASS|CREDENTIAL|AUTH")
 
 
 def worker_command(
@@ -122,7 +121,7 @@ def is_forwarded(name: str) -> bool:
     def matches(patterns: tuple[str, ...]) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-    return matches(PASSED_ON) and not (matches(OF_THIS_MACHINE) or _SECRET.search(name.upper()))
+    return matches(PASSED_ON) and not (matches(OF_THIS_MACHINE) or is_secret(name))
 
 
 # ---- TensorFlow --------------------------------------------------------------------------

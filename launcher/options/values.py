@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from elastic_driver.errors import UsageError
+from elastic_driver.masking import is_secret
 from elastic_driver.settings import Settings
 from launcher.options.table import (
     FOREIGN,
@@ -116,7 +117,8 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     same = _BY_NAME["resume"]  # with or without it, the job is the same
     given.pop(same, None)
     names = sorted({source for o, (_words, source) in from_environment.items() if o is not same})
-    words = (*(f"{name}={environ[name]}" for name in names), *_spelled(given, command))
+    variables = (f"{name}={_kept(environ[name], from_environment, name)}" for name in names)
+    words = (*variables, *_spelled(given, command))
     return CommandLine(settings, command, (*remarks, *warnings), words)
 
 
@@ -136,9 +138,26 @@ def _spelled(given: Mapping[Option, Words], command: Words) -> Words:
     argv: list[str] = []
     for option in (each for each in OPTIONS if each in given):
         words = given[option]
-        repeated = words if option.kind.repeat else [",".join(words)] if words else []
+        together = (",".join(words),) if words else ()
+        repeated = _without_secrets(words) if option.kind.repeat else together
         argv += [f"{option.long}={word}" for word in repeated] or [option.long]
     return (*argv, "--", *command) if command else tuple(argv)
+
+
+def _kept(text: str, layer: Layer, name: str) -> str:
+    """Return the text of a variable of ours as the journal keeps it."""
+    found = next((o for o, (_words, source) in layer.items() if source == name), None)
+    if found is None or not found.kind.repeat:
+        return text
+    words = layer[found][0]
+    kept = _without_secrets(words)
+    return text if kept == words else shlex.join(kept)
+
+
+def _without_secrets(words: Words) -> Words:
+    """Return `--env` without values named like secrets: they are in the shell that resumes."""
+    named = (word.partition("=") for word in words)
+    return tuple(n if equals and is_secret(n) else f"{n}{equals}{v}" for n, equals, v in named)
 
 
 def split(argv: Sequence[str]) -> tuple[dict[Option, Words], Words, Words]:

@@ -245,8 +245,12 @@ def elasticrun(
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
     state_dir: Path | None = None,
+    stderr: int | None = None,
 ) -> Iterator[RunningJob]:
-    """Start `elasticrun ARGS…` in a folder of its own; whatever is left is killed at the end."""
+    """Start `elasticrun ARGS…` in a folder of its own; whatever is left is killed at the end.
+
+    `stderr`: a descriptor, in place of a file in that folder.
+    """
     run_id = f"t{uuid.uuid4().hex[:10]}"
     with tempfile.TemporaryDirectory(prefix="elastic-e2e-") as name:
         folder = Path(name)
@@ -266,7 +270,12 @@ def elasticrun(
         ]
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
             process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=full, cwd=cwd or folder
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err if stderr is None else stderr,
+                env=full,
+                cwd=cwd or folder,
             )
         job = RunningJob(process, run_id, folder, {}, full, args, state_dir or folder / "state")
         try:

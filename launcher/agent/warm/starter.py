@@ -23,7 +23,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from launcher.agent.processes import ProcessSpec, children, kill_child, readable, reap, start_fresh
+from launcher.agent.processes import (
+    ProcessSpec,
+    allow_core_dumps,
+    children,
+    kill_child,
+    readable,
+    reap,
+    start_fresh,
+)
 from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.parent._elastic_warm_worker import BORN_WARM, receive_line, send_line
 from launcher.agent.warm.plan import WarmPlan
@@ -144,6 +152,7 @@ def execute(plan: WarmPlan, marks: Mapping[str, str]) -> WarmParent:
                 env={**env, **marks, "ELASTIC_WARM_PAD": _PAD},
                 pass_fds=fds,
                 start_new_session=True,
+                preexec_fn=allow_core_dumps,  # noqa: PLW1509 - a system call only
             )
         on_error.pop_all()
     process.returncode = 0  # we reap it ourselves

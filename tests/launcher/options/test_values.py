@@ -303,5 +303,16 @@ def test_two_spellings_of_a_command_line_have_the_same_words() -> None:
     assert read("-np", "2", "a.py").words != read("-np", "3", "a.py").words
 
 
+def test_values_named_like_secrets_are_no_part_of_the_words_that_the_journal_keeps() -> None:
+    environ = {"ELASTICRUN_ENV": "DB_PASSWORD=abc 'A=1 2'"}
+    line = resolve(["-x", "HF_TOKEN=abc", "-x", "B=2", "-np=2", "a.py"], environ)
+    assert dict(line["env"]) == {"HF_TOKEN": "abc", "B": "2"}
+    assert "abc" not in " ".join(line.words)
+    assert "--env=HF_TOKEN" in line.words
+    assert "ELASTICRUN_ENV=DB_PASSWORD 'A=1 2'" in line.words
+    again = resolve(["-x", "HF_TOKEN=new", "-x", "B=2", "-np=2", "a.py"], environ)
+    assert again.words == line.words, "a job goes on also with another secret"
+
+
 def test_whether_the_job_is_resumed_is_no_part_of_the_words() -> None:
     assert read("--resume", "a.py", ELASTICRUN_RESUME="1").words == read("a.py").words
