@@ -7,8 +7,10 @@ an asyncio loop; times are seconds.
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 from typing import Literal, TypeAlias
+from urllib.parse import urlsplit, urlunsplit
 
 ATTEMPTS = 4
 # "refused": the machine says that no process listens there; "silent": there was no clear answer.
@@ -54,3 +56,26 @@ async def _attempt(address: str, port: int, speaks: bool) -> Result | None:
         if not speaks or await loop.sock_recv(connection, 1):
             return "answered"
     return None
+
+
+def reachable_url(url: str, address: str, port: int) -> str:
+    """Return the URL as another host sees it: loopback becomes the address that leads there.
+
+    The server's own URL names loopback where it listens at all addresses.
+    """
+    parts = urlsplit(url)
+    if not is_loopback(parts.hostname or "") or is_loopback(address):
+        return url
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as unsent:  # nothing is sent by `connect`
+        unsent.connect((address, port))
+        own = unsent.getsockname()[0]
+    host = f"[{own}]" if ":" in own else own
+    return urlunsplit(parts._replace(netloc=f"{host}:{parts.port}"))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether this is a numeric address of loopback; a name is not."""
+    with contextlib.suppress(ValueError):  # a name
+        return ipaddress.ip_address(host).is_loopback
+    return False

@@ -7,13 +7,11 @@ agent answers probes. An agent that does not answer is told again. Times are sec
 
 import asyncio
 import contextlib
-import ipaddress
-import socket
 from collections.abc import Iterable
-from urllib.parse import urlsplit, urlunsplit
 
 from elastic_driver.announcement import announce
 from elastic_driver.core.rules.fleet import HostAgent
+from elastic_driver.reachability import reachable_url
 
 AGAIN_S = 0.5
 
@@ -32,25 +30,3 @@ async def tell_agents(
     known = [tell(agent) for agent in agents if agent.is_up and agent.probe_port]
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(asyncio.gather(*known), within)
-
-
-def reachable_url(url: str, address: str, port: int) -> str:
-    """Return the URL as another host sees it: loopback becomes the address that leads there.
-
-    The server's own URL names loopback where it listens at all addresses.
-    """
-    parts = urlsplit(url)
-    if not _is_loopback(parts.hostname or "") or _is_loopback(address):
-        return url
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as unsent:  # nothing is sent by `connect`
-        unsent.connect((address, port))
-        own = unsent.getsockname()[0]
-    host = f"[{own}]" if ":" in own else own
-    return urlunsplit(parts._replace(netloc=f"{host}:{parts.port}"))
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):  # a name
-        return ipaddress.ip_address(host).is_loopback
-    return False

@@ -1,10 +1,12 @@
 """Finds the running job that `elasticctl` talks to, and its token.
 
 A driver writes its address to its run's folder; while that address answers, the job runs. The job
-is found by `--run-id`, by `--endpoint`, or as the only one that runs below the state directory.
-Nothing is started, changed or removed.
+is found by `--run-id`, by `--endpoint`, or as the only one that runs below the state directory. If
+its journal is in etcd, a driver on another host may have the job, and etcd says which. Nothing is
+started, changed or removed.
 """
 
+import contextlib
 import os
 import socket
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ class Where:
     run_id: str | None = None
     endpoint: str | None = None
     token_file: Path | None = None
+    journal: str | None = None  # etcd://HOST:PORT…
 
 
 class Target(NamedTuple):
@@ -51,7 +54,17 @@ def find(where: Where) -> Target:
     """
     if where.endpoint is not None:
         return _at(where, where.endpoint)
+    if where.journal is not None and where.run_id is None:
+        raise UsageError("--journal needs --run-id: the job's name in etcd")
+    if where.journal is not None and where.run_id is not None:
+        from launcher.ctl_commands.elsewhere import driver_in  # noqa: PLC0415 - see `_moved`
+
+        return Target(where.run_id, *driver_in(where.journal, where.run_id))
+    if where.run_id is not None and (moved := _moved(where.state_dir, where.run_id)) is not None:
+        return moved
     chosen = _only_one(where.state_dir) if where.run_id is None else _named(where, where.run_id)
+    if isinstance(chosen, Target):
+        return chosen
     token_file = where.token_file or where.state_dir / chosen.run_id / "token"
     return Target(chosen.run_id, chosen.url, read_token_file(token_file))
 
@@ -71,6 +84,23 @@ def _at(where: Where, url: str) -> Target:
     )
 
 
+def _moved(state_dir: Path, run_id: str) -> Target | None:
+    """Return the driver on another host that has taken over a run of this folder, if etcd knows it.
+
+    The address in the folder does not answer then.
+    """
+    folder = state_dir / run_id
+    if Path(run_id).name != run_id or not folder.is_dir():
+        return None
+    here = read_endpoint(folder)
+    if (here is not None and _answers(here)) or not RunDir(state_dir, run_id).unfinished:
+        return None
+    from launcher.ctl_commands.elsewhere import driver_in, journal_of  # noqa: PLC0415 - takes 0.2 s
+
+    journal = journal_of(folder)
+    return None if journal is None else Target(run_id, *driver_in(journal, run_id))
+
+
 def _named(where: Where, run_id: str) -> Endpoint:
     folder = where.state_dir / run_id
     if Path(run_id).name != run_id or not folder.is_dir():
@@ -87,9 +117,12 @@ def _named(where: Where, run_id: str) -> Endpoint:
     return run
 
 
-def _only_one(state_dir: Path) -> Endpoint:
+def _only_one(state_dir: Path) -> Endpoint | Target:
     runs = _runs(state_dir)
-    running = [run for run in runs if _answers(run)]
+    running: list[Endpoint | Target] = [run for run in runs if _answers(run)]
+    if not running:
+        with contextlib.suppress(ClusterError):  # etcd is away, or names no driver
+            running = [at for run in runs if (at := _moved(state_dir, run.run_id)) is not None]
     if len(running) == 1:
         return running[0]
     if running:

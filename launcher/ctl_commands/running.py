@@ -62,6 +62,7 @@ _WHICH_JOB: dict[str, dict[str, Any]] = {
     "--endpoint": {"metavar": "URL", "help": "the address of the job's driver"},
     "--token-file": {"metavar": "F", "type": Path, "help": "the file with the job's token"},
     "--state-dir": {"metavar": "D", "type": Path, "help": "the folder of all runs"},
+    "--journal": {"metavar": "etcd://…", "help": "the etcd that knows the driver of --run-id"},
 }
 _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     "status": {
@@ -102,7 +103,7 @@ def run(name: str, words: Sequence[str]) -> int:
     given = parser.parse_args([_hyphenated(word) for word in words])
     state_dir = (given.state_dir or default_state_dir(os.environ)).absolute()
     try:
-        job = find(Where(state_dir, given.run_id, given.endpoint, given.token_file))
+        job = find(Where(state_dir, given.run_id, given.endpoint, given.token_file, given.journal))
     except ClusterError:
         ended = read_result(state_dir / given.run_id / EVENTS_FILE) if given.run_id else None
         if name != "status" or ended is None:

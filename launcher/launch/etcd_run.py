@@ -25,7 +25,7 @@ from launcher.launch.resume import take_unfinished
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine
 
-LOOK_S = 0.2  # between two looks at the key of the driver
+LOOK_S = 0.1  # between two looks at the key of the driver
 _LATE_S = 3.0  # for etcd to delete a key whose lease is over
 
 

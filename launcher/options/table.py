@@ -143,7 +143,7 @@ class LaunchOptions:
         "Wait beside the driver of the job --run-id with the same --journal etcd://…, and go on "
         "with the job when its host is lost (docs/standby.md). Ends with the job's exit status.")
     driver_lease: int = option(Heading.STATE, whole(least=2), 5,
-        "Seconds after which a driver that etcd does not hear from may be replaced by a standby.")
+        "Seconds without a sign of the driver in etcd until a standby has taken over, at most.")
     driver_timeout: float | None = option(Heading.STATE, o.SECONDS_OR_AUTO, None,
         "Agents and workers train on without a driver and wait this long for the next one. Then "
         "they leave at a step boundary, write a checkpoint, and exit. 0: end with the driver.",

@@ -13,7 +13,7 @@ from elastic_driver.core.events import Tick
 from elastic_driver.errors import TakenOverError
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime.journal import mirror
-from elastic_driver.runtime.journal.etcd import EtcdClient
+from elastic_driver.runtime.journal.etcd import EtcdClient, _Stream
 from elastic_driver.runtime.journal.follower import Follower, RunState
 from elastic_driver.runtime.journal.mirror import Ended, EtcdStore
 from elastic_driver.runtime.journal.replay import Replay
@@ -56,7 +56,14 @@ def run_id(request: pytest.FixtureRequest) -> str:
 class Driver:
     """The journal's side of a driver, in a folder of its own."""
 
-    def __init__(self, etcd: EtcdCluster, run_id: str, folder: Path, found: RunState | None = None):
+    def __init__(
+        self,
+        etcd: EtcdCluster,
+        run_id: str,
+        folder: Path,
+        found: RunState | None = None,
+        lease_s: int = LEASE_S,
+    ):
         folder.mkdir(exist_ok=True)
         self.path, self.run_id = folder / "journal.db", run_id
         self.client = EtcdClient(etcd.access)
@@ -69,7 +76,7 @@ class Driver:
             replay.close()
         self.at = time.monotonic()
         self.term = 1 if found is None else found.term + 1
-        self.tenure = Tenure(self.client, run_id, new_key(self.term, self.n, self.at), LEASE_S)
+        self.tenure = Tenure(self.client, run_id, new_key(self.term, self.n, self.at), lease_s)
         token_file = folder / "token"
         if not token_file.exists():
             write_token_file(token_file, "secret")
@@ -268,6 +275,17 @@ def test_a_lease_that_was_lost_is_taken_again_if_nobody_else_has_the_run(
     assert state is not None
     assert state.driver is not None
     assert state.term == state.driver.term == 1
+    first.end()
+
+
+def test_the_lease_in_etcd_leaves_a_standby_time_to_take_over(
+    etcd: EtcdCluster, tmp_path: Path, run_id: str
+) -> None:
+    first = Driver(etcd, run_id, tmp_path / "a", lease_s=6).begin()
+    with first.client.clone() as client:
+        asked = {"ID": first.tenure._lease}
+        answer = client._call("/v3/lease/keepalive", asked, _Stream)
+    assert answer.result.TTL == 5
     first.end()
 
 

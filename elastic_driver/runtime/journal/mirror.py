@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver.errors import ClusterError, TakenOverError
+from elastic_driver.reachability import reachable_url
 from elastic_driver.runtime.journal import etcd
 from elastic_driver.runtime.journal.etcd import MAX_OPERATIONS, MAX_VALUE, EtcdClient, EtcdError
 from elastic_driver.runtime.journal.store import Batch, Head, Row, SqliteStore
@@ -112,7 +113,7 @@ class EtcdStore:
             self._write_group(group)
         self._write_keys({key: value for batch in batches for key, value in batch.keys.items()})
         if urls := [batch.url for batch in batches if batch.url]:
-            self._transact(self._tenure.say(url=urls[-1]))
+            self._transact(self._tenure.say(url=urls[-1], seen=self._seen(urls[-1])))
         for exit_code, reason in filter(None, (batch.end for batch in batches)):
             self._end = Ended(exit_code, reason, time.time())
         self._copy(partial(self._local.write, batches))
@@ -148,6 +149,12 @@ class EtcdStore:
         self.stop()
         self._client.close()
         self._local.free()
+
+    def _seen(self, url: str) -> str:
+        """Return our address as the hosts of etcd see it."""
+        with contextlib.suppress(OSError):  # the name of that host is not known any more
+            return reachable_url(url, *self._client.access.endpoints[0])
+        return url
 
     def _copy(self, write: Callable[[], None]) -> None:
         """Write to the local database; a disk that fails costs the copy, and not the journal."""

@@ -1,7 +1,8 @@
 """The key in etcd that says which driver has a run; at most one does.
 
 The key hangs on a lease that a thread renews. When the driver's host loses power, the lease ends
-after `--driver-lease` seconds and the key is gone: then a standby may take it, with the next term.
+and the key is gone: then a standby may take it, with the next term, `--driver-lease` seconds after
+the last renewal at the latest.
 Each write of a journal is guarded by the key, so a driver that has lost it writes nothing more, and
 what is not written does not act.
 """
@@ -20,7 +21,9 @@ from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.runtime.journal import etcd
 from elastic_driver.runtime.journal.etcd import EtcdClient, EtcdError, KeyValue
 
-LEASE_S = 5  # whole seconds; etcd takes no fewer than about 2
+LEASE_S = 5  # whole seconds, until another driver has the run
+LEAST_S = 2  # etcd takes no shorter lease, with its default heartbeats
+SWEEP_S = 1  # for etcd to delete the key of a lease that is over (0.5 s), and a standby to take it
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class DriverKey(Struct, frozen=True):
     unix: float = 0.0  # the same in unix seconds
     unix_offset: float = 0.0  # unix seconds minus machine time
     url: str = ""  # the address of its rendezvous, once it is open
+    seen: str = ""  # the same as the hosts of etcd see it; "": unknown
 
     def __str__(self) -> str:
         return f"driver {self.term} (host {self.host}, process {self.pid})"
@@ -120,10 +124,10 @@ class Tenure:
     """The key `driver` of a run in the hands of this process, from `take` to `stop`."""
 
     def __init__(self, client: EtcdClient, run_id: str, own: DriverKey, lease_s: int) -> None:
-        """Take nothing yet."""
+        """Take nothing yet. `lease_s`: seconds until a standby has the run of a dead driver."""
         self.keys, self.own = RunKeys(run_id), own
         self._client = client.clone()  # of whoever holds `_lock`
-        self._lease_s = lease_s
+        self._lease_s = max(LEAST_S, lease_s - SWEEP_S)  # of etcd
         self._lock = threading.Lock()
         self._lease = self._created = self._term_created = 0  # guarded by `_lock`
         self._stopping = threading.Event()

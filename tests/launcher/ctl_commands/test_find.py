@@ -13,10 +13,16 @@ import msgspec
 import pytest
 
 from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.runtime.journal import etcd as etcd_client
+from elastic_driver.runtime.journal.etcd import EtcdClient
+from elastic_driver.runtime.journal.mirror import Ended
+from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
+from elastic_driver.runtime.journal.tenure import DriverKey, RunKeys, encode_key
 from elastic_driver.runtime.run_dir import Endpoint
 from launcher.ctl_commands.find import Target, Where, find
 from rendezvous.auth import write_token_file
 from rendezvous.errors import TokenError
+from tests.support.etcd import EtcdCluster, free_ports, why_not
 
 
 @pytest.fixture
@@ -103,6 +109,44 @@ def test_a_run_whose_driver_died_before_its_end_can_go_on(
         (folder / name).write_text("")
     with pytest.raises(ClusterError, match=f"has died; .*--state-dir {tmp_path} --run-id big"):
         find(Where(tmp_path, run_id="big"))
+
+
+@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+def test_a_driver_that_has_taken_over_elsewhere_is_found_in_etcd(
+    tmp_path: Path, listener: str, nobody: str, dead_pid: int
+) -> None:
+    folder = make_run(tmp_path, "big", nobody, dead_pid)
+    (folder / "lock").write_text("")
+    (tmp_path / "etcd").mkdir()
+    with EtcdCluster(tmp_path / "etcd", free_ports(2), (("127.0.0.1", ()),)) as etcd:
+        argv = ("--run-id", "big", "--journal", etcd.url, "--", "true")
+        first = SqliteStore(folder / "journal.db")
+        first.open(Head("big", argv, "/home"))
+        first.write([Batch(1, states=[(0, 0.0, "memory", b"")])])
+        first.free()
+        for where in (
+            Where(tmp_path, run_id="big"),  # the folder of the driver that has died
+            Where(tmp_path / "no", run_id="big", journal=etcd.url),  # another host
+        ):
+            with pytest.raises(ClusterError, match="run big has no driver now, says etcd://"):
+                find(where)
+        keys = RunKeys("big")
+        with EtcdClient(etcd.access) as client:
+            new = DriverKey(2, os.uname().nodename, 1, url=listener, seen="http://192.0.2.1:1")
+            put = etcd_client.put
+            client.transact((), [put(keys.driver, encode_key(new)), put(keys.token, b"secret")])
+            target = Target("big", listener, "secret")
+            assert find(Where(tmp_path, run_id="big")) == find(Where(tmp_path)) == target
+            assert find(Where(tmp_path / "no", run_id="big", journal=etcd.url)) == target
+            put_other = put(keys.driver, encode_key(msgspec.structs.replace(new, host="other")))
+            client.transact((), [put_other])
+            assert find(Where(tmp_path, run_id="big")).url == "http://192.0.2.1:1"
+            ended = Ended(0, "every worker has succeeded", 1.0)
+            client.transact((), [put(keys.end, msgspec.json.encode(ended))])
+            with pytest.raises(ClusterError, match=r"run big is over, .*every worker has"):
+                find(Where(tmp_path, run_id="big"))
+    with pytest.raises(UsageError, match="--journal needs --run-id"):
+        find(Where(tmp_path, journal=etcd.url))
 
 
 def test_a_run_that_is_over_says_where_its_events_are(tmp_path: Path) -> None:
