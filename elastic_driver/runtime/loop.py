@@ -121,9 +121,8 @@ class DriverLoop:
                 self.end = self.end or EndJob(int(ExitCode.INTERRUPTED), "asked to stop twice")
             case mail.TakenOver(error):
                 raise error
-            case mail.KeysChanged(values):
-                if self._journal is not None:
-                    self._tell(self._journal.keep(values))
+            case mail.KeysChanged():
+                self._keep(message)
             case mail.JobBegins(job, run_id):
                 if self.resumed is None:
                     self._begin_job(job, run_id)
@@ -230,6 +229,14 @@ class DriverLoop:
         """Log and show the news of the journal."""
         for each in news:
             self.executor.execute(each)
+
+    def _keep(self, changed: mail.KeysChanged) -> None:
+        if self._journal is not None:
+            self._tell(self._journal.keep(changed.values))
+        if self._journal is not None and changed.kept is not None:
+            self._tell(self._journal.then(changed.kept))
+        elif changed.kept is not None:
+            changed.kept()
 
     def _journal_states(self) -> None:
         """Write the machines' states, from which a replay may begin."""

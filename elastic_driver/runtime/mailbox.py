@@ -39,9 +39,13 @@ class TakenOver:
 
 @dataclass(frozen=True, slots=True)
 class KeysChanged:
-    """Keep these keys of the store for the next driver; None: this one is gone."""
+    """Keep these keys for the next driver; None: this one is gone.
+
+    `kept` is called by any thread once the journal has them.
+    """
 
     values: dict[str, bytes | None]
+    kept: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

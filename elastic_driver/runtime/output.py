@@ -2,11 +2,15 @@
 
 An agent writes to the terminal of the driver that has started it. When this driver has died, the
 agent sends its lines and those of its workers to the next one, which writes them to its own stdout
-and stderr. Runs on the server's loop. Times are seconds.
+and stderr. The number of the last line is in the journal before the answer, so the driver after
+this one writes no line again. Runs on the server's loop. Times are seconds.
 """
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -19,6 +23,15 @@ from rendezvous.web import JSON, caller_of, forbidden, read_json
 
 _decode = msgspec.json.Decoder(OutputLines).decode
 _STREAMS = {1: "stdout", 2: "stderr"}
+_NUMBERS = "job/output/"  # prefix of keys in the journal; clients cannot have keys of `job/` there
+_JOURNAL_S = 0.25  # for the journal; lines are not held up by one that is away
+# Keeps values for the next driver, then calls back from any thread.
+Keep: TypeAlias = Callable[[dict[str, bytes | None], Callable[[], None]], None]
+
+
+def without_numbers(keys: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the keys of an earlier driver's users, without the numbers of lines."""
+    return {key: value for key, value in keys.items() if not key.startswith(_NUMBERS)}
 
 
 class AgentsOutput:
@@ -27,12 +40,22 @@ class AgentsOutput:
     Args:
         say: shows a sentence to the user.
         stall: seconds for which a terminal that nothing reads holds an agent up.
+        keep: keeps the numbers of lines for the next driver; None: nothing does.
+        kept: the keys that earlier drivers have kept.
     """
 
-    def __init__(self, say: Callable[[str], None], *, stall: float = STALL_S) -> None:
-        self._say, self._stall = say, stall
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        stall: float = STALL_S,
+        keep: Keep | None = None,
+        kept: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
+        self._say, self._stall, self._keep = say, stall, keep
         self._consoles: dict[int, Console] = {}  # by the number of the stream
-        self._taken: dict[tuple[str, int], int] = {}  # the last line of each agent
+        # The last line of each agent, by the key of its number in the journal.
+        self._taken = {key: int(n) for key, n in kept.items() if key.startswith(_NUMBERS)}
 
     def add_to(self, app: web.Application) -> None:
         """Mount the route."""
@@ -48,12 +71,26 @@ class AgentsOutput:
         sent, caller = await read_json(request, _decode), caller_of(request)
         if caller.role is Role.AGENT and caller.subject != sent.host:
             raise forbidden(f"the agent of {caller.subject} may not write for {sent.host}")
-        agent = sent.host, sent.incarnation
+        agent = f"{_NUMBERS}{sent.host}/{sent.incarnation}"
         known = self._taken.get(agent, 0)
-        self._taken[agent] = max(known, sent.first + len(sent.lines) - 1)
+        self._taken[agent] = last = max(known, sent.first + len(sent.lines) - 1)
         self._write(sent.lines[max(0, known + 1 - sent.first) :])
         await asyncio.gather(*(each.drain(self._stall) for each in self._consoles.values()))
+        if last > known and self._keep is not None:
+            await self._note(self._keep, agent, last)
         return web.Response(body=b'{"accepted":true}', status=202, content_type=JSON)
+
+    async def _note(self, keep: Keep, agent: str, last: int) -> None:
+        """Wait until the journal has the number, but not for long."""
+        loop, noted = asyncio.get_running_loop(), asyncio.Event()
+
+        def kept() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(noted.set)
+
+        keep({agent: b"%d" % last}, kept)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(noted.wait(), _JOURNAL_S)
 
     def _write(self, lines: tuple[OutputLine, ...]) -> None:
         for stream, name in _STREAMS.items():

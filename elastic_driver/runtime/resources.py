@@ -31,7 +31,7 @@ from elastic_driver.runtime.journal.store import Head, JournalStore
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.runtime.machine_api import SHARDS_PATH
-from elastic_driver.runtime.output import AgentsOutput
+from elastic_driver.runtime.output import AgentsOutput, without_numbers
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
@@ -96,7 +96,8 @@ class DriverResources:
         if setup.store is not None:
             setup.store.on_taken_over = self._taken_over
         setup.run_dir.lock.on_lost = lambda reason: self._taken_over(TakenOverError(reason))
-        output = AgentsOutput(setup.reporter.note)
+        former = {} if setup.resumed is None else setup.resumed.keys
+        output = AgentsOutput(setup.reporter.note, keep=self._keep, kept=former)
         self.routes = DriverRoutes(driver, self.log, setup.joined, output)
         self.server: RendezvousServer | None = None
         self._suspects = Suspects(driver.post)
@@ -186,7 +187,7 @@ class DriverResources:
         """Return a server that listens, and holds the driver's term and the job's specification."""
         setup, routes = self._setup, self.routes
         run = setup.resumed
-        before, kept = (0, {}) if run is None else (run.port, run.keys)
+        before, kept = (0, {}) if run is None else (run.port, without_numbers(run.keys))
         server = RendezvousServer(
             setup.options.bind_host,
             setup.options.bind_port or before,
@@ -244,6 +245,10 @@ class DriverResources:
                 within=setup.settings.heartbeat_timeout,
             )
             self.server.spawn(told)
+
+    def _keep(self, values: dict[str, bytes | None], kept: Callable[[], None]) -> None:
+        """Keep values for the next driver; `kept` is called, by any thread, when they are."""
+        self._mailbox.put(mail.KeysChanged(values, kept))
 
     def _taken_over(self, error: TakenOverError) -> None:
         """End without touching the job; any thread may call it."""

@@ -19,6 +19,8 @@ from elastic_driver import contract
 from elastic_driver.core.documents import (
     DriverTerm,
     Order,
+    OutputLine,
+    OutputLines,
     ShutdownOrder,
     StartWorkerOrder,
     StopWorkerOrder,
@@ -238,6 +240,26 @@ def test_a_job_goes_on_with_the_next_driver_to_its_end(tmp_path: Path) -> None:
         result = read_result(third.run_dir.events_file)
         assert result is not None
         assert {worker.worker for worker in result.workers} == {A0, "b.0.1001"}
+
+
+def test_a_line_of_output_whose_answer_was_lost_is_written_by_one_of_two_drivers(
+    tmp_path: Path,
+) -> None:
+    def send(driver: DriverProcess, first: int, *lines: str) -> None:
+        sent = OutputLines("a", 1, first, tuple(OutputLine(1, line) for line in lines))
+        driver.client.post_json(contract.OUTPUT_PATH, msgspec.json.encode(sent))
+
+    with drivers(tmp_path) as them:
+        them.append(DriverProcess(tmp_path))
+        two_train(them[0])
+        send(them[0], 1, "one", "two")
+        them[0].until_said("two")
+        them[0].kill()
+        them.append(DriverProcess(tmp_path, resume=True))
+        send(them[1], 1, "one", "two", "three")  # to the agent, the first answer was lost
+        them[1].until_said("three")
+        assert not {"one", "two"} & set(them[1].said)
+        assert them[1].client.get("job/output/a/1") is None  # nobody's business
 
 
 def test_an_agent_that_was_given_up_is_refused_by_the_next_driver_too(tmp_path: Path) -> None:
