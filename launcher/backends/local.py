@@ -21,10 +21,11 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from elastic_driver import contract
 from elastic_driver.console import say
@@ -98,6 +99,7 @@ class LocalBackend(Backend):
         self._thread: threading.Thread | None = None
         # Only the loop's thread uses the following.
         self._agents: dict[tuple[str, int], _LocalAgent] = {}
+        self._lives = set[asyncio.Task[None]]()  # also of agents that are no longer wanted
         self._first: str | None = None  # host that had an agent
         self._starter = WorkerStarter(_say, self._env)
         self._launched = False  # whether the starter has had a warm parent
@@ -207,8 +209,12 @@ class LocalBackend(Backend):
             self._resumed = True
             self._expect(agent.plan.host)
             self._agents[agent.key] = agent
-            life = self._follow(agent, agent.adopted)
-            agent.life = asyncio.get_running_loop().create_task(life)
+            self._begin_life(agent, self._follow(agent, agent.adopted))
+
+    def _begin_life(self, agent: _LocalAgent, life: Coroutine[Any, Any, None]) -> None:
+        agent.life = asyncio.get_running_loop().create_task(life)
+        self._lives.add(agent.life)
+        agent.life.add_done_callback(self._lives.discard)
 
     async def _follow(self, agent: _LocalAgent, process: AdoptedProcess) -> None:
         """Wait for an adopted agent's end, clean up after it, and tell the driver."""
@@ -228,7 +234,7 @@ class LocalBackend(Backend):
 
     def _add(self, agent: _LocalAgent) -> None:
         self._agents[agent.key] = agent
-        agent.life = asyncio.get_running_loop().create_task(self._live(agent, self._several))
+        self._begin_life(agent, self._live(agent, self._several))
 
     def _add_spare(self) -> None:
         if _SPARE not in self._agents:
@@ -351,6 +357,8 @@ class LocalBackend(Backend):
                 if agent.adopted is not None:
                     agent.adopted.kill()
             processes.kill_trees(a.pid for a in self._agents.values() if a.adopted is None)
+        if self._lives:  # that were cancelled, and what they do at last
+            await asyncio.wait(self._lives, timeout=LAST_RESORT_S)
         self._starter.close()
         if self._resumed:  # an agent that has not reported to us may have left something
             await end_marked(self._env, set, LAST_RESORT_S)

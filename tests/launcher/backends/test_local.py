@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -73,6 +74,27 @@ def test_an_agent_comes_up_and_its_end_is_told_once(driver: Driver, backend: Loc
     eventually(lambda: reasons)
     backend.close(0)
     assert reasons == ["the agent on localhost has ended"]
+
+
+def test_the_end_waits_for_a_start_that_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    async def warm(*_: object) -> None:
+        began.set()
+        try:
+            await asyncio.sleep(30.0)
+        finally:  # as one that closes what it has opened
+            await asyncio.sleep(0.05)
+            ended.set()
+
+    monkeypatch.setattr(LocalBackend, "_warm", warm)
+    backend = LocalBackend("http://127.0.0.1:1", tmp_path / "token", several=True)
+    backend.start("localhost", 1, lambda _reason: None)
+    assert began.wait(10.0)
+    backend.close(0)
+    assert ended.is_set()
 
 
 def test_an_agent_that_cannot_join_is_told(driver: Driver, backend: LocalBackend) -> None:
