@@ -152,4 +152,7 @@ class RunDir:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 again = "and resume again" if self.unfinished else "or choose another --state-dir"
                 raise ClusterError(f"{what}; make room, {again}") from error
+            if error.errno == errno.EROFS and self.unfinished:
+                hint = "mount it for writing, and resume again; the workers wait meanwhile"
+                raise ClusterError(f"{what}; {hint}") from error
             raise UsageError(f"{what}; choose another folder with --state-dir") from error

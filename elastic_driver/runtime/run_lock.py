@@ -135,7 +135,9 @@ class RunLock:
             raise UsageError(f"{used}; {_advice(holder)}")
         if holder is None or holder.boot_id == _boot_id() or not where:
             return  # this machine's, and dead: the process has ended, or the machine has restarted
-        if (left := EXPIRES_S - self._age(file)) > 0:
+        if (age := self._age(file)) < 0:  # a clock was set back: count from now
+            os.utime(file)
+        if (left := EXPIRES_S - max(age, 0.0)) > 0:
             raise ClusterError(
                 f"{used}, which has renewed its lock {self.path} a moment ago; if {where} is gone "
                 f"for good, try again in {left:.0f} s"

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from tests import support
+from tests.support.clock import jumping_clock
 from tests.support.cluster import Cluster, Node, why_not
 from tests.support.cluster_job import ClusterJob, elasticrun_on, now
 from tests.support.job import eventually
@@ -37,7 +36,6 @@ FOUR_HOSTS = ("-np", str(FULL), "--min-np", "1", "-H", f"node[0-3]:{SLOTS}")
 KILLED_S, SILENT_S = 0.3, 2.5  # until the others have trained on
 BUSY_S = 3.0  # added to every bound: twenty processes share this machine's processors
 UNHARMED_STEPS = 40  # to be trained while a fault lasts that nobody is to be lost by
-CLOCK = Path(support.__file__).with_name("jumping_clock.c")
 CLOCK_FILE = "/tmp/clock"
 
 Fault = Callable[[Node], "contextlib.AbstractContextManager[object]"]
@@ -245,10 +243,7 @@ def _namespace(pid: int) -> int:
 def _jumping_clock() -> Iterator[dict[str, str]]:
     """For every process that ssh starts: a wall clock that can be told to jump."""
     with tempfile.TemporaryDirectory(prefix="elastic-clock-", dir="/var/tmp") as folder:
-        library = Path(folder, "clock.so")
-        compiler = ["cc", "-shared", "-fPIC", "-O", "-o", str(library), str(CLOCK), "-ldl"]
-        subprocess.run(compiler, check=True)
-        yield {"LD_PRELOAD": str(library), "JUMPING_CLOCK": CLOCK_FILE}
+        yield jumping_clock(Path(folder), CLOCK_FILE)
 
 
 def main() -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import subprocess
 from pathlib import Path
 
 import psutil
 
 from tests.e2e.test_checkpoints import fill
 from tests.e2e.test_control import ctl
+from tests.support.clock import jumping_clock
 from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, elasticrun
 
 TRAIN = str(JOBS / "train.py")
@@ -134,8 +136,47 @@ def test_a_full_disk_ends_no_job_and_the_driver_comes_back_once_there_is_room(
         job.until_without_driver(lambda: steps_beyond(job, step + 20), "steps without a driver")
         assert set(job.live()) == pids
         (small_disk / "big").unlink()
+        mount("ro", small_disk)
+        assert say(job, "--resume")[0] == 75
+        assert "Read-only file system; mount it for writing, and resume again" in job.stderr
+        step = newest_step(job)
+        job.until_without_driver(lambda: steps_beyond(job, step + 20), "steps without a driver")
+        mount("rw", small_disk)
         job.start("--resume")
         assert survivor in job.until_size(2)
+        ctl("stop", *where(job))
+        assert job.wait() == 143
+        job.assert_nothing_left()
+
+
+def mount(how: str, disk: Path) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", disk], check=True)
+
+
+def test_a_clock_that_jumps_under_a_driver_and_between_two_changes_nothing(tmp_path: Path) -> None:
+    jump, day = tmp_path / "jump", 86400
+    env = {"STEPS": "100000", **jumping_clock(tmp_path, str(jump))}
+    with elasticrun("-np", "2", "--", TRAIN, env=env) as job:
+
+        def trains_on() -> None:
+            step = newest_step(job)
+            job.until_without_driver(lambda: newest_step(job) > step + 20, "steps")
+
+        pids = set(job.until_size(2))
+        for seconds in (day, -day):  # under the running driver
+            jump.write_text(str(seconds))
+            trains_on()
+        job.kill_driver()
+        jump.write_text(str(2 * day))  # and between two
+        job.start("--resume")
+        job.until(lambda: job.events("driver_resumed"), "the next driver")
+        trains_on()
+        assert {record.pid for record in job.steps()} == pids
+        for pid in pids:
+            steps = sorted(record.step for record in job.steps() if record.pid == pid)
+            assert steps == list(range(1, len(steps) + 1))
+        assert job.rounds() == [2]
+        assert "driver 1 has ended" in ctl("explain", "rank", "0", *where(job))
         ctl("stop", *where(job))
         assert job.wait() == 143
         job.assert_nothing_left()

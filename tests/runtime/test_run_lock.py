@@ -121,6 +121,16 @@ def test_a_driver_on_another_machine_keeps_its_folder_and_its_token_while_it_ren
     run_dir.close()
 
 
+def test_a_lock_whose_time_is_in_the_future_is_counted_from_now(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, "run")
+    left_by(run_dir, host="far", boot_id="of far", pid=77)
+    tomorrow = time.time() + 86400
+    os.utime(run_dir.lock.path, (tomorrow, tomorrow))
+    with pytest.raises(ClusterError, match=f"try again in {EXPIRES_S:.0f} s"):
+        run_dir.create()
+    assert run_dir.lock.path.stat().st_mtime < tomorrow - 3600
+
+
 def test_a_driver_that_could_not_go_on_leaves_the_name_of_the_one_before_it(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, "run")
     former = left_by(run_dir, pid=77)
