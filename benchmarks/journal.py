@@ -30,6 +30,7 @@ from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.job import Job
 from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.shards import DataSets
+from elastic_driver.runtime.collector import collector_paused
 from elastic_driver.runtime.journal import etcd
 from elastic_driver.runtime.journal.etcd import EtcdClient, read_access
 from elastic_driver.runtime.journal.mirror import EtcdStore, begin_anew
@@ -126,7 +127,8 @@ def rounds(members: int, count: int, folder: Path) -> list[Figure]:
     journal = drivers[1].journal
     assert journal is not None
     began = time.process_time()
-    drivers[1].machine.snapshot()
+    with collector_paused():
+        drivers[1].machine.snapshot()
     snapshot = (time.process_time() - began) * 1e3
     journal.close()
     replay = Replay(path)

@@ -26,6 +26,7 @@ from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.checks import CheckAnswer, NodeChecks
 from elastic_driver.runtime.clock import RunClock
+from elastic_driver.runtime.collector import collector_paused
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.journal.codec import JOURNALLED
@@ -241,9 +242,10 @@ class DriverLoop:
     def _journal_states(self) -> None:
         """Write the machines' states, from which a replay may begin."""
         if self._journal is not None:
-            states: dict[str, bytes] = {
-                n: m.snapshot() for n, m in self._machines.items() if n in JOURNALLED
-            }
+            with collector_paused():
+                states: dict[str, bytes] = {
+                    n: m.snapshot() for n, m in self._machines.items() if n in JOURNALLED
+                }
             states[MEMORY] = self.executor.memory()
             self._journal.snapshot(self._events, self.clock(), states)
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.job import Job
+from elastic_driver.runtime.collector import collector_paused
 from elastic_driver.runtime.journal.replay import JournalError, Replay, Step
 from elastic_driver.settings import Settings
 
@@ -58,7 +59,8 @@ class ResumedRun:
 def load_run(path: Path) -> ResumedRun:
     """Return the run of this journal; raises `JournalError` for one that cannot go on."""
     try:
-        return _load(path)
+        with collector_paused():
+            return _load(path)
     except (JournalError, MemoryError):
         raise
     except Exception as error:  # a damaged state may break any machine
