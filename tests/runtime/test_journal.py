@@ -26,7 +26,7 @@ from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
-from elastic_driver.runtime.journal import store, writer
+from elastic_driver.runtime.journal import file_system, store, writer
 from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
 from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
@@ -194,6 +194,37 @@ def test_a_disk_that_hangs_holds_the_driver_up_once(
     replay = Replay(path)
     assert len(list(replay.steps())) == 100
     replay.close()
+
+
+def test_a_journal_on_a_network_says_so_when_it_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    major, minor = os.major(tmp_path.stat().st_dev), os.minor(tmp_path.stat().st_dev)
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        f"36 35 0:999 / /other rw - ext4 /dev/sda rw\n"
+        f"37 35 {major}:{minor} / /home rw,noatime shared:1 - nfs4 server:/home rw\n"
+    )
+    assert file_system.network_file_system(Path("/proc")) == ""
+    monkeypatch.setattr(file_system, "_MOUNTS", mounts)
+    monkeypatch.setattr(SqliteStore, "write", fail)
+    (tmp_path / "run").mkdir()
+    assert "(nfs4; a local disk is safer: --state-dir): no answer" in news_of_failure(
+        tmp_path / "run" / "journal.db"
+    )
+
+
+def fail(*_: object) -> None:
+    raise OSError("no answer")
+
+
+def news_of_failure(path: Path) -> str:
+    journal = Journal(path, "run")
+    journal.open()
+    journal.snapshot(0, 0.0, {"tf": TfCluster(30.0).snapshot()})
+    (news,) = until(journal.settle, "it has failed")
+    journal.close()
+    return news.reason
 
 
 def test_a_disk_that_hangs_for_ever_costs_the_journal(

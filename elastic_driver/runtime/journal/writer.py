@@ -20,6 +20,7 @@ from pathlib import Path
 from elastic_driver.core.decisions import Announce
 from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.runtime.journal.codec import AnyEvent, encode
+from elastic_driver.runtime.journal.file_system import network_file_system
 from elastic_driver.runtime.journal.store import Batch, Head, JournalStore, Row, SqliteStore
 
 WAIT_S = 0.25  # for a write; a page cache takes far less than a millisecond
@@ -69,6 +70,7 @@ class Journal:
         self._written = self._written_bytes = 0  # batches and bytes
         self._failure = ""
         self._taken_over: TakenOverError | None = None
+        self._where = str(self.path)  # for the user; with its file system, if that is a network's
         # Guarded by `_moved`: the batch that each waits for, since when, and what is done then.
         self._waiting: collections.deque[tuple[int, float, Callable[[], None]]] = (
             collections.deque()
@@ -183,14 +185,16 @@ class Journal:
             self._given_up = True
             why = failure or f"the disk does not answer, {behind >> 20} MiB wait for it"
             hint = "the job goes on without a journal (make room, or mend the disk)"
-            return [Announce("journal_failed", f"{self.path}: {why}; {hint}")]
+            return [Announce("journal_failed", f"{self._where}: {why}; {hint}")]
         if must:
             return self._held_news(done=done)
         was, self._late = self._late, not done
         if was is self._late:
             return []
         if self._late:
-            slow = f"{self.path}: the disk has not answered for {WAIT_S:g} s; the job does not wait"
+            slow = (
+                f"{self._where}: the disk has not answered for {WAIT_S:g} s; the job does not wait"
+            )
             return [Announce("journal_late", slow)]
         return [Announce("journal_caught_up", f"{self.path}: every event is written again")]
 
@@ -281,6 +285,8 @@ class Journal:
 
     def _write(self) -> None:
         try:
+            if kind := network_file_system(self.path.parent):
+                self._where = f"{self.path} ({kind}; a local disk is safer: --state-dir)"
             self._place.open(self._head)
             self._moved_on(written=0)
             self._write_batches()
