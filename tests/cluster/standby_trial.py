@@ -10,13 +10,11 @@ job, when the agents were back, and when the next round was complete.
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 
-from elastic_driver.runtime.journal.etcd import EtcdClient
-from elastic_driver.runtime.journal.tenure import RunKeys
 from tests.cluster.test_standby import FOUR, LEASE_S, kill_worker, stand_by
 from tests.support.cluster import Cluster, why_not
 from tests.support.cluster_job import elasticrun_on, now
@@ -24,6 +22,19 @@ from tests.support.etcd import EtcdCluster
 from tests.support.etcd import why_not as why_no_etcd
 from tests.support.job import eventually
 
+# Waits in the network of the cluster until another driver has the key, or nobody.
+WATCH = """
+import sys, time
+from elastic_driver.runtime.journal.etcd import EtcdClient, read_access
+from elastic_driver.runtime.journal.tenure import RunKeys
+with EtcdClient(read_access(sys.argv[1], {})) as client:
+    key = RunKeys(sys.argv[2]).driver
+    revision = client.range(key)[0].create_revision
+    print("watches", flush=True)
+    while any(found.create_revision == revision for found in client.range(key)):
+        time.sleep(0.01)
+    print(time.time(), flush=True)
+"""
 STAGES = ("key deleted", "standby has the job", "agents back", "next round", "first step")
 
 
@@ -37,21 +48,19 @@ def one_loss() -> list[float]:
         with (
             EtcdCluster(folder, range(2379, 2385), (place,) * 3) as etcd,
             elasticrun_on(cluster, *FOUR, "--journal", etcd.url) as job,
-            EtcdClient(etcd.access) as client,
         ):
             job.together(4)
             standby = stand_by(cluster, job, etcd, "node4")
             standby.until_said("waits beside driver 1 (host head, process")
-            keys = RunKeys(job.run_id)
-            (first,) = client.range(keys.driver)
+            seen = cluster.folder / "seen"
+            argv = [sys.executable, "-c", WATCH, etcd.url, job.run_id]
+            cluster.start("node5", argv, out=seen, err=cluster.folder / "errors", env={})
+            eventually(lambda: "watches" in seen.read_text(), within=20.0, what="it watches")
             before, at = job.newest_round(), now()
             cluster.node("head").poweroff()
             job.process.wait(10)
             job.process = standby.process
             kill_worker(cluster, "node1")
-            while any(each.value == first.value for each in client.range(keys.driver)):
-                time.sleep(0.005)
-            gone = now()
 
             def served() -> float | None:
                 found = [e["t"] for e in standby.events() if e["event"] == "round_completed"]
@@ -67,6 +76,11 @@ def one_loss() -> list[float]:
                     print(f"  {event['t'] - at:7.3f} {event['event']} {event.get('reason')}")
             resumed = standby.resumed()
             assert resumed is not None
+            for process in cluster.node("node4").processes():
+                if "launcher.cli" in process.cmdline():
+                    process.send_signal(signal.SIGINT)
+            standby.process.wait(30)
+            gone = float(seen.read_text().split()[1])
             return [t - at for t in (gone, resumed, max(back, default=resumed), done, stepped)]
 
 
