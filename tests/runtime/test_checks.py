@@ -50,7 +50,7 @@ class Checks:
 
     url = "http://127.0.0.1:1"
 
-    def apply(self, _operations: object) -> None:
+    def post(self, _operations: object) -> None:
         """As a server does."""
 
     def close(self, _grace: float) -> None:
