@@ -2,7 +2,7 @@
 
 An agent finds the next driver by itself at the address of the last one. A driver elsewhere
 connects to the port where the agent answers probes, and sends one line: run, term and URL, with an
-HMAC-SHA256 by the job's token. The agent follows terms higher than the one that it knows, so a
+HMAC-SHA256 by the agent's token. The agent follows terms higher than the one that it knows, so a
 repeated message does nothing. Times are seconds.
 """
 

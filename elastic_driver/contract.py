@@ -20,6 +20,7 @@ VIRTUAL_WORKERS = "ELASTIC_VIRTUAL_WORKERS"  # --virtual-workers, by default --m
 BALANCE = "ELASTIC_BALANCE"  # "1" with --balance: shares of a step follow measured speed
 DRIVER_FILE = "ELASTIC_DRIVER_FILE"  # has RENDEZVOUS anew, once another driver has taken over
 DRIVER_TIMEOUT = "ELASTIC_DRIVER_TIMEOUT"  # seconds to wait for the next driver; not set: 0
+JOB_MARK = "ELASTIC_JOB_MARK"  # a path by which the processes of a job on a host are known
 SCRATCH = "ELASTIC_SCRATCH"  # a folder for multiprocessing's sockets, removed by the agent
 TF_CONFIG = "TF_CONFIG"  # TensorFlow's name; only with --tf-config
 

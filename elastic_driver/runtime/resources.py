@@ -38,7 +38,7 @@ from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.runtime.successor import tell_agents
 from elastic_driver.runtime.suspects import Suspects
 from elastic_driver.settings import DriverOptions, Settings
-from rendezvous.auth import Role, make_token, read_token_file, write_token_file
+from rendezvous.auth import Role, make_token, read_token_file
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH
@@ -176,11 +176,10 @@ class DriverResources:
 
     def _make_token(self) -> str:
         """Return the job's token, in its file; agents that give up remove the former driver's."""
-        file = self._setup.run_dir.token_file
-        if self._setup.resumed is not None and file.exists():
-            return read_token_file(file)
-        token = make_token()
-        write_token_file(file, token)
+        run_dir = self._setup.run_dir
+        goes_on = self._setup.resumed is not None and run_dir.token_file.exists()
+        token = read_token_file(run_dir.token_file) if goes_on else make_token()
+        run_dir.write_tokens(token)
         return token
 
     def _open_server(self, token: str) -> RendezvousServer:

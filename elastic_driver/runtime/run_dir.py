@@ -2,7 +2,9 @@
 
     events.jsonl    the event log, kept
     journal.db      every event of the newest job of this name (0600), kept (docs/journal.md)
-    token           the job's secret (0600), removed when the job is over
+    token           the driver's token (0600), removed when the job is over
+    token-operator  the operator's and
+    token-reader    the reader's token (0600), derived from it, removed with it
     endpoint.json   the driver's URL, removed when the job is over
     lock            the driver that may use the folder, removed when the job is over
 
@@ -25,6 +27,7 @@ import msgspec
 
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.runtime.run_lock import RunLock
+from rendezvous.auth import operator_token, reader_token, write_token_file
 
 EVENTS_FILE = "events.jsonl"  # in the run's folder
 JOURNAL_FILE = "journal.db"
@@ -110,7 +113,8 @@ class RunDir:
         """
         self.take()
         with self._explained():
-            for path in (self.journal_file, self.token_file, self.endpoint_file) if anew else ():
+            old = (self.journal_file, self.endpoint_file, *self._token_files())
+            for path in old if anew else ():
                 path.unlink(missing_ok=True)
             probe = self.path / ".probe"
             try:
@@ -128,11 +132,24 @@ class RunDir:
             self._draft.replace(self.endpoint_file)
 
     def close(self) -> None:
-        """Remove token, endpoint and lock; never raises, the job is over."""
-        for path in () if self.lock.lost else (self.token_file, self.endpoint_file, self._draft):
+        """Remove tokens, endpoint and lock; never raises, the job is over."""
+        ours = (self.endpoint_file, self._draft, *self._token_files())
+        for path in () if self.lock.lost else ours:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
         self.lock.release(remove=True)
+
+    def write_tokens(self, token: str) -> None:
+        """Write the driver's token, and those of operators and readers beside it.
+
+        Raises TokenError.
+        """
+        write_token_file(self.token_file, token)
+        write_token_file(self.path / "token-operator", operator_token(token))
+        write_token_file(self.path / "token-reader", reader_token(token))
+
+    def _token_files(self) -> tuple[Path, ...]:
+        return (self.token_file, *self.path.glob(f"{self.token_file.name}-*"))
 
     def leave(self) -> None:
         """Give the lock back and leave all files to the next driver; never raises."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from elastic_driver.announcement import announce
 from elastic_driver.core.rules.fleet import HostAgent
 from elastic_driver.reachability import reachable_url
+from rendezvous.auth import agent_token
 
 AGAIN_S = 0.5
 
@@ -19,12 +20,15 @@ AGAIN_S = 0.5
 async def tell_agents(
     agents: Iterable[HostAgent], *, run_id: str, term: int, url: str, token: str, within: float
 ) -> None:
-    """Tell these agents the URL of this driver; give up after `within` seconds."""
+    """Tell these agents the URL of this driver; give up after `within` seconds.
+
+    `token` is the driver's. Workers cannot speak in its name: they do not know their agent's token.
+    """
 
     async def tell(agent: HostAgent) -> None:
-        place = agent.address, agent.probe_port
+        place, known = (agent.address, agent.probe_port), agent_token(token, agent.host)
         seen = reachable_url(url, *place)
-        while not await announce(*place, run_id=run_id, term=term, url=seen, token=token):
+        while not await announce(*place, run_id=run_id, term=term, url=seen, token=known):
             await asyncio.sleep(AGAIN_S)
 
     known = [tell(agent) for agent in agents if agent.is_up and agent.probe_port]

@@ -21,6 +21,7 @@ import signal
 import traceback
 from collections.abc import Coroutine
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -45,6 +46,7 @@ from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WarmParent, WorkerStarter
 from launcher.agent.workers import Workers
 from launcher.network import interface_of, meeting_point
+from rendezvous.auth import own_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Entries, Get, expect
@@ -62,7 +64,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     endpoint: str  # http://host:port of the driver
     host: str  # this host's name, as discovery has it
     incarnation: int  # counts the agents of this host
-    token_file: str  # path of the job's token
+    token_file: str  # path of this host's token, or of the driver's
     address: str | None = None  # at which other hosts reach this one; None: that towards the driver
     lifeline: bool = False  # our stdin is a pipe that closes when the driver dies
     kept: bool = False  # the pipe is that of a process on this host, without which we end
@@ -75,9 +77,9 @@ class Agent:
     def __init__(
         self, config: AgentConfig, token: str, inherited: WarmParent | None = None
     ) -> None:
-        self._config, self._token = config, token
-        self._client = RendezvousClient(config.endpoint, token)
-        marks = {contract.TOKEN_FILE: config.token_file}
+        self._config, self._token = config, own_token(token, config.host)
+        self._client = RendezvousClient(config.endpoint, self._token)
+        marks = {contract.JOB_MARK: os.environ.get(contract.JOB_MARK, config.token_file)}
         self._starter = WorkerStarter(self._say, marks, inherited)
         self._link: DriverLink | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -127,7 +129,7 @@ class Agent:
         if self._exit_code != ExitCode.OK:
             self._say(f"{self._reason}; stopped our workers and ended")
         if self._driver_gone:
-            remove_orphans(self._config.orphan_files, (self._token, self._config.endpoint))
+            remove_orphans(self._config.orphan_files, self._is_of_our_driver)
         return self._exit_code
 
     # ---- reasons to end ------------------------------------------------------------------
@@ -221,6 +223,11 @@ class Agent:
         elif self._workers is not None:
             self._workers.stop_all(grace)
 
+    def _is_of_our_driver(self, content: str) -> bool:
+        """Return whether a file is of our driver, and not of another that is here meanwhile."""
+        derived = own_token(content.partition("\n")[0], self._config.host)
+        return derived == self._token or self._config.endpoint in content
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(self._guarded(work)))
 
@@ -250,7 +257,8 @@ class Agent:
             return
         self._client.timeout = min(self._client.timeout, spec.heartbeat_timeout / 3)
         address, interface = self._meeting_point(spec)
-        self._meeting = Meeting(config.host, config.endpoint, config.token_file, interface, scratch)
+        tokens = Path(config.token_file).parent if scratch is None else Path(scratch)
+        self._meeting = Meeting(config.host, config.endpoint, tokens, interface, scratch)
         ports = free_ports(STORE_PORTS + spec.slot_ports)
         stores, rest = ports[:STORE_PORTS], ports[STORE_PORTS:]
         port = await self._probe_port.listen(address)
@@ -263,6 +271,7 @@ class Agent:
         workers = self._workers = Workers(
             spec,
             self._meeting,
+            self._token,
             self._starter,
             (consoles.stdout, consoles.stderr),
             report=link.report,

@@ -1,7 +1,7 @@
 """The variables that a worker starts with, with torchrun's meaning where torchrun has them.
 
-Pure: the agent hands in its own environment, the job's specification and the order. The token is
-never among them, only the path of the file that holds it.
+Pure: the agent hands in its own environment, the job's specification and the order. A worker's
+token is never among them, only the path of the file that holds it.
 
 Source of the torchrun names and defaults:
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
@@ -24,13 +24,17 @@ _NOT_INHERITED = frozenset((*contract.TORCHRUN_NAMES, *_OURS))
 
 @dataclass(frozen=True)
 class Meeting:
-    """The address of the rendezvous for this agent's workers, and the file with their token."""
+    """The address of the rendezvous for this agent's workers, and the folder of their tokens."""
 
     host: str
     endpoint: str  # http://host:port
-    token_file: str
+    tokens: Path
     interface: str | None = None  # network interface to the other hosts; None: there are none
     scratch: str | None = None  # a folder that is removed when the agent ends
+
+    def token_file(self, worker: str) -> Path:
+        """Return the file with the token of one worker."""
+        return self.tokens / f"token-{worker}"
 
     @property
     def driver_file(self) -> Path | None:
@@ -76,13 +80,14 @@ def worker_environment(
         contract.WORKER_ID: order.worker,
         contract.ROUND: order.round,
         contract.RENDEZVOUS: meeting.endpoint,
-        contract.TOKEN_FILE: meeting.token_file,
+        contract.TOKEN_FILE: meeting.token_file(order.worker),
         contract.HEARTBEAT_TIMEOUT: spec.heartbeat_timeout,
     }
     if spec.virtual_local_rank:
         values |= {"LOCAL_RANK": 0, _DEVICES: _device_of(place.slot, values.get(_DEVICES))}
     optional = {
         contract.TF_CONFIG: order.tf_config,
+        contract.JOB_MARK: inherited.get(contract.JOB_MARK),
         contract.SCRATCH: meeting.scratch,
         contract.DRIVER_FILE: meeting.driver_file,
         contract.HANG_TIMEOUT: spec.hang_timeout,

@@ -19,7 +19,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -166,16 +166,19 @@ def sweep_scratch() -> None:
 # ---- files of a driver that has died -----------------------------------------------------
 
 
-def remove_orphans(names: Iterable[str], marks: Iterable[str]) -> None:
+def remove_orphans(names: Iterable[str], is_ours: Callable[[str], bool]) -> None:
     """Remove the files of our driver, which has died.
 
-    Another driver may have written files at the same paths meanwhile; those of our driver hold one
-    of its marks. The next driver of this run uses them again, and holds the folder's lock.
+    Another driver may have written files at the same paths meanwhile; `is_ours` knows those of our
+    driver by their content. The next driver of this run uses them again, and holds the folder's
+    lock. Files of derived tokens lie beside that of the driver's token, and go with it.
     """
     for path in map(Path, names):
         with contextlib.suppress(OSError):
-            content = path.read_bytes()
-            if any(mark.encode() in content for mark in marks) and not _has_driver(path.parent):
+            content = path.read_text(encoding="ascii", errors="replace")
+            if is_ours(content) and not _has_driver(path.parent):
+                for derived in path.parent.glob(f"{path.name}-*"):
+                    derived.unlink(missing_ok=True)
                 path.unlink()
                 clear_unheld(path.parent)  # it was made for this alone
 

@@ -6,7 +6,7 @@
     python -m launcher.agent.remote end NAME          kill that agent and everything below it
     python -m launcher.agent.remote look FOLDER       print facts about this host
 
-`keep` reads the job's token from stdin, which is the only way it ever travels, and writes it to
+`keep` reads the agent's token from stdin, which is the only way it ever travels, and writes it to
 a 0600 file in a private folder that is removed with the agent. It does not depend on the session
 that started it: it is a session of its own, and its closed streams are not read. It is the agent's
 parent and the reaper of everything below it, as the local backend is for agents on its machine, so
@@ -136,7 +136,7 @@ def start_agent(
     argv = [sys.executable, "-m", "launcher.agent", *arguments]
     argv += ["--token-file", str(token_file), "--orphan-file", str(token_file)]
     argv += ["--lifeline", "--kept"]
-    env = {**os.environ, contract.TOKEN_FILE: str(token_file)}
+    env = {**os.environ, contract.JOB_MARK: str(token_file)}
     return subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.PIPE, start_new_session=True)
 
 

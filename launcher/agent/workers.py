@@ -22,6 +22,8 @@ from launcher.agent.output import WorkerOutput, link_ranks
 from launcher.agent.processes import EXIT_NOT_EXECUTABLE, ProcessSpec, StartError, WorkerProcess
 from launcher.agent.stacks import look
 from launcher.agent.warm.starter import WorkerStarter
+from rendezvous.auth import worker_token, write_token_file
+from rendezvous.errors import TokenError
 
 DRAIN_S = 2.0  # for pipes to end; a process that we cannot kill may hold them open
 
@@ -32,6 +34,7 @@ class Workers:
     Args:
         spec: what every worker runs.
         meeting: where they find the rendezvous.
+        token: of the agent, from which their tokens are derived.
         starter: starts their processes.
         consoles: our stdout and stderr.
         report: takes the events for the driver, in order.
@@ -42,6 +45,7 @@ class Workers:
         self,
         spec: JobSpec,
         meeting: Meeting,
+        token: str,
         starter: WorkerStarter,
         consoles: tuple[Console, Console],
         *,
@@ -49,6 +53,7 @@ class Workers:
         say: Callable[[str], None],
     ) -> None:
         self._spec, self._meeting, self._starter = spec, meeting, starter
+        self._token = token
         self._consoles, self._report, self._say = consoles, report, say
         self._inherited = dict(os.environ)
         self._log_dir = None if spec.log_dir is None else Path(spec.cwd, spec.log_dir)
@@ -169,7 +174,8 @@ class Workers:
             return
         try:
             process = self._execute(order, output)
-        except StartError as error:
+        except (StartError, TokenError) as error:
+            self._meeting.token_file(worker).unlink(missing_ok=True)
             output.finish(failed=True)
             self._ended(WorkerExited(worker, error.exit_code, str(error)))
             return
@@ -178,6 +184,7 @@ class Workers:
         code = await process.ended()
         self._leaders.discard(process.pid)
         await output.drained(DRAIN_S)
+        self._meeting.token_file(worker).unlink(missing_ok=True)
         tail = output.finish(failed=code != 0)
         del self._running[worker]
         # A worker that was killed is no victim of another's failure, whatever it logged before.
@@ -192,6 +199,8 @@ class Workers:
     def _execute(self, order: StartWorkerOrder, output: WorkerOutput) -> WorkerProcess:
         env = worker_environment(self._inherited, self._spec, order, self._meeting)
         fds = output.stdout.child_fd, output.stderr.child_fd
+        token = worker_token(self._token, order.worker)
+        write_token_file(self._meeting.token_file(order.worker), token)
         spec = ProcessSpec(self._spec.command, env, self._spec.cwd, *fds)
         output.pid = pid = self._starter.start(spec)
         output.close_child_side()

@@ -2,7 +2,7 @@
 
 The kernel does not hand us what such an agent leaves behind, as it does for our own agents. So
 these functions look at all processes of this user, and take one for the job's only if it was
-started with the job's variables (the path of its token is no other job's). Times are seconds.
+started with the job's variables (`contract.JOB_MARK` is no other job's). Times are seconds.
 """
 
 import asyncio

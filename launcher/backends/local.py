@@ -75,8 +75,9 @@ class LocalBackend(Backend):
 
     Args:
         endpoint: the rendezvous' URL.
-        token_file: the job's token. Its path also marks the processes of this job. An agent
-            removes it and the endpoint file beside it when this process dies without doing that.
+        token_file: the driver's token, of which each agent derives its own. Its path also marks the
+            processes of this job. An agent removes it and the endpoint file beside it when this
+            process dies without doing that.
         address: the address at which other machines reach this one; None: they need not.
         several: there will be agents of more than one host.
         grows: more hosts may come at any time; implies `several`.
@@ -94,7 +95,7 @@ class LocalBackend(Backend):
         self._endpoint, self._address = endpoint, address
         self._several, self._grows = several or grows, grows
         self._token_file = token_file.absolute()
-        self._env = {contract.TOKEN_FILE: str(self._token_file)}
+        self._env = {contract.JOB_MARK: str(self._token_file)}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         # Only the loop's thread uses the following.

@@ -36,7 +36,7 @@ from launcher.backends.addresses import endpoint_for
 from launcher.backends.base import AgentPlan, agent_arguments
 from launcher.backends.client import Client, OnLines
 from launcher.backends.remote_shell import RemoteShell, last_line, precheck
-from rendezvous.auth import read_token_file
+from rendezvous.auth import agent_token, read_token_file
 from rendezvous.errors import TokenError
 
 AT_ONCE = 32  # connections being set up; more would overload the hosts and our cores
@@ -240,7 +240,7 @@ class RemoteBackend(Backend):
 
     async def _connect(self, agent: _RemoteAgent) -> asyncio.Task[int]:
         """Wait until the agent is up or its client has ended; return the task of that end."""
-        token = read_token_file(self._job.token_file).encode() + b"\n"
+        token = agent_token(read_token_file(self._job.token_file), agent.host).encode() + b"\n"
         agent.name = self._name_of(agent)
         # In a thread: the way to the host may have to be looked up.
         plan = await asyncio.to_thread(self.plan, agent.host, agent.incarnation, agent.name)

@@ -13,8 +13,10 @@ import psutil
 
 from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
+from rendezvous.auth import agent_token, worker_token
 from tests.launcher.agent.harness import (
     DAEMON,
+    HOST,
     STUBBORN,
     TOKEN,
     WAIT,
@@ -117,19 +119,28 @@ print("two", flush=True)
         assert (driver.folder / "logs" / worker / "stderr.log").read_text() == ""
 
 
+BORN_WITH = """
+import json, os, pathlib
+file = pathlib.Path(os.environ["ELASTIC_TOKEN_FILE"])
+print(json.dumps({**os.environ, "mode": oct(file.stat().st_mode), "token": file.read_text()}))
+"""
+
+
 def test_a_worker_is_born_with_the_contracts_variables_and_without_the_token(
     driver: Driver,
 ) -> None:
-    driver.python("import json, os; print(json.dumps(dict(os.environ)))", log_dir="logs")
+    driver.python(BORN_WITH, log_dir="logs")
     with agent_of(driver, env={**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}) as agent:
         worker = driver.start_worker()
         driver.wait(WorkerExited, worker)
         env = json.loads((driver.folder / "logs" / worker / "stdout.log").read_text())
         assert env["ELASTIC_WORKER_ID"] == worker
         assert env["ELASTIC_RENDEZVOUS"] == driver.server.url
-        assert env["ELASTIC_TOKEN_FILE"] == str(driver.token_file)
+        token = worker_token(agent_token(TOKEN, HOST), worker)
+        assert (env.pop("token").strip(), env.pop("mode")) == (token, "0o100600")
+        assert not Path(env["ELASTIC_TOKEN_FILE"]).exists(), "the worker's token goes with it"
         assert "TORCHELASTIC_USE_AGENT_STORE" not in env
-        assert not any(TOKEN in value for value in env.values())
+        assert not any(TOKEN in value or "worker:" in value for value in env.values())
         assert TOKEN not in Path(f"/proc/{agent.pid}/cmdline").read_text()
 
 

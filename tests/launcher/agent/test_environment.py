@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from launcher.network import is_loopback
 from tests.launcher.agent.harness import place
 
 SPEC = JobSpec("run-1", ("x",), "/", {}, heartbeat_timeout=12.5, max_restarts=3)
-MEETING = Meeting("localhost", "http://127.0.0.1:1", "/run/token")
+MEETING = Meeting("localhost", "http://127.0.0.1:1", Path("/run"))
 
 
 def born_with(
@@ -63,7 +64,9 @@ def test_our_own_names_say_who_and_where() -> None:
     assert env[contract.WORKER_ID] == "localhost.3.7"
     assert env[contract.ROUND] == "4"
     assert float(env[contract.HEARTBEAT_TIMEOUT]) == 12.5
-    assert env[contract.TOKEN_FILE] == "/run/token"
+    assert env[contract.TOKEN_FILE] == "/run/token-localhost.3.7"
+    assert contract.JOB_MARK not in env
+    assert born_with({contract.JOB_MARK: "/run/token"})[contract.JOB_MARK] == "/run/token"
 
 
 def test_the_jobs_variables_win_over_inherited_ones_and_the_contract_over_both() -> None:

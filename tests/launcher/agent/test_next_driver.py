@@ -22,6 +22,7 @@ from elastic_driver.core.events import (
     WorkerStarted,
 )
 from elastic_driver.runtime.run_lock import RunLock
+from rendezvous.auth import agent_token, worker_token
 from rendezvous.wire import DeletePrefix
 from tests.launcher.agent.harness import (
     HOST,
@@ -34,6 +35,8 @@ from tests.launcher.agent.harness import (
     lives,
     place,
 )
+
+OURS = agent_token(TOKEN, HOST)
 
 AWAY = "the driver is away"
 # Each worker prints a line for each line of its own file, and ends with it.
@@ -273,13 +276,14 @@ def test_a_driver_elsewhere_calls_the_agent_and_its_later_workers_begin_there(
             url = following.server.url
             for run, term, token in (
                 ("run-for-tests", 2, "another token"),
-                ("another-run", 2, TOKEN),
-                ("run-for-tests", 1, TOKEN),
+                ("run-for-tests", 2, worker_token(OURS, f"{HOST}.0.1")),
+                ("another-run", 2, OURS),
+                ("run-for-tests", 1, OURS),
             ):
                 asyncio.run(announce(*where, run_id=run, term=term, url=url, token=token))
             away(agent)
             assert following.events == []
-            told = announce(*where, run_id="run-for-tests", term=2, url=url, token=TOKEN)
+            told = announce(*where, run_id="run-for-tests", term=2, url=url, token=OURS)
             assert asyncio.run(told)
             following.wait(AgentReturned, within=2.0)
             worker = contract.worker_id(HOST, 1, 9)
@@ -306,7 +310,7 @@ def test_an_agent_follows_a_driver_that_has_taken_over_though_the_old_one_answer
                     run_id="run-for-tests",
                     term=2,
                     url=second.server.url,
-                    token=TOKEN,
+                    token=OURS,
                 )
             )
             second.wait(AgentReturned)

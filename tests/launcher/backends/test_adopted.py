@@ -29,7 +29,7 @@ class Orphans(Driver):
         argv = [sys.executable, "-m", "launcher.agent", "--endpoint", self.server.url]
         argv += ["--host", host, "--incarnation", str(incarnation), "--address", "127.0.0.1"]
         argv += ["--token-file", str(self.token_file)]
-        env = {**os.environ, contract.TOKEN_FILE: str(self.token_file)}
+        env = {**os.environ, contract.JOB_MARK: str(self.token_file)}
         shell = ["setsid", "sh", "-c", '"$@" </dev/null & :', "sh", *argv]
         subprocess.run(shell, cwd=ROOT, env=env, check=True)
         ready = eventually(
@@ -57,7 +57,7 @@ def with_mark(driver: Driver) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            mark = process.environ().get(contract.TOKEN_FILE)
+            mark = process.environ().get(contract.JOB_MARK)
         except (psutil.Error, OSError):
             continue
         if mark == str(driver.token_file) and lives(process.pid):

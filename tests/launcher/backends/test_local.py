@@ -51,7 +51,7 @@ def test_the_plan_is_pure_and_names_everything_an_agent_needs(tmp_path: Path) ->
         *("--address", "127.0.0.2", "--lifeline", "--orphan-file", str(token)),
         *("--orphan-file", str(tmp_path / "endpoint.json")),
     )
-    assert plan.env == {"ELASTIC_TOKEN_FILE": str(token)}
+    assert plan.env == {"ELASTIC_JOB_MARK": str(token)}
 
 
 def test_another_machine_is_a_clear_error_told_and_not_raised(tmp_path: Path) -> None:
