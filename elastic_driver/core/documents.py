@@ -21,6 +21,7 @@ Host = Annotated[str, Meta(min_length=1, max_length=253)]
 WorkerId = Annotated[str, Meta(min_length=1, max_length=300)]
 Text = Annotated[str, Meta(max_length=65536)]
 LongText = Annotated[str, Meta(max_length=1 << 20)]  # its reader keeps a part
+Number = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class DriverTerm(Struct, frozen=True):
@@ -310,6 +311,13 @@ T = TypeVar("T")
 encode: Callable[[Struct | JobSpec], bytes] = msgspec.json.Encoder().encode
 # Return an agent's order; raises `msgspec.ValidationError` for anything else.
 decode_order: Callable[[bytes], Order] = msgspec.json.Decoder(Order).decode
+# The same for other documents of the driver.
+decode_term = msgspec.json.Decoder(DriverTerm).decode
+decode_notice = msgspec.json.Decoder(Notice).decode
+decode_save = msgspec.json.Decoder(SaveRequest).decode
+decode_allocation = msgspec.json.Decoder(Allocation).decode
+decode_number: Callable[[bytes], int] = msgspec.json.Decoder(Number).decode
+NOT_A_DOCUMENT = (ValueError, RecursionError)  # errors of all these for other bytes
 
 
 def decode(kind: type[T], data: bytes) -> T:
@@ -321,5 +329,27 @@ def decode_progress(data: bytes) -> Progress | None:
     """Return a worker's progress; None if it wrote something else."""
     try:
         return decode(Progress, data)
-    except msgspec.DecodeError:
+    except NOT_A_DOCUMENT:
         return None
+
+
+class Reader:
+    """Reads what keys of the driver hold, and passes over what is no document.
+
+    A thread that waits for the driver's next word must not end because of a wrong one. `say` shows
+    a sentence, once for each key.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said: set[str] = set()
+
+    def read(self, decode: Callable[[bytes], T], key: str, data: bytes) -> T | None:
+        """Return the document that a key holds; None if it is something else."""
+        try:
+            return decode(data)
+        except NOT_A_DOCUMENT as error:
+            if key not in self._said:
+                self._said.add(key)
+                self._say(f"passed over what is in {key}: it is not from our driver ({error})")
+            return None

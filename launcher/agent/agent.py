@@ -252,7 +252,7 @@ class Agent:
         config = self._config
         try:
             spec, term = await asyncio.to_thread(self._read_spec)
-        except (RendezvousError, msgspec.DecodeError) as error:
+        except (RendezvousError, *documents.NOT_A_DOCUMENT) as error:
             self._end(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)
             return
         self._client.timeout = min(self._client.timeout, spec.heartbeat_timeout / 3)
@@ -292,7 +292,7 @@ class Agent:
         if key not in answer[0].entries:
             raise RendezvousError(f"no {key} within {FIRST_CONTACT_S:.0f} s")
         spec = documents.decode(documents.JobSpec, answer[0].entries[key].value)
-        return spec, term_in(answer[1])
+        return spec, term_in(answer[1], documents.Reader(self._say))
 
     def _link_to_driver(self, spec: documents.JobSpec, term: int, consoles: Consoles) -> DriverLink:
         link = DriverLink(

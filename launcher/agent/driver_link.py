@@ -19,7 +19,6 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core import documents
-from elastic_driver.core.documents import DriverTerm
 from elastic_driver.core.events import AgentReturned, WireEvent
 from elastic_driver.reachability import probe
 from rendezvous.client import RendezvousClient, parse_url
@@ -38,10 +37,16 @@ class NoDriverError(RendezvousError):
     """No other driver came in time."""
 
 
-def term_in(found: Entries) -> int:
-    """Return the driver's term in the answer to a request for `job/driver`; 0: it has none."""
+def term_in(found: Entries, reader: documents.Reader, known: int = 0) -> int:
+    """Return the driver's term in the answer to a request for `job/driver`; 0: it has none.
+
+    If the key holds nonsense, it is the term that is `known`.
+    """
     entry = found.entries.get(contract.JOB_DRIVER)
-    return documents.decode(DriverTerm, entry.value).term if entry is not None else 0
+    if entry is None:
+        return 0
+    driver = reader.read(documents.decode_term, contract.JOB_DRIVER, entry.value)
+    return known if driver is None else driver.term
 
 
 class DriverLink:
@@ -64,6 +69,7 @@ class DriverLink:
         say: Callable[[str], None],
     ) -> None:
         self._client, self._agent, self._say = client, agent, say
+        self._reader = documents.Reader(say)
         self._timeout, self._patience = spec.driver_timeout, spec.heartbeat_timeout
         self._deadline = math.inf if self._timeout else self._patience  # `watch` ends the wait
         self._story, self._on_absent = story, on_absent
@@ -135,7 +141,7 @@ class DriverLink:
             asked = lease, watch, Get((contract.JOB_DRIVER,)), Get(keys)
             answer = await self._call(lambda: self._client.batch(*asked, deadline=self._deadline))  # noqa: B023
             driver = expect(answer[2], Entries)
-            term = term_in(driver)
+            term = term_in(driver, self._reader, self.term)
             if term < self.term:  # it was replaced, or has just opened its store
                 await self._pause_for_stranger()
                 continue
@@ -154,7 +160,9 @@ class DriverLink:
             for key in keys:
                 if key not in found:
                     break
-                carry_out(documents.decode_order(found[key].value))
+                order = self._reader.read(documents.decode_order, key, found[key].value)
+                if order is not None:
+                    carry_out(order)
                 done += 1
 
     async def _return_to(self, term: int) -> None:

@@ -8,21 +8,25 @@ Times are seconds.
 
 import contextlib
 import time
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
 
 from elastic_driver import contract
 from elastic_driver.core import join_messages as messages
-from elastic_driver.core.documents import DriverTerm, JobSpec, decode
+from elastic_driver.core.documents import JobSpec, Reader, decode
 from elastic_driver.core.join_messages import Joined, NodeOrder, NodeReport
+from launcher.agent.driver_link import term_in
 from rendezvous import errors
 from rendezvous.client import RendezvousClient
-from rendezvous.wire import MAX_WAIT_S, Entries, Get, Set, Watch, Written, expect
+from rendezvous.wire import MAX_WAIT_S, Entries, Entry, Get, Set, Watch, Written, expect
 
 SPEC_S = 2.0  # for the job's specification, which is there already
 REPORT_S = 3.0  # for one attempt to deliver a report, if another driver may come
 STRANGER_PAUSE_S = 0.2  # before the next question to a driver that was replaced
+_NOTHING = Entry(b"", 0)
 _decode_order = msgspec.json.Decoder(NodeOrder).decode
 _decode_joined = msgspec.json.Decoder(Joined).decode
 
@@ -41,15 +45,25 @@ class Membership:
     Then the place is lost: the driver has given this node up, or no other one came in time.
     """
 
-    def __init__(self, client: RendezvousClient, joined: Joined, offer: NodeReport) -> None:
+    def __init__(
+        self,
+        client: RendezvousClient,
+        joined: Joined,
+        offer: NodeReport,
+        say: Callable[[str], None],
+    ) -> None:
         self._client, self.joined, self._offer = client, joined, offer
         self.order = NodeOrder()  # the newest
         spec, driver = Get((contract.JOB_SPEC,), wait=SPEC_S), Get((contract.JOB_DRIVER,))
         found, drivers = (expect(result, Entries) for result in client.batch(spec, driver))
-        if contract.JOB_SPEC not in found.entries:
+        self._reader = Reader(say)
+        value = found.entries.get(contract.JOB_SPEC, _NOTHING).value
+        as_spec: Callable[[bytes], JobSpec] = partial(decode, JobSpec)
+        job = self._reader.read(as_spec, contract.JOB_SPEC, value) if value else None
+        if job is None:
             raise errors.RendezvousError("it has no job")
-        self.spec = decode(JobSpec, found.entries[contract.JOB_SPEC].value)
-        self._term = _term_in(drivers)
+        self.spec = job
+        self._term = term_in(drivers, self._reader)
         self._reports: list[NodeReport] = []  # that no driver has taken
         self._seen = self._seen_driver = 0  # revisions
 
@@ -77,7 +91,7 @@ class Membership:
             return self.order
         expect(results[0], Written)
         driver, found = expect(results[2], Entries), expect(results[3], Entries)
-        term = _term_in(driver)
+        term = term_in(driver, self._reader, self._term)
         if term < self._term:
             time.sleep(STRANGER_PAUSE_S)
         elif term > self._term:
@@ -85,7 +99,8 @@ class Membership:
         else:
             self._seen_driver = driver.entries[contract.JOB_DRIVER].revision if term else 0
             if (entry := found.entries.get(key)) is not None:
-                self.order, self._seen = _decode_order(entry.value), entry.revision
+                self._seen = entry.revision
+                self.order = self._reader.read(_decode_order, key, entry.value) or self.order
         return self.order
 
     def report_end(self, incarnation: int, reason: str) -> None:
@@ -129,8 +144,3 @@ class Membership:
             raise errors.RendezvousError(f"this node has another name there, {answer.name}")
         self._term, self._seen, self._seen_driver = term, 0, 0
         self._deliver()
-
-
-def _term_in(found: Entries) -> int:
-    entry = found.entries.get(contract.JOB_DRIVER)
-    return 0 if entry is None else decode(DriverTerm, entry.value).term

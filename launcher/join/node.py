@@ -125,7 +125,7 @@ class Node:
         with held_folder(Path(tempfile.gettempdir(), FOLDER_PREFIX + offer.session)) as folder:
             token_file = write_token_file(folder / "token", joined.agent_token, found.fingerprint)
             try:
-                place = Membership(client, joined, offer)
+                place = Membership(client, joined, offer, plan.say)
                 check_spec(place.spec, plan)
                 slots = f", {plan.slots} slot{'s' * (plan.slots != 1)}" if plan.slots else ""
                 plan.say(f"joined run {joined.run_id} at {plan.place} as {joined.name}{slots}")

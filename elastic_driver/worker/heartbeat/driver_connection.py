@@ -37,7 +37,7 @@ from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import StallWatch
 from elastic_driver.worker.worker_log import say
 from rendezvous.client import RendezvousClient
-from rendezvous.errors import AbortedError, RendezvousError, WokenError
+from rendezvous.errors import AbortedError, RendezvousError, RequestError, WokenError
 from rendezvous.wire import EVENTS_PATH, Delete, Entries, Result, Set, Watch, expect
 
 HEARTBEATS_PER_S = 256.0  # of all workers of a world that trains
@@ -153,6 +153,7 @@ class DriverConnection:
         self._progress = progress
         progress.on_first_step = self.preemption.wake  # it is reported at once
         self._leases = contract.worker_lease(born.worker), contract.worker_half_lease(born.worker)
+        self._read = documents.Reader(say).read
         self._seen: Counter[str] = Counter()  # document key → its newest revision
         self._ready: events.WorkerReady | None = None  # the last one
         # All fields below belong to the heartbeat thread.
@@ -223,12 +224,16 @@ class DriverConnection:
             watch = Watch({key: self._seen[key] for key in keys}, wait)
             found = _new_documents(self.client.batch(watch, deadline=math.inf)[0], self._seen)
             if checkpoint is not None and contract.JOB_SAVE in found:
-                checkpoint.begin(documents.decode(documents.SaveRequest, found[contract.JOB_SAVE]))
+                value = found[contract.JOB_SAVE]
+                if request := self._read(documents.decode_save, contract.JOB_SAVE, value):
+                    checkpoint.begin(request)
             if contract.JOB_WORLD in found:
-                world = documents.decode_world(found[contract.JOB_WORLD])
-                me = world.member(self.born.worker)
-                if me is not None and world.round > left:
-                    return world, me
+                value = found[contract.JOB_WORLD]
+                world = self._read(documents.decode_world, contract.JOB_WORLD, value)
+                if world is not None and world.round > left:
+                    me = world.member(self.born.worker)
+                    if me is not None:
+                        return world, me
             if contract.JOB_DRIVER in found and self._ready is not None:
                 self._post(self._ready)
 
@@ -263,7 +268,13 @@ class DriverConnection:
         patience, wake = self._patience(), self.preemption.fileno()
         while self._pending:
             body = documents.encode(self._pending[0])
-            self._heart_client.post_json(EVENTS_PATH, body, patience, wake)
+            try:
+                self._heart_client.post_json(EVENTS_PATH, body, patience, wake)
+            except RequestError as error:
+                if error.status >= 500:
+                    raise
+                # One that is refused for good would hold up all heartbeats.
+                say(f"the driver did not take {type(self._pending[0]).__name__}: {error}")
             del self._pending[0]
         due += [self._stall_watch.due(time.monotonic()), self._next_wait()]
         if round_id := self._progress.round:
@@ -293,13 +304,16 @@ class DriverConnection:
         )[-1]
         for key, value in _new_documents(result, self._heart_seen).items():
             if key == contract.JOB_DRIVER:
-                self._meet_driver(documents.decode(documents.DriverTerm, value))
+                if (driver := self._read(documents.decode_term, key, value)) is not None:
+                    self._meet_driver(driver)
             elif key == contract.JOB_NOTICE:
-                self._on_notice(documents.decode(documents.Notice, value))
+                if (notice := self._read(documents.decode_notice, key, value)) is not None:
+                    self._on_notice(notice)
             elif key == contract.JOB_STACKS:
-                self._pending.append(self._stall_watch.stack(int(value)))
-            else:
-                progress.allocation = documents.decode(documents.Allocation, value)
+                if (number := self._read(documents.decode_number, key, value)) is not None:
+                    self._pending.append(self._stall_watch.stack(number))
+            elif (shares := self._read(documents.decode_allocation, key, value)) is not None:
+                progress.allocation = shares
 
     def _meet_driver(self, found: documents.DriverTerm) -> None:
         """Note the driver's term; say so if the newest world is of an earlier driver.

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import psutil
 
+from elastic_driver import contract
 from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
 from rendezvous.auth import agent_token, worker_token
+from rendezvous.wire import Set
 from tests.launcher.agent.harness import (
     DAEMON,
     HOST,
@@ -142,6 +144,23 @@ def test_a_worker_is_born_with_the_contracts_variables_and_without_the_token(
         assert "TORCHELASTIC_USE_AGENT_STORE" not in env
         assert not any(TOKEN in value or "worker:" in value for value in env.values())
         assert TOKEN not in Path(f"/proc/{agent.pid}/cmdline").read_text()
+
+
+def test_nonsense_among_the_orders_is_passed_over(driver: Driver) -> None:
+    driver.python("print('up')")
+    with agent_of(driver) as agent:
+        driver.wait(AgentReady)
+        nonsense = b"\xff", b"[" * 100_000, b'{"type":"start_worker","worker":1}'
+        for number, value in enumerate(nonsense, driver.orders + 1):
+            key = contract.agent_order(HOST, driver.incarnation, number)
+            driver.server.apply([Set(key, value), Set(contract.JOB_DRIVER, value)])
+        driver.orders += len(nonsense)
+        worker = driver.start_worker()
+        driver.wait(WorkerExited, worker)
+        eventually(lambda: "passed over what is in agents/" in agent.err)
+        assert agent.err.count("passed over what is in job/driver") == 1
+        driver.shutdown()
+        assert agent.wait() == 0
 
 
 def test_a_stubborn_worker_is_killed_after_its_grace(driver: Driver) -> None:

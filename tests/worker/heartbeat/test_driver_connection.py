@@ -7,7 +7,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,8 +19,10 @@ from elastic_driver.core.documents import (
     Allocation,
     Division,
     DriverTerm,
+    Notice,
     Progress,
     decode,
+    decode_progress,
     encode,
 )
 from elastic_driver.core.state_version import StateVersion
@@ -65,6 +67,7 @@ def sending_heartbeats(
     progress: TrainingProgress,
     leave_notice: float = 0.0,
     heartbeat_timeout: float = 60.0,
+    on_notice: Callable[[Notice], None] = lambda _notice: None,
 ) -> Iterator[None]:
     """A heartbeat of this progress."""
     born = WorkerContext(
@@ -74,7 +77,7 @@ def sending_heartbeats(
         heartbeat_timeout=heartbeat_timeout,
         leave_notice=leave_notice,
     )
-    connection = DriverConnection(born, progress, lambda _notice: None, lambda: None)
+    connection = DriverConnection(born, progress, on_notice, lambda: None)
     connection.preemption.listen()
     connection.start()
     try:
@@ -148,6 +151,51 @@ def test_who_passes_shares_on_hears_of_new_ones_at_once_and_says_what_it_has(
     assert isinstance(found, Entries)
     (entry,) = found.entries.values()
     assert decode(Progress, entry.value).division == Division(8, 3)
+
+
+NONSENSE = (b"", b"\xff", b"[" * 100_000, b'{"round": "x"}', b'"\xff"', b"9" * 100)
+
+
+def test_nonsense_in_the_drivers_keys_ends_no_heartbeat(
+    server: RendezvousServer,
+    token_file: str,
+    events: queue.SimpleQueue[dict[str, object]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    progress, notices = TrainingProgress(), queue.SimpleQueue[Notice]()
+    progress.entered(1, 0)
+    progress.division, progress.wants_allocations = Division(8, 3), True
+    progress.committed(1)
+    watched = contract.JOB_NOTICE, contract.JOB_STACKS, contract.JOB_DRIVER, contract.JOB_ALLOCATION
+    lease = contract.worker_lease("a.0.1")
+    with sending_heartbeats(server, token_file, progress, on_notice=notices.put):
+        for value in NONSENSE:
+            revision = revision_of(server, lease)
+            server.apply([Set(key, value) for key in watched])
+            eventually(
+                lambda before=revision: revision_of(server, lease) > before,
+                within=30.0,
+                what=f"a heartbeat after {value[:9]!r}",
+            )
+        server.apply((Set(contract.JOB_NOTICE, encode(Notice(1, 5, "now in earnest"))),))
+        assert notices.get(timeout=30.0).reason == "now in earnest"
+        server.apply((Set(contract.JOB_STACKS, b"7"),))
+        while (event := events.get(timeout=30.0))["type"] != "worker_stack":
+            pass
+        assert event["number"] == 7
+    said = capfd.readouterr().err
+    assert [said.count(f"passed over what is in {key}:") for key in watched] == [1, 1, 1, 1]
+
+
+def revision_of(server: RendezvousServer, key: str) -> int:
+    """Return the revision of a key; 0: it is missing."""
+    (found,) = server.apply((Get((key,)),))
+    assert isinstance(found, Entries)
+    return max((entry.revision for entry in found.entries.values()), default=0)
+
+
+def test_nonsense_in_a_workers_progress_is_no_progress() -> None:
+    assert [decode_progress(value) for value in NONSENSE] == [None] * len(NONSENSE)
 
 
 def test_the_heartbeats_of_a_world_that_trains_are_as_many_as_a_driver_bears() -> None:
