@@ -27,10 +27,11 @@ from rendezvous.auth import Role, Tokens
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
 from rendezvous.fast_path import FastConnection, FastPath, Post
 from rendezvous.limits import Hits, Limits
+from rendezvous.refusals import Refusals
 from rendezvous.service import Done, OnChanges, Results, StoreService
 from rendezvous.tls import ServerCertificate
 from rendezvous.tls_connections import TlsConnections
-from rendezvous.web import HITS, KVRoutes, PostsOnce, guard
+from rendezvous.web import HITS, REFUSALS, KVRoutes, PostsOnce, guard
 from rendezvous.wire import MAX_BODY_BYTES, Operation
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class RendezvousServer:
         self.known_by = known_by or self.fingerprint  # the second line of token files
         self._routes, self._posts = routes, posts or {}
         self.limits, self.hits = Limits() if limits is None else limits, Hits()
+        self.refusals = Refusals()
         self._port: int | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -261,9 +263,9 @@ class RendezvousServer:
 
     async def _aiohttp(self, service: StoreService, posts_once: PostsOnce) -> web.AppRunner:
         """Return aiohttp with all routes, without a socket of its own."""
-        middlewares = [guard(self._tokens), posts_once.middleware]
+        middlewares = [guard(self._tokens, self.refusals), posts_once.middleware]
         app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
-        app[HITS] = self.hits
+        app[HITS], app[REFUSALS] = self.hits, self.refusals
         KVRoutes(service).add_to(app)
         if self._routes is not None:
             self._routes(app)

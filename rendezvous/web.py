@@ -21,6 +21,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 from aiohttp import web
@@ -31,6 +32,7 @@ from rendezvous import access, wire
 from rendezvous.auth import AUTHORIZATION, Caller, Tokens
 from rendezvous.errors import RefusedError, StoppedError
 from rendezvous.limits import Hits
+from rendezvous.refusals import OF_CONNECTION, Refusals
 from rendezvous.service import AnswerMemory, StoreService
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ T = TypeVar("T")
 
 JSON = "application/json"
 CALLER = web.RequestKey("caller", Caller)
+FORBIDDEN = "forbidden"
+REFUSALS = web.AppKey("refusals", Refusals)
 HITS = web.AppKey("hits", Hits)  # of the server, for handlers that show them
 _REFUSED = {"sealed": 410, "too_large": 413, "not_a_number": 409, "store_full": 503, "busy": 429}
 _ANSWER_BYTES = 1024  # assumed size of an answer that is kept, without its body and key
@@ -74,8 +78,30 @@ async def read_json(request: web.Request, decode: Callable[[bytes], T]) -> T:
         raise Problem(400, "malformed", f"the body is not JSON: {error}") from error
 
 
-def guard(tokens: Tokens) -> Middleware:
+def guard(tokens: Tokens, refusals: Refusals) -> Middleware:
     """Return the middleware that lets in who may use a route, and shapes all errors."""
+    failures: WeakKeyDictionary[asyncio.BaseTransport, int] = WeakKeyDictionary()
+
+    async def refuse(request: web.Request, *, header: str | None) -> web.StreamResponse:
+        """Answer a request without a good token, later and later."""
+        address, transport = request.remote or "a client that is gone", request.transport
+        pause = refusals.unauthorized(address, asyncio.get_running_loop().time())
+        if pause is None and transport is not None:
+            transport.abort()
+        elif pause:
+            try:
+                await asyncio.sleep(pause)
+            finally:
+                refusals.answered(address)
+        found = "an unknown token" if header else "no token"
+        hint = "send Authorization: Bearer <token>, with the token from the job's token file"
+        problem = Problem(401, "unauthorized", f"the request carries {found}", hint)
+        answer = error_answer(problem, {"WWW-Authenticate": "Bearer"})
+        if transport is not None:
+            failures[transport] = failures.get(transport, 0) + 1
+            if failures[transport] >= OF_CONNECTION:
+                answer.force_close()
+        return answer
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -84,15 +110,14 @@ def guard(tokens: Tokens) -> Middleware:
         header = request.headers.get(AUTHORIZATION)
         caller = tokens.identify(header)
         if caller is None:
-            found = "an unknown token" if header else "no token"
-            hint = "send Authorization: Bearer <token>, with the token from the job's token file"
-            problem = Problem(401, "unauthorized", f"the request carries {found}", hint)
-            return error_answer(problem, {"WWW-Authenticate": "Bearer"})
+            return await refuse(request, header=header)
+        request[CALLER] = caller
         resource = request.match_info.route.resource
         if resource is not None and not access.may_call(caller, request.method, resource.canonical):
             what = f"{request.method} {resource.canonical}"
-            return error_answer(forbidden(f"a token of role {caller.role.value} may not {what}"))
-        request[CALLER] = caller
+            problem = forbidden(f"a token of role {caller.role.value} may not {what}")
+            refusals.forbidden(caller, problem.message)
+            return error_answer(problem)
         return await shape_errors(request, handler)
 
     return guarded
@@ -106,7 +131,7 @@ def caller_of(request: web.Request) -> Caller:
 def forbidden(sentence: str) -> Problem:
     """Return the problem of a request to which its token gives no right."""
     hint = "docs/security.md lists what each token may do; the file `token` of the run may do all"
-    return Problem(403, "forbidden", sentence, hint)
+    return Problem(403, FORBIDDEN, sentence, hint)
 
 
 async def shape_errors(
@@ -116,6 +141,8 @@ async def shape_errors(
     try:
         return await handler(request)
     except Problem as problem:
+        if problem.code == FORBIDDEN:
+            request.app[REFUSALS].forbidden(caller_of(request), problem.message)
         return error_answer(problem)
     except RefusedError as error:
         return error_answer(Problem(_REFUSED.get(error.code, 409), error.code, str(error)))

@@ -42,7 +42,7 @@ from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.openapi import OpenApi
 from elastic_driver.runtime.output import AgentsOutput
 from rendezvous.auth import Caller, Role
-from rendezvous.web import HITS, JSON, Problem, caller_of, forbidden, read_json
+from rendezvous.web import HITS, JSON, REFUSALS, Problem, caller_of, forbidden, read_json
 from rendezvous.wire import EVENTS_PATH
 
 STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status
@@ -232,7 +232,8 @@ class DriverRoutes:
 
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Answer with the metrics, in Prometheus' text format."""
-        body = metrics.exposition(await self._status(), request.app[HITS].snapshot())
+        counts = request.app[HITS].snapshot(), request.app[REFUSALS].snapshot()
+        body = metrics.exposition(await self._status(), *counts)
         return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def _status(self) -> bytes:

@@ -50,21 +50,24 @@ _COUNTED = (  # name, event in the log, help
 _TF_NODES = {"member": "members", "waiting": "waiting", "lost": "lost"}  # state → key
 
 
-def exposition(status: bytes, limit_hits: Mapping[str, int]) -> bytes:
+def exposition(status: bytes, limit_hits: Mapping[str, int], refusals: Mapping[str, int]) -> bytes:
     """Return the metrics of a status document in Prometheus' text format.
 
-    `limit_hits`: how often each bound of the rendezvous was hit.
+    `limit_hits`: how often each bound of the rendezvous was hit. `refusals`: how many requests were
+    refused because of their tokens, by the code of the answer.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Picture(msgspec.json.decode(status), limit_hits))
+    registry.register(_Picture(msgspec.json.decode(status), limit_hits, refusals))
     return generate_latest(registry)
 
 
 class _Picture(Collector):
     """The metrics of one document."""
 
-    def __init__(self, document: dict[str, Any], limit_hits: Mapping[str, int]) -> None:
-        self._document, self._limit_hits = document, limit_hits
+    def __init__(
+        self, document: dict[str, Any], limit_hits: Mapping[str, int], refusals: Mapping[str, int]
+    ) -> None:
+        self._document, self._limit_hits, self._refusals = document, limit_hits, refusals
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
@@ -78,6 +81,11 @@ class _Picture(Collector):
         for limit, count in self._limit_hits.items():
             hits.add_metric((limit,), count)
         yield hits
+        text = "Requests refused because of their tokens, by the code of the answer."
+        refused = CounterMetricFamily("elastic_requests_refused", text, labels=("code",))
+        for code, count in self._refusals.items():
+            refused.add_metric((code,), count)
+        yield refused
         if nodes := document.get("tf"):
             text = "How often a cluster of TensorFlow nodes has formed."
             yield GaugeMetricFamily("elastic_tf_generation", text, value=nodes["generation"])

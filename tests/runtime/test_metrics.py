@@ -85,7 +85,8 @@ def read(text: bytes) -> dict[tuple[str, ...], float]:
 
 
 def figures(**changes: object) -> dict[tuple[str, ...], float]:
-    return read(exposition(msgspec.json.encode({**STATUS, **changes}), {"store": 3}))
+    status = msgspec.json.encode({**STATUS, **changes})
+    return read(exposition(status, {"store": 3}, {"forbidden": 2}))
 
 
 def test_the_figures_are_those_of_the_status() -> None:
@@ -123,6 +124,7 @@ def test_the_figures_are_those_of_the_status() -> None:
         ("elastic_work_moved_total",): 6,
         ("elastic_events_total", "round_completed"): 4,
         ("elastic_limit_hits_total", "store"): 3,
+        ("elastic_requests_refused_total", "forbidden"): 2,
     }
     assert {key: found.get(key) for key in expected} == expected
     assert ("elastic_world_size_max",) not in found, "there is no limit"
@@ -137,7 +139,7 @@ def test_what_is_over_or_has_not_happened_yet_has_a_figure_too() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_has_nothing_to_say_against_it() -> None:
-    text = exposition(msgspec.json.encode(STATUS), {})
+    text = exposition(msgspec.json.encode(STATUS), {}, {})
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30, check=False
     )

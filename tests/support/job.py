@@ -208,14 +208,14 @@ class RunningJob:
         return [e["pid"] for e in self.events("agent_started") if is_running(e["pid"])]
 
     def assert_nothing_left(self, within: float = 10.0) -> None:
-        """No process, token or endpoint file of this job is left."""
+        """No process, file with a token, or endpoint file of this job is left."""
         eventually(
             lambda: not self.processes(),
             within=within,
             what="every process of the job is gone",
             context=lambda: "\n".join(str(p.as_dict(["pid", "cmdline"])) for p in self.processes()),
         )
-        left = [p.name for p in self.run_dir.glob("*") if p.name in ("token", "endpoint.json")]
+        left = [p.name for p in self.run_dir.glob("*") if p.name.startswith(("token", "endpoint"))]
         assert left == []
 
     def close(self) -> None:
