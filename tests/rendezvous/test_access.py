@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,7 @@ from rendezvous.wire import (
     Written,
 )
 from tests.rendezvous.common import TOKEN, error_of, request
+from tests.rendezvous.rights_tables import tables
 
 AGENT = Caller(Role.AGENT, "a")
 WORKER = Caller(Role.WORKER, "a.0.1")
@@ -126,6 +128,11 @@ def test_only_operators_steer_and_readers_only_look() -> None:
     assert {method for method, _ in read} == {"GET"}
     assert {"/v1/status", "/metrics", "/v1/events"} <= {path for _, path in read}
     assert not any(Role.READER in row.writers | row.readers for row in KEYS)
+
+
+def test_the_page_of_security_has_the_tables_of_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    assert tables() in page, "put in what python -m tests.rendezvous.rights_tables prints"
 
 
 # ---- over HTTP ---------------------------------------------------------------------------
