@@ -22,6 +22,7 @@ from elastic_driver.runtime.backend import BackendJob, UnreachableReason
 from launcher.agent import folders, remote
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.ssh import SshShell
+from rendezvous.auth import agent_token, read_token_file
 from tests.launcher.agent.harness import (
     DAEMON,
     HOST,
@@ -121,10 +122,11 @@ def test_the_token_stands_in_a_private_file_and_in_no_argument_or_variable(
     (folder,) = tmp.glob(f"{remote.FOLDER_PREFIX}*")  # beside the agent's folder for sockets
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
-    assert (folder / "token").read_text().strip() == TOKEN
+    assert read_token_file(folder / "token") == agent_token(TOKEN, HOST)
     for process in (keeper, agent, *ssh_clients()):
-        assert TOKEN not in " ".join(process.cmdline())
-        assert TOKEN not in " ".join(psutil.Process(process.pid).environ().values())
+        shown = " ".join((*process.cmdline(), *psutil.Process(process.pid).environ().values()))
+        assert TOKEN not in shown
+        assert "agent:" not in shown
 
 
 def test_the_agent_survives_its_ssh_connection_and_its_end_is_told_all_the_same(
