@@ -1,9 +1,11 @@
 """Shared by the backends: the agent's command line, and the description of an agent's end."""
 
+import logging
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
+log = logging.getLogger(__name__)
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -22,6 +24,12 @@ class AgentPlan:
 def agent_arguments(endpoint: str, host: str, incarnation: int) -> tuple[str, ...]:
     """Return the arguments that every agent is given, wherever it runs."""
     return ("--endpoint", endpoint, "--host", host, "--incarnation", str(incarnation))
+
+
+def unfollowed(host: str, error: Exception) -> str:
+    """Return a sentence on an agent that a bug of ours lets nobody follow; log the traceback."""
+    log.error("the agent on %s cannot be followed", host, exc_info=error)
+    return f"the driver cannot follow the agent on {host} (a bug): {error!r}"
 
 
 def describe_end(host: str, code: int) -> str:

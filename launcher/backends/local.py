@@ -42,7 +42,7 @@ from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WorkerStarter
 from launcher.backends.addresses import is_this_machine, meeting_address, own_address
 from launcher.backends.adopted import AdoptedProcess, end_marked, find_agent
-from launcher.backends.base import AgentPlan, agent_arguments, describe_end
+from launcher.backends.base import AgentPlan, agent_arguments, describe_end, unfollowed
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 
@@ -226,6 +226,9 @@ class LocalBackend(Backend):
             await end_marked(left, self._pids, LAST_RESORT_S)
             sweep_scratch()
             self._over(agent, f"the agent on {host} has ended")
+        except Exception as error:
+            process.kill()
+            self._over(agent, unfollowed(host, error))
         finally:
             process.close()
 
@@ -266,6 +269,8 @@ class LocalBackend(Backend):
         except (StartError, OSError) as error:
             host = agent.plan.host
             reason = f"cannot start an agent on {host}: {error}; is the machine out of processes?"
+        except Exception as error:  # of any kind: a job must not wait for an agent without end
+            reason = unfollowed(agent.plan.host, error)
         if agent.lifeline >= 0:
             os.close(agent.lifeline)  # which ends an agent that cannot be watched
         self._over(agent, reason)

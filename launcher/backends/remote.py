@@ -33,7 +33,7 @@ from elastic_driver.runtime.backend import (
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.agent.remote import UP
 from launcher.backends.addresses import endpoint_for
-from launcher.backends.base import AgentPlan, agent_arguments
+from launcher.backends.base import AgentPlan, agent_arguments, unfollowed
 from launcher.backends.client import Client, OnLines
 from launcher.backends.remote_shell import RemoteShell, last_line, precheck
 from rendezvous.auth import agent_token, read_token_file
@@ -187,6 +187,10 @@ class RemoteBackend(Backend):
             reason = str(error)
         except OSError as error:
             reason = f"cannot run {self._shell.program} to reach {agent.host}: {error.strerror}"
+        except Exception as error:  # of any kind: a job must not wait for an agent without end
+            reason = unfollowed(agent.host, error)
+            if agent.client is not None:
+                agent.client.kill()
         if agent.death is None:
             self._over(agent, reason)
 

@@ -17,6 +17,7 @@ import pytest
 
 from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
 from elastic_driver.errors import ClusterError
+from launcher.agent import processes
 from launcher.backends.local import LocalBackend
 from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually, lives
 
@@ -95,6 +96,23 @@ def test_the_end_waits_for_a_start_that_was_given_up(
     assert began.wait(10.0)
     backend.close(0)
     assert ended.is_set()
+
+
+def test_an_agent_that_a_bug_lets_nobody_follow_is_ended_and_told(
+    driver: Driver, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> str:
+        raise ValueError("a file that nobody expected")
+
+    monkeypatch.setattr(LocalBackend, "_end_of", broken)
+    driver.python(WAIT)
+    reasons: list[str] = []
+    before = set(processes.children())
+    backend.start("localhost", 1, reasons.append)
+    eventually(lambda: reasons)
+    assert "cannot follow the agent on localhost (a bug)" in reasons[0]
+    assert "a file that nobody expected" in reasons[0]
+    eventually(lambda: not [pid for pid in set(processes.children()) - before if lives(pid)])
 
 
 def test_an_agent_that_cannot_join_is_told(driver: Driver, backend: LocalBackend) -> None:
