@@ -124,6 +124,7 @@ class Job(JobParts):
             case ev.WorkerExited():
                 self.reports.on_exited(worker, event, now)
             case ev.WorkerStalled():
+                self.adoption.on_round(event.round, trains=True)
                 self.hangs.on_stalled(worker, event, now)
             case ev.WorkerResumed():
                 self.hangs.on_resumed(worker, event, now)

@@ -32,6 +32,7 @@ from elastic_driver.core.decisions import (
     StopAgent,
 )
 from elastic_driver.core.job import Job
+from elastic_driver.core.rules.fleet import NAMES_OF_A_DRIVER
 from elastic_driver.core.rules.workers import ACTIVE
 from elastic_driver.settings import Settings
 from tests.sim.agents import OWN, SimAgent
@@ -61,7 +62,7 @@ class Cluster:
         self.end: EndJob | None = None
         self.ended_at = 0.0
         self.groups: dict[int, Group] = {}
-        self.births: dict[int, Group] = {}
+        self.births: dict[tuple[int, int], Group] = {}
         self.replaced = 0  # slow workers
         self.promoted = 0  # spares
         self.trained = 0  # steps anybody has ever finished
@@ -337,8 +338,8 @@ class Cluster:
         def slot(worker: SimWorker) -> int | None:
             """The slot that it occupies; none if it is a spare."""
             record = known.get(worker.id)
-            if record is None:  # it is stopped before it was started
-                return worker.order.place.slot
+            if record is None:  # it is stopped before it was started, or perhaps a spare
+                return None if self.driver.lacks else worker.order.place.slot
             return None if record.spare else record.slot
 
         for worker in self.living():
@@ -409,9 +410,10 @@ class Cluster:
         """The process group that the members of this world build."""
         return self.groups.setdefault(world.round, Group(world.round, world.size))
 
-    def birth_group(self, round_number: int, size: int) -> Group:
-        """The process group of plain workers that were born into the same round."""
-        return self.births.setdefault(round_number, Group(round_number, size))
+    def birth_group(self, order: msg.StartWorkerOrder) -> Group:
+        """The process group of plain workers that were born together into the same round."""
+        term = (int(order.worker.rsplit(".", 1)[1]) - 1) // NAMES_OF_A_DRIVER
+        return self.births.setdefault((order.round, term), Group(order.round, order.place.size))
 
     def begin_training(self, group: Group) -> None:
         """Everybody has joined: the state is synced, then steps follow each other."""

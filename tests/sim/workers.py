@@ -227,7 +227,7 @@ class PlainWorker(SimWorker):
         self.act(self.soon(0.2, 2.0), "join")
 
     def join(self) -> None:
-        group = self.cluster.birth_group(self.order.round, self.order.place.size)
+        group = self.cluster.birth_group(self.order)
         self.group = group
         group.members[self.id] = self
         if group.broken:

@@ -34,7 +34,7 @@ from elastic_driver.core.decisions import AskStacks, StackGroup
 from elastic_driver.core.documents import StacksOrder
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import COMPLETE, Rule
-from elastic_driver.core.rules.workers import READY, RUNNING, STARTING, Worker
+from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STARTING, Worker
 from elastic_driver.core.stack_location import SEEN_WAITING, shorten
 
 LEAVE_S = 5.0  # to leave a round that was broken; a worker that can leave needs well under a second
@@ -207,8 +207,12 @@ class Hangs(Rule):
         return self.rounds.own(Stalls)
 
     def on_stalled(self, worker: Worker, event: ev.WorkerStalled, now: float) -> None:
-        """Record that a worker makes no progress."""
-        if worker.state is not RUNNING or event.round != self.rounds.current.number:
+        """Record that a worker makes no progress.
+
+        It may be in a round that a resumed driver does not know, and that it was told to leave.
+        """
+        inside = worker.left < event.round <= self.rounds.newest
+        if worker.state not in ACTIVE or not inside:
             raise ev.StaleEvent(f"{worker.id} stalled in round {event.round}, which it has left")
         stalls = self._stalls
         earlier = stalls.get(worker.id)
@@ -221,6 +225,8 @@ class Hangs(Rule):
             self.effects.announce("worker_stalled", reason, worker, where=event.where, stack=stack)
             if len(stalls) == 1:
                 self.stacks.ask(now, f"{worker.id} makes no progress")
+        elif worker.state is not RUNNING and event.seconds > earlier.seconds:
+            self._give_up(worker, "and does not leave a round that this driver does not know", now)
         self.stacks.note(worker.id, StackAnswer(event.where, stack, own=True))
 
     def on_resumed(self, worker: Worker, event: ev.WorkerResumed, now: float) -> None:

@@ -212,12 +212,15 @@ class WorkerStateRegistry:
 
         A worker that has already ended keeps its state: a plain round is announced late.
         """
-        if worker.admitted is None:
-            self._admissions += 1
-            worker.admitted = self._admissions
+        self._note_member(worker)
         worker.place = place
         if worker.state in OCCUPYING and not self.apply(worker, WorkerNews.ADMITTED):
             raise ValueError(f"{worker.id} is {worker.state.value} and cannot join a round")
+
+    def _note_member(self, worker: Worker) -> None:
+        if worker.admitted is None:
+            self._admissions += 1
+            worker.admitted = self._admissions
 
     def with_process(self, event: ev.Event, name: str) -> Worker:
         """Return the worker that an event is about; raise `ev.StaleEvent` if it has no process."""
@@ -235,6 +238,8 @@ class WorkerStateRegistry:
         if not self.apply(worker, WorkerNews.READY):
             raise ev.StaleEvent(f"{worker.id} is {worker.state.value}, not awaited as READY")
         worker.left, worker.version, worker.clean = event.round, event.version, event.clean
+        if event.round:
+            self._note_member(worker)  # perhaps of a round that is not in the books
         worker.bound = event.bound
 
     def stepped(self, worker: Worker, round_id: int) -> None:

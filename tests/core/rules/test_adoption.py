@@ -520,6 +520,38 @@ def test_a_round_that_the_books_do_not_have_is_left_at_once(scenario: MakeScenar
     assert (s.notice.round, s.notice.after_step) == (3, None)
 
 
+def test_a_worker_that_hangs_in_a_round_that_the_books_do_not_have_is_given_up(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, min_np=2).training(a=1, b=1)
+    s.exit("b.0.1", -9)
+    s.ready("a.0.1", version=3)
+    s.resume()
+    s.returns("a")
+    stalled = ev.WorkerStalled("a.0.1", 2, 5.0, "elsewhere", "in f")
+    s.send(stalled)
+    assert (s.notice.round, s.notice.after_step) == (2, None)
+    s.send(stalled)
+    assert s.in_state("lost") == []  # the same report
+    s.send(ev.WorkerStalled("a.0.1", 2, 10.0, "elsewhere", "in f"))
+    assert s.in_state("lost") == ["a.0.1"]
+
+
+def test_a_newcomer_that_has_trained_in_a_round_that_the_books_do_not_have_hands_its_state_over(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, min_np=1).training(a=1, b=1)
+    s.exit("b.0.1", -9)
+    assert s.starting == ["b.0.2"]
+    s.resume()
+    for host in "ab":
+        s.returns(host)
+    s.send(ev.WorkerReady("b.0.2", 2, 30, True, "left round 2"))
+    s.hosts(a=1)
+    s.ready("a.0.1", version=3)
+    assert {member.version for member in s.world.members} == {3, 30}
+
+
 # ---- every event may come twice --------------------------------------------------------------
 
 
