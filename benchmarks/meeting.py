@@ -3,8 +3,9 @@
 A whole driver (mailbox, core, rendezvous, event log) runs in a process of its own; members are
 clients, a thread or more each, in two more processes (one process each would measure the machine).
 Ours are the connections of real workers, with their heartbeats, which report READY and wait for the
-world. One peer is torch's TCPStore, where as many of its C++ clients set their record and read
-everybody's; the other is torchrun's rendezvous. All of them are connected before the clock starts.
+world, in turns over plain HTTP and over TLS. One peer is torch's TCPStore, where as many of its C++
+clients set their record and read everybody's; the other is torchrun's rendezvous. All of them are
+connected before the clock starts.
 Then 1,000 workers and the agents of their 125 hosts send heartbeats, while the workers are idle and
 while they train, and the driver's processor time and memory are measured. Last, very many simulated
 members meet, and the driver's cost for each is compared between their numbers.
@@ -51,14 +52,16 @@ PROCESSES = 2  # that members are spread over; more than cores would only measur
 HEARTBEAT_S = 30.0
 SETTLE_S, WATCH_S = 3.0, 20.0
 CONTEXT = multiprocessing.get_context("fork")
+OVER_TLS = "ours over TLS"
 MEET = "n members know ranks and peers"
 
 
 @contextlib.contextmanager
-def driver_for(members: int) -> Iterator[tuple[int, Place]]:
+def driver_for(members: int, *, tls: bool = False) -> Iterator[tuple[int, Place]]:
     """Run a driver that expects so many workers; gives its process's number and its place."""
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
         argv = [sys.executable, "-m", "benchmarks.peers.driver", str(members), folder]
+        argv += ["--tls"] if tls else []
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
@@ -133,11 +136,13 @@ def processes(
 
 
 @contextlib.contextmanager
-def meeting(members: int, host: Callable[..., None] = host_workers) -> Iterator[Met]:
+def meeting(
+    members: int, host: Callable[..., None] = host_workers, *, tls: bool = False
+) -> Iterator[Met]:
     """Have so many members meet, in processes that run `host`; gives the result."""
     everybody, count = names(members), min(PROCESSES, members)
     shares = [everybody[index::count] for index in range(count)]
-    with driver_for(members) as (pid, place), processes(host, shares, place) as pipes:
+    with driver_for(members, tls=tls) as (pid, place), processes(host, shares, place) as pipes:
         for pipe in pipes:
             pipe.recv()
         driver = psutil.Process(pid)
@@ -231,6 +236,8 @@ def meetings(sizes: list[int], turns: int, peers_most: int, agents_most: int) ->
         for turn in range(turns):
             with meeting(size) as met:
                 samples.append((OURS, f"{MEET}, n = {size}", turn, met.took))
+            with meeting(size, tls=True) as met:
+                samples.append((OVER_TLS, f"{MEET}, n = {size}", turn, met.took))
             for name, most, host in (
                 ("TCPStore", peers_most, host_tcp_clients),
                 ("torchrun", agents_most, host_agents),

@@ -43,6 +43,7 @@ class Heading(Enum):
     CHECK = "Checking the hosts before training (docs/node-checks.md)"
     OUTPUT = "Output of the workers"
     STATE = "Name and state of the job, and the driver's death (docs/driver-loss.md)"
+    TRUST = "Who is trusted (docs/security.md)"
     OTHER = "Other"
 
 

@@ -90,7 +90,20 @@ class DriverOptions:
 
     bind_host: str = "127.0.0.1"  # a numeric address; 0.0.0.0: all
     bind_port: int = 0  # 0: any free one
+    given_host: str = ""  # as the user names it; "": the user does not
     discovery_interval: float = option(Heading.HOSTS, o.SECONDS, 1.0,
         "Seconds between two runs of the discovery script, or two reads of the hostfile.")
+    insecure: bool = option(Heading.TRUST, o.FLAG, False,
+        "Speak plain HTTP to other hosts, too. By default, what leaves this machine is TLS, with a "
+        "certificate that is made for the job and that only its own processes know.")
+    tls_cert: str | None = option(Heading.TRUST, o.text("FILE"), None,
+        "A certificate of your own for the job's rendezvous, with its chain (PEM).",
+        shown="one is made for each job that listens beyond this machine")
+    tls_key: str | None = option(Heading.TRUST, o.text("FILE"), None,
+        "The key of --tls-cert (PEM, without a password).")
+    tls_ca: str | None = option(Heading.TRUST, o.text("FILE"), None,
+        "Certificates of your CA (PEM): agents, workers and nodes that join check the chain of "
+        "--tls-cert, and the host of --rdzv-endpoint or --join.",
+        shown="they take the certificate itself and no other")
     debug: bool = option(Heading.OTHER, o.FLAG, False,
         "Check the driver's own invariants after every event.")

@@ -19,7 +19,6 @@ import functools
 import hashlib
 import socket
 import ssl
-import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +26,10 @@ from rendezvous.auth import MAX_FINGERPRINT_CHARS, write_private
 from rendezvous.errors import CertificateError
 
 FIRST_SEEN = "first-seen"
-_PIN, _CA = "sha256:", "ca:"
+CA = "ca:"
+_PIN = "sha256:"
+_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+_NAME = "elastic-driver"  # for clients of others, which check a name
 _YEARS = 20  # of a certificate that is made here; its clients compare it, and look at no date
 _SKEW_DAYS = 2  # between the clocks of hosts
 
@@ -50,19 +52,51 @@ class ServerCertificate(NamedTuple):
     key: Path
 
     @property
-    def exists(self) -> bool:
+    def exist(self) -> bool:
         """Return whether both files are there."""
         return self.cert.is_file() and self.key.is_file()
 
     def fingerprint(self) -> str:
         """Return `sha256:HEX` of the certificate; raises CertificateError if it is none."""
         text = _read(self.cert)
-        begin, end = text.find("-----BEGIN CERT"), text.find("-----END CERTIFICATE-----")
+        first = text[text.find(_BEGIN) :].partition(_END)[0]
         try:
-            first = text[begin:end] + "-----END CERTIFICATE-----\n"
-            return fingerprint(ssl.PEM_cert_to_DER_cert(first))
+            return fingerprint(ssl.PEM_cert_to_DER_cert(f"{first}{_END}\n"))
         except (ValueError, binascii.Error):
             raise CertificateError(f"{self.cert} holds no certificate (PEM)") from None
+
+    def absolute(self) -> "ServerCertificate":
+        """Return the same files, wherever this process goes."""
+        return ServerCertificate(self.cert.absolute(), self.key.absolute())
+
+    def name(self) -> str:
+        """Return the first name or address that the certificate is for; raises CertificateError."""
+        from cryptography import x509  # noqa: PLC0415 - takes time, and only sites need it
+
+        try:
+            found = x509.load_pem_x509_certificate(_read(self.cert).encode())
+            names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            of_hosts = names.get_values_for_type(x509.DNSName)
+            addresses = names.get_values_for_type(x509.IPAddress)
+            all_names = [*of_hosts, *map(str, addresses)]
+        except (ValueError, x509.ExtensionNotFound):
+            all_names = []
+        for name in all_names:
+            if not name.startswith("*"):
+                return name
+        raise CertificateError(
+            f"{self.cert} names no host (subjectAltName); name this one with --rdzv-endpoint"
+        )
+
+    def text(self) -> str:
+        """Return both files as one; raises CertificateError if they cannot be read."""
+        return _read(self.key) + _read(self.cert)
+
+    def write(self, text: str) -> None:
+        """Write both files from what `text` has returned; raises TokenError."""
+        key, begin, chain = text.partition(_BEGIN)
+        write_private(self.key, key)
+        write_private(self.cert, begin + chain)
 
     def context(self) -> ssl.SSLContext:
         """Return the context of a server; raises CertificateError for files that do not fit."""
@@ -83,6 +117,11 @@ class ServerCertificate(NamedTuple):
         return context
 
 
+def certificate_in(folder: Path) -> ServerCertificate:
+    """Return the place of a run's own certificate, in its folder."""
+    return ServerCertificate(folder / "tls-cert.pem", folder / "tls-key.pem")
+
+
 def make_certificate(files: ServerCertificate) -> None:
     """Make a certificate (EC P-256, signed by itself) and its key; both files are 0600.
 
@@ -93,7 +132,7 @@ def make_certificate(files: ServerCertificate) -> None:
     from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
 
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "elastic-driver")])
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
     now = datetime.datetime.now(datetime.timezone.utc)
     certificate = (
         x509.CertificateBuilder()
@@ -103,12 +142,13 @@ def make_certificate(files: ServerCertificate) -> None:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=_SKEW_DAYS))
         .not_valid_after(now + datetime.timedelta(days=365 * _YEARS))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(_NAME)]), critical=False)
         .sign(key, hashes.SHA256())
     )
     pem = serialization.Encoding.PEM
     form, no_password = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    write_private(files.key, key.private_bytes(pem, form, no_password).decode())
-    write_private(files.cert, certificate.public_bytes(pem).decode())
+    made = key.private_bytes(pem, form, no_password) + certificate.public_bytes(pem)
+    files.write(made.decode())
 
 
 def fingerprint(certificate: bytes) -> str:
@@ -126,7 +166,7 @@ def known_by_ca(ca: Path, name: str) -> str:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text)
     except (ssl.SSLError, ValueError):
         raise CertificateError(f"{ca} holds no certificates (PEM)") from None
-    known = f"{_CA}{name}:{base64.b64encode(text.encode()).decode()}"
+    known = f"{CA}{name}:{base64.b64encode(text.encode()).decode()}"
     if len(known) > MAX_FINGERPRINT_CHARS:
         raise CertificateError(
             f"{ca} is larger than {MAX_FINGERPRINT_CHARS * 3 // 4} bytes; name a file with the "
@@ -172,10 +212,12 @@ class ServerIdentity:
     """
 
     def __init__(self, known: str) -> None:
-        self.known, self.seen = known, ""  # `seen`: the fingerprint of the last server
+        self.seen = ""  # the fingerprint of the last server
+        self._known = known
+        # At most one, the only one that is taken. No lock: it might be held at a fork.
+        self._pins: dict[str, str] = {"pin": known} if known.startswith(_PIN) else {}
         self.name: str | None = None  # that the certificate has to be for
-        self._lock = threading.Lock()
-        if known.startswith(_CA):
+        if known.startswith(CA):
             _, self.name, text = known.split(":", 2)
             self.context = _context()
             self.context.load_verify_locations(cadata=base64.b64decode(text).decode("ascii"))
@@ -183,6 +225,11 @@ class ServerIdentity:
             self.context = _context_without_chain()
         else:
             raise ValueError(f"{known[:80]!r} tells nothing about a server's certificate")
+
+    @property
+    def known(self) -> str:
+        """What is known of the server now."""
+        return self._pins.get("pin", self._known)
 
     def wrap(self, connected: socket.socket) -> ssl.SSLSocket:
         """Return the TLS connection over a connected socket, whose descriptor it takes."""
@@ -202,12 +249,8 @@ class ServerIdentity:
                 raise WrongServerError(problem) from error
             raise
         shown = fingerprint(connection.getpeercert(binary_form=True) or b"")
-        with self._lock:
-            if self.known == FIRST_SEEN:
-                self.known = shown
-            self.seen = shown
-            right = self.name is not None or shown == self.known
-        if not right:
+        self.seen = shown
+        if self.name is None and self._pins.setdefault("pin", shown) != shown:
             raise WrongServerError(
                 "it shows the certificate of another server; another program may listen there"
             )

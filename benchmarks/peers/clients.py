@@ -25,7 +25,7 @@ from elastic_driver.worker.heartbeat.progress import StepCost, TrainingProgress
 from launcher.agent.driver_link import ORDERS_AHEAD
 from launcher.agent.liveness import Heartbeats, Promise
 from launcher.launch.workers import HEARTBEAT_S, HEARTBEATS_PER_S
-from rendezvous.auth import read_token_file
+from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
 from rendezvous.wire import Get, Set, Watch
 
@@ -128,7 +128,8 @@ def host_agents(pipe: Connection, hosts: list[str], place: Place) -> None:
 
 async def agent(host: str, hosts: int, place: Place) -> None:
     """Send an agent's heartbeats and wait for its orders, for ever."""
-    client = RendezvousClient(place.url, read_token_file(place.token_file))
+    token, fingerprint = read_credentials(place.token_file)
+    client = RendezvousClient(place.url, token, fingerprint=fingerprint)
     patience = place.heartbeat_timeout
     promise = Promise(max(HEARTBEAT_S, hosts / HEARTBEATS_PER_S), patience)
     await asyncio.sleep(random.random() * promise.interval)

@@ -120,7 +120,7 @@ class NodeChecks:
         if not checked:
             raise ClusterError("there are no hosts to check; does the source of hosts name any?")
         self.folder.create()
-        write_token_file(self.folder.token_file, self._token)
+        write_token_file(self.folder.token_file, self._token, self._server.known_by)
         self.folder.write_endpoint(self._server.url, time.time())
         spec, task = settings.spec(self.folder.run_id), settings.task
         documents = ((contract.CHECK_SPEC, spec), (TASK_SETTINGS, task))

@@ -25,6 +25,7 @@ from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.endpoint import first_documents, listen
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
+from elastic_driver.runtime.identity import Identity, choose_identity
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import Head, JournalStore
@@ -38,8 +39,8 @@ from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.runtime.successor import tell_agents
 from elastic_driver.runtime.suspects import Suspects
 from elastic_driver.settings import DriverOptions, Settings
-from rendezvous.auth import Role, make_token, read_token_file
-from rendezvous.errors import RendezvousError
+from rendezvous.auth import Role, make_token, read_credentials, read_token_file
+from rendezvous.errors import CertificateError, RendezvousError
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH
 
@@ -126,12 +127,12 @@ class DriverResources:
         setup.run_dir.create(anew=setup.resumed is None)
         self._closing.callback(self._close_run_dir)
         with self._startup_errors():
-            token = self._make_token()
+            token, identity = self._make_credentials()
             if setup.resumed is not None:
                 self._closing.callback(self.journal.close)
                 self.open_journal()
                 self.journal.await_open()
-            server = self.server = self._open_server(token)
+            server = self.server = self._open_server(token, identity)
         self._closing.callback(self.log.close)
         self._closing.callback(self.journal.close)
         for nodes in (setup.joined, setup.checks):
@@ -171,18 +172,25 @@ class DriverResources:
         except OSError as error:
             what = f"{error.filename or self._setup.run_dir.path}: {error.strerror}"
             raise ClusterError(f"the driver cannot start: {what}") from error
+        except CertificateError:  # a mistake of the user, as it is told
+            raise
         except RendezvousError as error:
             raise ClusterError(f"the driver cannot start: {error}") from error
 
-    def _make_token(self) -> str:
-        """Return the job's token, in its file; agents that give up remove the former driver's."""
+    def _make_credentials(self) -> tuple[str, Identity]:
+        """Return the job's token and the server's identity, and write what clients need.
+
+        Agents that give up remove the former driver's token.
+        """
         run_dir = self._setup.run_dir
         goes_on = self._setup.resumed is not None and run_dir.token_file.exists()
-        token = read_token_file(run_dir.token_file) if goes_on else make_token()
-        run_dir.write_tokens(token)
-        return token
+        former = read_credentials(run_dir.token_file) if goes_on else None
+        identity = choose_identity(self._setup.options, run_dir.certificate, former)
+        token = make_token() if former is None else former.token
+        run_dir.write_tokens(token, identity.known_by)
+        return token, identity
 
-    def _open_server(self, token: str) -> RendezvousServer:
+    def _open_server(self, token: str, identity: Identity) -> RendezvousServer:
         """Return a server that listens, and holds the driver's term and the job's specification."""
         setup, routes = self._setup, self.routes
         run = setup.resumed
@@ -191,6 +199,8 @@ class DriverResources:
             setup.options.bind_host,
             setup.options.bind_port or before,
             token=token,
+            certificate=identity.certificate,
+            known_by=identity.known_by,
             others=dict.fromkeys(setup.secrets, Role.OPERATOR),
             on_lease_expired=self._lease_expired,
             on_client_left=self._suspects.client_left,

@@ -5,6 +5,8 @@
     token           the driver's token (0600), removed when the job is over
     token-operator  the operator's and
     token-reader    the reader's token (0600), derived from it, removed with it
+    tls-cert.pem    the server's certificate and
+    tls-key.pem     its key (0600), made if it speaks TLS, removed when the job is over
     endpoint.json   the driver's URL, removed when the job is over
     lock            the driver that may use the folder, removed when the job is over
 
@@ -28,6 +30,7 @@ import msgspec
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.runtime.run_lock import RunLock
 from rendezvous.auth import operator_token, reader_token, write_token_file
+from rendezvous.tls import certificate_in
 
 EVENTS_FILE = "events.jsonl"  # in the run's folder
 JOURNAL_FILE = "journal.db"
@@ -50,7 +53,8 @@ def read_endpoint(folder: Path) -> Endpoint | None:
         content = (folder / "endpoint.json").read_bytes()
         endpoint = msgspec.json.decode(content, type=Endpoint)
         parts = urlsplit(endpoint.url)
-        return endpoint if parts.scheme == "http" and parts.hostname and parts.port else None
+        ours = parts.scheme in ("http", "https") and parts.hostname and parts.port
+        return endpoint if ours else None
     except (OSError, ValueError):  # msgspec's DecodeError is a ValueError
         return None
 
@@ -84,6 +88,7 @@ class RunDir:
         self.events_file = self.path / EVENTS_FILE
         self.journal_file = self.path / JOURNAL_FILE
         self.token_file = self.path / "token"
+        self.certificate = certificate_in(self.path)
         self.endpoint_file = self.path / "endpoint.json"
         self._draft = self.path / "endpoint.new"
         self.lock = RunLock(self.path / "lock", run_id)
@@ -113,7 +118,7 @@ class RunDir:
         """
         self.take()
         with self._explained():
-            old = (self.journal_file, self.endpoint_file, *self._token_files())
+            old = (self.journal_file, self.endpoint_file, *self._secret_files())
             for path in old if anew else ():
                 path.unlink(missing_ok=True)
             probe = self.path / ".probe"
@@ -132,24 +137,25 @@ class RunDir:
             self._draft.replace(self.endpoint_file)
 
     def close(self) -> None:
-        """Remove tokens, endpoint and lock; never raises, the job is over."""
-        ours = (self.endpoint_file, self._draft, *self._token_files())
+        """Remove tokens, certificate, endpoint and lock; never raises, the job is over."""
+        ours = (self.endpoint_file, self._draft, *self._secret_files())
         for path in () if self.lock.lost else ours:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
         self.lock.release(remove=True)
 
-    def write_tokens(self, token: str) -> None:
+    def write_tokens(self, token: str, known_by: str = "") -> None:
         """Write the driver's token, and those of operators and readers beside it.
 
-        Raises TokenError.
+        `known_by`: see `auth.Credentials`. Raises TokenError.
         """
-        write_token_file(self.token_file, token)
-        write_token_file(self.path / "token-operator", operator_token(token))
-        write_token_file(self.path / "token-reader", reader_token(token))
+        write_token_file(self.token_file, token, known_by)
+        write_token_file(self.path / "token-operator", operator_token(token), known_by)
+        write_token_file(self.path / "token-reader", reader_token(token), known_by)
 
-    def _token_files(self) -> tuple[Path, ...]:
-        return (self.token_file, *self.path.glob(f"{self.token_file.name}-*"))
+    def _secret_files(self) -> tuple[Path, ...]:
+        tokens = self.path.glob(f"{self.token_file.name}-*")
+        return (self.token_file, *tokens, *self.certificate)
 
     def leave(self) -> None:
         """Give the lock back and leave all files to the next driver; never raises."""

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct, field
 
 from elastic_driver import contract
 from elastic_driver.errors import UsageError
-from rendezvous.auth import read_token_file
+from rendezvous.auth import read_credentials
 from rendezvous.client import DEFAULT_TIMEOUT_S, RendezvousClient
 
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -50,9 +50,11 @@ class WorkerContext(Struct, frozen=True, kw_only=True):
 
         `timeout` as for `RendezvousClient`. Raises `TokenError` if the token file cannot be used.
         """
-        token = read_token_file(self.token_file)
+        token, fingerprint = read_credentials(self.token_file)
         file = Path(self.driver_file) if self.driver_file else None
-        return RendezvousClient(self.endpoint, token, timeout, url_file=file)
+        return RendezvousClient(
+            self.endpoint, token, timeout, url_file=file, fingerprint=fingerprint
+        )
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> WorkerContext | None:

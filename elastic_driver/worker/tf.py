@@ -22,7 +22,7 @@ from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.policies import tf_messages as messages
 from elastic_driver.policies.tf_messages import ClusterSpec, WaitingNodes
 from elastic_driver.worker import context
-from rendezvous.auth import read_token_file
+from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient, new_request_id
 from rendezvous.errors import RequestError
 
@@ -48,8 +48,9 @@ class TfNode(AbstractContextManager["TfNode"]):
         address: `host:port` of this node's TensorFlow server; no other node may have it.
         min_nodes, max_nodes: of the cluster, the same on every node.
         gather: seconds for further nodes to join after the minimum; the same on every node.
-        endpoint: the driver's `http://host:port`; by default that of this process's job.
-        token_file: path of the file with the job's token; by default that of this process's job.
+        endpoint: the driver's `http(s)://host:port`; by default that of this process's job.
+        token_file: path of the file with the job's token, and for https with the fingerprint of
+            the driver's certificate in its second line; by default that of this process's job.
 
     Raises `UsageError` where no driver is named and the process belongs to no job.
     """
@@ -71,7 +72,8 @@ class TfNode(AbstractContextManager["TfNode"]):
                 raise UsageError("no driver is known; use elasticrun, or endpoint= and token_file=")
             self._client, self._absence = job.client(ANSWER_S), job.driver_timeout
         else:
-            self._client = RendezvousClient(endpoint, read_token_file(token_file), ANSWER_S)
+            token, known_by = read_credentials(token_file)
+            self._client = RendezvousClient(endpoint, token, ANSWER_S, fingerprint=known_by)
         self.address, self._bounds, self._gather = address, (min_nodes, max_nodes), gather
 
     def cluster_spec(self, timeout: float) -> ClusterSpec:

@@ -12,7 +12,7 @@ from launcher.agent.agent import Agent, AgentConfig
 from launcher.agent.processes import forbid_core_dumps
 from launcher.agent.spare import SPARE_FLAG, receive_arguments
 from launcher.agent.warm.starter import inherit
-from rendezvous.auth import read_token_file
+from rendezvous.auth import read_credentials
 from rendezvous.errors import TokenError
 
 
@@ -45,11 +45,11 @@ def main() -> int:
     forbid_core_dumps()
     inherited = inherit(os.environ)
     try:
-        token = read_token_file(config.token_file)
+        credentials = read_credentials(config.token_file)
     except TokenError as error:
         print(f"elasticrun: agent on {config.host}: {error}", file=sys.stderr)
         return int(error.exit_code)
-    return asyncio.run(Agent(config, token, inherited).run())
+    return asyncio.run(Agent(config, credentials, inherited).run())
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WarmParent, WorkerStarter
 from launcher.agent.workers import Workers
 from launcher.network import interface_of, meeting_point
-from rendezvous.auth import own_token
+from rendezvous.auth import Credentials, own_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Entries, Get, expect
@@ -75,10 +75,11 @@ class Agent:
     """Carries out the driver's orders on this host until it ends; `run` is called once."""
 
     def __init__(
-        self, config: AgentConfig, token: str, inherited: WarmParent | None = None
+        self, config: AgentConfig, given: Credentials, inherited: WarmParent | None = None
     ) -> None:
-        self._config, self._token = config, own_token(token, config.host)
-        self._client = RendezvousClient(config.endpoint, self._token)
+        token, known_by = own_token(given.token, config.host), given.fingerprint
+        self._config, self._token, self._known_by = config, token, known_by
+        self._client = RendezvousClient(config.endpoint, token, fingerprint=known_by)
         marks = {contract.JOB_MARK: os.environ.get(contract.JOB_MARK, config.token_file)}
         self._starter = WorkerStarter(self._say, marks, inherited)
         self._link: DriverLink | None = None
@@ -271,7 +272,7 @@ class Agent:
         workers = self._workers = Workers(
             spec,
             self._meeting,
-            self._token,
+            Credentials(self._token, self._known_by),
             self._starter,
             (consoles.stdout, consoles.stderr),
             report=link.report,

@@ -6,12 +6,12 @@
     python -m launcher.agent.remote end NAME          kill that agent and everything below it
     python -m launcher.agent.remote look FOLDER       print facts about this host
 
-`keep` reads the agent's token from stdin, which is the only way it ever travels, and writes it to
-a 0600 file in a private folder that is removed with the agent. It does not depend on the session
-that started it: it is a session of its own, and its closed streams are not read. It is the agent's
-parent and the reaper of everything below it, as the local backend is for agents on its machine, so
-that no process outlives the agent; when *it* dies, the agent sees its stdin close and ends. Times
-are seconds.
+`keep` reads the agent's token and, in a second line, the fingerprint of the driver's certificate
+from stdin, which is the only way that the token ever travels, and writes them to a 0600 file in a
+private folder that is removed with the agent. It does not depend on the session that started it: it
+is a session of its own, and its closed streams are not read. It is the agent's parent and the
+reaper of everything below it, as the local backend is for agents on its machine, so that no process
+outlives the agent; when *it* dies, the agent sees its stdin close and ends. Times are seconds.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from launcher.agent.folders import (
 from launcher.agent.processes import become_subreaper, children, end_all, send_signal
 from launcher.agent.stacks import state_of
 from launcher.edge import keep_memory_private
-from rendezvous.auth import write_token_file
+from rendezvous.auth import MAX_FILE_BYTES, write_token_file
 
 FOLDER_PREFIX = "elastic-agent-"
 UP = "elastic-agent-up"  # `UP name`: this line says that the agent was started, or is waited for
@@ -68,7 +68,7 @@ def folder_of(name: str) -> Path:
 
 def keep(name: str, arguments: Sequence[str]) -> int:
     """Start the agent with these arguments, wait for its end, leave nothing; return its status."""
-    token = sys.stdin.buffer.readline(_MAX_TOKEN).decode("ascii", "replace").strip()
+    token, fingerprint = (_line_of_stdin() for _ in range(2))
     if not token:
         print("elasticrun: no token came over stdin", file=sys.stderr)
         return int(ExitCode.BUG)
@@ -91,7 +91,8 @@ def keep(name: str, arguments: Sequence[str]) -> int:
             print(f"elasticrun: {folder} cannot be made: {hint}", file=sys.stderr)
             return int(ExitCode.UNAVAILABLE)
         become_subreaper()
-        agent = start_agent(arguments, write_token_file(folder / _TOKEN, token))
+        token_file = write_token_file(folder / _TOKEN, token, fingerprint)
+        agent = start_agent(arguments, token_file)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda received, _frame: agent.send_signal(received))
         try:
@@ -103,6 +104,10 @@ def keep(name: str, arguments: Sequence[str]) -> int:
         asyncio.run(end_all(children, PATIENCE_S))
         sweep_scratch()
     return code if code >= 0 else 128 - code
+
+
+def _line_of_stdin() -> str:
+    return sys.stdin.buffer.readline(MAX_FILE_BYTES).decode("ascii", "replace").strip()
 
 
 def keep_apart(name: str, arguments: Sequence[str]) -> int:

@@ -22,7 +22,7 @@ from launcher.agent.output import WorkerOutput, link_ranks
 from launcher.agent.processes import EXIT_NOT_EXECUTABLE, ProcessSpec, StartError, WorkerProcess
 from launcher.agent.stacks import look
 from launcher.agent.warm.starter import WorkerStarter
-from rendezvous.auth import worker_token, write_token_file
+from rendezvous.auth import Credentials, worker_token, write_token_file
 from rendezvous.errors import TokenError
 
 DRAIN_S = 2.0  # for pipes to end; a process that we cannot kill may hold them open
@@ -34,7 +34,7 @@ class Workers:
     Args:
         spec: what every worker runs.
         meeting: where they find the rendezvous.
-        token: of the agent, from which their tokens are derived.
+        own: the agent's credentials; the tokens of workers are derived from its token.
         starter: starts their processes.
         consoles: our stdout and stderr.
         report: takes the events for the driver, in order.
@@ -45,7 +45,7 @@ class Workers:
         self,
         spec: JobSpec,
         meeting: Meeting,
-        token: str,
+        own: Credentials,
         starter: WorkerStarter,
         consoles: tuple[Console, Console],
         *,
@@ -53,7 +53,7 @@ class Workers:
         say: Callable[[str], None],
     ) -> None:
         self._spec, self._meeting, self._starter = spec, meeting, starter
-        self._token = token
+        self._own = own
         self._consoles, self._report, self._say = consoles, report, say
         self._inherited = dict(os.environ)
         self._log_dir = None if spec.log_dir is None else Path(spec.cwd, spec.log_dir)
@@ -199,8 +199,9 @@ class Workers:
     def _execute(self, order: StartWorkerOrder, output: WorkerOutput) -> WorkerProcess:
         env = worker_environment(self._inherited, self._spec, order, self._meeting)
         fds = output.stdout.child_fd, output.stderr.child_fd
-        token = worker_token(self._token, order.worker)
-        write_token_file(self._meeting.token_file(order.worker), token)
+        token = worker_token(self._own.token, order.worker)
+        file = self._meeting.token_file(order.worker)
+        write_token_file(file, token, self._own.fingerprint)
         spec = ProcessSpec(self._spec.command, env, self._spec.cwd, *fds)
         output.pid = pid = self._starter.start(spec)
         output.close_child_side()

@@ -77,7 +77,8 @@ def endpoint_for(host: str, url: str, bind_host: str | None, look_up: Callable[[
             f"no way to {host}: its name has no address here, and there is no default route; "
             "give the rendezvous an address with --rdzv-endpoint"
         )
-    return f"http://{network.bracketed(address)}:{urlsplit(url).port}"
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{network.bracketed(address)}:{parts.port}"
 
 
 def _addresses_in(hosts_file: Path, name: str) -> list[str]:

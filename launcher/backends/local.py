@@ -43,7 +43,7 @@ from launcher.agent.warm.starter import WorkerStarter
 from launcher.backends.addresses import is_this_machine, meeting_address, own_address
 from launcher.backends.adopted import AdoptedProcess, end_marked, find_agent
 from launcher.backends.base import AgentPlan, agent_arguments, describe_end, unfollowed
-from rendezvous.auth import read_token_file
+from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
 
 CALM_S = 2.0  # without a new agent, before a spare is started that would slow the others down
@@ -293,8 +293,8 @@ class LocalBackend(Backend):
         await self._starter.ready(for_next=False)
 
     def _read_spec(self, incarnation: int) -> JobSpec:
-        token = read_token_file(self._token_file)
-        with RendezvousClient(self._endpoint, token, timeout=SPEC_S) as client:
+        token, known_by = read_credentials(self._token_file)
+        with RendezvousClient(self._endpoint, token, SPEC_S, fingerprint=known_by) as client:
             entry = client.get(contract.spec_key(incarnation))
         if entry is None:
             raise ClusterError("the rendezvous does not have the job's specification")

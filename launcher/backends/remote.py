@@ -36,7 +36,7 @@ from launcher.backends.addresses import endpoint_for
 from launcher.backends.base import AgentPlan, agent_arguments, unfollowed
 from launcher.backends.client import Client, OnLines
 from launcher.backends.remote_shell import RemoteShell, last_line, precheck
-from rendezvous.auth import agent_token, read_token_file
+from rendezvous.auth import agent_token, read_credentials, read_token_file
 from rendezvous.errors import TokenError
 
 AT_ONCE = 32  # connections being set up; more would overload the hosts and our cores
@@ -244,12 +244,13 @@ class RemoteBackend(Backend):
 
     async def _connect(self, agent: _RemoteAgent) -> asyncio.Task[int]:
         """Wait until the agent is up or its client has ended; return the task of that end."""
-        token = agent_token(read_token_file(self._job.token_file), agent.host).encode() + b"\n"
+        token, fingerprint = read_credentials(self._job.token_file)
+        said = f"{agent_token(token, agent.host)}\n{fingerprint}\n".encode()
         agent.name = self._name_of(agent)
         # In a thread: the way to the host may have to be looked up.
         plan = await asyncio.to_thread(self.plan, agent.host, agent.incarnation, agent.name)
         heard = partial(self._heard, agent)
-        client = await Client.start(plan.argv, token, heard, self._shell.environ())
+        client = await Client.start(plan.argv, said, heard, self._shell.environ())
         agent.client, ended = client, asyncio.create_task(client.ended())
         for console in self._consoles:
             console.attach(client.flow)

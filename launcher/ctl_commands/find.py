@@ -21,7 +21,7 @@ from elastic_driver.runtime.run_dir import (
     default_state_dir,
     read_endpoint,
 )
-from rendezvous.auth import read_token_file
+from rendezvous.auth import read_credentials
 from rendezvous.client import parse_url
 
 PROBE_S = 2.0  # for a driver to accept a connection
@@ -44,6 +44,7 @@ class Target(NamedTuple):
     run_id: str
     url: str
     token: str
+    fingerprint: str = ""  # see `auth.Credentials`
 
 
 def find(where: Where) -> Target:
@@ -66,7 +67,7 @@ def find(where: Where) -> Target:
     if isinstance(chosen, Target):
         return chosen
     token_file = where.token_file or where.state_dir / chosen.run_id / "token"
-    return Target(chosen.run_id, chosen.url, read_token_file(token_file))
+    return Target(chosen.run_id, chosen.url, *read_credentials(token_file))
 
 
 def _at(where: Where, url: str) -> Target:
@@ -75,10 +76,11 @@ def _at(where: Where, url: str) -> Target:
     except ValueError as error:
         raise UsageError(f"--endpoint: {error}") from None
     if where.token_file is not None:
-        return Target(where.run_id or url, url, read_token_file(where.token_file))
+        return Target(where.run_id or url, url, *read_credentials(where.token_file))
     for run in _runs(where.state_dir):
         if run.url == url.rstrip("/"):
-            return Target(run.run_id, url, read_token_file(where.state_dir / run.run_id / "token"))
+            token_file = where.state_dir / run.run_id / "token"
+            return Target(run.run_id, url, *read_credentials(token_file))
     raise UsageError(
         f"no run in {where.state_dir} listens at {url}; name its token with --token-file"
     )

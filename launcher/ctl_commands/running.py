@@ -113,7 +113,10 @@ def run(name: str, words: Sequence[str]) -> int:
         return 0
     given.run_id = job.run_id
     try:
-        with RendezvousClient(job.url, job.token, TIMEOUT_S, repeats=False) as client:
+        known_by = job.fingerprint
+        with RendezvousClient(
+            job.url, job.token, TIMEOUT_S, repeats=False, fingerprint=known_by
+        ) as client:
             action(given, client)
     except RequestError as error:
         if error.code == "http_error":  # not an answer of a driver

@@ -18,6 +18,7 @@ import psutil
 
 from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.runtime.discovery import FixedDiscovery, HostDiscovery
+from elastic_driver.runtime.identity import of_site
 from launcher.backends.registry import DISCOVERY, load, make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import find_shadow
@@ -37,6 +38,7 @@ def check_plan(plan: LaunchPlan, *, create: bool) -> None:
         make_backend(plan.backend, plan.agents).check(plan.agents.hosts)
     if spec.log_dir is not None:
         _check_log_dir(cwd / spec.log_dir, create=create)
+    of_site(plan.driver)
     if plan.backend == "local":  # other hosts may have other interfaces
         _check_interfaces(spec.env.get("GLOO_SOCKET_IFNAME", ""))
 

@@ -13,6 +13,7 @@ from launcher.backends.local import LocalBackend
 from launcher.launch.bind_address import bind_address
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.submit import make_driver, stop_on_signals
+from rendezvous.auth import read_credentials
 
 
 def serve(plan: LaunchPlan, run_dir: RunDir, secrets: tuple[str, ...]) -> JobResult:
@@ -26,6 +27,8 @@ def serve(plan: LaunchPlan, run_dir: RunDir, secrets: tuple[str, ...]) -> JobRes
     with stop_on_signals(driver, notice=0.0):
         driver.serve()
         token = plan.options.token_file or run_dir.token_file
-        where = f"at {driver.endpoint}, with the token in {token}"
+        known_by = read_credentials(run_dir.token_file).fingerprint
+        line = f" and the certificate {known_by}" if known_by else ""
+        where = f"at {driver.endpoint}, with the token in {token}{line}"
         driver.reporter.note(f"serving TensorFlow nodes {where}; Ctrl-C ends it")
         return driver.wait()

@@ -30,6 +30,7 @@ from elastic_driver.settings import DriverOptions, Settings
 from launcher.launch import hosts as where
 from launcher.launch.hosts import Facts, MachineFacts
 from launcher.launch.workers import check_tf_roles, job_spec, tf_roles
+from launcher.network import is_loopback
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine
 
@@ -122,7 +123,8 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     shares, listed = backend in ("local", "join"), len(hosts.hosts or ())
     spec, passed_on, unset = job_spec(line, settings, facts, shares=shares, hosts=listed)
     host, port = (role.host, role.port) if role else options.rdzv_endpoint
-    driver = line.fill(DriverOptions, bind_host=host, bind_port=port)
+    named = "" if host in where.ANYWHERE or is_loopback(host) else host
+    driver = line.fill(DriverOptions, bind_host=host, bind_port=port, given_host=named)
     if role:  # nodes that join are reported at once: a question for hosts waits for news
         driver = replace(driver, discovery_interval=0.0)
     agents = line.fill(

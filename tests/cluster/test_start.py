@@ -43,7 +43,7 @@ def test_workers_talk_over_the_interface_that_leads_to_the_rendezvous(cluster: C
         variables = next(env for env in born_with if "ELASTIC_WORKER_ID" in env)
         assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "eth0"
         assert variables["MASTER_ADDR"] == cluster.node("node0").address
-        assert variables["ELASTIC_RENDEZVOUS"].startswith("http://10.99.0.1:")
+        assert variables["ELASTIC_RENDEZVOUS"].startswith("https://10.99.0.1:")
 
 
 def test_hosts_that_have_ipv6_alone_train_together() -> None:

@@ -32,7 +32,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> ServerCertificate:
 
 
 def made(folder: Path) -> ServerCertificate:
-    files = ServerCertificate(folder / "tls-cert.pem", folder / "tls-key.pem")
+    files = tls.certificate_in(folder)
     make_certificate(files)
     return files
 
@@ -64,7 +64,7 @@ def test_certificate_and_key_are_readable_by_their_owner_alone(
     certificate: ServerCertificate,
 ) -> None:
     assert {path.stat().st_mode & 0o777 for path in certificate} == {0o600}
-    assert certificate.exists
+    assert certificate.exist
 
 
 def test_files_that_do_not_fit_are_named(tmp_path: Path, certificate: ServerCertificate) -> None:

@@ -22,6 +22,7 @@ from elastic_driver.runtime.journal.tenure import Tenure, new_key
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.run_dir import RunDir
 from rendezvous.auth import write_token_file
+from rendezvous.tls import certificate_in, make_certificate
 from tests.runtime.jobs import StartJob
 from tests.runtime.waiting import until
 from tests.support.etcd import EtcdCluster, free_ports, why_not
@@ -171,6 +172,10 @@ def test_a_run_that_nobody_has_begun_is_not_there(etcd: EtcdCluster, tmp_path: P
 def test_a_standby_has_every_event_when_the_drivers_lease_is_over(
     etcd: EtcdCluster, tmp_path: Path, run_id: str
 ) -> None:
+    (tmp_path / "a").mkdir()
+    certificate = certificate_in(tmp_path / "a")
+    make_certificate(certificate)
+    token_file = write_token_file(tmp_path / "a/token", "secret", certificate.fingerprint())
     first = Driver(etcd, run_id, tmp_path / "a").begin().note(20)
     with follow(etcd, run_id, tmp_path / "b") as follower:
         state = follower.copy()
@@ -188,7 +193,8 @@ def test_a_standby_has_every_event_when_the_drivers_lease_is_over(
         first.die()
         state = without_driver(follower)
     assert events(tmp_path / "b/journal.db") == list(range(1, 26))
-    assert (tmp_path / "b/token").read_text() == "secret\n"
+    assert (tmp_path / "b/token").read_text() == token_file.read_text()
+    assert certificate_in(tmp_path / "b").text() == certificate.text()
     second = Driver(etcd, run_id, tmp_path / "b", state).begin().note(5)
     replay = Replay(tmp_path / "b/journal.db")
     assert [(t.term, t.n) for t in replay.terms] == [(1, 0), (2, 25)]
@@ -196,6 +202,7 @@ def test_a_standby_has_every_event_when_the_drivers_lease_is_over(
     assert (replay.run_id, replay.argv, replay.cwd) == (run_id, ("-np", "2"), "/w")
     replay.close()
     second.end(Ended(3, "because", 0.0))
+    assert first.client.range(first.tenure.keys.tls) == ()
     with follow(etcd, run_id, tmp_path / "c") as late:
         state = late.copy()
     assert state is not None

@@ -20,7 +20,8 @@ from elastic_driver.runtime.journal.etcd import EtcdClient, EtcdError, KeyValue
 from elastic_driver.runtime.journal.mirror import FORMAT, WHOLE, About, Ended
 from elastic_driver.runtime.journal.store import Row, drop_old
 from elastic_driver.runtime.journal.tenure import DriverKey, RunKeys, decode_key
-from rendezvous.auth import write_token_file
+from rendezvous.auth import parse_credentials, write_token_file
+from rendezvous.tls import certificate_in
 
 _TERMS = "SELECT term, n, at, host, pid FROM terms ORDER BY term"
 T = TypeVar("T")
@@ -63,12 +64,13 @@ class Follower(contextlib.AbstractContextManager["Follower"]):
             etcd.find(keys.driver),
             etcd.find(keys.end),
             etcd.find(keys.token),
+            etcd.find(keys.tls),
             etcd.find(keys.terms, etcd.end_of(keys.terms)),
             etcd.find(keys.snapshots, etcd.end_of(keys.snapshots), keys_only=True),
             etcd.find(keys.events_after(n), etcd.end_of(keys.events)),
         ]
         answer = self._client.transact((), operations)
-        about, driver, end, token, terms, snapshots, events = map(answer.found, range(7))
+        about, driver, end, token, tls, terms, snapshots, events = map(answer.found, range(8))
         if not about:
             return None
         state = RunState(
@@ -97,7 +99,9 @@ class Follower(contextlib.AbstractContextManager["Follower"]):
             self._copy_snapshot(whole[-1])
         if token and token[0].value != self._token:
             self._token = token[0].value
-            write_token_file(self._token_file, self._token.decode())
+            write_token_file(self._token_file, *parse_credentials(self._token.decode()))
+            if tls:
+                certificate_in(self._token_file.parent).write(tls[0].value.decode())
         if state.driver is None:
             self._copy_keys()
         return state._replace(is_copied=True)

@@ -27,7 +27,8 @@ from elastic_driver.runtime.journal import etcd
 from elastic_driver.runtime.journal.etcd import MAX_OPERATIONS, MAX_VALUE, EtcdClient, EtcdError
 from elastic_driver.runtime.journal.store import Batch, Head, Row, SqliteStore
 from elastic_driver.runtime.journal.tenure import RunKeys, Tenure
-from rendezvous.auth import read_token_file
+from rendezvous.auth import read_credentials
+from rendezvous.tls import certificate_in
 
 FORMAT = 2  # of the keys and values of a run in etcd
 WHOLE = "-last"  # ends the key of the piece that makes a value whole
@@ -57,7 +58,7 @@ def begin_anew(keys: RunKeys) -> list[etcd.Operation]:
     prefixes = (keys.events, keys.snapshots, keys.users)
     return [
         etcd.delete(keys.term(2), etcd.end_of(keys.terms)),
-        *(etcd.delete(key) for key in (keys.about, keys.token, keys.end)),
+        *(etcd.delete(key) for key in (keys.about, keys.token, keys.tls, keys.end)),
         *(etcd.delete(prefix, etcd.end_of(prefix)) for prefix in prefixes),
     ]
 
@@ -98,14 +99,20 @@ class EtcdStore:
     def open(self, head: Head) -> None:
         """See `JournalStore.open`."""
         tenure, keys = self._tenure, self._tenure.keys
-        token = read_token_file(self._token_file)
+        credentials, certificate = self._credentials()
         changed = tenure.say(n=head.n, at=head.at, unix_offset=head.unix_offset)
-        operations = [etcd.put(keys.token, token.encode()), *changed]
+        operations = [etcd.put(keys.token, credentials), *certificate, *changed]
         if head.term == 1:
             about = About(FORMAT, head.run_id, head.argv, head.cwd, tenure.own.unix)
             operations.append(etcd.put(keys.about, msgspec.json.encode(about)))
         self._transact(operations)
         self._copy(partial(self._local.open, head))
+
+    def _credentials(self) -> tuple[bytes, list[etcd.Operation]]:
+        """Return the lines of the token file, and how the run's certificate is written, if any."""
+        files = certificate_in(self._token_file.parent)
+        certificate = [etcd.put(self._tenure.keys.tls, files.text().encode())]
+        return read_credentials(self._token_file).text.encode(), certificate if files.exist else []
 
     def write(self, batches: Sequence[Batch]) -> None:
         """See `JournalStore.write`; returns only when etcd has the batches."""
@@ -135,7 +142,7 @@ class EtcdStore:
             self._transact(
                 [
                     etcd.put(keys.end, msgspec.json.encode(self._end)),
-                    *(etcd.delete(key) for key in (keys.token, keys.driver)),
+                    *(etcd.delete(key) for key in (keys.token, keys.tls, keys.driver)),
                     *(
                         etcd.delete(all_, etcd.end_of(all_))
                         for all_ in (keys.events, keys.snapshots, keys.users)

@@ -53,6 +53,11 @@ class RunKeys:
         return f"{self.prefix}token"
 
     @property
+    def tls(self) -> str:
+        """The key of the run's own certificate and its key (PEM), if it has them."""
+        return f"{self.prefix}tls"
+
+    @property
     def end(self) -> str:
         """The key of `mirror.Ended`: the job is over."""
         return f"{self.prefix}end"

@@ -40,7 +40,7 @@ from elastic_driver.core.events import WorkerReady
 from elastic_driver.errors import ClusterError
 from elastic_driver.policies.nodecheck import messages
 from elastic_driver.worker.nodecheck.task import NodeCheckTask, use_device
-from rendezvous.auth import read_token_file
+from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
 from rendezvous.torch_store import HTTPStore
 from rendezvous.wire import EVENTS_PATH, Append, Compared, CompareSet, Written
@@ -61,7 +61,8 @@ def main() -> None:
     """Run tasks until the agent ends this process; exit as the first child that fails."""
     env = os.environ
     worker, endpoint = env[contract.WORKER_ID], env[contract.RENDEZVOUS]
-    client = RendezvousClient(endpoint, read_token_file(env[contract.TOKEN_FILE]))
+    token, fingerprint = read_credentials(env[contract.TOKEN_FILE])
+    client = RendezvousClient(endpoint, token, fingerprint=fingerprint)
     entry = client.get(messages.TASK_SETTINGS)
     if entry is None:
         raise ClusterError("no node check is going on at this rendezvous")
