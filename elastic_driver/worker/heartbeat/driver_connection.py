@@ -178,7 +178,9 @@ class DriverConnection:
 
         Raises `RendezvousError` where the first heartbeat is not answered or is refused.
         """
-        self._send(wait=0.0, patience=max(self.client.timeout, self.born.driver_timeout))
+        # Over the connection that READY will use: by then it has shaken hands.
+        patience = max(self.client.timeout, self.born.driver_timeout)
+        self._send(self.client, wait=0.0, patience=patience)
         self._thread.start()
 
     def stop(self) -> None:
@@ -279,13 +281,14 @@ class DriverConnection:
         due += [self._stall_watch.due(time.monotonic()), self._next_wait()]
         if round_id := self._progress.round:
             self._report_first_step(self._heart_client, round_id, patience, wake)
-        self._send(min(wait for wait in due if wait is not None), patience)
+        wait = min(wait for wait in due if wait is not None)
+        self._send(self._heart_client, wait, patience)
 
     def _patience(self) -> float:
         """Return the seconds to wait for an answer."""
         return min(SILENT_S, self.client.timeout) if self._silent else self.client.timeout
 
-    def _send(self, wait: float, patience: float) -> None:
+    def _send(self, client: RendezvousClient, wait: float, patience: float) -> None:
         """Send one heartbeat, and wait up to `wait` seconds for new documents.
 
         Raises `RendezvousError` where it is not answered within `patience` seconds more.
@@ -294,7 +297,7 @@ class DriverConnection:
         watched = [contract.JOB_NOTICE, contract.JOB_STACKS, contract.JOB_DRIVER]
         if progress.wants_allocations:
             watched.append(contract.JOB_ALLOCATION)
-        result = self._heart_client.batch(
+        result = client.batch(
             Set(self._leases[0], b"", self.born.heartbeat_timeout),
             Set(self._leases[1], b"", self.born.heartbeat_timeout / 2),
             *self._report(),
