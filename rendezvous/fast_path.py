@@ -7,16 +7,21 @@ refused (no token, no right, a body that is not a batch), aiohttp gets the bytes
 the connection from then on. So only aiohttp's handlers refuse requests.
 
 A client that does not read costs little memory: an answer is written in pieces, each after the one
-before has gone, and clients that get the same answer share its bytes. The server closes the
-connection of a client that reads nothing, or leaves a request half sent, for `STUCK_S` seconds.
+before has gone, and clients that get the same answer share its bytes. `Connections` closes the
+connection of a client that reads nothing, or leaves a request half sent, for too long.
+
+A connection whose last requests were quick is served at once. All others wait for their turn
+(`Turns`), and so does an answer that is large.
 Everything runs on the server's loop.
 """
 
 import asyncio
 import hmac
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
+from time import perf_counter
 from typing import cast
 
 import msgspec
@@ -24,13 +29,15 @@ from msgspec import Struct
 
 from rendezvous import access, wire
 from rendezvous.auth import Caller, Tokens
+from rendezvous.connections import Client, Connections
+from rendezvous.general import GeneralConnection
 from rendezvous.service import Results, StoreService
+from rendezvous.turns import Turns
 from rendezvous.web import PostsOnce, Problem, problem_body
 
 PIECE_BYTES = 64 * 1024  # the most of an answer in the memory of one connection
-STUCK_S = 60.0
-IDLE_S = 600.0  # without a request; then the client has to connect again
-SWEEP_S = 15.0
+QUICK_S = 0.001  # a request of a connection that is served at once takes less
+LARGE_RESULTS = 256 * 1024  # bytes that are encoded in a turn of their own
 MAX_HEAD_BYTES = 8192  # as in aiohttp
 MAX_BODY_BYTES = 256 * 1024  # larger ones are rare, and need not be quick
 # The most that may arrive while a request is being answered.
@@ -113,20 +120,21 @@ class FastPath:
         posts_once: PostsOnce,
         posts: Mapping[str, Post],
         tokens: Tokens,
+        *,
         general: Callable[[], asyncio.Protocol],
+        clients: Connections,
+        turns: Turns,
     ) -> None:
         self._service, self.posts_once = service, posts_once
         self.posts: dict[str, Post] = {wire.BATCH_PATH: self._take_batch, **posts}
         self.tokens, self.general = tokens, general
         ends = {True: "", False: " HTTP/1.1\r\n"}
         self.lines = {f"POST {p}{ends[p.endswith('/')]}".encode(): p for p in self.posts}
-        self.loop = asyncio.get_running_loop()
+        self.clients, self.turns = clients, turns
         self.connections: set[FastConnection] = set()
-        self._end_stuck()
 
     def close(self) -> None:
         """Close every connection once what is written has gone."""
-        self._sweep.cancel()
         for connection in tuple(self.connections):
             connection.transport.close()
 
@@ -143,17 +151,12 @@ class FastPath:
         def done(results: Results | None) -> None:
             if results is None:
                 answer(503, _STOPPING)
+            elif wire.is_large(results, LARGE_RESULTS):
+                self.turns.add(lambda: answer(200, wire.encode_reply(results)))
             else:
                 answer(200, wire.encode_reply(results))
 
         return self._service.ask(batch.operations, done, batch.write_id)
-
-    def _end_stuck(self) -> None:
-        """Cut off clients that are stuck, and close idle connections, from time to time."""
-        now = self.loop.time()
-        for connection in tuple(self.connections):
-            connection.end_if_stuck(now)
-        self._sweep = self.loop.call_later(SWEEP_S, self._end_stuck)
 
 
 class FastConnection(asyncio.Protocol):
@@ -161,16 +164,16 @@ class FastConnection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, shared: FastPath) -> None:
-        self._shared = shared
+    def __init__(self, shared: FastPath, client: Client) -> None:
+        self._shared, self._client = shared, client
         self._inbox = b""  # bytes received and not carried out yet
-        self._waits = False  # a request waits for its answer
+        self._cost = math.inf  # seconds that its last requests took, older ones less and less
+        self._planned = False  # it waits for its turn
         self._known: tuple[bytes, Caller] | None = None  # the header last checked, and its owner
-        # To call if the client goes away during that wait.
+        # To call if the client goes away while a request waits for its answer.
         self._leave: Callable[[], object] | None = None
         self._rest: memoryview | None = None  # the part of the answer that is not written yet
-        self._paused = False  # the client has not taken all that was written
-        self._moved = shared.loop.time()  # the last time that bytes came or went
+        self._large: bytes | None = None  # the answer that `_rest` is a part of
 
     # ---- called by asyncio ---------------------------------------------------------------
 
@@ -183,42 +186,64 @@ class FastConnection(asyncio.Protocol):
     def connection_lost(self, _error: Exception | None) -> None:
         """Give up what the client waits for."""
         self._shared.connections.discard(self)
-        self._rest = None
+        self._shared.clients.closed(self._client)
+        self._forget_answer()
         if self._leave is not None:
             self._leave()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes, up to a limit while a request is being answered."""
-        self._moved = self._shared.loop.time()
+        self._client.moved = self._shared.clients.loop.time()
         self._inbox = self._inbox + data if self._inbox else data
         if not self._busy:
-            self._take_requests()
+            self._take_soon()
         elif len(self._inbox) > _AHEAD_BYTES:
             self.transport.pause_reading()
+        self._record_held()
 
     def pause_writing(self) -> None:
         """Stop: the client has not taken all that was written."""
-        self._paused = True
+        self._client.stuck = True
 
     def resume_writing(self) -> None:
         """Go on: the client has taken all that was written."""
-        self._paused = False
-        self._moved = self._shared.loop.time()
+        self._client.stuck = False
+        self._client.moved = self._shared.clients.loop.time()
         self._write_rest()
-        self._take_requests()
+        self._take_soon()
 
     # ---- requests ------------------------------------------------------------------------
 
     @property
     def _busy(self) -> bool:
-        return self._waits or self._paused or self._rest is not None
+        return self._client.busy or self._client.stuck or self._rest is not None
+
+    def _take_soon(self) -> None:
+        """Carry out the requests that have arrived: now if they are quick, or in a later turn."""
+        if self._planned:
+            return
+        if self._cost < QUICK_S:
+            self._take_requests()
+        else:
+            self._take_later()
+
+    def _take_later(self) -> None:
+        if not self._planned:
+            self._planned = True
+            self._shared.turns.add(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._planned = False
+        self._take_requests()
+        self._record_held()
 
     def _take_requests(self) -> None:
         """Carry out the requests that have arrived, until one is incomplete or has to wait."""
-        lines = self._shared.lines
+        lines, client, began = self._shared.lines, self._client, perf_counter()
         while self._inbox and not self._busy and not self.transport.is_closing():
             end = self._inbox.find(_END)
             if end < 0 and len(self._inbox) <= MAX_HEAD_BYTES and may_be_plain(self._inbox, lines):
+                self._record_half(has_head=False)
                 break
             head = read_head(self._inbox[:end], lines) if 0 <= end <= MAX_HEAD_BYTES else None
             caller = None if head is None else self._identify(head.authorization)
@@ -228,14 +253,36 @@ class FastConnection(asyncio.Protocol):
             start = end + len(_END)
             arrived, body = self._inbox, self._inbox[start : start + head.length]
             if len(body) < head.length:
+                self._record_half(has_head=True)
                 break
-            self._inbox = arrived[start + head.length :]
+            self._inbox, client.begun = arrived[start + head.length :], 0.0
             if not self._carry_out(caller, head, body):
                 self._inbox = arrived
                 self._give_to_general()
                 return
+            spent, began = perf_counter() - began, perf_counter()
+            self._cost = spent if self._cost == math.inf else max(spent, self._cost / 2)
+            if self._inbox and self._cost >= QUICK_S:
+                self._take_later()
+                return
         if not self._busy:
             self.transport.resume_reading()
+
+    def _record_half(self, *, has_head: bool) -> None:
+        """Record that a request has arrived in part."""
+        self._client.begun = self._client.begun or self._client.moved
+        self._client.has_head = has_head
+
+    def _record_held(self) -> None:
+        """Record how much has arrived and is not carried out; refuse what is too much."""
+        held = len(self._inbox)
+        if held == self._client.held or self.transport.is_closing():
+            return
+        if not self._shared.clients.hold(self._client, held):
+            self._inbox = b""
+            self._shared.clients.hold(self._client, 0)
+            self.transport.write(_HEADS[503] % len(_FULL) + _FULL)
+            self.transport.close()
 
     def _identify(self, header: str | None) -> Caller | None:
         """Return the owner of a token; the proof of the last one is not calculated again."""
@@ -254,14 +301,16 @@ class FastConnection(asyncio.Protocol):
         key = f"{path} {head.request_id}" if known_by_id else ""
         if key and shared.posts_once.knows(key):
             return False
+        if not shared.clients.prove(self._client, caller):
+            return False
         post = shared.posts.get(path) or shared.posts[path[: path.rindex("/") + 1]]
-        self._waits = True
+        self._client.busy = True
         leave = post(caller, path, body, partial(self._answer, key))
         if leave is None:
-            self._waits = False
-        elif self._waits and key:  # its client may repeat it, so it goes on
+            self._client.busy = False
+        elif self._client.busy and key:  # its client may repeat it, so it goes on
             shared.posts_once.begin(key)
-        elif self._waits:
+        elif self._client.busy:
             self._leave = leave
         return leave is not None
 
@@ -269,44 +318,51 @@ class FastConnection(asyncio.Protocol):
         """Send an answer, then go on with the next request."""
         if key:
             self._shared.posts_once.end(key, status, body)
-        self._waits, self._leave = False, None
+        self._client.busy, self._leave = False, None
         if self.transport.is_closing():
             return
+        if len(body) > PIECE_BYTES and not self._shared.clients.may_leave(body):
+            status, body = 503, _FULL
         head = _HEADS[status] % len(body)
         if len(body) <= PIECE_BYTES:
             self.transport.write(head + body)
         else:
+            self._shared.clients.begin_leaving(body)
             self.transport.write(head)
-            self._rest = memoryview(body)
+            self._rest, self._large = memoryview(body), body
             self._write_rest()
         if self._inbox:
-            self._shared.loop.call_soon(self._take_requests)
+            self._shared.clients.loop.call_soon(self._take_soon)
 
     def _write_rest(self) -> None:
-        while self._rest is not None and not self._paused:
+        while self._rest is not None and not self._client.stuck:
             piece, rest = self._rest[:PIECE_BYTES], self._rest[PIECE_BYTES:]
             self._rest = rest or None
             self.transport.write(piece)
+        if self._rest is None:
+            self._forget_answer()
+
+    def _forget_answer(self) -> None:
+        """Record that the answer has been written, or that nobody wants it any more."""
+        self._rest = None
+        if self._large is not None:
+            self._shared.clients.end_leaving(self._large)
+            self._large = None
 
     # ---- the end -------------------------------------------------------------------------
 
     def _give_to_general(self) -> None:
         """Hand the connection to aiohttp, with what has arrived."""
         self._shared.connections.discard(self)
-        general, arrived, self._inbox = self._shared.general(), self._inbox, b""
+        self._shared.clients.hold(self._client, 0)
+        self._client.begun = 0.0
+        general = GeneralConnection(self._shared.clients, self._client, self._shared.general())
+        arrived, self._inbox = self._inbox, b""
         self.transport.set_write_buffer_limits()
         self.transport.set_protocol(general)
         self.transport.resume_reading()
         general.connection_made(self.transport)
         general.data_received(arrived)
-
-    def end_if_stuck(self, now: float) -> None:
-        """Cut off a client that takes no answer or never ends its request; close an idle one."""
-        still = now - self._moved
-        if not self._waits and (self._paused or self._inbox) and still > STUCK_S:
-            self.transport.abort()
-        elif not self._waits and still > IDLE_S:
-            self.transport.close()
 
 
 _HEADS = {
@@ -316,6 +372,11 @@ _HEADS = {
     ).encode()
     for status in HTTPStatus
 }
+_FULL = problem_body(
+    Problem(
+        503, "busy", "the requests of all clients take too much memory", "try again in a moment"
+    )
+)
 _STOPPING = problem_body(
     Problem(503, "stopping", "the rendezvous server was stopped", "try again in a moment")
 )

@@ -22,6 +22,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     of_one_caller: int = 256  # connections of one agent or worker [caller]
     head_s: float = 10.0  # for a head to arrive, from its first byte [request_time]
     body_s: float = 60.0  # for a whole request to arrive [request_time]
+    stuck_s: float = 60.0  # for a client to take the next piece of an answer [answer_time]
 
     # memory
     store_bytes: int = 1024**3  # of keys and values, with KEY_BYTES for each key [store]
@@ -46,7 +47,7 @@ UNLIMITED = Limits(
     batch_cost=2**63,
 )  # for the driver's own operations on the store
 NAMES = (
-    *("files", "unproven", "unproven_time", "caller", "request_time"),
+    *("files", "unproven", "unproven_time", "caller", "request_time", "answer_time"),
     *("store", "waits", "reply", "arriving", "leaving", "batch_waits", "batch_cost"),
 )
 

@@ -22,16 +22,21 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
+from rendezvous.accept import Acceptor
 from rendezvous.auth import Role, Tokens
+from rendezvous.connections import Client, Connections
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
 from rendezvous.fast_path import FastConnection, FastPath, Post
+from rendezvous.general import around, within
 from rendezvous.limits import Hits, Limits
 from rendezvous.refusals import Refusals
 from rendezvous.service import Done, OnChanges, Results, StoreService
 from rendezvous.tls import ServerCertificate
 from rendezvous.tls_connections import TlsConnections
-from rendezvous.web import HITS, REFUSALS, KVRoutes, PostsOnce, guard
+from rendezvous.turns import Turns
+from rendezvous.web import HITS, REFUSALS, KVRoutes, PostsOnce, Problem, guard, problem_body
 from rendezvous.wire import MAX_BODY_BYTES, Operation
 
 log = logging.getLogger(__name__)
@@ -42,6 +47,14 @@ LINGER_S = 1.0  # for handlers of other modules to end when the server stops
 BACKLOG = 4096  # connections that may arrive together while the loop is busy
 FILES = 65536  # open files of the process, connections included
 KEEPALIVE_S = 600.0  # idle connections stay open: a client's next request finds one
+_REFUSAL = problem_body(
+    Problem(
+        503,
+        "busy",
+        "all connections that the driver has are in use",
+        "close some, or raise the limit of open files (ulimit -n)",
+    )
+)
 _BIND_HINTS = {
     errno.EADDRINUSE: "another program listens there; choose another port, or 0 for any",
     errno.EACCES: "ports below 1024 need privileges; choose a higher one",
@@ -107,7 +120,7 @@ class RendezvousServer:
         """Listen and serve; return self. Raises AddressError if it cannot listen."""
         if self._thread is not None:
             raise RuntimeError("a rendezvous server starts once")
-        _allow_many_connections()
+        self._files = _allow_many_connections()
         listener = _listen(self._host, self._wanted_port)
         self._port = listener.getsockname()[1]
         up: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -221,7 +234,7 @@ class RendezvousServer:
             listener.close()
 
     async def _serve(self, listener: socket.socket, up: concurrent.futures.Future[None]) -> None:
-        loop = self._loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         service = self._service = StoreService(
             self._on_lease_expired,
@@ -233,26 +246,36 @@ class RendezvousServer:
             hits=self.hits,
         )
         service.ask(self._first(self.url), lambda _results: None, bounded=False)
-        posts_once = PostsOnce()
-        runner = await self._aiohttp(service, posts_once)
+        posts_once, turns = PostsOnce(), Turns()
+        connections = Connections(self.limits, self.hits, self._files)
+        runner = await self._aiohttp(service, posts_once, within(connections, turns))
         assert runner.server is not None  # noqa: S101 - it is set up
-        fast_path = FastPath(service, posts_once, self._posts, self._tokens, runner.server)
-        server = tls = None
-        connect: Callable[[], asyncio.BaseProtocol] = partial(FastConnection, fast_path)
-        if self._tls is not None:
-            tls = TlsConnections(self._tls)
-            connect = partial(tls.around, partial(FastConnection, fast_path))
+        fast_path = FastPath(
+            service,
+            posts_once,
+            self._posts,
+            self._tokens,
+            general=runner.server,
+            clients=connections,
+            turns=turns,
+        )
+        tls = None if self._tls is None else TlsConnections(self._tls)
+
+        def serve(client: Client) -> asyncio.BaseProtocol:
+            inner = FastConnection(fast_path, client)
+            return inner if tls is None else tls.around(inner, partial(connections.closed, client))
+
+        acceptor = Acceptor(listener, connections, serve, _REFUSAL if tls is None else b"")
         try:
-            server = await loop.create_server(connect, sock=listener, backlog=BACKLOG)
             up.set_result(None)
             await self._stop.wait()
             # Accept no more connections, and finish those being accepted: a connection that finds
             # its server closed fails an assertion in asyncio and never frees its socket.
-            loop.remove_reader(listener)
+            acceptor.stop()
             await _turn()
         finally:
-            if server is not None:
-                server.close()
+            acceptor.stop()
+            connections.close()
             service.close()
             await runner.cleanup()
             fast_path.close()
@@ -261,9 +284,11 @@ class RendezvousServer:
                 tls.abort()
             await _turn()  # transports that were closed free their sockets
 
-    async def _aiohttp(self, service: StoreService, posts_once: PostsOnce) -> web.AppRunner:
+    async def _aiohttp(
+        self, service: StoreService, posts_once: PostsOnce, bounded: Middleware
+    ) -> web.AppRunner:
         """Return aiohttp with all routes, without a socket of its own."""
-        middlewares = [guard(self._tokens, self.refusals), posts_once.middleware]
+        middlewares = [around, guard(self._tokens, self.refusals), bounded, posts_once.middleware]
         app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
         app[HITS], app[REFUSALS] = self.hits, self.refusals
         KVRoutes(service).add_to(app)
@@ -287,12 +312,14 @@ async def _turn() -> None:
         await asyncio.sleep(0)
 
 
-def _allow_many_connections() -> None:
-    """Raise the soft limit of open files, often 1024: every client holds a connection."""
+def _allow_many_connections() -> int:
+    """Raise the soft limit of open files, often 1024, and return it: every client needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -22,12 +22,22 @@ class TlsConnection(SSLProtocol):
     max_size = 32 * 1024
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, inner: asyncio.Protocol, context: ssl.SSLContext
+        self,
+        loop: asyncio.AbstractEventLoop,
+        inner: asyncio.Protocol,
+        context: ssl.SSLContext,
+        on_end: Callable[[], None],
     ) -> None:
         nobody = None  # waits for the end of the handshake
         timeout = HANDSHAKE_S
         super().__init__(loop, inner, context, nobody, True, ssl_handshake_timeout=timeout)  # type: ignore[arg-type]
+        self._on_end = on_end
         self._ssl_shutdown_timeout = GOODBYE_S  # asyncio looks at it from Python 3.11 on
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """End the connection, also one whose handshake never ended."""
+        super().connection_lost(exc)
+        self._on_end()
 
     def abort(self) -> None:
         """End the connection at once."""
@@ -42,9 +52,9 @@ class TlsConnections:
         self._context, self._loop = context, asyncio.get_running_loop()
         self._open: weakref.WeakSet[TlsConnection] = weakref.WeakSet()
 
-    def around(self, inner: Callable[[], asyncio.Protocol]) -> TlsConnection:
-        """Return a connection that calls `inner()` now, and talks to it after the handshake."""
-        connection = TlsConnection(self._loop, inner(), self._context)
+    def around(self, inner: asyncio.Protocol, on_end: Callable[[], None]) -> TlsConnection:
+        """Return a connection that talks to `inner` after the handshake, and calls `on_end`."""
+        connection = TlsConnection(self._loop, inner, self._context, on_end)
         self._open.add(connection)
         return connection
 

@@ -221,6 +221,11 @@ decode_reply = msgspec.json.Decoder(BatchReply).decode
 decode_error = msgspec.json.Decoder(ErrorBody).decode
 
 
+def is_large(results: tuple[Result, ...], size: int) -> bool:
+    """Return whether results have more than `size` bytes together."""
+    return sum(r.size if isinstance(r, Entries) else RESULT_BYTES for r in results) > size
+
+
 def encode_reply(results: tuple[Result, ...]) -> bytes:
     """Return `BatchReply(results)` as JSON; clients that get the same `Entries` share its bytes."""
     if len(results) == 1 and isinstance(results[0], Entries):

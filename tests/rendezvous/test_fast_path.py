@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from rendezvous import auth, fast_path
+from rendezvous import auth, connections, fast_path
 from rendezvous.client import RendezvousClient
+from rendezvous.limits import Limits
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Add, Get, KVBatch, Number, Set, Watch, decode_reply, encode
 from tests.rendezvous.common import TOKEN, error_of, eventually, request, waiting
@@ -317,9 +318,9 @@ def test_clients_that_do_not_read_hold_up_nobody_and_little_memory(
 def test_who_takes_nothing_or_never_ends_its_request_is_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fast_path, "STUCK_S", 0.3)
-    monkeypatch.setattr(fast_path, "SWEEP_S", 0.05)
-    with RendezvousServer(token=TOKEN) as server:
+    bounds = Limits(head_s=0.3, body_s=0.3, stuck_s=0.3)
+    monkeypatch.setattr(connections, "SWEEP_S", 0.05)
+    with RendezvousServer(token=TOKEN, limits=bounds) as server:
         server.apply([Set("k", bytes(8 << 20))])
         stuck, half, idle = Caller(server, receive_buffer=4096), Caller(server), Caller(server)
         with stuck, half, idle, Caller(server) as waits:

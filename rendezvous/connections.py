@@ -1,0 +1,215 @@
+"""The open connections of one server: how many there may be, and how long each may take.
+
+A connection without an authorized request so far is one of a few, and has little time. If too many
+come, the oldest of them goes; if descriptors become scarce, one that rests goes too. A
+client whose connection was closed connects again, and repeats the request if it had sent one.
+
+Everything runs on the server's loop. Times are seconds.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+from rendezvous.auth import Caller, Role
+from rendezvous.limits import Hits, Limits, reserve_of
+
+SWEEP_S = 1.0
+YOUNG_S = 0.2  # a connection has this long before it may be closed to make room for another one
+IDLE_S = 600.0  # without a request; then the client has to connect again
+_LOOKS = 64  # at connections, to find one that rests
+_BOUNDED_ROLES = (Role.AGENT, Role.WORKER)
+
+
+class Client:
+    """What is known about one connection; the protocols that serve it keep it up to date."""
+
+    __slots__ = ("begun", "busy", "caller", "has_head", "held", "moved", "stuck", "transport")
+
+    def __init__(self, now: float) -> None:
+        self.transport: asyncio.WriteTransport | None = None  # of the socket, once there is one
+        self.caller: Caller | None = None  # the owner of its first authorized request
+        self.moved = now  # when bytes last came or went
+        self.begun = 0.0  # since when a request arrives that is not whole yet; 0: none does
+        self.has_head = False  # the head of that request has arrived
+        self.busy = False  # it waits for an answer
+        self.stuck = False  # it has not taken all that was written
+        self.held = 0  # bytes of the requests that have arrived and are not carried out
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class Connections:
+    """All connections of one server; create it on a running loop.
+
+    `files`: how many descriptors the process may have.
+    """
+
+    def __init__(self, limits: Limits, hits: Hits, files: int) -> None:
+        self.limits, self.hits = limits, hits
+        self.loop = asyncio.get_running_loop()
+        self.highest = files - reserve_of(files, limits)  # the first descriptor not for clients
+        self._most_unproven = min(limits.unproven, max(1, self.highest // 4))
+        self._unproven: dict[Client, float] = {}  # since when; the oldest first
+        self._proven: dict[Client, None] = {}  # about in the order of their last requests
+        self._of_caller: Counter[Caller] = Counter()
+        self._arriving = 0  # bytes
+        self._leaving: dict[int, tuple[int, int]] = {}  # id of an answer → readers, bytes
+        self._leaving_bytes = 0
+        self._sweep = self.loop.call_later(SWEEP_S, self._end_late)
+
+    def close(self) -> None:
+        """Stop to look after connections."""
+        self._sweep.cancel()
+
+    # ---- how many ------------------------------------------------------------------------
+
+    def opened(self) -> Client:
+        """Record a new connection."""
+        now = self.loop.time()
+        client = Client(now)
+        self._unproven[client] = now
+        return client
+
+    def closed(self, client: Client) -> None:
+        """Record that a connection has ended; may be called again."""
+        self._unproven.pop(client, None)
+        if client in self._proven:
+            del self._proven[client]
+            self._release(client)
+        self.hold(client, 0)
+
+    def prove(self, client: Client, caller: Caller) -> bool:
+        """Record an authorized request; return False if its caller has too many connections."""
+        if client.caller is None:
+            if caller.role in _BOUNDED_ROLES:
+                if self._of_caller[caller] >= self.limits.of_one_caller:
+                    self.hits.count("caller")
+                    return False
+                self._of_caller[caller] += 1
+            client.caller = caller
+            self._unproven.pop(client, None)
+            self._proven[client] = None
+        return True
+
+    def _release(self, client: Client) -> None:
+        caller = client.caller
+        if caller is not None and caller.role in _BOUNDED_ROLES:
+            self._of_caller[caller] -= 1
+            if not self._of_caller[caller]:
+                del self._of_caller[caller]
+
+    def may_open(self) -> bool:
+        """Return whether one more client may connect; close an older one for it if need be."""
+        if len(self._unproven) < self._most_unproven:
+            return True
+        if self._oldest_unproven() is None:
+            return False  # try again in a moment
+        self.hits.count("unproven")
+        return self._close_oldest_unproven()
+
+    def make_room(self) -> bool:
+        """Free a descriptor: close the connection that is needed least; False: there is none."""
+        self.hits.count("files")
+        return self._close_oldest_unproven() or self._close_resting()
+
+    def _oldest_unproven(self) -> Client | None:
+        """Return the oldest unproven connection, unless all are young."""
+        client, since = next(iter(self._unproven.items()), (None, 0.0))
+        return client if self.loop.time() - since >= YOUNG_S else None
+
+    def _close_oldest_unproven(self) -> bool:
+        client = self._oldest_unproven()
+        if client is not None:
+            del self._unproven[client]
+            client.abort()
+        return client is not None
+
+    def _close_resting(self) -> bool:
+        """Close a connection that rests, if there is one among the next few."""
+        now = self.loop.time()
+        for _ in range(min(_LOOKS, len(self._proven))):
+            client = next(iter(self._proven))
+            if client.busy or now - client.moved < YOUNG_S:
+                self._proven[client] = self._proven.pop(client)  # its turn comes again
+            else:
+                self.closed(client)
+                client.abort()
+                return True
+        return False
+
+    # ---- how much ------------------------------------------------------------------------
+
+    def hold(self, client: Client, size: int) -> bool:
+        """Record that so many bytes of a client's requests are kept; False: that is too much."""
+        more = size - client.held
+        if more > 0 and self._arriving + more > self.limits.arriving_bytes:
+            self.hits.count("arriving")
+            return False
+        self._arriving += more
+        client.held = size
+        return True
+
+    def may_leave(self, answer: bytes) -> bool:
+        """Return whether a large answer may be kept until its client has taken it."""
+        if self._leaving_bytes + len(answer) <= self.limits.leaving_bytes:
+            return True
+        if id(answer) in self._leaving:
+            return True  # others get the same bytes
+        self.hits.count("leaving")
+        return False
+
+    @contextlib.contextmanager
+    def leaving(self, answer: bytes) -> Iterator[None]:
+        """Record that an answer is kept meanwhile, perhaps for several clients."""
+        self.begin_leaving(answer)
+        try:
+            yield
+        finally:
+            self.end_leaving(answer)
+
+    def begin_leaving(self, answer: bytes) -> None:
+        """Record that an answer is kept for one more client; `end_leaving` follows."""
+        readers, size = self._leaving.get(id(answer), (0, len(answer)))
+        self._leaving[id(answer)] = readers + 1, size
+        self._leaving_bytes += 0 if readers else size
+
+    def end_leaving(self, answer: bytes) -> None:
+        """Record that a client has taken an answer, or has gone."""
+        readers, size = self._leaving.pop(id(answer))
+        if readers > 1:
+            self._leaving[id(answer)] = readers - 1, size
+        else:
+            self._leaving_bytes -= size
+
+    # ---- how long ------------------------------------------------------------------------
+
+    def _end_late(self) -> None:
+        """Cut off clients that take too long, and close idle connections."""
+        now = self.loop.time()
+        while self._unproven:
+            client, since = next(iter(self._unproven.items()))
+            if now - since <= self.limits.unproven_s:
+                break
+            del self._unproven[client]
+            self.hits.count("unproven_time")
+            client.abort()
+        for client in (*self._unproven, *self._proven):
+            self._end_if_late(client, now)
+        self._sweep = self.loop.call_later(SWEEP_S, self._end_late)
+
+    def _end_if_late(self, client: Client, now: float) -> None:
+        limits, still = self.limits, now - client.moved
+        for_request = limits.body_s if client.has_head else limits.head_s
+        if client.begun and now - client.begun > for_request:
+            self.hits.count("request_time")
+            client.abort()
+        elif client.stuck and still > limits.stuck_s:
+            self.hits.count("answer_time")
+            client.abort()
+        elif not client.busy and not client.stuck and still > IDLE_S:
+            client.abort()
