@@ -112,6 +112,7 @@ class RendezvousServer:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._service: StoreService | None = None
+        self._connections: Connections | None = None
         self._stop: asyncio.Event | None = None
 
     # ---- life ----------------------------------------------------------------------------
@@ -247,7 +248,7 @@ class RendezvousServer:
         )
         service.ask(self._first(self.url), lambda _results: None, bounded=False)
         posts_once, turns = PostsOnce(), Turns()
-        connections = Connections(self.limits, self.hits, self._files)
+        connections = self._connections = Connections(self.limits, self.hits, self._files)
         runner = await self._aiohttp(service, posts_once, within(connections, turns))
         assert runner.server is not None  # noqa: S101 - it is set up
         fast_path = FastPath(
