@@ -7,7 +7,7 @@ from rendezvous import wire
 from rendezvous.limits import Hits, Limits
 
 # Costs, in looks at a key (see `Limits.batch_cost`). Other operations cost next to nothing.
-READ_COST, DELETE_COST, _TOLD_COST = 4, 10, 2  # for each key, and for each batch that is told
+READ_COST, DELETE_COST, TOLD_COST = 4, 10, 2  # for each key, and for each batch that is told
 BYTES_PER_LOOK = 128  # of a value that is copied
 _SMALL = (wire.Written, wire.Number)
 
@@ -22,16 +22,19 @@ class Budget:
         self._cost = self._size = self._waits = 0
 
     def charge(self, cost: int) -> wire.StoreRefusal | None:
-        """Charge for so many looks at a key; return a refusal if the batch costs too much."""
-        if self._cost + cost > self.limits.batch_cost:
+        """Charge for so many looks at a key; return a refusal if the batch costs too much.
+
+        The first operation that costs anything is never too much: each alone is bounded by itself.
+        """
+        if self._cost and self._cost + cost > self.limits.batch_cost:
             problem = "the operations of this batch take too long together; send fewer in a batch"
             return self.refuse("batch_cost", "too_large", problem)
         self._cost += cost
         return None
 
-    def charge_told(self, waiting: int) -> None:
-        """Charge for a write that so many batches were told of."""
-        self._cost += _TOLD_COST * waiting
+    def spend(self, cost: int) -> None:
+        """Charge for what is done already."""
+        self._cost += cost
 
     def wait(self, waited: int, keys: int) -> wire.StoreRefusal | None:
         """Charge for a wait for `keys` keys, when all batches wait for `waited`."""

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
-from time import perf_counter
+from time import thread_time
 from typing import cast
 
 import msgspec
@@ -32,11 +32,13 @@ from rendezvous.auth import Caller, Tokens
 from rendezvous.connections import Client, Connections
 from rendezvous.general import GeneralConnection
 from rendezvous.service import Results, StoreService
-from rendezvous.turns import Turns
+from rendezvous.turns import Queue, Turns
 from rendezvous.web import PostsOnce, Problem, problem_body
 
 PIECE_BYTES = 64 * 1024  # the most of an answer in the memory of one connection
-QUICK_S = 0.001  # a request of a connection that is served at once takes less
+QUICK_S = 0.001  # of the processor; a request of a connection that is served at once takes less
+SMALL_BODY = 8 * 1024  # bytes; only requests with a smaller body are served at once
+FORGETS = 0.9  # with each request, the cost of the ones before counts less
 LARGE_RESULTS = 256 * 1024  # bytes that are encoded in a turn of their own
 MAX_HEAD_BYTES = 8192  # as in aiohttp
 MAX_BODY_BYTES = 256 * 1024  # larger ones are rare, and need not be quick
@@ -152,7 +154,7 @@ class FastPath:
             if results is None:
                 answer(503, _STOPPING)
             elif wire.is_large(results, LARGE_RESULTS):
-                self.turns.add(lambda: answer(200, wire.encode_reply(results)))
+                self.turns.add(Queue.ANSWER, lambda: answer(200, wire.encode_reply(results)))
             else:
                 answer(200, wire.encode_reply(results))
 
@@ -167,7 +169,7 @@ class FastConnection(asyncio.Protocol):
     def __init__(self, shared: FastPath, client: Client) -> None:
         self._shared, self._client = shared, client
         self._inbox = b""  # bytes received and not carried out yet
-        self._cost = math.inf  # seconds that its last requests took, older ones less and less
+        self._cost = math.inf  # seconds of the processor for its last requests; inf: none yet
         self._planned = False  # it waits for its turn
         self._known: tuple[bytes, Caller] | None = None  # the header last checked, and its owner
         # To call if the client goes away while a request waits for its answer.
@@ -225,21 +227,24 @@ class FastConnection(asyncio.Protocol):
         if self._cost < QUICK_S:
             self._take_requests()
         else:
-            self._take_later()
+            self._take_later(Queue.NEW if self._cost == math.inf else Queue.COSTLY)
 
-    def _take_later(self) -> None:
+    def _take_later(self, queue: Queue) -> None:
         if not self._planned:
             self._planned = True
-            self._shared.turns.add(self._take_turn)
+            self._shared.turns.add(queue, partial(self._take_turn, queue))
 
-    def _take_turn(self) -> None:
+    def _take_turn(self, queue: Queue) -> None:
         self._planned = False
-        self._take_requests()
+        self._take_requests(queue)
         self._record_held()
 
-    def _take_requests(self) -> None:
-        """Carry out the requests that have arrived, until one is incomplete or has to wait."""
-        lines, client, began = self._shared.lines, self._client, perf_counter()
+    def _take_requests(self, queue: Queue | None = None) -> None:
+        """Carry out the requests that have arrived, until one is incomplete or has to wait.
+
+        `queue`: it is the turn of this one.
+        """
+        lines, client, began = self._shared.lines, self._client, thread_time()
         while self._inbox and not self._busy and not self.transport.is_closing():
             end = self._inbox.find(_END)
             if end < 0 and len(self._inbox) <= MAX_HEAD_BYTES and may_be_plain(self._inbox, lines):
@@ -255,15 +260,19 @@ class FastConnection(asyncio.Protocol):
             if len(body) < head.length:
                 self._record_half(has_head=True)
                 break
+            if head.length > SMALL_BODY and queue is not Queue.COSTLY:
+                self._take_later(Queue.COSTLY)
+                return
             self._inbox, client.begun = arrived[start + head.length :], 0.0
             if not self._carry_out(caller, head, body):
                 self._inbox = arrived
                 self._give_to_general()
                 return
-            spent, began = perf_counter() - began, perf_counter()
-            self._cost = spent if self._cost == math.inf else max(spent, self._cost / 2)
+            before, began = began, thread_time()
+            older = 0.0 if self._cost == math.inf else self._cost * FORGETS
+            self._cost = max(began - before, older)
             if self._inbox and self._cost >= QUICK_S:
-                self._take_later()
+                self._take_later(Queue.COSTLY)
                 return
         if not self._busy:
             self.transport.resume_reading()

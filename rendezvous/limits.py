@@ -34,7 +34,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     # time of the server's loop
     batch_waits: int = 16  # waits in one batch [batch_waits]
-    batch_cost: int = 500_000  # of one batch, in looks at a key, about 50 ns each [batch_cost]
+    batch_cost: int = 100_000  # of one batch, in looks at a key, about 50 ns each [batch_cost]
 
 
 KEY_BYTES = 256  # what a key costs in memory, besides its text and value

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from rendezvous import wire
-from rendezvous.budget import BYTES_PER_LOOK, DELETE_COST, READ_COST, Budget
+from rendezvous.budget import BYTES_PER_LOOK, DELETE_COST, READ_COST, TOLD_COST, Budget
 from rendezvous.deadlines import Deadlines
 from rendezvous.limits import KEY_BYTES, UNLIMITED, Hits, Limits
 
@@ -220,7 +220,7 @@ class KVStore:
             case wire.Count(prefix=prefix):
                 if refused := budget.charge(len(self._data)):
                     return refused
-                return wire.Number(sum(key.startswith(prefix) for key in self._data))
+                return wire.Number(len([0 for key in self._data if key.startswith(prefix)]))
 
     # ---- waiting -------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class KVStore:
         self._bytes += growth
         self._data[key] = wire.Entry(value, self._revision)
         if told := self._tell_waiters(key, before, self._revision):
-            budget.charge_told(told)
+            budget.spend(TOLD_COST * told)
         return wire.Written(self._revision)
 
     def _is_full(self, growth: int, is_new: bool, limits: Limits) -> bool:
@@ -376,12 +376,11 @@ class KVStore:
         if refused := budget.charge(len(self._data)):
             return refused
         keys = [key for key in self._data if key.startswith(prefix)]
-        if refused := budget.charge(DELETE_COST * len(keys)):
-            return refused
         if seal and (refused := self._seal(prefix, budget)):
             return refused
         for key in keys:
             self._delete(key)
+        budget.spend(DELETE_COST * len(keys))
         if seal:
             for key in [key for key in self._index if key.startswith(prefix)]:
                 for batch in list(self._index.get(key, ())):

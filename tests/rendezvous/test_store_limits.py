@@ -143,7 +143,7 @@ def test_shared_answers_are_bounded_by_their_bytes() -> None:
 def test_a_batch_of_expensive_operations_ends_in_refusals(operation: Operation) -> None:
     client = Client()
     client.do(Set("large", b"x" * (15 * MIB)))
-    client.store.submit("fill", tuple(Set(f"k{n}") for n in range(60_000)), 0.0, bounded=False)
+    client.store.submit("fill", tuple(Set(f"k{n}") for n in range(40_000)), 0.0, bounded=False)
     results = client.do(*[operation] * 4096)
     done = [result for result in results if not isinstance(result, StoreRefusal)]
     assert 1 <= len(done) <= 8

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 
-from rendezvous.turns import SLICE_S, Turns
+from rendezvous.turns import SLICE_S, Queue, Turns
 
 
 def test_between_two_pieces_of_long_work_the_loop_does_everything_else() -> None:
@@ -19,7 +19,7 @@ def test_between_two_pieces_of_long_work_the_loop_does_everything_else() -> None
     async def main() -> None:
         turns = Turns()
         for _ in range(5):
-            turns.add(long)
+            turns.add(Queue.NEW, long)
         while seen.count("long") < 5:
             await asyncio.sleep(0)
             seen.append("other")
@@ -34,7 +34,7 @@ def test_quick_work_shares_a_turn_and_keeps_its_order() -> None:
     async def main() -> None:
         turns = Turns()
         for number in range(20):
-            turns.add(lambda number=number: seen.append(number))
+            turns.add(Queue.NEW, lambda number=number: seen.append(number))
         while len(seen) < 20:
             await asyncio.sleep(0)
 
@@ -66,9 +66,26 @@ def test_work_that_fails_does_not_stop_the_queue() -> None:
     async def main() -> list[int]:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         turns, done = Turns(), list[int]()
-        turns.add(lambda: 1 // 0)
-        turns.add(lambda: done.append(1))
+        turns.add(Queue.NEW, lambda: 1 // 0)
+        turns.add(Queue.NEW, lambda: done.append(1))
         await turns.wait()
         return done
 
     assert asyncio.run(main()) == [1]
+
+
+def test_the_queues_take_turns() -> None:
+    seen: list[str] = []
+
+    async def main() -> None:
+        turns = Turns()
+        for _ in range(3):
+            turns.add(Queue.COSTLY, lambda: seen.append("costly"))
+        turns.add(Queue.NEW, lambda: seen.append("new"))
+        turns.add(Queue.ANSWER, lambda: seen.append("answer"))
+        await turns.wait()
+        await turns.wait()
+
+    asyncio.run(main())
+    assert sorted(seen[:3]) == ["answer", "costly", "new"]
+    assert seen[3:] == ["costly"] * 2
